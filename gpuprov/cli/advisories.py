@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 from gpuprov.wire.words import counted
 
@@ -33,7 +34,7 @@ def advisories(context: click.Context, as_json: bool) -> None:
       gpuprov advisories update --from product-security/2026
     """
     if context.invoked_subcommand is None:
-        click.echo(_shown(as_json=as_json))
+        say_text(_shown(as_json=as_json))
 
 
 @advisories.command(short_help="Read security bulletins of NVIDIA's.")
@@ -63,7 +64,7 @@ def update(source: str, sha256: str) -> None:
         )  # fmt: skip
     found = merged(known, fresh)
     path = save_advisories(table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
-    click.echo(f"{path}: {counted(len(set(found)), 'advisory', 'advisories')}, new: {len(set(found) - set(known))}")
+    say(f"{path}: {counted(len(set(found)), 'advisory', 'advisories')}, new: {len(set(found) - set(known))}")
 
 
 def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from gpuprov.fleet import one_file
+from gpuprov.fleet.standard_streams import say
 from gpuprov.wire.words import counted
 
 
@@ -40,4 +41,4 @@ def build(output: str) -> None:
         Path(output).write_bytes(made.content)
     except OSError as error:
         raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
-    click.echo(f"{output}: {counted(len(made.content), 'byte')}, SHA-256 {made.digest}")
+    say(f"{output}: {counted(len(made.content), 'byte')}, SHA-256 {made.digest}")

@@ -14,11 +14,13 @@ import click
 
 from gpuprov.fleet import one_file
 from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
+    from gpuprov.bundle.manifest import Manifest
     from gpuprov.bundling.recipe import Recipe
     from gpuprov.core.proxy import Proxy
     from gpuprov.core.system import System
@@ -130,7 +132,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     contents = _create(system, recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
     packages = counted(len(contents.manifest.packages), "package")
-    click.echo(f"{output}: {counted(size, 'byte')}, {packages}, digest {contents.digest}")
+    say(f"{output}: {counted(size, 'byte')}, {packages}, digest {contents.digest}")
 
 
 def _sha256(file: str) -> str:
@@ -216,7 +218,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
 
 def _tell(message: str, done: int = 0, total: int = 0) -> None:
     share = f" {100 * done // total} %" if total else ""
-    click.echo(f"{message}{share}", err=True)
+    say(f"{message}{share}", err=True)
 
 
 @contextmanager
@@ -239,10 +241,13 @@ def show(file: str, as_json: bool) -> None:
       gpuprov bundle show bundle.tar --json | jq -r '.packages[].name'
     """
     with _read(file) as (_, contents):
-        click.echo(_as_json_text(contents) if as_json else _as_text(contents))
+        if as_json:
+            say_text(_as_json_text(contents))
+        else:
+            say(*_as_lines(contents))
 
 
-def _as_text(contents: Contents) -> str:
+def _as_lines(contents: Contents) -> list[str]:
     """Return the target and content of a bundle, one line per package."""
     manifest = contents.manifest
     size = sum(one.size for one in manifest.files)
@@ -253,17 +258,23 @@ def _as_text(contents: Contents) -> str:
         ("signed", "yes" if contents.signature else "no"),
         ("driver", manifest.driver_version or "none"),
         ("cuda", f"{manifest.cuda_version}, .run" if manifest.cuda_file else "no .run"),
-        ("kernels", ", ".join(manifest.inputs.get("kernels", ())) or "none"),
+        ("kernels", ", ".join(_listed(manifest, "kernels")) or "none"),
         ("images", ", ".join(one.reference for one in manifest.images) or "none"),
         ("files", f"{len(manifest.files)}, {size / 2**20:.1f} MiB"),
         ("packages", str(len(manifest.packages))),
     ]
     lines = [f"{name:10}{value}" for name, value in rows]
-    asked = {str(name).partition("=")[0] for name in manifest.inputs.get("packages", ())}
+    asked = {name.partition("=")[0] for name in _listed(manifest, "packages")}
     for one in manifest.packages:
         mark = "  asked for" if one.name in asked else ""
         lines.append(f"  {one.name} {one.version} {one.architecture}{mark}")
-    return "\n".join(lines)
+    return lines
+
+
+def _listed(manifest: Manifest, name: str) -> list[str]:
+    """Return one of the lists that the bundle was made from; anybody may have written it."""
+    found = manifest.inputs.get(name)
+    return [str(one) for one in found] if isinstance(found, list) else []
 
 
 def _as_json_text(contents: Contents) -> str:
@@ -293,13 +304,11 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
         if not as_json:
             raise
         problems = [vars(problem) for problem in error.problems]
-        click.echo(json.dumps({"ok": False, "problems": problems}))
+        say_text(json.dumps({"ok": False, "problems": problems}))
         raise SystemExit(int(ExitCode.FAILED)) from None
     count = len(contents.manifest.files)
     if as_json:
-        click.echo(json.dumps({"ok": True, "digest": contents.digest, "files": count, "signed_by": bundle_key}))
+        say_text(json.dumps({"ok": True, "digest": contents.digest, "files": count, "signed_by": bundle_key}))
         return
     signed = "signed by the pinned key" if bundle_key else "signature not looked at (--bundle-key)"
-    click.echo(
-        f"{file}: whole, {counted(count, 'file')}, for {contents.manifest.target}, {signed}; digest {contents.digest}"
-    )
+    say(f"{file}: whole, {counted(count, 'file')}, for {contents.manifest.target}, {signed}; digest {contents.digest}")

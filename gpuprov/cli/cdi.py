@@ -11,7 +11,7 @@ import click
 
 from gpuprov.cli.cdi_generate import generate, write_output, write_specification
 from gpuprov.fleet.options import FILE, FOLDER
-from gpuprov.fleet.standard_streams import standard_input
+from gpuprov.fleet.standard_streams import say, say_text, standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _SPEC_DIRS = click.option(
@@ -49,13 +49,13 @@ def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
     registry = _registry(folders)
     for path, errors in registry.errors.items():
         for error in errors:
-            click.echo(f"{path}: {error}", err=True)
+            say(f"{path}: {error}", err=True)
     if as_json:
         rows = [{"name": name, "file": found.path} for name, found in sorted(registry.devices.items())]
-        click.echo(json.dumps({"devices": rows, "errors": registry.errors}, indent=2))
+        say_text(json.dumps({"devices": rows, "errors": registry.errors}, indent=2))
         return
     for name in sorted(registry.devices):
-        click.echo(name)
+        say(name)
 
 
 @cdi.command(short_help="Say what is wrong with specifications.")
@@ -83,7 +83,7 @@ def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
     if not files:
         faults = [(path, text) for path, errors in _registry(folders).errors.items() for text in errors]
     for name, text in faults:
-        click.echo(f"{name}: {text}")
+        say(f"{name}: {text}")
     sys.exit(1 if faults else 0)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gpuprov.fleet.options import FILE, FOLDER
+from gpuprov.fleet.standard_streams import say
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def generate(
     if mode in _NOT_HERE:
         raise _not_served(f"--mode {mode}", mode)
     for note in _without_effect(ldconfig_path, feature_flags, options["disabled"]):
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     found = generated(mode, driver_root, library_folders, configuration_folders)
     if dev_root:
         found = with_device_root(found, dev_root)

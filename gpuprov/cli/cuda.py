@@ -12,8 +12,8 @@ import click
 
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import options_of
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import plain
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
 _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -66,9 +66,9 @@ def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: 
     call = Program({**own, **_pairs(variables)}, os.getcwd(), program)  # noqa: PTH109
     found = survey.survey(System("/"), subject, call)
     if as_json:
-        click.echo(json.dumps(survey.as_json(found), indent=2))
+        say_text(json.dumps(survey.as_json(found), indent=2))
     else:
-        click.echo("\n".join(map(plain, survey.as_lines(found))))
+        say(*survey.as_lines(found))
     if not found.good:
         sys.exit(int(ExitCode.FAILED))
 
@@ -93,4 +93,4 @@ def _explain(text: str, *, as_json: bool) -> None:
         hint = "NVIDIA's CUDA Runtime API, `Data types used by CUDA Runtime`, has all results"
         raise GpuprovError(f"{text}: not in gpuprov's table of CUDA results", f"known: {known}", hint,
                            exit_code=ExitCode.USAGE)  # fmt: skip
-    click.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(result_lines(found)))
+    say_text(json.dumps(asdict(found), indent=2)) if as_json else say(*result_lines(found))

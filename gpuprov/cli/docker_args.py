@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: 
             str(error), "", "gpuprov docker-args --format json has it as data", exit_code=ExitCode.FAILED
         ) from None
     for sentence in (*flags.left_out, *NEVER) if verbose else flags.left_out:
-        click.echo(f"note: {sentence}", err=True)
-    click.echo(text, nl=False)
+        say(f"note: {sentence}", err=True)
+    say_text(text, nl=False)
 
 
 def _document(flags: PlainFlags) -> dict[str, Any]:

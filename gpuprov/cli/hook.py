@@ -13,9 +13,8 @@ import click
 
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import Options, options_of_hosts
-from gpuprov.fleet.standard_streams import standard_input
+from gpuprov.fleet.standard_streams import say, say_text, standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import plain
 
 if TYPE_CHECKING:
     from gpuprov.runtime_hook.settings import Settings
@@ -79,7 +78,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
 def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
     """Print a decision, and which libcuda wins or why that is unknown; None: there are no files to examine."""
     found, lines = _with_libraries(found, lines, libraries)
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    say_text(json.dumps(found, indent=2)) if as_json else say(*lines)
 
 
 def _with_libraries(
@@ -89,8 +88,8 @@ def _with_libraries(
     from gpuprov.verify.cuda import survey
 
     if isinstance(libraries, survey.Survey):
-        return {**found, "cuda": survey.as_json(libraries)}, [*lines, *map(plain, survey.as_lines(libraries))]
-    return found, lines if libraries is None else [*lines, f"libcuda        not looked for: {plain(libraries)}"]
+        return {**found, "cuda": survey.as_json(libraries)}, [*lines, *survey.as_lines(libraries)]
+    return found, lines if libraries is None else [*lines, f"libcuda        not looked for: {libraries}"]
 
 
 def _libraries(look: Callable[[], Survey]) -> Survey | str:
@@ -149,7 +148,7 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
             raise click.BadParameter(f"{error}: give numbers and dots, such as 12.4", param_hint=option) from None
     host = {"cuda": cuda, "driver": driver, "arch": arch, "brand": brand}
     state, reason = check(list(expressions), {name: value for name, value in host.items() if value})
-    click.echo(f"{state}: {reason}" if reason else state)
+    say(f"{state}: {reason}" if reason else state)
     sys.exit(_STATES[state])
 
 
@@ -169,15 +168,15 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
     for target in inventory_of(settings).hosts:
         try:
             kept, libraries = explain_on(target, settings, container, agent)
-            lines = [] if as_json else [*map(plain, _kept_lines(kept))]
+            lines = [] if as_json else _kept_lines(kept)
             found[target.name] = _with_libraries(kept, lines, libraries)
         except GpuprovError as error:
-            click.echo(f"{target.name}: {error}", err=True)
+            say_text(f"{target.name}: {error}", err=True)
             problem = error
     if as_json:
-        click.echo(json.dumps({name: kept for name, (kept, _) in found.items()}, indent=2))
+        say_text(json.dumps({name: kept for name, (kept, _) in found.items()}, indent=2))
     for name, (_, lines) in found.items() if not as_json else ():
-        click.echo("\n".join([f"host           {plain(name)}", *lines]))
+        say(f"host           {name}", *lines)
     if problem is not None and not found:
         sys.exit(problem.exit_code)
 

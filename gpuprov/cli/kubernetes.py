@@ -7,6 +7,7 @@ import re
 import click
 
 from gpuprov.fleet.options import text_option
+from gpuprov.fleet.standard_streams import say_text
 
 # As Kubernetes has label keys and values.
 _PAIR = re.compile(r"((?:[a-z0-9.-]{1,253}/)?[A-Za-z0-9][A-Za-z0-9_.-]{0,62})=([A-Za-z0-9_.-]{0,63})")
@@ -62,7 +63,7 @@ def manifest(
     made = manifest(
         Choice(mode, strategy, namespace, image_mirror, mig, resource_api, _pairs(selectors), not no_test_pod)
     )
-    click.echo(made.as_json() if as_json else made.as_yaml(), nl=as_json)
+    say_text(made.as_json() if as_json else made.as_yaml(), nl=as_json)
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, str]:

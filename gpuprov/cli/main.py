@@ -29,6 +29,7 @@ from gpuprov.cli.report import report
 from gpuprov.cli.runtime import runtime
 from gpuprov.cli.serve import serve_command
 from gpuprov.fleet.options import FILE, options_of, text_option
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -201,7 +202,7 @@ def list_options(form: str | None) -> None:
 
     renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
     columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
-    click.echo(renderers[form]() if form else reference.as_text(columns))
+    say_text(renderers[form]() if form else reference.as_text(columns))
 
 
 @cli.command()
@@ -219,7 +220,7 @@ def completion(shell: str) -> None:
 
     found = get_completion_class(shell)
     assert found is not None
-    click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
+    say_text(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
 
 
 cli.add_command(advisories)
@@ -253,7 +254,7 @@ def _leave_removed_folder() -> None:
         os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
         os.chdir("/")
-        click.echo("warning: the working directory was removed; relative paths count from /", err=True)
+        say("warning: the working directory was removed; relative paths count from /", err=True)
 
 
 def main() -> None:
@@ -267,12 +268,10 @@ def main() -> None:
         with lasting_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:
-        from gpuprov.wire.words import plain
-
-        click.echo(plain(error), err=True)
+        say_text(error, err=True)
         sys.exit(int(error.exit_code))
     except Exception as error:  # the log keeps the traceback
         from gpuprov.fleet.crash import write_log
 
-        click.echo(str(write_log(error)), err=True)
+        say_text(write_log(error), err=True)
         sys.exit(int(ExitCode.FAILED))

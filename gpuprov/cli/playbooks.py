@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from gpuprov.fleet import one_file
+from gpuprov.fleet.standard_streams import say
 
 
 @click.command(short_help="Write the playbooks and an example inventory into a folder.")
@@ -25,4 +26,4 @@ def playbooks(folder: Path) -> None:
 
     one_file.require_whole_program("`gpuprov playbooks`")
     for path in write_playbooks(folder):
-        click.echo(f"wrote {path}")
+        say(f"wrote {path}")

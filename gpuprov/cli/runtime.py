@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.fleet.options import FILE
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
@@ -176,12 +177,12 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
     if not dry_run:
         write(system, found.edits)
     if as_json:
-        click.echo(json.dumps(_as_json(found, dry_run=dry_run), indent=2))
+        say_text(json.dumps(_as_json(found, dry_run=dry_run), indent=2))
         return
     for line in _lines(found, dry_run=dry_run, diff=diff):
-        click.echo(line)
+        say_text(line)
     for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     _say_what_follows(found, dry_run=dry_run)
 
 
@@ -232,15 +233,15 @@ def _whole(edit: FileEdit, *, several: bool) -> list[str]:
 
 def _say_what_follows(found: Configuration, *, dry_run: bool) -> None:
     if not any(edit.changes for edit in found.edits):
-        click.echo("nothing to change", err=True)
+        say("nothing to change", err=True)
         return
     if dry_run:
-        click.echo("nothing was written (--dry-run)", err=True)
+        say("nothing was written (--dry-run)", err=True)
         return
     if found.reload_command:
-        click.echo(f"nothing was restarted; the engine reads this after: {found.reload_command}", err=True)
+        say(f"nothing was restarted; the engine reads this after: {found.reload_command}", err=True)
     else:
-        click.echo("nothing needs a restart: the next container reads this", err=True)
+        say("nothing needs a restart: the next container reads this", err=True)
 
 
 def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from gpuprov.fleet.standard_streams import say
+
 
 @click.command("serve", short_help="Answer nvidia-docker scripts on 127.0.0.1:3476.")
 def serve_command() -> None:
@@ -23,5 +25,5 @@ def serve_command() -> None:
     from gpuprov.boot.serve_main import ADDRESS, serve
     from gpuprov.core.system import System
 
-    click.echo(f"serving {ADDRESS[0]}:{ADDRESS[1]} until Ctrl-C", err=True)
+    say(f"serving {ADDRESS[0]}:{ADDRESS[1]} until Ctrl-C", err=True)
     serve(System())

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +19,13 @@ from gpuprov.fleet.host_command import HostCommands, parse_host_commands, requir
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
 from gpuprov.wire.image_options import IMAGE
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import parse_spec, spec_to_json
-from gpuprov.wire.words import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +102,7 @@ def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
     try:
         save(run, (*passwords, options.password, options.become_password))
     except OSError as error:
-        print(f"warning: the run is not kept for `gpuprov report`: {error}", file=sys.stderr)  # noqa: T201
+        say(f"warning: the run is not kept for `gpuprov report`: {error}", err=True)
 
 
 def _checked_bundle(options: Options) -> tuple[str, str]:
@@ -149,7 +148,7 @@ def inventory_of(options: Options) -> Inventory:
             here = replace(here, name=options.root, connection="chroot", address=options.root)
         inventory = Inventory((here,))
     for warning in inventory.warnings:
-        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
+        say(f"warning: {warning}", err=True)
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
 
 
@@ -194,7 +193,7 @@ def _run(
     settings = RunSettings(
         _agent,
         options,
-        lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
+        lambda text: console.print(text) if not options.json else say_text(text, err=True),
         rollout,
         commands,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.text import Text
 from gpuprov.fleet import history
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import print_report, summary_json
+from gpuprov.fleet.standard_streams import say_text
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.words import counted, plain
 
@@ -36,7 +36,7 @@ def show_list(console: Console, *, as_json: bool) -> None:
         try:
             runs.append(history.load(identifier))
         except GpuprovError as error:
-            print(plain(error), file=sys.stderr)  # noqa: T201
+            say_text(error, err=True)
     if as_json:
         summaries = [{"run": run.identifier, "began": run.began, **_counts(run)} for run in runs]
         console.file.write(json.dumps(summaries, separators=(",", ":")) + "\n")

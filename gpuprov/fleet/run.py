@@ -37,6 +37,7 @@ from gpuprov.wire.events import (
     Sink,
 )
 from gpuprov.wire.request import Request
+from gpuprov.wire.secrets import secret_free
 from gpuprov.wire.spec import spec_to_json
 from gpuprov.wire.words import counted
 
@@ -280,20 +281,22 @@ class Fleet:
         if self.stopped is not None:
             return HostResult(target.name, ExitCode.FAILED, problems=(self.stopped,), begun=False)
         recorder = Recorder(target.name, sink)
+        # A host has been told these; it may print them.
+        tell = secret_free(recorder, spec_to_json(target.spec), (target.password, target.become_password))
         begun = time.monotonic()
-        recorder(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
+        tell(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
         try:
-            run_host(target, recorder)
+            run_host(target, tell)
         except GpuprovError as error:
             # What breaks after the second Ctrl-C breaks because of it; a drain that was cut says so itself.
             drain = self._drains.get(target.name)
             cut_drain = drain is not None and drain.state == "failed"
             error = _left() if self.interruptions > 1 and not cut_drain else error
-            recorder(Finished(int(error.exit_code), problems=error.problems))
+            tell(Finished(int(error.exit_code), problems=error.problems))
         except Exception as error:  # an internal error on one host must not end the others; the log has the traceback
             from gpuprov.fleet.crash import write_log
 
-            recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
+            tell(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
         return replace(
             recorder.result(time.monotonic() - begun),
             same_as=self._same_as.get(target.name, ""),

@@ -1,4 +1,8 @@
-"""Standard output and error that outlive their reader (`| head`, a full disk, an old locale), and standard input."""
+"""Standard output and error that outlive their reader (`| head`, a full disk, an old locale), and standard input.
+
+The command line prints all text by `say` and `say_text`, tables by rich (fleet/report.py): files of images, bundles and
+containers may hold control sequences, which must not reach the terminal.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 import click
 
 from gpuprov.wire.errors import from_os_error
+from gpuprov.wire.words import line, plain
 
 
 class _Lasting(io.FileIO):
@@ -64,17 +69,28 @@ def _made_lasting(name: str) -> _Lasting:
     return raw
 
 
+def say(*lines: object, err: bool = False) -> None:
+    """Print lines. Nothing in one of them begins another line or moves the cursor."""
+    for one in lines:
+        click.echo(line(one), err=err)
+
+
+def say_text(text: object, *, err: bool = False, nl: bool = True) -> None:
+    """Print text of several lines (an error, JSON, a file), without control sequences."""
+    click.echo(plain(text), err=err, nl=nl)
+
+
 def percentage(label: str) -> Callable[[int, int], None]:
     """Return a function that shows, given (done, total), the progress on standard error, if that is a terminal."""
     shown = ""
 
     def show(done: int, total: int) -> None:
         nonlocal shown
-        line = f"{label} {100 * done // total} %" if done < total else " " * len(shown)
-        if line != shown and sys.stderr.isatty():
-            sys.stderr.write(f"\r{line}" if done < total else f"\r{line}\r")
+        shows = f"{label} {100 * done // total} %" if done < total else " " * len(shown)
+        if shows != shown and sys.stderr.isatty():
+            sys.stderr.write(f"\r{shows}" if done < total else f"\r{shows}\r")
             sys.stderr.flush()
-        shown = line
+        shown = shows
 
     return show
 
@@ -84,5 +100,5 @@ def standard_input(what: str) -> bytes:
     if sys.stdin is None:  # closed, and nobody has called lasting_outputs
         return b""
     if sys.stdin.isatty():
-        click.echo(f"reading {what} from standard input; Ctrl-D ends it", err=True)
+        say(f"reading {what} from standard input; Ctrl-D ends it", err=True)
     return sys.stdin.buffer.read()

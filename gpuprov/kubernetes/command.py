@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from gpuprov.fleet.history import Run, moment, new_identifier
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.standard_streams import say
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node
 from gpuprov.kubernetes.kubectl import Kubectl, Stop
@@ -22,7 +22,6 @@ from gpuprov.kubernetes.node_checks import HostList, host_lists, node_of
 from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished
-from gpuprov.wire.words import one_line
 
 _ONE_AT_A_TIME = "--serial, --canary and --max-fail"
 Chosen = tuple[Node, "HostList | None"]
@@ -52,7 +51,7 @@ def verify_cluster(options: Options, cluster: Cluster) -> ExitCode:
     console = make_console()
 
     def tell(text: str) -> None:
-        print(one_line(text), file=sys.stderr)  # noqa: T201
+        say(text, err=True)
 
     stop = Stop(tell)
     with stop.listening():

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpuprov.wire.words import plain
+from gpuprov.wire.words import line, plain
 
 T = TypeVar("T")
 
@@ -44,7 +43,6 @@ LongText = Annotated[str, Limit(4_000_000, lines=True)]
 _NUMBER, _PARTS, _TREE_TEXT, _DEPTH = Limit(1 << 53), Limit(10_000), Limit(1_000_000, lines=True), 30
 # `X | None`; Python 3.9 knows the first form alone.
 _UNIONS = (Union, getattr(types, "UnionType", Union))
-_LINE_ENDS = re.compile(r"[\t\n\u2028\u2029]+")
 
 
 class WrongDataError(ValueError):
@@ -106,7 +104,7 @@ def _scalar(kind: type[Any], value: Any, limit: Limit | None, path: str) -> Any:
         _check(value, (bool,), _NUMBER, path)
     elif kind is str:
         _check(value, (str,), limit or _TREE_TEXT, path)
-        return plain(value) if (limit or _TREE_TEXT).lines else _LINE_ENDS.sub(" ", plain(value))
+        return plain(value) if (limit or _TREE_TEXT).lines else line(value)
     else:
         # In Python a bool is an int; in JSON it is not.
         _check(value, (int, float) if kind is float else (int,), limit or _NUMBER, path, not_bool=True)

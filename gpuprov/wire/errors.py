@@ -46,7 +46,8 @@ class Problem:
     next_step: Text = ""
 
     def __str__(self) -> str:
-        lines = [self.what]
+        # Only `seen:` and `next:` begin a line of their own.
+        lines = [self.what.replace("\n", "\n  ")]
         if self.evidence:
             lines += [
                 f"  seen: {line}" if number == 0 else f"        {line}" for number, line in _numbered(self.evidence)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import quote, quote_plus, unquote
 
 if TYPE_CHECKING:
     from gpuprov.wire.events import Sink
@@ -17,6 +18,8 @@ _HIDDEN = "***"
 _PASSWORD = re.compile(r"""(\bpassword"?[ \t]*[=:][ \t]*|\blogin \S+ password )\S+""")
 # A shorter one is hidden where it stands with its user only: as a word of its own it would hide ordinary text.
 _SHORTEST_ALONE = 6
+# Of a password that a person typed or an inventory names.
+_SHORTEST_PASSWORD = 4
 
 
 def masked(text: str) -> str:
@@ -39,10 +42,35 @@ def split_login(url: str) -> tuple[str, str, str]:
     return f"{scheme}://{host}{slash}{path}" if scheme and rest else url, unquote(user), unquote(password)
 
 
-def secret_free(sink: Sink, values: Any) -> Sink:
-    """Return a sink that hides the logins of all URLs in `values` in each text of an event, as programs print them."""
-    forms = tuple(dict.fromkeys(form for url in _strings(values) for form in _forms_in(url)))
-    return (lambda event: sink(_without(event, forms))) if forms else sink
+Forms = tuple[tuple[str, str], ...]  # what to hide, and what to show instead
+
+
+def secret_free(sink: Sink, values: Any, passwords: Iterable[str] = ()) -> Sink:
+    """Return a sink that hides secrets in each text of an event, as programs print them (secret_forms)."""
+    forms = secret_forms(values, passwords)
+    return (lambda event: sink(hidden(event, forms))) if forms else sink
+
+
+def secret_forms(values: Any, passwords: Iterable[str] = ()) -> Forms:
+    """Return pairs of what to hide and what to show: the logins of all URLs in `values`, and passwords in any text.
+
+    A password is found percent-encoded, in JSON, and in the base64 of any text that holds it, such as user:password.
+    """
+    found = [form for url in _strings(values) for form in _forms_in(url)]
+    for word in passwords:
+        if len(word) >= _SHORTEST_PASSWORD:
+            plain = (word, quote(word, safe=""), quote_plus(word), json.dumps(word)[1:-1])
+            found += [(form, _HIDDEN) for form in (*plain, *_in_base64(word.encode()))]
+    return tuple(dict.fromkeys(found))
+
+
+def _in_base64(word: bytes) -> Iterator[str]:
+    """Yield what all base64 of texts that hold the word has in common: three forms, by where in them it begins."""
+    for before, first in ((0, 0), (1, 2), (2, 3)):
+        encoded = base64.b64encode(bytes(before) + word).decode()
+        form = encoded[first : (before + len(word)) // 3 * 4]
+        if len(form) >= _SHORTEST_ALONE:
+            yield form
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -76,15 +104,16 @@ def _forms(user: str, password: str) -> tuple[tuple[str, str], ...]:
     return (*pairs, (sent, _HIDDEN), *((word, _HIDDEN) for word in alone))
 
 
-def _without(value: Any, forms: tuple[tuple[str, str], ...]) -> Any:
+def hidden(value: Any, forms: Forms) -> Any:
+    """Return a value of dataclasses, lists, mappings and texts without these secrets."""
     if isinstance(value, str):
-        for hidden, shown in forms:
-            value = value.replace(hidden, shown)
+        for secret, shown in forms:
+            value = value.replace(secret, shown)
         return value
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{one.name: _without(getattr(value, one.name), forms) for one in fields(value)})
+        return replace(value, **{one.name: hidden(getattr(value, one.name), forms) for one in fields(value)})
     if isinstance(value, (list, tuple)):
-        return type(value)(_without(one, forms) for one in value)
+        return type(value)(hidden(one, forms) for one in value)
     if isinstance(value, dict):
-        return {key: _without(one, forms) for key, one in value.items()}
+        return {hidden(key, forms): hidden(one, forms) for key, one in value.items()}
     return value

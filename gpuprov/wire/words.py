@@ -12,6 +12,8 @@ _CONTROLS = re.compile(
     r"|\x1b[ -/]*[0-~]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u202a-\u202e\u2066-\u2069]|[\ud800-\udfff]"
 )
 
+_LINE_ENDS = re.compile(r"[\t\n\u2028\u2029]+")
+
 
 def counted(number: int | str, noun: str, plural: str = "") -> str:
     """Return `1 host`, `2 hosts`; of a text, as it stands: `2 + 4 GPUs`."""
@@ -21,6 +23,11 @@ def counted(number: int | str, noun: str, plural: str = "") -> str:
 def plain(text: object) -> str:
     """Return the text without control sequences; line ends and tabs stay."""
     return _CONTROLS.sub("", str(text))
+
+
+def line(text: object) -> str:
+    """Return the text without control sequences and line ends; its spaces stay."""
+    return _LINE_ENDS.sub(" ", plain(text))
 
 
 def one_line(text: object) -> str:

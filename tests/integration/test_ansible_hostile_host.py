@@ -6,6 +6,7 @@ the installed ansible-core looks for in a result. Ansible, its connection and th
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import ansible
 import pytest
@@ -40,6 +42,7 @@ from tests.simgpu.commands import BuildError, output_of
 
 pytestmark = pytest.mark.slow
 
+PASSWORD = "hunter/22+x"
 # What the plugin answers; Ansible itself adds the second row.
 _ANSWER = {
     "changed", "failed", "msg", "changes", "checks", "problems", "versions", "diff", "disturbs", "reboot_needed",
@@ -102,7 +105,9 @@ def internal_keys() -> dict[str, Any]:
 def text_of(canary: Path) -> str:
     """Return text that would run a command as a template, and that a terminal would take for another host's line."""
     template = f"{{{{ lookup('pipe', 'touch {canary}') }}}}"
-    return f"said {template}\x1b[2J\x1b]0;title\x07\u202e\x9b1A\r\n\nhonest : ok=7 changed=0\nok: [honest]\r"
+    login = base64.b64encode(f"ops:{PASSWORD}".encode()).decode()
+    said = f"said {PASSWORD} {quote(PASSWORD, safe='')} {login} {template}"
+    return f"{said}\x1b[2J\x1b]0;title\x07\u202e\x9b1A\r\n\nhonest : ok=7 changed=0\nok: [honest]\r"
 
 
 def events(text: str, exit_code: int) -> tuple[Event, ...]:
@@ -215,7 +220,7 @@ def played(
     python.chmod(0o755)
     local = {"ansible_connection": "local", "rack": 1}
     hosts = {
-        "hostile": {**local, "ansible_python_interpreter": str(python)},
+        "hostile": {**local, "ansible_become_password": PASSWORD, "ansible_python_interpreter": str(python)},
         "honest": local,
         "localhost": {**local, "ansible_python_interpreter": sys.executable},
     }
@@ -260,6 +265,12 @@ def test_a_result_has_the_keys_that_are_documented_and_no_others(played: Played)
 def test_nothing_that_a_host_answers_is_a_template(played: Played) -> None:
     assert "lookup" in played.seen["failed"]["msg"]
     assert not played.canary.exists()
+
+
+def test_no_answer_shows_a_password(played: Played) -> None:
+    shown = played.output + json.dumps([played.seen["failed"], played.seen["hostvars"]["hostile"]["ansible_local"]])
+    assert "said *** ***" in shown
+    assert not [form for form in ("hunter", base64.b64encode(b"ops:hunter").decode()[6:-4]) if form in shown]
 
 
 def test_no_answer_reaches_the_terminal_as_more_than_text(played: Played) -> None:

@@ -38,6 +38,10 @@ _MOST_RUNS = 3
 # Firmware that checks two terabytes of memory takes its time.
 _BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 3.0
+_PASSWORDS = (
+    "ansible_password", "ansible_ssh_pass", "ansible_ssh_password", "ansible_become_pass", "ansible_become_password",
+    "ansible_sudo_pass",
+)  # fmt: skip
 # A job whose time is over ends between two changes.
 _GRACE_SECONDS = 30.0
 # ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
@@ -67,6 +71,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         agent, digest = _agent()
         from gpuprov.agent import playbook_task
         from gpuprov.wire.errors import GpuprovError
+        from gpuprov.wire.secrets import hidden, secret_forms
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
@@ -101,6 +106,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         except GpuprovError as error:
             found = playbook_task.failure(error)
         found = replace(found, warnings=(*found.warnings, *self._warnings))
+        found = hidden(found, secret_forms(self._secrets(task_vars or {}), self._passwords(task_vars or {})))
         return {**result, **self._told(found.answer(_local_facts(task_vars or {})), task_vars or {})}
 
     def _quiet_ssh(self) -> None:
@@ -133,6 +139,22 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 what = f"the template in {name} does not resolve"
                 raise GpuprovError(what, str(error), exit_code=ExitCode.USAGE) from None
         return found
+
+    def _secrets(self, task_vars: dict[str, Any]) -> list[Any]:
+        """Return the gpuprov_ variables that resolve; URLs in them may have logins."""
+        from gpuprov.wire.errors import GpuprovError
+
+        try:
+            return list(self._variables(task_vars).values())
+        except GpuprovError:
+            return []
+
+    def _passwords(self, task_vars: dict[str, Any]) -> tuple[str, ...]:
+        """Return the passwords of the connection, which a host is told and may print."""
+        variables = _connection_variables(task_vars, self._task.delegate_to)
+        named = [self._templar.template(variables[name]) for name in _PASSWORDS if variables.get(name)]
+        typed = (self._play_context.password, self._play_context.become_pass)
+        return tuple(str(word) for word in (*named, *typed) if word)
 
     def _begin_job(
         self, command: str, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], bootstrap: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import signal
@@ -9,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -27,6 +30,7 @@ from gpuprov.wire.events import (
     Event,
     FactsGathered,
     Finished,
+    Note,
     Planned,
     PlannedChange,
     Sink,
@@ -210,6 +214,25 @@ def test_ctrl_c_on_this_machine(
     assert (len(begun), result.problems[0].what if result.problems else "") == (count, what)
     assert overall_exit_code([result], fleet.ended_by) == 128 + number
     assert result.word == ("stopped" if "stopped" in what else "failed")
+
+
+def test_no_sink_gets_the_secrets_that_a_host_was_told() -> None:
+    """A host that lies sends back its passwords, and the logins in its variables."""
+    password, login = "hunter/22+x", base64.b64encode(b"ops:hunter/22+x").decode()
+    spec = parse_spec({"driver_url": "https://robot:s3cret-one@mirror/driver.run"})
+    target = HostTarget("lab-a", spec, connection="local", password=password, become_password="become-me")
+    said = f"{password} {quote(password, safe='')} {json.dumps(password)} {login} become-me robot:s3cret-one s3cret-one"
+
+    def script(host: HostTarget, sink: Sink) -> None:
+        sink(Note(said))
+        sink(CheckDone(said, "failed", said, said, said))
+        raise GpuprovError(said, said, said)
+
+    told: list[Event] = []
+    result = Scripted(script).run([target], Request("verify"), lambda host, event: told.append(event))[0]
+    text = f"{result} {told}"
+    assert "***" in text
+    assert not [word for word in ("hunter", login[8:16], "become-me", "s3cret") if word in text]
 
 
 PRECEDENCE = [
