@@ -16,8 +16,9 @@ _MOST_LINES = 4000
 _MOST_EVIDENCE = 6
 # Time, host and program as written by dmesg and journalctl -k; then the driver's own prefix.
 _PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
-# dockerd's first log message; earlier lines belong to an earlier daemon.
-_DOCKER_BEGINS = "Starting up"
+# systemd's message before a start, and dockerd's first one, which a refused configuration file prevents; earlier lines
+# belong to an earlier daemon.
+_DOCKER_BEGINS = re.compile(r"^Starting (?:docker\.service|Docker Application)|Starting up")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def telling_lines(log: str) -> tuple[str, ...]:
 def docker_lines(log: str) -> tuple[str, ...]:
     """Return the log of the docker daemon that runs now or failed last."""
     lines = log.splitlines()
-    begun = max((number for number, line in enumerate(lines) if _DOCKER_BEGINS in line), default=0)
+    begun = max((number for number, line in enumerate(lines) if _DOCKER_BEGINS.search(line)), default=0)
     return tuple(line.strip() for line in lines[begun:])
 
 

@@ -99,6 +99,14 @@ def test_what_an_earlier_docker_said_is_past() -> None:
     assert docker_lines("") == ()
 
 
+@pytest.mark.parametrize("begins", ["Starting docker.service - Docker Application Container Engine...",
+                                    "Starting Docker Application Container Engine..."])  # fmt: skip
+def test_a_start_that_was_refused_has_the_log_of_this_start_alone(begins: str) -> None:
+    first = "unable to configure the Docker daemon with file /etc/docker/daemon.json: the first fault"
+    second = first.replace("first", "second")
+    assert docker_lines(f"{begins}\n{first}\n{begins}\n{second}\n") == (begins, second)
+
+
 YAML = "devices:\n- containerEdits:\n    deviceNodes:\n    - path: /dev/nvidia0\n      hostPath: /dev/nvidia0\n"
 JSON = '{"mounts": [\n  {"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/x"},\n  {"hostPath":"/a b"}]}\n'
 
