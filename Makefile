@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-fast test-spoilt test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-long test-fast test-spoilt test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -58,7 +58,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -
 
 test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes on 2 cores).
 	$(MAKE) --jobs=2 --output-sync=target lint base-bookworm base-bullseye
-	$(PYTEST) -m 'not slow' --junitxml=build/results.xml
+	$(PYTEST) -m 'not slow and not long' --junitxml=build/results.xml
 
 $(VENV)/.apt-rest: tests/lab/packages-rest.txt $(VENV)/.apt
 	tests/apt-install tests/lab/packages-rest.txt
@@ -66,9 +66,13 @@ $(VENV)/.apt-rest: tests/lab/packages-rest.txt $(VENV)/.apt
 
 test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
-	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
+	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m '(slow or property) and not long' --hypothesis-profile=thorough
 
 test-all: test test-rest  ## Everything (an hour on 2 cores).
+
+test-long: setup  ## What takes long and changes seldom; by hand, not in CI.
+	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-trixie
+	$(PYTEST) -m long
 
 test-fast: setup  ## The unit tests that need no root.
 	$(PYTEST) -m 'not root' tests/unit

@@ -1,4 +1,4 @@
-"""What breaks hosts for test_doctor.py: the libraries, programs and leftovers of docs/host-cases.md, by groups.
+"""What breaks hosts for test_doctor.py: the libraries, programs, settings and leftovers, by groups.
 
 The troubles of a group are there at once. A user who types what the doctor says first, and runs it again until it is
 silent, has typed each of them.
@@ -6,33 +6,25 @@ silent, has typed each of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+from tests.integration.doctor_typing import Group
 from tests.lab.fixtures import DRIVER
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 OTHER_VERSION = "535.261.03"
 OTHER = f"libnvidia-ml.so.{OTHER_VERSION}"
 OTHER_CUDA = f"libcuda.so.{OTHER_VERSION}"
+_DAEMON_JSON = "/etc/docker/daemon.json"
+_PYTHON = "/usr/bin/python3.11"
 _RUNTIME = "/usr/bin/gpuprov-container-runtime"
 _SETTINGS = "/etc/nvidia-container-runtime/config.toml"
+# Holds the lock as a run does, and ends once somebody waits for its end.
+_RUN = """flock 9
+printf '{"pid": %s, "command": "install", "since": "now"}' $$ >&9
+until pgrep -f "tail --pid=$$" > /dev/null; do sleep 1; done
+"""
 _NVIDIA_DOCKER2 = (
     '{"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "runtimeArgs": []}}}'
 )
-
-
-@dataclass(frozen=True)
-class Group:
-    """Troubles that are made together. `rules`: those that must be found, `first` the one that comes first.
-
-    `by_hand`: rule → what is done in the test where the command is for a person (an editor, a reboot).
-    """
-
-    name: str
-    breaking: tuple[str, ...]
-    first: str
-    rules: frozenset[str]
-    by_hand: dict[str, str] = field(default_factory=dict)
 
 
 def _wrapper(path: str, banner: str) -> str:
@@ -40,15 +32,14 @@ def _wrapper(path: str, banner: str) -> str:
     return f"printf '{script}' > {path}; chmod 755 {path}"
 
 
-GROUPS = (
+SOFTWARE_GROUPS = (
     Group(
         "programs get other files than the driver's",
         (
             f"cp /root/{OTHER} /root/{OTHER_CUDA} /usr/local/lib/; ldconfig",
             _wrapper("/usr/local/bin/nvidia-smi", "welcome"),
         ),
-        "library-hidden",
-        frozenset({"library-hidden", "nvidia-smi-hidden", "version-mismatch", "nvidia-smi-18", "cdi-stale"}),
+        frozenset({"library-hidden", "nvidia-smi-hidden"}),
     ),
     Group(
         "a preload that can't be loaded, a wrapper in the driver's place",
@@ -57,17 +48,23 @@ GROUPS = (
             "printf '#!/bin/sh\\necho welcome\\nexec /root/kept-smi/nvidia-smi \"$@\"\\n' > /usr/bin/nvidia-smi",
             "chmod 755 /usr/bin/nvidia-smi; echo /opt/none.so > /etc/ld.so.preload",
         ),
-        "preload-broken",
         frozenset({"preload-broken", "nvidia-smi-replaced"}),
     ),
     Group(
         "files of the driver are gone or broken",
-        (
-            f"truncate -s 1000 {LIBRARIES}/libcuda.so.{DRIVER}; rm /usr/bin/nvidia-smi",
-            "rm /dev/nvidia0 /dev/nvidiactl; touch /dev/nvidiactl",
-        ),
-        "driver-damaged",
-        frozenset({"driver-damaged", "nvidia-smi-missing", "nodes-missing", "node-wrong"}),
+        (f"truncate -s 1000 {LIBRARIES}/libcuda.so.{DRIVER}; rm /usr/bin/nvidia-smi",),
+        frozenset({"driver-damaged", "nvidia-smi-missing"}),
+    ),
+    Group(
+        "device nodes are gone, and a file lies in the place of one",
+        ("rm /dev/nvidia0",),
+        frozenset({"nodes-missing", "node-wrong"}),
+        then={"nodes-missing": "rm /dev/nvidiactl; touch /dev/nvidiactl"},
+    ),
+    Group(
+        "libraries of another driver than the loaded module's",
+        (f"cp /root/{OTHER} {LIBRARIES}/; ln -sf {OTHER} {LIBRARIES}/libnvidia-ml.so.1",),
+        frozenset({"version-mismatch", "nvidia-smi-18", "driver-damaged", "drivers-several"}),
     ),
     Group(
         "what nvidia-docker2 left",
@@ -77,13 +74,11 @@ GROUPS = (
             f"sed s/{DRIVER}/{OTHER_VERSION}/ /etc/cdi/nvidia.json > /var/run/cdi/nvidia.json",
             f"echo '{_NVIDIA_DOCKER2}' > /etc/docker/daemon.json; systemctl restart docker",
         ),
-        "runtime-missing",
         frozenset({"runtime-missing", "cdi-names-absent-files", "driver-root-missing", "ldconfig-missing"}),
     ),
     Group(
         "modes that keep users out",
         (f"chmod 700 /etc/cdi; chmod 600 /etc/cdi/nvidia.json /dev/nvidia0 /dev/nvidiactl; chmod 644 {_RUNTIME}",),
-        "runtime-not-executable",
         frozenset({"runtime-not-executable", "cdi-closed", "nodes-closed"}),
     ),
     Group(
@@ -93,13 +88,11 @@ GROUPS = (
             "cp /etc/cdi/nvidia.json /var/run/cdi/nvidia.json",
             "echo '{' > /var/run/cdi/nvidia-more.json",
         ),
-        "cdi-conflict",
         frozenset({"cdi-conflict", "cdi-covered"}),
     ),
     Group(
         "a read-only /usr",
         (f"mv {_RUNTIME} /root/kept-runtime; mount --bind /usr /usr; mount -o remount,bind,ro /usr",),
-        "install-obstructed",
         frozenset({"install-obstructed", "runtime-missing"}),
     ),
     Group(
@@ -108,8 +101,8 @@ GROUPS = (
             "systemctl disable --now docker.service docker.socket",
             "printf 'DOCKER_HOST=tcp://192.0.2.1:2375\\n' >> /etc/environment",
         ),
-        "docker-disabled",
-        frozenset({"docker-disabled", "docker-down", "docker-host"}),
+        frozenset({"docker-disabled", "docker-host", "docker-down"}),
+        then={"docker-host": "systemctl stop docker.service docker.socket"},
     ),
     Group(
         "settings that keep containers from GPUs",
@@ -120,17 +113,13 @@ GROUPS = (
             "mkdir -p /etc/nvidia-container-runtime",
             f"printf '[nvidia-container-cli]\\nno-cgroups = true\\n' > {_SETTINGS}",
         ),
-        "no-cgroups",
         frozenset({"environment-refused", "capabilities-left-out", "cuda-stub-configured", "no-cgroups"}),
     ),
     Group(
         "files that gpuprov deployed are gone",
-        (
-            "rm /etc/cdi/nvidia.json /usr/bin/nvidia-container-runtime-hook /usr/lib/gpuprov/runtime_hook/mounts.py",
-            "systemctl stop gpuprov-refresh.path",
-        ),
-        "runtime-files-missing",
-        frozenset({"cdi-missing", "hook-missing", "runtime-files-missing"}),
+        ("rm /usr/lib/gpuprov/runtime_hook/mounts.py",),
+        frozenset({"runtime-files-missing", "cdi-missing"}),
+        then={"runtime-files-missing": "systemctl stop gpuprov-refresh.path; rm /etc/cdi/nvidia.json"},
     ),
     Group(
         "docker is masked, its client talks to another one",
@@ -138,7 +127,6 @@ GROUPS = (
             "docker context create away --docker host=tcp://192.0.2.1:2375; docker context use away",
             "systemctl mask --now docker.service",
         ),
-        "docker-masked",
         frozenset({"docker-masked", "docker-context"}),
     ),
     Group(
@@ -147,7 +135,6 @@ GROUPS = (
             "systemctl stop gpuprov-refresh.path; echo '{' > /etc/cdi/nvidia.json",
             "echo '{}' > /etc/docker/daemon.json",
         ),
-        "cdi-broken",
         frozenset({"cdi-broken", "runtime-unsaved"}),
     ),
     Group(
@@ -156,13 +143,11 @@ GROUPS = (
             f"mkdir -p /usr/local/cuda/lib64/stubs; cp /root/{OTHER_CUDA} /usr/local/cuda/lib64/stubs/libcuda.so.1",
             "echo /usr/local/cuda/lib64/stubs > /etc/ld.so.conf.d/000-cuda.conf; ldconfig",
         ),
-        "cuda-stub",
         frozenset({"cuda-stub"}),
     ),
     Group(
         "programs that docker needs are gone",
         ("mv /usr/sbin/runc /root/kept-runc; apt-get purge -y -qq docker.io",),
-        "low-level-runtime-missing",
         frozenset({"docker-missing", "low-level-runtime-missing"}),
     ),
     Group(
@@ -172,7 +157,95 @@ GROUPS = (
             "systemctl restart gpuprov-nodes.service; systemctl restart gpuprov-refresh.service; true",
             "mv /root/kept-boot /usr/lib/gpuprov/boot.pyz",
         ),
-        "nodes-unit-failed",
         frozenset({"nodes-unit-failed", "refresh-unit-failed"}),
+    ),
+    Group(
+        "files of docker's that it can't read, or does not know",
+        (f"cp {_DAEMON_JSON} /root/kept.json; sed -i '1s/{{/{{,/' {_DAEMON_JSON}",),
+        frozenset({"daemon-json-broken"}),
+        editor="cp /root/kept.json $file",
+    ),
+    Group(
+        "docker's own settings keep it from its start",
+        (
+            f"cp {_DAEMON_JSON} /root/kept.json",
+            f'sed -i \'1s/{{/{{"default-runtime": "kata", "debug": true,/\' {_DAEMON_JSON}',
+            "mkdir -p /etc/systemd/system/docker.service.d",
+            "printf '[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// --debug\n' > "
+            "/etc/systemd/system/docker.service.d/10-flags.conf; systemctl daemon-reload",
+            "systemctl restart docker; true",
+        ),
+        frozenset({"docker-flags-twice", "default-runtime-unknown", "daemon-json-broken"}),
+        # One fault at a time, as somebody does who reads the first message.
+        editor="if grep -q debug $file; then sed -i 's/ \"debug\": true,//' $file; else cp /root/kept.json $file; fi",
+        then={
+            "default-runtime-unknown": "rm -r /etc/systemd/system/docker.service.d; systemctl daemon-reload; "
+            "systemctl restart docker"
+        },
+    ),
+    Group(
+        "docker reads another file since its unit changed",
+        (
+            "mkdir -p /etc/systemd/system/docker.service.d; echo '{}' > /etc/docker/other.json",
+            "printf '[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// "
+            "--config-file /etc/docker/other.json\n' > /etc/systemd/system/docker.service.d/10-file.conf",
+            "systemctl daemon-reload",
+        ),
+        frozenset({"docker-unit-changed", "runtime-unregistered"}),
+        then={
+            "runtime-unregistered": "rm -r /etc/systemd/system/docker.service.d; systemctl daemon-reload; "
+            "systemctl restart docker"
+        },
+    ),
+    Group(
+        "dockerd's PATH lacks the hook",
+        (
+            "mkdir -p /etc/systemd/system/docker.service.d",
+            "printf '[Service]\nEnvironment=PATH=/usr/sbin:/sbin\n' > "
+            "/etc/systemd/system/docker.service.d/10-path.conf; systemctl daemon-reload; systemctl restart docker",
+        ),
+        frozenset({"hook-not-on-path"}),
+        editor="printf '[Service]\nEnvironment=PATH=/usr/sbin:/usr/bin:/sbin:/bin\n' > $file",
+    ),
+    Group(
+        "docker's client has no socket",
+        ("rm /run/docker.sock",),
+        frozenset({"docker-unreachable"}),
+        then={"docker-unreachable": "systemctl restart docker.socket docker.service"},
+    ),
+    Group(
+        "the toolkit is gone, docker has forgotten it",
+        (
+            f"rm {_RUNTIME} /usr/bin/nvidia-container-runtime-hook; echo '{{}}' > {_DAEMON_JSON}",
+            "systemctl restart docker",
+        ),
+        frozenset({"toolkit-missing", "runtime-unregistered"}),
+    ),
+    Group(
+        "the driver is gone",
+        ("nvidia-uninstall --silent; touch /var/lib/gpuprov/driver-incomplete; true",),
+        frozenset({"driver-incomplete", "driver-missing"}),
+    ),
+    Group(
+        "the Python that gpuprov's runtime names is gone",
+        (f"sed -i 's|{_PYTHON}|/usr/bin/python3.8|g' {_RUNTIME}",),
+        frozenset({"python-missing", "runtime-files-missing"}),
+    ),
+    Group(
+        "the Python that gpuprov's runtime names is everybody's to write",
+        (
+            f"cp {_PYTHON} /opt/python3; chmod 777 /opt/python3",
+            f"sed -i 's|{_PYTHON}|/opt/python3|g' {_RUNTIME}",
+        ),
+        frozenset({"python-unfit", "runtime-files-missing"}),
+    ),
+    Group(
+        "a run is alive",
+        (
+            f"cat > /root/run <<'end'\n{_RUN}end",
+            "setsid sh /root/run 9> /run/gpuprov.lock > /dev/null 2>&1 < /dev/null &",
+            "until grep -q pid /run/gpuprov.lock; do sleep 0.2; done",
+        ),
+        frozenset({"run-alive"}),
     ),
 )

@@ -14,7 +14,9 @@ import pytest
 
 from gpuprov.runtime_hook.settings import SETTINGS_PATH
 from tests import simgpu
-from tests.integration.doctor_cases import GROUPS, LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, Group
+from tests.integration.doctor_cases import LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, SOFTWARE_GROUPS
+from tests.integration.doctor_gpu_cases import GPU_GROUPS
+from tests.integration.doctor_typing import Group, prepare, type_until_silent
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
@@ -22,9 +24,6 @@ from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KEPT = "/root/kept"
-_START = "systemctl reset-failed docker; systemctl restart docker"
-# More than any group has: a loop never ends.
-_MOST_STEPS = 12
 # What a host's own log-ins, clock and daemons change by themselves.
 # What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first (on
 # an overlay the folders above it change with it).
@@ -34,40 +33,22 @@ _VOLATILE = re.compile(
 )
 
 
-# Asides about the simulated driver's age and about when docker was started.
-_ALWAYS = ("driver-old", "hook-unseen")
-
-
 @dataclass(frozen=True)
 class Trouble:
-    """What breaks a host, the rule that must come first, and how its command begins.
-
-    `instead`: what is done in the test where the command is one that a person carries out (an editor, a reboot).
-    """
+    """What breaks a host, the rule that must come first, and how its command begins."""
 
     rule: str
     breaking: str
     command: str
-    instead: str = ""
 
 
 TROUBLES = (
-    Trouble("driver-outside", "umount /proc/driver", "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the host",
-            "mount --bind /usr/lib/simgpu/proc/driver /proc/driver"),
-    Trouble("nodes-missing", "rm /dev/nvidia0", "systemctl restart gpuprov-nodes.service"),
     Trouble("nvml-missing", f"mv {LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
-    Trouble("version-mismatch",
-            f"cd {LIBRARIES}; cp /root/{OTHER} .; ln -sf {OTHER} libnvidia-ml.so.1",
-            "gpuprov install"),
     Trouble("library-not-in-cache", "rm /etc/ld.so.cache", "ldconfig"),
-    # NVML's code 15, GPU is lost, as this host's NVML gives it.
-    Trouble("nvidia-smi-15", "echo error=15 > /etc/simgpu.conf", "systemctl reboot", "rm /etc/simgpu.conf"),
     Trouble("runtime-missing", "rm /usr/bin/gpuprov-container-runtime", "gpuprov install"),
     Trouble("settings-broken", f"mkdir -p /etc/gpuprov; echo 'disable-require = maybe' > {SETTINGS_PATH}",
             f"mv {SETTINGS_PATH} {SETTINGS_PATH}.broken"),
     Trouble("cdi-stale", f"sed -i 's/{DRIVER}/535.261.03/g' /etc/cdi/nvidia.json", "systemctl start gpuprov-refresh"),
-    Trouble("daemon-json-broken", f"cp /etc/docker/daemon.json {_KEPT}; sed -i '1s/{{/{{,/' /etc/docker/daemon.json",
-            "${EDITOR:-vi} +1 /etc/docker/daemon.json", f"cp {_KEPT} /etc/docker/daemon.json; {_START}"),
     Trouble("docker-not-restarted",
             f"cp /etc/docker/daemon.json {_KEPT}; echo '{{}}' > /etc/docker/daemon.json; systemctl restart docker; "
             f"cp {_KEPT} /etc/docker/daemon.json", "systemctl restart docker"),
@@ -78,14 +59,27 @@ TROUBLES = (
             "systemctl restart docker"),
 )  # fmt: skip
 
+GROUPS = (*SOFTWARE_GROUPS, *GPU_GROUPS)
+# Of what the hardware does, two groups in each run; the others take minutes.
+_CASES = [
+    pytest.param(group, id=group.name, marks=() if group in SOFTWARE_GROUPS or group.short else pytest.mark.long)
+    for group in GROUPS
+]
+
 
 @pytest.fixture(scope="module")
 def host(site: Site) -> Host:
     """A host that gpuprov has set up, and on which containers see the GPUs."""
-    host = site.installed("main")
+    host = made_ready(site)
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
+    return host
+
+
+def made_ready(site: Site) -> Host:
+    host = site.installed("main")
     give_libraries(host)
+    prepare(host)
     return host
 
 
@@ -93,14 +87,6 @@ def give_libraries(host: Host) -> None:
     """Lay libraries of another driver on the host."""
     for name in (OTHER, OTHER_CUDA):
         (host.root / "root" / name).write_bytes((simgpu.build_libraries(OTHER_VERSION) / name).read_bytes())
-
-
-def causes_on(host: Host) -> list[dict[str, Any]]:
-    """Return the causes that the doctor finds when asked on the host itself, without those that are always there."""
-    said = host.ssh(f"{REPOSITORY}/.venv/bin/gpuprov doctor --json", check=False).stdout
-    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert events, said
-    return [event for event in events if event.get("event") == "CauseFound" and event["rule"] not in _ALWAYS]
 
 
 def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
@@ -149,45 +135,20 @@ def test_the_trouble_is_named_first_and_its_command_fixes_it(site: Site, host: H
     assert causes[0]["evidence"]
     step = summary["problems"][0]["next_step"]
     assert step.startswith(trouble.command), step
-    if trouble.instead:
-        host.ssh(trouble.instead)
-    else:
-        fix(site, host, step)
+    fix(site, host, step)
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+@pytest.mark.parametrize("group", _CASES)
 def test_every_next_step_that_is_typed_changes_what_is_found(site: Site, host: Host, group: Group) -> None:
     """Type what is said first, run it again, until the doctor is silent; nothing is typed twice for the same cause."""
     try:
-        host.ssh("systemctl reset-failed docker")
-        for line in group.breaking:
-            host.ssh(line)
         type_until_silent(site, host, group)
     except BaseException:
         # Only this test fails.
-        give_libraries(site.installed("main"))
+        made_ready(site)
         raise
-
-
-def type_until_silent(site: Site, host: Host, group: Group) -> None:
-    seen: set[str] = set()
-    typed: list[tuple[str, str, str]] = []
-    causes = causes_on(host)
-    assert causes and causes[0]["rule"] == group.first, [(cause["rule"], cause["follows"]) for cause in causes]
-    while causes and len(typed) < _MOST_STEPS:
-        seen |= {cause["rule"] for cause in causes}
-        rule, step = causes[0]["rule"], causes[0]["next_step"]
-        assert (rule, causes[0]["what"], step) not in typed, f"a loop: {typed}"
-        typed.append((rule, causes[0]["what"], step))
-        instead = group.by_hand.get(rule)
-        host.ssh(instead) if instead else fix(site, host, step)
-        causes = causes_on(host)
-    assert not causes, f"typed: {typed}; left: {causes}"
-    assert group.rules <= seen, typed
-    done = host.ssh(f"{REPOSITORY}/.venv/bin/gpuprov verify", check=False)
-    assert done.returncode == 0, f"typed: {typed}\n{done.stdout}"
 
 
 def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:

@@ -189,6 +189,14 @@ class Host:
         self.wait_until_up()
         self.wait_until_settled()
 
+    def switch_on(self) -> None:
+        """Wait for the end of a shutdown from inside, and boot again."""
+        wait_for(f"the shutdown of {self.name}", lambda: not cgroups.runs(self.cgroup), _BOOT_SECONDS)
+        run(("ip", "link", "delete", f"vb-{self._machine}"), check=False)
+        self._boot()
+        self.wait_until_up()
+        self.wait_until_settled()
+
     def boot_again(self) -> None:
         """Boot a host that was killed from the files in its storage."""
         self._mount()

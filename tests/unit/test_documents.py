@@ -16,8 +16,7 @@ from gpuprov.fleet.inventory import read_inventory
 from gpuprov.runtime_hook.settings import _KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
-from tests.integration.doctor_cases import GROUPS
-from tests.integration.test_doctor import TROUBLES
+from tests.integration.test_doctor import GROUPS, TROUBLES
 from tools import ansible_page, cli_page, plain_english
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +97,7 @@ def test_the_table_of_cases_names_rules_of_the_doctor_and_all_that_is_typed() ->
     rules = {rule.name for rule in RULES}
     assert named - rules <= {"gpuprov-refresh"}, named - rules
     typed = {word for row in rows if row[-1].startswith("typed") for word in re.findall(r"`([a-z0-9-]+)`", row[1])}
-    assert typed & rules <= {rule for group in GROUPS for rule in group.rules}
+    assert typed & rules <= {rule for group in GROUPS for rule in group.typed} | {one.rule for one in TROUBLES}
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
@@ -123,11 +122,3 @@ def test_every_folder_that_travels_is_held_to_the_import_contract() -> None:
     _, travels = contracts
     packed = {f"gpuprov.{name}" for name in (*_HOST_FOLDERS, *(file.removesuffix(".py") for file in _HOST_FILES))}
     assert set(travels["source_modules"]) == packed - {"gpuprov.__init__"}
-
-
-def test_every_rule_is_typed_on_a_host_or_the_page_says_why_not() -> None:
-    page = (ROOT / "docs/host-cases.md").read_text().partition("## Rules that no test types")[2]
-    left_out = re.findall(r"`([a-z0-9-]+)`", page)
-    typed = {rule for group in GROUPS for rule in group.rules} | {trouble.rule for trouble in TROUBLES}
-    assert len(left_out) == len(set(left_out))
-    assert sorted({rule.name for rule in RULES} - typed) == sorted(left_out)

@@ -1,7 +1,6 @@
 /* What NVML tells about one GPU: constants of an idle H100, but for what differs per GPU in the table. */
 #include "nvml_state.h"
 
-#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -169,48 +168,92 @@ nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_
     return NVML_SUCCESS;
 }
 
-/* The real flag lives in the kernel module; here a file of the machine stands for it. */
-static void persistence_path(const struct simgpu *gpu, char *path, size_t size)
+/* What the real kernel module keeps of a GPU: here a file of the machine has the number, and none is 0. */
+static void state_path(const struct simgpu *gpu, const char *name, char *path, size_t size)
 {
-    snprintf(path, size, "/run/simgpu/persistence-%d", gpu->minor);
+    snprintf(path, size, "/run/simgpu/%s-%d", name, gpu->minor);
+}
+
+static unsigned int state_of(const struct simgpu *gpu, const char *name)
+{
+    char path[64];
+    unsigned int value = 0;
+    FILE *file;
+
+    state_path(gpu, name, path, sizeof path);
+    file = fopen(path, "re");
+    if (file == NULL)
+        return 0;
+    if (fscanf(file, "%u", &value) != 1)
+        value = 0;
+    fclose(file);
+    return value;
+}
+
+static nvmlReturn_t set_state(const struct simgpu *gpu, const char *name, unsigned int value)
+{
+    char path[64];
+    FILE *file;
+
+    if (geteuid() != 0)
+        return NVML_ERROR_NO_PERMISSION;
+    state_path(gpu, name, path, sizeof path);
+    if (value == 0) {
+        unlink(path);
+        return NVML_SUCCESS;
+    }
+    mkdir("/run/simgpu", 0755);
+    file = fopen(path, "we");
+    if (file == NULL)
+        return NVML_ERROR_UNKNOWN;
+    fprintf(file, "%u\n", value);
+    fclose(file);
+    return NVML_SUCCESS;
 }
 
 nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t *mode)
 {
-    char path[64];
-
     GET_ROW(gpu, device, mode);
-    persistence_path(gpu, path, sizeof path);
-    *mode = access(path, F_OK) == 0 ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
+    *mode = state_of(gpu, "persistence") ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
     return NVML_SUCCESS;
 }
 
 nvmlReturn_t nvmlDeviceSetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t mode)
 {
-    char path[64];
-    int descriptor;
-
     GET_ROW(gpu, device, device);
-    if (geteuid() != 0)
-        return NVML_ERROR_NO_PERMISSION;
-    persistence_path(gpu, path, sizeof path);
-    if (mode == NVML_FEATURE_DISABLED) {
-        unlink(path);
-        return NVML_SUCCESS;
-    }
-    mkdir("/run/simgpu", 0755);
-    descriptor = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-    if (descriptor < 0)
-        return NVML_ERROR_UNKNOWN;
-    close(descriptor);
-    return NVML_SUCCESS;
+    return set_state(gpu, "persistence", mode);
 }
 
 nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t *mode)
 {
     GET_ROW(gpu, device, mode);
-    *mode = NVML_COMPUTEMODE_DEFAULT;
+    *mode = (nvmlComputeMode_t)state_of(gpu, "compute-mode");
     return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t device, nvmlComputeMode_t mode)
+{
+    GET_ROW(gpu, device, device);
+    return set_state(gpu, "compute-mode", mode);
+}
+
+/* Rows of memory that were replaced, or could not be, are told only of GPUs that have some. */
+nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *correctable, unsigned int *uncorrectable,
+                                       unsigned int *pending, unsigned int *failed)
+{
+    GET_ROW(gpu, device, failed);
+    *correctable = *uncorrectable = 0;
+    *pending = state_of(gpu, "remap-pending");
+    *failed = state_of(gpu, "remap-failed");
+    return *pending || *failed ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
+
+nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV_t *info)
+{
+    GET_ROW(gpu, device, info);
+    info->state = (nvmlGpuFabricState_t)state_of(gpu, "fabric");
+    info->status = NVML_SUCCESS;
+    return info->state ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
 }
 
 nvmlReturn_t nvmlDeviceGetPerformanceState(nvmlDevice_t device, nvmlPstates_t *state)
@@ -240,8 +283,16 @@ nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryErrorTyp
 nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, unsigned int *pending)
 {
     GET_ROW(gpu, device, current);
-    *current = *pending = simgpu_mig_enabled(gpu) ? NVML_DEVICE_MIG_ENABLE : NVML_DEVICE_MIG_DISABLE;
+    *current = *pending =
+        simgpu_mig_enabled(gpu) || state_of(gpu, "mig") ? NVML_DEVICE_MIG_ENABLE : NVML_DEVICE_MIG_DISABLE;
     return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceSetMigMode(nvmlDevice_t device, unsigned int mode, nvmlReturn_t *status)
+{
+    GET_ROW(gpu, device, status);
+    *status = NVML_SUCCESS;
+    return set_state(gpu, "mig", mode);
 }
 
 nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count)

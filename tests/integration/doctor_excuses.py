@@ -1,0 +1,44 @@
+"""Rules of the doctor whose commands no test types, by kind of reason. Each is tried on made-up facts (test_rules.py).
+
+The kinds are a closed list, held to the rules and to what is typed by tests/unit/test_doctor_typed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Kind → what such a reason is.
+KINDS = {
+    "firmware": "needs what a machine's firmware does: Secure Boot and its keys, the reset of a real GPU",
+    "switches": "needs NVSwitches, and NVIDIA's own fabric manager, which no public package source has",
+    "system": "needs another system than a lab's: SELinux, WSL, snap, a rootless docker, podman in docker's place",
+    "release": "advises a newer release than any package source of that system has",
+    "container host": "the command is for the machine around a system container, whose kernel has no NVIDIA module",
+    "kernel": "needs a kernel of its own that takes modules: a virtual machine could have it",
+    "open": "a lab host could have it",
+}
+EXCUSES: Mapping[str, frozenset[str]] = {
+    "firmware": frozenset({"key-rejected", "lockdown", "row-remap-pending", "secure-boot-unsigned"}),
+    "switches": frozenset({"fabric-manager-missing", "fabric-manager-version"}),
+    "system": frozenset({
+        "bpf-refused", "docker-is-podman", "docker-rootless", "docker-snap", "selinux-denies", "wsl-with-driver",
+        "wsl-without-gpu",
+    }),
+    "release": frozenset({"podman-without-cdi"}),
+    "container host": frozenset({"driver-outside"}),
+    "kernel": frozenset({
+        "branch-without-gpu", "dkms-failed", "driver-old", "gpu-too-old-or-new", "gpu-unbound", "gsp-firmware-missing",
+        "headers-missing", "module-blacklisted", "module-missing", "module-not-loaded", "module-of-another-kernel",
+        "module-vermagic", "modules-disabled", "needs-open-modules", "needs-proprietary-modules", "next-kernel",
+        "reboot-asked-for", "uvm-and-kaslr", "uvm-not-loaded",
+    }),
+    "open": frozenset({
+        "cdi-off-in-docker", "cdi-unresolved", "cgroup-drivers-differ", "container-library", "containerd-cdi-off",
+        "containerd-cri-off", "containers-left-out", "dev-char-links", "drivers-mixed", "engine-down", "engine-missing",
+        "engine-not-restarted", "engine-unconfigured", "engine-unreadable", "hook-missing", "library-not-loaded",
+        "no-gpu", "node-engine-unnamed", "nvidia-docker-key", "nvidia-docker-plugin", "nvidia-docker-repository",
+        "nvidia-docker-runtimes", "nvidia-docker-settings", "nvidia-docker-volumes", "persistenced-failed",
+        "requirement-unmet", "run-cut-off", "toolkit-mixed", "toolkit-old", "toolkit-retired", "watch-failed",
+        "watch-stopped",
+    }),
+}  # fmt: skip
