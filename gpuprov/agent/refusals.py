@@ -21,6 +21,7 @@ class _Sign:
     next_step: str
 
 
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _OTHER_USER = "set ansible_user to an account that may"
 _SUDOERS = f"on the host, as root: echo 'USER ALL=(ALL) ALL' > /etc/sudoers.d/gpuprov; or {_OTHER_USER}"
 _SUDO = (
@@ -29,6 +30,7 @@ _SUDO = (
     _Sign(r"(?P<user>\S+) is not in the sudoers file", "{user} is not in sudoers on the host", _SUDOERS),
     _Sign(r"[Uu]ser (?P<user>\S+) is not allowed to (?:execute|run)",
           "{user} may run some commands with sudo on the host, and not gpuprov", _SUDOERS),
+    _Sign(r"(?:[Uu]ser|sudo:) (?P<user>\S+) may not run sudo", "{user} may not use sudo on the host", _SUDOERS),
     _Sign(r"may not run sudo", "this user may not use sudo on the host", _SUDOERS),
     _Sign(r"(?:[Aa]ccount|password) (?:or password )?(?:is|has) expired|account validation failure",
           "sudo on the host refuses an expired account or password",
@@ -79,5 +81,9 @@ def _found(signs: tuple[_Sign, ...], said: str) -> Problem | None:
         for line in said.splitlines():
             match = re.search(sign.pattern, line)
             if match is not None:
-                return Problem(sign.what.format(**match.groupdict()), line.strip()[:300], sign.next_step)
+                named = match.groupdict()
+                # The host chooses this text, and the next step is a command: a name or nothing.
+                user = named.get("user") or ""
+                step = sign.next_step.replace("USER", user) if _NAME.fullmatch(user) else sign.next_step
+                return Problem(sign.what.format(**named), line.strip()[:300], step)
     return None

@@ -166,9 +166,13 @@ def _noting(sink: Sink, note: Callable[[str], None]) -> Sink:
 
 
 def _facts(run: RunContext) -> Finished:
+    hidden: set[str] = set()
+    run.system.unreadable = hidden if run.system.user_id() != 0 else None
     try:
         reach_local_docker(run.system)
         run.sink(FactsGathered(facts_to_json(gather(run.system))))
+        if told := sorted(path for path in hidden if not path.startswith("/proc/")):
+            run.note(f"left out, because only root may read it: {', '.join(told)}", "warning")
     except PermissionError as error:
         raise GpuprovError(
             "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts",

@@ -39,6 +39,8 @@ class System:
         self.environment: dict[str, str] = {}
         # The proxy for downloads, and for commands that request its environment: package managers.
         self.proxy: Proxy = NO_PROXY
+        # What this user may not read counts as missing, and is kept here; None: a refusal is an error.
+        self.unreadable: set[str] | None = None
         # While the machine is only looked at: whether to stop. Changes are never interrupted.
         self._stop: Callable[[], bool] = _never
 
@@ -81,7 +83,10 @@ class System:
 
     def open(self, path: str) -> BinaryIO:
         """Open a regular file for reading, to look into parts of it. Raises OSError; never waits for a FIFO."""
-        return files.open_regular(self.path(path))
+        try:
+            return files.open_regular(self.path(path))
+        except PermissionError as error:
+            raise self._without(path, error) from None
 
     def sha256(self, path: str) -> str:
         """Return a file's SHA-256 in hexadecimal, "" if there is no file. Large files are read in pieces."""
@@ -120,6 +125,17 @@ class System:
             return tuple(sorted(entry.name for entry in self.path(path).iterdir()))
         except (FileNotFoundError, NotADirectoryError):
             return ()
+        except PermissionError as error:
+            if isinstance(self._without(path, error), PermissionError):
+                raise
+            return ()
+
+    def _without(self, path: str, error: PermissionError) -> OSError:
+        """Return the error as which a refusal counts."""
+        if self.unreadable is None:
+            return error
+        self.unreadable.add(path)
+        return FileNotFoundError(error.errno, error.strerror, path)
 
     def real_path(self, path: str) -> str:
         """Return `path` with every link resolved, as the machine itself sees it."""

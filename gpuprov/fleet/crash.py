@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from gpuprov import __version__
+from gpuprov.fleet.history import require_home
 from gpuprov.wire.errors import Problem
 
 
@@ -18,6 +19,7 @@ def write_log(error: BaseException) -> Problem:
     folder = (Path(state) / "gpuprov" / "log").expanduser()
     path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
+        require_home()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(handle, "a", encoding="utf-8") as file:

@@ -85,6 +85,9 @@ def explained(error: BaseException) -> str:
 
 
 def vault_hint(text: str) -> str:
+    """Return what to do about a vault that Ansible can't open; "" for another error."""
+    if "Decryption failed" in text or "found that could decrypt" in text:
+        return "the vault password is wrong: correct the file of --vault-password-file, or name another one"
     return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from gpuprov.agent.run import run_request
+from gpuprov.core import files
 from gpuprov.core.system import System
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.machine.machine import gather_kernel, gather_os, parse_modules, parse_secure_boot
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Finished
+from gpuprov.wire.events import Event, FactsGathered, Finished, Note
 from gpuprov.wire.request import Request
 from tests.unit.fake_host import FakeHost
 
@@ -141,3 +143,24 @@ def test_what_only_root_may_look_at_ends_in_a_command_to_type() -> None:
     last = events[-1]
     assert isinstance(last, Finished)
     assert last.problems[0].next_step == "sudo gpuprov facts"
+
+
+def test_facts_for_a_user_leave_out_what_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost(tmp_path)
+    (tmp_path / "etc/docker/daemon.json").write_text("{}")
+    real = files.open_regular
+
+    def refused(place: Path) -> BinaryIO:
+        if place.name == "daemon.json":
+            raise PermissionError(13, "Permission denied", str(place))
+        return real(place)
+
+    monkeypatch.setattr(files, "open_regular", refused)
+    monkeypatch.setattr(host, "user_id", lambda: 1000)
+    events: list[Event] = []
+    assert run_request(Request("facts"), events.append, host) == 0
+    assert any(isinstance(event, FactsGathered) for event in events)
+    (note,) = (event for event in events if isinstance(event, Note))
+    assert note == Note("left out, because only root may read it: /etc/docker/daemon.json", "warning")
+    monkeypatch.setattr(host, "user_id", lambda: 0)
+    assert run_request(Request("facts"), events.append, host) == 2

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
 from gpuprov.fleet import history
+from gpuprov.fleet.crash import write_log
 from gpuprov.fleet.history import Run, load, save, without_secrets
 from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
@@ -221,3 +222,12 @@ def test_names_are_in_utc_and_older_local_ones_stay_in_order(state: Path, monkey
     assert history.identifiers() == [*reversed(named[1:]), old.stem, named[0]]
     assert load().identifier == named[-1] and load(old.stem).identifier == old.stem
     assert (found := history.before(load(named[1]))) is not None and found.identifier == old.stem
+
+
+def test_a_home_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))
+    with pytest.raises(OSError, match="no home directory"):
+        save(run())
+    assert "there is no home directory" in write_log(ValueError("x")).evidence
+    assert not (tmp_path / "nonexistent").exists()

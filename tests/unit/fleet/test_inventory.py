@@ -190,6 +190,10 @@ def test_vault_is_opened_with_the_password_file(tmp_path: Path) -> None:
     assert "--vault-password-file" in str(error_of(tmp_path, {"hosts": "lab-a\n"}))
     found = read_inventory((str(tmp_path / "hosts"),), vault_password_file=str(tmp_path / "password"))
     assert found.hosts[0].become_password == "hunter2"
+    (tmp_path / "password").write_text("another\n")
+    with pytest.raises(GpuprovError) as caught:
+        read_inventory((str(tmp_path / "hosts"),), vault_password_file=str(tmp_path / "password"))
+    assert "the vault password is wrong" in str(caught.value)
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------

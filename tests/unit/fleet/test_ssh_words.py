@@ -254,6 +254,13 @@ def test_why_sudo_refuses(said: str, what: str | None) -> None:
     if problem is not None and what is not None:
         assert what in problem.what and problem.next_step
         assert problem.evidence == f"{said}{'!' * 300}"[:300]
+        assert ("echo 'ops ALL" in problem.next_step) == ("ops" in said)
+
+
+def test_a_name_in_a_command_is_a_name() -> None:
+    """The host says it."""
+    problem = sudo_problem("ops';reboot;' is not in the sudoers file.")
+    assert problem is not None and "echo 'USER ALL" in problem.next_step
 
 
 def without_python(*os_release: str) -> Probe:
