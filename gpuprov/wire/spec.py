@@ -145,7 +145,8 @@ class HostSpec(ImageOptions, DriverOptions):
         schema_fields.List(schema_fields.Nested(RepositorySchema)),
         (),
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
-        "`key_fingerprint`. `suite` and `components` are apt's alone.",
+        "`key_fingerprint`. `suite` and `components` are apt's alone. A login in `uri` (`https://USER:PASSWORD@…`) is "
+        "stored for root only.",
     )
     proxy: str = text(
         "",
