@@ -54,7 +54,7 @@ def job_from_line(line: str) -> Job:
     """Return the job of a line. Raises GpuprovError for an id that is no safe file name."""
     try:
         job = Job(**json.loads(line))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise GpuprovError("this is no job", str(error), _REPORT, exit_code=ExitCode.USAGE) from None
     if not job.id.replace(".", "").isalnum() or job.id.startswith("."):
         raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), _REPORT, exit_code=ExitCode.USAGE)

@@ -51,7 +51,7 @@ def _ask(system: System) -> dict[str, Any]:
     done = system.run((sys.executable or "python3", "-I", "-c", _CHILD, library, *folders), timeout=_SECONDS)
     try:
         document = json.loads(done.stdout) if done.ok else None
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
         raise GpuprovError("NVML does not answer", done.evidence(), "nvidia-smi; gpuprov doctor")

@@ -99,7 +99,7 @@ def parse_containers(text: str, holding: set[str]) -> Mapping[str, str]:
     """
     try:
         rows: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {str(row["Id"]): str(row["Name"]).lstrip("/") for row in rows if row["Id"] in holding or _asks_for_gpus(row)}
 

@@ -149,7 +149,7 @@ def _parse(text: str) -> Unloading:
     try:
         found = json.loads(text)
         return Unloading("", tuple(found["modules"]), tuple(found["units"]), tuple(found["containers"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return Unloading("", ())
 
 

@@ -144,7 +144,7 @@ def parse_info(text: str) -> DockerFacts:
     """Return the fields of `docker info --format '{{json .}}'`; a daemon that does not respond counts as not active."""
     try:
         info: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         info = None
     if not isinstance(info, dict):
         return DockerFacts(error=text.strip()[:200])

@@ -233,7 +233,7 @@ def _runs_with_its_file(system: System) -> bool:
     try:
         info: Any = json.loads(done.stdout)
         loaded, default = set(info["Runtimes"] or ()), str(info["DefaultRuntime"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return True  # not reported
     config, wrong = parse_config(text, unit.config_path, dockerd_version(system) if text else "")
     if wrong:

@@ -169,7 +169,7 @@ def _image(docker: tuple[str, ...], call: ContainerCall) -> Image:
         done = _asked(inspect)
     try:
         return Image(json.loads(done.stdout) if done.returncode == 0 else {})
-    except ValueError:
+    except (ValueError, RecursionError):
         return Image({})
 
 

@@ -43,5 +43,5 @@ def is_hook_for(content: bytes, program: str) -> bool:
     try:
         found = json.loads(content)
         return bool(found["hook"]["path"] == program)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -34,5 +34,5 @@ def version_in(system: System, folder: str) -> str:
     """Return the version that a toolkit reports, or ""."""
     try:
         return str(json.loads(system.read_text(f"{folder}/version.json") or "")["cuda"]["version"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""

@@ -30,7 +30,7 @@ def gather_reboot(system: System) -> RebootFacts:
     try:
         asked = json.loads(system.read_text(_ASKED) or "")
         return RebootFacts(boot_id, str(asked["boot_id"]), tuple(str(reason) for reason in asked["reasons"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return RebootFacts(boot_id)
 
 

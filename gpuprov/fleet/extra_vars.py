@@ -80,10 +80,10 @@ def _mapping(text: str) -> dict[str, Any] | None:
             values = json.loads(text)
         except ValueError:
             values = yaml.safe_load(text)
+        named = isinstance(values, dict) and all(isinstance(name, str) and _NAME.fullmatch(name) for name in values)
+        return values if named and _is_plain(values) else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
-    named = isinstance(values, dict) and all(isinstance(name, str) and _NAME.fullmatch(name) for name in values)
-    return values if named and _is_plain(values) else None
 
 
 def _is_plain(value: object) -> bool:

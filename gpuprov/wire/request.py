@@ -57,7 +57,7 @@ def request_from_line(line: str) -> Request:
     try:
         request = Request(**json.loads(line))
         request = replace(request, steps=tuple(request.steps), spec={**request.spec}, arguments={**request.arguments})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:
         raise GpuprovError(

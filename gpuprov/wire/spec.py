@@ -216,7 +216,7 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     value. `origin` says where the values come from, for the message.
     """
     try:
-        loaded = _schema()(unknown=RAISE).load({key: _plain(value) for key, value in values.items()})
+        loaded = _schema()(unknown=RAISE).load({key: _finite(key, value, origin) for key, value in values.items()})
     except ValidationError as error:
         problems = tuple(
             problem_of(name, reason, values, origin, option_names()) for name, reason in flat(error.messages)
@@ -264,6 +264,17 @@ def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostS
 def spec_to_json(spec: HostSpec) -> dict[str, Any]:
     """Return the spec as plain JSON values, such that parse_spec gives it back."""
     return {key: _plain(value) for key, value in asdict(spec).items()}
+
+
+def _finite(name: str, value: Any, origin: str) -> Any:
+    """Return the value in JSON's own types. Raises GpuprovError for one without an end (YAML's anchors)."""
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise GpuprovError(
+            f"{PREFIX}{name} is nested too deep, or holds itself", origin, "look for an anchor (&name, *name) in it",
+            exit_code=ExitCode.USAGE,
+        ) from None  # fmt: skip
 
 
 def _plain(value: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from gpuprov.agent.background import job_from_line
 from gpuprov.agent.playbook_task import (
     BOOTSTRAP_VARIABLE,
     BUNDLE_KEY_VARIABLE,
@@ -17,6 +18,7 @@ from gpuprov.agent.playbook_task import (
     TASK_COMMANDS,
     before_reboot,
     failure,
+    job_result,
     left_boot,
     one_line,
     skipped_in_check_mode,
@@ -71,6 +73,33 @@ def test_what_is_no_request_is_told_with_one_that_is(line: str) -> None:
         request_from_line(line)
     assert caught.value.exit_code == ExitCode.USAGE
     assert """'{"command": "facts"}'""" in caught.value.problems[0].next_step
+
+
+def nested(depth: int) -> list[Any]:
+    """Return a list in a list and so on."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def cyclic() -> list[Any]:
+    """Return what YAML's `&a [*a]` is."""
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(100_000), cyclic(), {"a": cyclic()}], ids=["deep", "cyclic", "in a mapping"])
+def test_a_variable_without_an_end_is_named(value: object) -> None:
+    with pytest.raises(GpuprovError, match="gpuprov_packages is nested too deep, or holds itself"):
+        task_request("install", {"gpuprov_packages": value})
+
+
+@pytest.mark.parametrize("read", [request_from_line, job_from_line, job_result, split_output])
+def test_json_that_is_nested_too_deep_is_one_sentence(read: Callable[[str], object]) -> None:
+    with pytest.raises(GpuprovError):
+        read(f'{{"event": "Note", "message": {"[" * 100_000}')
 
 
 @pytest.mark.parametrize("check", [True, False])
