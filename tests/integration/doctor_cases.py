@@ -248,4 +248,19 @@ SOFTWARE_GROUPS = (
         ),
         frozenset({"run-alive"}),
     ),
+    Group(
+        "containerd is asked for, not configured, and stopped",
+        (),
+        frozenset({"engine-unconfigured", "engine-down"}),
+        then={"engine-unconfigured": "systemctl stop containerd"},
+        options={"gpuprov_engines": ["containerd"]},
+    ),
+    Group(
+        "settings and a volume that nvidia-docker has left",
+        (
+            "mkdir -p /etc/nvidia-container-runtime; touch /etc/nvidia-container-runtime/config.toml.dpkg-old",
+            "docker volume create nvidia_driver_375.26",
+        ),
+        frozenset({"nvidia-docker-settings", "nvidia-docker-volumes"}),
+    ),
 )

@@ -59,7 +59,8 @@ def prepare(host: Host) -> None:
 
 def causes_on(host: Host, options: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return the causes that the doctor finds when asked on the host itself, without those that are always there."""
-    said = host.ssh(f"{PROGRAM} doctor --json {_words(options or {})}", check=False).stdout
+    # It waits two minutes for an nvidia-smi that hangs.
+    said = host.ssh(f"{PROGRAM} doctor --json {_words(options or {})}", check=False, timeout=600).stdout
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert events, said
     return [event for event in events if event.get("event") == "CauseFound" and event["rule"] not in ALWAYS]
