@@ -13,6 +13,7 @@ import tomllib
 from gpuprov.doctor.rules import RULES
 from gpuprov.fleet.agent_build import _HOST_FILES, _HOST_FOLDERS
 from gpuprov.fleet.inventory import read_inventory
+from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.runtime_hook.settings import _KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
@@ -122,3 +123,11 @@ def test_every_folder_that_travels_is_held_to_the_import_contract() -> None:
     _, travels = contracts
     packed = {f"gpuprov.{name}" for name in (*_HOST_FOLDERS, *(file.removesuffix(".py") for file in _HOST_FILES))}
     assert set(travels["source_modules"]) == packed - {"gpuprov.__init__"}
+
+
+def test_each_kind_of_change_is_mutated_by_hand() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    kinds = {f"{kind.__module__.replace('.', '/')}.py" for kind in CHANGE_KINDS.values()}
+    assert kinds <= set(settings["only_mutate"])
+    named = [*settings["only_mutate"], *settings["pytest_add_cli_args_test_selection"]]
+    assert [path for path in named if not path.startswith("--") and not (ROOT / path).exists()] == []
