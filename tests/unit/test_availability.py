@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.run import run_request
+from gpuprov.core.journal import new_journal
 from gpuprov.package_managers import dnf, offers, zypper
 from gpuprov.package_managers.apt import APT
 from gpuprov.package_managers.offers import Offers
@@ -158,3 +159,37 @@ def test_the_lock_is_awaited_for_the_fabric_managers_packages_too(tmp_path: Path
     planned = next(one for one in events if isinstance(one, Planned))
     assert any("nvidia-fabricmanager" in change.summary for change in planned.changes)
     assert not any(isinstance(one, ChangeStarted) for one in events)
+
+
+def undrained(host: FakeHost, *, check: bool = False) -> tuple[Finished, list[Event]]:
+    """Install a version of docker on a host that was not drained for it."""
+    host.available["docker.io"] = "26.1"
+    events: list[Event] = []
+    spec = spec_to_json(parse_spec({"driver_version": "550.163.01", "packages": ["docker.io=26.1"]}))
+    request = Request("install", spec, check=check, steps=("packages",), undisturbed=not check)
+    run_request(request, events.append, host)
+    assert isinstance(events[-1], Finished)
+    return events[-1], events
+
+
+def test_what_disturbs_containers_is_not_done_on_a_host_that_is_not_drained(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    finished, events = undrained(host)
+    (problem,) = finished.problems
+    assert problem.what == "the host is not drained, and what is left to do disturbs containers"
+    assert "docker.io=26.1" in problem.evidence and "drains the host first" in problem.next_step
+    assert not any(isinstance(one, ChangeStarted) for one in events)
+
+
+def test_what_a_cut_off_run_left_is_not_undone_on_a_host_that_is_not_drained(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    new_journal(host, "install").begin("reconfigure docker", "ReconfigureDocker", {})
+    finished, events = undrained(host)
+    (problem,) = finished.problems
+    assert problem.what.startswith("the host is not drained, and to undo what an earlier run was cut off in")
+    assert all(argv[:2] == ("systemctl", "show") for argv in host.commands) and events[-1:] == [finished]
+    # A look at the plan tells it, so that the host is drained.
+    host.installed["docker.io"] = "26.1"
+    _, events = undrained(host, check=True)
+    (planned,) = (one for one in events if isinstance(one, Planned))
+    assert planned.disturbs and not any(change.disturbs for change in planned.changes)
