@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import requests
 
 from gpuprov.core.download import fetch, fetch_small, unreachable
-from gpuprov.core.http_session import proxy_for
+from gpuprov.core.http_session import proxy_for, proxy_source, through
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
@@ -107,6 +109,34 @@ def test_gpuprov_proxy_counts_alone_and_else_the_environment(
         monkeypatch.setenv(name, value)
     system.proxy = proxy
     assert proxy_for(system, url) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "proxy", "source"),
+    [
+        ("/etc/environment", NO_PROXY, "https_proxy in /etc/environment"),
+        ("/etc/profile.d/site.sh", NO_PROXY, "https_proxy in /etc/profile.d/site.sh"),
+        ("", NO_PROXY, "https_proxy in the environment of gpuprov"),
+        ("", Proxy("http://e:2"), ""),
+    ],
+)
+def test_what_names_a_proxy_is_told(
+    system: System, monkeypatch: pytest.MonkeyPatch, file: str, proxy: Proxy, source: str
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SITE", "http://e:2")
+    monkeypatch.setenv("ftp_proxy", "")
+    assert proxy_source(system, "https://a.example.net/x") == through(system, "https://a.example.net/x") == ""
+    monkeypatch.setenv("https_proxy", "http://e:2")
+    system.make_directory("/etc/profile.d")
+    system.write("/etc/profile.d/other.sh", b"export http_proxy=http://d:1")
+    if file:
+        system.write(file, b"export https_proxy=http://e:2\n")
+    system.proxy = proxy
+    assert proxy_source(system, "https://a.example.net/x") == source
+    said = f" ({source})" if source else ""
+    assert through(system, "https://a.example.net/x") == f"\nthrough the proxy http://e:2{said}"
 
 
 def test_each_request_uses_the_proxy_of_its_own_url(system: System, site: Site) -> None:

@@ -48,7 +48,7 @@ ANSWERS: dict[tuple[str, ...], tuple[int, str]] = {
     ),
     _PS: (0, "2222\n3333\n"),
     _PS_ALL: (0, "1111\n2222\n3333\n"),
-    (*_INSPECT, "{{.HostConfig.Runtime}} {{.Name}}", "2222", "3333"): (0, "nvidia /job\nrunc /nvidia\n"),
+    (*_INSPECT, "{{.HostConfig.Runtime}} {{.Name}}", "2222", "3333"): (0, "nvidia /Xjob\nrunc /nvidia\n"),
     (*_INSPECT, _MOUNTS, "1111", "2222", "3333"): (
         0, f'["{FOLDER}/volumes/x:/n"] null /Xold\n["/srv:/srv"] null /web\nnull [{{"Source":"{FOLDER}"}}] /job\n',
     ),
@@ -71,7 +71,7 @@ class OldHost(FakeHost):
             f"{SETTINGS_FOLDER}/config.toml": "disable-require = true\n",
             f"{SETTINGS_FOLDER}/config.toml.dpkg-old": "",
             f"{SETTINGS_FOLDER}/config.toml.mine": "",
-            "/etc/containerd/config.toml": f'# "/a/nvidia-container-runtime"\n  BinaryName = "{RUNTIME}"\n',
+            "/etc/containerd/config.toml": f'  # "/a/nvidia-container-runtime"\n  BinaryName = "{RUNTIME}"\n',
             "/etc/crio/crio.conf.d/99-nvidia.conf": f'[x]\nruntime_path = "{RUNTIME}" # {RUNTIME}.cdi\n',
             "/etc/containers/containers.conf": "[engine]\n",
             "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json": '{"path": "/usr/bin/nvidia-container-toolkit"}',
@@ -85,7 +85,7 @@ class OldHost(FakeHost):
         self.write(path, text.encode(), mode=0o755)
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        assert 0 < more["timeout"] <= 60
+        assert 0 < more["timeout"] <= 30
         code, text = self.answers.get(tuple(argv), (125, "unknown"))
         return Completed(tuple(argv), code, "" if code else text, text if code else "")
 
@@ -133,9 +133,11 @@ def test_all_that_both_generations_leave_is_found(host: OldHost) -> None:
     )
     assert found.has_plugin
     # Hooks are for engines that read them.
-    host.put("/usr/bin/podman", "\x7fELF")
     hook = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
-    assert gathered(host).users == {**found.users, hook: ("/usr/bin/nvidia-container-toolkit",)}
+    for engine in ("/usr/bin/podman", "/usr/bin/crio"):
+        host.put(engine, "\x7fELF")
+        assert gathered(host).users == {**found.users, hook: ("/usr/bin/nvidia-container-toolkit",)}
+        host.remove(engine)
     host.answers[("systemctl", "is-active", UNIT)] = (3, "inactive")
     assert gathered(host).unit == "inactive"
 
@@ -170,7 +172,7 @@ def test_docker_tells_volumes_with_stopped_users_and_running_containers(host: Ol
     found = gathered(host)
     asked = with_docker(host, found, DOCKER, PACKAGES)
     assert asked == replace(
-        found, volumes=(Volume(VOLUME, "nvidia-docker", ("build (Created)", STOPPED)),), running=("job",),
+        found, volumes=(Volume(VOLUME, "nvidia-docker", ("build (Created)", STOPPED)),), running=("Xjob",),
         folder_users=("Xold", "job"),
     )  # fmt: skip
     # Nobody asks for the containers of a runtime that is not installed, nor where no container runs.
