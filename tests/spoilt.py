@@ -48,18 +48,34 @@ _FILES = {
     "/root/.docker/config.json": json.dumps({"currentContext": "gone"}),
 }
 _LISTS = ("/etc/passwd", "/etc/group", "/etc/subuid", "/etc/subgid")
-# Waits go by the monotonic clock, which stays; but libfaketime 0.9.10 spoils sleeps by that one.
+# Waits go by the monotonic clock, which stays. But libfaketime 0.9.10 takes some of its times for the other clock's:
+# these two functions are the C library's again.
 _CLOCK = {"FAKETIME": "+366d", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-_SLEEP = """
+_WAITS = """
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 int clock_nanosleep(clockid_t clock, int flags, const struct timespec *wanted, struct timespec *left) {
     return syscall(SYS_clock_nanosleep, clock, flags, wanted, left) ? errno : 0;
 }
+static int (*timedwait)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+__attribute__((constructor)) static void find(void) {
+    timedwait = dlvsym(dlopen("libc.so.6", RTLD_LAZY), "pthread_cond_timedwait", "GLIBC_2.3.2");
+}
+int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *until) {
+    return timedwait(condition, mutex, until);
+}
 """
+# Left out under that clock: two compare it with the kernel's times of files, and one enters a root without /dev/shm.
+_LEFT_OUT = (
+    "tests/unit/fleet/test_agent_build.py::test_agents_unused_for_a_month_go",
+    "tests/unit/fleet/test_push.py::test_root_runs_its_own_copy_of_what_the_user_stored",
+    "tests/unit/fleet/test_root_run.py::test_a_root_from_which_a_container_runs_is_refused",
+)
 
 
 def main() -> int:
@@ -73,13 +89,16 @@ def main() -> int:
         subprocess.run((sys.executable, *_PYTEST, f"--junitxml={_CLEAN}", *_UNIT, *_INTEGRATION), check=False)
     spoilt: dict[str, str] = {}
     clock = _clock(results)
-    for name, environment, files in (("unit", clock, _UNIT), ("integration", {}, _INTEGRATION)):
+    unit = (*_UNIT, *(f"--deselect={test}" for test in _LEFT_OUT))
+    for name, environment, files in (("unit", clock, unit), ("integration", {}, _INTEGRATION)):
         place = results / f"spoilt-{name}.xml"
         place.unlink(missing_ok=True)
         print(f"on the spoilt machine: {name} tests {environment.get('FAKETIME', '')}", flush=True)
         run_spoilt((sys.executable, *_PYTEST, f"--junitxml={place}", *files), environment)
         spoilt |= outcomes(place)
-    differences = compare(outcomes(_CLEAN), spoilt, _UNIT + _INTEGRATION)
+    left_out = {test.replace(".py::", "::").replace("/", ".") for test in _LEFT_OUT}
+    clean = {name: outcome for name, outcome in outcomes(_CLEAN).items() if name not in left_out}
+    differences = compare(clean, spoilt, _UNIT + _INTEGRATION)
     print(*differences, f"{len(spoilt)} tests compared, {len(differences)} differ", sep="\n")
     return int(bool(differences) or not spoilt)
 
@@ -97,7 +116,8 @@ def outcomes(results: Path) -> dict[str, str]:
     for case in ElementTree.parse(results).getroot().iter("testcase"):
         parts = [part for part in case if part.tag in ("failure", "error", "skipped")]
         said = [f"{part.tag}: {part.get('message', '').splitlines()[0:1]}" for part in parts]
-        found[f"{case.get('classname')}::{case.get('name')}"] = "; ".join(said) or "passed"
+        name, _, _ = (case.get("name") or "").partition("@tests/")  # xdist adds the group
+        found[f"{case.get('classname')}::{name}"] = "; ".join(said) or "passed"
     return found
 
 
@@ -112,9 +132,9 @@ def compare(clean: dict[str, str], spoilt: dict[str, str], places: tuple[str, ..
 
 def _clock(folder: Path) -> dict[str, str]:
     """Return the environment in which the clock is ahead."""
-    library = folder / "sleep.so"
+    library = folder / "waits.so"
     command = ("gcc", "-shared", "-fPIC", "-O2", "-x", "c", "-", "-o", str(library))
-    subprocess.run(command, input=_SLEEP, text=True, check=True)
+    subprocess.run(command, input=_WAITS, text=True, check=True)
     return {**_CLOCK, world.PRELOAD: f"{library}:/usr/$LIB/faketime/libfaketimeMT.so.1"}
 
 
