@@ -22,7 +22,7 @@ from gpuprov.packaging.apt_packages import (
     plan_holds,
 )
 from gpuprov.wire.errors import GpuprovError
-from tests.unit.test_packages import RecordedApt
+from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 
 OPTIONS = ("-o", "Dir::Etc::SourceList=/bundle")
 
@@ -107,11 +107,67 @@ def test_the_undo_reads_a_bundle_while_it_is_unpacked(tmp_path: Path, *, bundle:
     assert [OPTIONS[1] in argv for argv in host.asked if argv[0] == "apt-get"] == [bundle]
 
 
+def test_configuration_that_a_removed_package_left_comes_back_with_the_undo(tmp_path: Path) -> None:
+    class Left(Apt):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            argv = tuple(argv)
+            if argv[0] == "dpkg-query" and "${Conffiles}" in argv[2]:
+                return Completed(argv, 0, "old\n /etc/old 0123\n" if "old" in argv else "")
+            if argv[-2:] == ("--", "old") and "--simulate" in argv and "install" in argv:
+                assert argv[1:3] == OPTIONS
+                return Completed(argv, 0, "Inst old (1.0)\n")
+            return super().run(argv, **more)
+
+    host = Left(tmp_path, "config-files old 1.0 amd64 deinstall ok ")
+    host.make_directory("/etc")
+    host.write("/etc/old", b"the administrator's")
+    before = InstallPackages(("old",), options=OPTIONS).capture(host)
+    host.states = installed("old")
+    host.write("/etc/old", b"the package's")
+    outcome = {"added": ["old"], "changed": {}}
+    # Only a package that is purged takes what was changed along.
+    assert InstallPackages.lasting(host, before, outcome, ()) == ()
+    assert InstallPackages.lasting(host, {"installed": []}, outcome, ()) != ()
+    InstallPackages.undo(host, before, outcome)
+    assert host.asked[-1][-3:] == ("remove", "--", "old")
+    assert host.read_text("/etc/old") == "the administrator's"
+
+
+def test_holds_wait_for_the_lock_as_long_as_their_change_says(tmp_path: Path) -> None:
+    class Locked(WithLocks, Apt):
+        pass
+
+    host = Locked(tmp_path, *installed("a"))
+    told: list[str] = []
+    undone = {"installed": [], "unhold": ["a"], "lock_timeout": 9}
+    with held_by_another(tmp_path / "var/lib/dpkg/lock"):
+        for act, seconds in (
+            (lambda: HoldPackages(("a",), (), 7).apply(host, lambda message, *_: told.append(message)), 7),
+            (lambda: InstallPackages(("b",), ("a",), 8).apply(host, lambda message, *_: told.append(message)), 8),
+            (lambda: InstallPackages.undo(host, undone, {"added": []}), 9),
+            (lambda: HoldPackages.undo(host, {"held": ["a"], "names": ["a"], "lock_timeout": 6}, {}), 6),
+        ):
+            with pytest.raises(GpuprovError) as caught:
+                act()
+            assert f"waited {seconds} s" in caught.value.problems[0].evidence
+    assert len(told) == 2 and host.asked == []
+
+
+def test_what_an_installation_leaves_unfinished_is_finished(tmp_path: Path) -> None:
+    host = Apt(tmp_path, *installed("gcc"), "unpacked other 1.0 amd64 install ok ")
+    host.audit = "other"
+    with pytest.raises(GpuprovError, match="not all packages are installed"):
+        InstallPackages(("gcc",)).apply(host, lambda *_: None)
+    assert [argv[-2:] for argv in host.asked].count(("--configure", "-a")) == 2
+
+
 # The journal of an earlier version has no versions.
 @pytest.mark.parametrize("before", [{"installed": ["make"], "versions": {"make": "1.0"}}, {"installed": ["make"]}])
 def test_what_a_killed_installation_brought_is_purged(tmp_path: Path, before: dict[str, Any]) -> None:
     host = Apt(tmp_path, *installed("make", "gcc"), "half-configured cpp 1.0 amd64 install ok ")
     assert InstallPackages.cut_off(host, before) == {"added": ["cpp", "gcc"], "changed": {}}
+    host.make_directory(SOURCES_LIST.rpartition("/")[0])
+    host.write(SOURCES_LIST, b"")
     InstallPackages.undo(host, before, None)
     assert host.asked[-1][-4:] == ("purge", "--", "cpp", "gcc")
 
