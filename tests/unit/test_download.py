@@ -350,6 +350,7 @@ def test_a_digest_that_is_given_counts_more_than_the_mirrors(system: System) -> 
     assert not system.exists("/cache/a.run")
     FetchRunfile(url, "/cache/a.run", "").apply(system, lambda *_: None)
     assert system.read_bytes("/cache/a.run") == b"of the mirror"
+    assert (folder := system.status("/cache")) is not None and folder.mode == 0o700
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -370,8 +371,10 @@ def test_a_runfile_that_was_there_stays_with_the_undo(system: System, there: boo
 def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) -> None:
     site.files["/a.run"] = CONTENT
     site.files["/a.run.sha256sum"] = DIGEST.encode()
-    with pytest.raises(GpuprovError, match="SHA-256 is not known"):
+    with pytest.raises(GpuprovError, match="SHA-256 is not known") as caught:
         FetchRunfile(f"{site.url}/a.run", "/cache/a.run", "").apply(system, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert f"{site.url}/a.run" in problem.evidence and "gpuprov_driver_sha256" in problem.next_step
     assert (site.asked, system.exists("/cache")) == ([], False)
 
 

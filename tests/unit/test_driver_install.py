@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,19 @@ from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.driver_run import INCOMPLETE_MARK, require_digest, require_room
+from gpuprov.driver_run import (
+    INCOMPLETE_MARK,
+    FetchRunfile,
+    needs_digest,
+    plan_download,
+    require_digest,
+    require_room,
+    source,
+)
+from gpuprov.facts.host import gather
+from gpuprov.wire.driver_releases import known_sha256
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 
@@ -151,6 +163,7 @@ def test_an_installation_needs_room_in_the_cache_and_in_its_place(tmp_path: Path
     (host.root / "driver.run").write_bytes(bytes(10 << 20))
     if not full:
         require_room(host, "/driver.run", 3, "/usr", "it")
+        require_room(host, "/absent", 1 << 40, "/usr", "it")
         return
     with pytest.raises(GpuprovError, match=f"not enough room on the file system of {full} to install it") as caught:
         require_room(host, "/driver.run", 3, "/usr", "it")
@@ -165,4 +178,36 @@ def test_a_file_with_another_digest_is_not_installed(tmp_path: Path) -> None:
     require_digest(system, "/file", hashlib.sha256(b"x").hexdigest(), "it", "v")
     with pytest.raises(GpuprovError, match="it is not the one that was asked for") as caught:
         require_digest(system, "/file", "0" * 64, "it", "v")
-    assert f"v is {'0' * 64}" in caught.value.problems[0].evidence
+    assert f"v is {'0' * 64}" in caught.value.problems[0].evidence and caught.value.problems[0].next_step
+
+
+_OURS = "https://us.download.nvidia.com/XFree86/Linux-x86_64/580.1.1/NVIDIA-Linux-x86_64-580.1.1.run"
+_KNOWN = "580.178.04"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "place", "needs", "fetched"),
+    [
+        ({"driver_version": "580.1.1"}, f"{CACHE_DIRECTORY}/NVIDIA-Linux-x86_64-580.1.1.run", False, True),
+        ({"driver_url": "https://a.example/b/x.run/"}, f"{CACHE_DIRECTORY}/x.run", False, True),
+        ({"driver_url": "/root/X/x.run"}, "/root/X/x.run", False, False),
+        ({"driver_url": "http://a.example/x.run"}, f"{CACHE_DIRECTORY}/x.run", True, True),
+        ({"driver_url": "http://a.example/x.run", "driver_sha256": "0" * 64}, f"{CACHE_DIRECTORY}/x.run", False, True),
+        ({"driver_url": "http://a.example/x.run", "driver_version": _KNOWN}, f"{CACHE_DIRECTORY}/x.run", False, True),
+        ({"driver": "preinstalled"}, f"{CACHE_DIRECTORY}/NVIDIA-Linux-x86_64-580.1.1.run", False, False),
+    ],
+)
+def test_where_a_runfile_comes_from(
+    tmp_path: Path, wanted: dict[str, str], place: str, needs: bool, fetched: bool
+) -> None:
+    spec = parse_spec({"driver_version": "580.1.1", **wanted})
+    facts = gather(FakeHost(tmp_path / "root"))
+    url = wanted.get("driver_url", _OURS)
+    assert source(facts, spec) == (url, place)
+    assert needs_digest(facts, spec) is needs
+    digest = wanted.get("driver_sha256", "") or (known_sha256(_KNOWN, "x86_64") if _KNOWN in wanted.values() else "")
+    assert plan_download(facts, spec) == ((FetchRunfile(url, place, digest),) if fetched else ())
+    there = replace(facts, downloads={place: digest or "0" * 64})
+    assert plan_download(there, spec) == ()
+    other = replace(facts, downloads={place: "1" * 64})
+    assert plan_download(other, spec) == ((FetchRunfile(url, place, digest),) if fetched and digest else ())
