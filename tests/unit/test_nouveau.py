@@ -77,9 +77,34 @@ def test_an_image_older_than_the_blacklist_is_rebuilt_alone(host: FakeHost) -> N
 def test_an_image_that_still_loads_nouveau_is_an_error_and_is_undone(host: FakeHost) -> None:
     before = host.tree()
     host.initramfs_forgets = True
-    with pytest.raises(GpuprovError, match="would still load nouveau at boot"):
+    with pytest.raises(GpuprovError, match="would still load nouveau at boot") as caught:
         apply(host, nouveau.plan(gather(host), spec()))
     assert host.tree() == before
+    (problem,) = caught.value.problems
+    assert f"not {BLACKLIST}" in problem.evidence and "modprobe.d" in problem.next_step
+
+
+def test_undo_that_cannot_rebuild_an_image_says_so_but_for_a_change_that_failed(host: FakeHost) -> None:
+    (change,) = nouveau.plan(gather(host), spec())
+    before = change.capture(host)
+    told: list[tuple[str, int, int]] = []
+    outcome = change.apply(host, lambda *words: told.append(words))
+    assert told == [(f"rebuilding {IMAGE}", 0, 1)]
+    assert "blacklist" not in change.diff(host)
+    host.initramfs_error = "cpio: write error: No space left on device"
+    with pytest.raises(GpuprovError, match="No space left on device"):
+        change.undo(host, before, outcome)
+    change.undo(host, before, None)
+
+
+def test_an_image_that_is_up_to_date_is_not_rebuilt(host: FakeHost) -> None:
+    apply(host, nouveau.plan(gather(host), spec()))
+    host.path(BLACKLIST).unlink()
+    (change,) = nouveau.plan(gather(host), spec())
+    assert change.summary().endswith(f"rebuild the initramfs of {RELEASE}")
+    host.path(IMAGE).unlink()
+    (change,) = nouveau.plan(gather(host), spec())
+    assert change.summary().endswith(f"({BLACKLIST})")
 
 
 def test_what_the_command_says_is_shown(host: FakeHost) -> None:

@@ -21,6 +21,7 @@ from gpuprov.packaging.apt_packages import (
     pinned,
     plan_holds,
 )
+from gpuprov.packaging.past_kernels import Advice
 from gpuprov.wire.errors import GpuprovError
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 
@@ -85,6 +86,13 @@ def test_success_without_the_packages_is_a_failure(tmp_path: Path, states: list[
     with pytest.raises(GpuprovError) as caught:
         InstallPackages(("gcc",)).apply(Apt(tmp_path, *states), lambda *_: None)
     assert seen in caught.value.problems[0].evidence
+
+
+def test_a_package_that_no_repository_has_gets_its_advice(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, answer=(100, "", "E: Unable to locate package linux-headers-6.1"))
+    advice = Advice("linux-headers", "no repository has the headers", "boot the newest kernel")
+    with pytest.raises(GpuprovError, match=r"no repository has the headers(.|\n)*boot the newest kernel"):
+        InstallPackages(("linux-headers-6.1",), advice=advice).apply(host, lambda *_: None)
 
 
 def test_progress_of_an_installation_is_told(tmp_path: Path) -> None:
