@@ -54,7 +54,8 @@ def test_it_comes_where_it_is_asked_for_and_once(host: FakeHost, facts: HostFact
     status = host.status(PATH)
     assert status is not None
     assert (status.mode, status.uid, is_ours(host.read_bytes(PATH) or b"")) == (0o755, 0, True)
-    assert f"\npython={facts.interpreter.path}\n" in (host.read_text(PATH) or "")
+    text = host.read_text(PATH) or ""
+    assert f"\npython={facts.interpreter.path}\n" in text and "/usr/lib/gpuprov/" in text
     assert nvidia_docker.plan(gather(host), WANTED) == ()
     InstallNvidiaDocker.undo(host, before, {})
     InstallNvidiaDocker.undo(host, before, {})
@@ -90,7 +91,9 @@ def test_anothers_is_kept_and_named(host: FakeHost, kind: str) -> None:
     assert nvidia_docker.plan(facts, WANTED) == nvidia_docker.plan(facts, spec()) == ()
     assert nvidia_docker.warning(facts, spec()) == ""
     assert nvidia_docker.warning(facts, WANTED).startswith(f"{PATH} is not gpuprov's: gpuprov keeps it")
+    assert "remove it" in nvidia_docker.warning(facts, WANTED)
     packaged = replace(facts, packages=PackageFacts("apt", {"nvidia-docker2": "2.13.0-1"}))
+    assert "remove nvidia-docker2" in nvidia_docker.warning(packaged, WANTED)
     assert "belongs to the package nvidia-docker2" in nvidia_docker.warning(packaged, WANTED)
 
 
