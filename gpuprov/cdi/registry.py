@@ -111,12 +111,13 @@ def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> 
             begun.add(found.path)
             parts.append(document.get("containerEdits") or {})
         parts += [one["containerEdits"] for one in document["devices"] if one["name"] == found.device.name]
-    edited = copy.deepcopy(config)
     try:
+        edited = copy.deepcopy(config)
         apply_edits(edited, merge_edits(parts), idmap=True)
-    except Refused as refused:
+    except (Refused, RecursionError) as refused:
+        reason = "nested too deeply" if isinstance(refused, RecursionError) else str(refused)
         raise GpuprovError(
-            "the devices can't be put into this configuration", str(refused),
+            "the devices can't be put into this configuration", reason,
             "give a config.json as engines write it, such as that of `runc spec`",
         ) from None  # fmt: skip
     return edited

@@ -60,10 +60,13 @@ def _broken(x: Examined) -> Finding | None:
         try:
             if path.endswith(".json"):
                 json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
+            place = "1: nested too deeply"
+            if isinstance(error, json.JSONDecodeError):
+                place = f"{error.lineno}: column {error.colno}: {error.msg}"
             return Finding(
                 f"the CDI specification {path} is invalid JSON",
-                f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
+                f"{path}:{place}",
                 _correction(x, path),
                 CERTAIN if path == PATH else LIKELY,
                 _OURS if path == PATH else (),

@@ -10,6 +10,7 @@ from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
 from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.docker_config import parse_config
+from gpuprov.engines.docker_unit import decisive_lines
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.wire.errors import Problem
 
@@ -157,7 +158,7 @@ def _down(x: Examined) -> Finding | None:
     docker, unit = x.host.docker, x.units.get(_UNIT)
     if not docker.installed or docker.active or (unit is not None and unit.active == "active"):
         return None
-    said = [line for line in x.docker_log if re.search(r"level=(error|fatal)|failed to start daemon|unable to", line)]
+    said = decisive_lines("\n".join(x.docker_log)).splitlines()
     state = f"systemctl show {_UNIT}: {unit.active}, {unit.result}" if unit else docker.error
     return Finding(
         f"docker does not {'run' if unit else 'answer'}{': ' + _reason(said[-1]) if said else ''}",

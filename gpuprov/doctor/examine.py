@@ -59,7 +59,16 @@ def _event(rank: int, cause: Cause) -> CauseFound:
 
 
 def _problems(causes: Sequence[Cause]) -> tuple[Problem, ...]:
-    return tuple(Problem(_told(cause), cause.finding.evidence, cause.finding.next_step) for cause in causes)
+    return tuple(Problem(_told(cause), cause.finding.evidence, _next_step(cause, causes)) for cause in causes)
+
+
+def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
+    """Return what to type now: nothing helps against a consequence before its first cause is gone."""
+    first = cause
+    while first.follows:
+        first = next(one for one in causes if one.rule.name == first.follows)
+    wanted, own = first.finding.next_step, cause.finding.next_step
+    return own if wanted == own else f"first: {wanted}"
 
 
 def _told(cause: Cause) -> str:

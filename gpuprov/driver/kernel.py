@@ -100,7 +100,7 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 f"the NVIDIA driver is not loaded {'on' if facts.kernel.container else 'in'} {where}",
                 "there is no /proc/driver/nvidia/version",
-                f"install driver {spec.driver_version} on {where} first, then run gpuprov again here",
+                f"install {_driver(spec)} on {where} first, then run gpuprov again here",
             ),
         )
     if spec.driver_version and loaded != spec.driver_version:
@@ -112,6 +112,10 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             ),
         )
     return ()
+
+
+def _driver(spec: HostSpec) -> str:
+    return f"driver {spec.driver_version}" if spec.driver_version else "the driver"
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:

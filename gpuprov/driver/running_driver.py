@@ -211,7 +211,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         steps.append("or set gpuprov_reboot: if-needed, which leaves it to a reboot")
     return (
         Problem(
-            f"driver {running.version or '(unknown)'} is loaded and in use, so {spec.driver_version} can't replace it",
+            f"driver {running.version or '(unknown)'} is loaded and in use, so "
+            f"{spec.driver_version or 'another'} can't replace it",
             "\n".join(found),
             "; ".join(steps) or "end them, then run the same command again",
         ),

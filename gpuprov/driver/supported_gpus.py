@@ -97,7 +97,7 @@ def parse_chips(text: str) -> Chips:
             # One id stands for several cards: one served card is enough.
             if device_id not in found or found[device_id].legacy_branch:
                 found[device_id] = Chip(str(row.get("name") or "a GPU"), legacy, open_modules, closed)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return found
 

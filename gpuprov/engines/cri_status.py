@@ -43,7 +43,7 @@ def ask(system: System, path: str) -> CriStatus | None:
     try:
         with system.connect(path, _SECONDS) as connection:
             return parse(_answer(connection))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

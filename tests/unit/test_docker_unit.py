@@ -183,6 +183,11 @@ Failed to start Docker Application Container Engine.
         ),
         ("Reloading Docker Application Container Engine...\n", ""),
         ("Reloading\nan unusual last word\n", "an unusual last word"),
+        ("Starting docker.service\nunknown flag: --bip6\nSee 'dockerd --help'.\n" + LIMIT, "unknown flag: --bip6"),
+        (
+            "docker.service: Failed at step EXEC spawning /usr/bin/dockerd: Exec format error\n" + LIMIT,
+            "docker.service: Failed at step EXEC spawning /usr/bin/dockerd: Exec format error",
+        ),
     ],
 )
 def test_the_decisive_line_of_dockers_journal_is_the_evidence(log: str, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.facts.holders import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu
@@ -159,6 +161,25 @@ def test_in_a_container_the_outer_driver_must_be_loaded_and_match(facts: HostFac
     unloaded = replace(facts, driver=replace(facts.driver, kernel_version=""))
     assert "not loaded on the container host" in said(unloaded, spec())
     assert "the two must match" in said(facts, spec(driver_version="535.261.03"))
+
+
+@pytest.mark.parametrize("driver", ["runfile", "packages", "distribution", "preinstalled"])
+@pytest.mark.parametrize("version", ["", "580", "535.261.03"])
+def test_no_sentence_has_a_gap_where_a_version_is_not_known(
+    facts: HostFacts, metal: HostFacts, driver: str, version: str
+) -> None:
+    wanted = [parse_spec({"driver": driver, **({"driver_version": version} if version else {}), **more})
+              for more in ({}, {"kernel_modules": "none"}, {"toolkit": "nvidia"})]  # fmt: skip
+    unloaded = replace(facts, driver=replace(facts.driver, kernel_version=""))
+    held = replace(
+        metal, running=RunningDriver("", ("nvidia",), (), {}, "", (GpuHolder(7, "python3", "/dev/nvidia0"),))
+    )
+    hosts = (facts, unloaded, metal, held, replace(metal, kernel=replace(metal.kernel, secure_boot="enabled")))
+    told = [text for host in hosts for one in wanted for problem in preflight(host, one)
+            for text in (problem.what, problem.next_step)]  # fmt: skip
+    told += [text for host in hosts for one in wanted for plan in (make_plan(host, one),)
+             for text in (*plan.notes, *plan.warnings)]  # fmt: skip
+    assert [text for text in told if re.search(r"\S  \S|\bNone\b| [,;:]|\(\)|''", text)] == []
 
 
 def test_a_bare_machine_gets_headers_of_its_very_kernel_and_modules(metal: HostFacts) -> None:

@@ -57,7 +57,8 @@ def test_a_list_of_550_does_not_tell_of_proprietary_modules_so_they_serve_all() 
     assert old[H100] == Chip("H100", "", True, True)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"chips": [{}]}', '{"chips": {"a": 1}}', "<html>"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"chips": [{}]}', '{"chips": {"a": 1}}', "<html>",
+                                  pytest.param("[" * 100_000, id="deep")])  # fmt: skip
 def test_what_is_no_list_gives_none(text: str) -> None:
     assert parse_chips(text) == {}
 

@@ -152,7 +152,7 @@ def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
 def _description(text: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     one = found[0] if isinstance(found, list) and found else None
     return one if isinstance(one, dict) else {}

@@ -92,6 +92,16 @@ def test_injected_devices_come_in_order_with_their_common_edits_once(tmp_path: P
     assert before["process"]["env"] == ["D=old", "KEEP=1"]
 
 
+def test_a_configuration_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    write(tmp_path, "a.json", "v.com/a", x="x")
+    deep: dict[str, Any] = {}
+    for _ in range(10_000):
+        deep = {"a": deep}
+    with pytest.raises(GpuprovError, match="can't be put into this configuration") as caught:
+        inject(deep, ["v.com/a=x"], read(tmp_path))
+    assert caught.value.problems[0].evidence == "nested too deeply"
+
+
 def test_devices_that_are_not_there_are_all_named_and_nothing_is_done(tmp_path: Path) -> None:
     write(tmp_path, "a.json", "v.com/a", x="x")
     config = {"process": {"env": ["A=1"]}}

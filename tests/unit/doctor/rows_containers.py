@@ -248,6 +248,7 @@ CONTAINER_ROWS = (
         "systemctl start gpuprov-refresh.service",
     ),
     Row("cdi-broken", text(PATH, '{"cdiVersion": "0.5.0",\n nvidia}'), f"{PATH}:2: column 2", "gpuprov install"),
+    Row("cdi-broken", text(PATH, "[" * 100_000), f"{PATH}:1: nested too deeply", "gpuprov install"),
     Row(
         "cdi-stale",
         lambda x: replace(

@@ -9,15 +9,21 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.doctor import examine
+from gpuprov.doctor.examine import tell
 from gpuprov.doctor.finding import AREAS
+from gpuprov.doctor.rules import diagnose
+from gpuprov.engines.docker_unit import last_words
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
-from tests.unit.doctor.host import SMI, SPEC, DoctorHost, healthy
+from tests.unit.doctor.host import SMI, SPEC, DoctorHost, examined, first, healthy
+from tests.unit.doctor.ill import both, docker, unit, without
 from tests.unit.fake_host import PYTHON
 
 pytestmark = pytest.mark.root
+FAILED = both(docker(active=False), unit("docker.service", active="failed", result="exit-code"))
 
 
 @pytest.fixture
@@ -154,6 +160,22 @@ def test_a_specification_of_another_driver_is_seen(host: DoctorHost) -> None:
     assert re.match(r"/etc/cdi/nvidia.json:\d+: /usr/lib/\S+\.so\.535\.261\.03\n", found[1].evidence)
 
 
+def test_nothing_is_typed_against_a_consequence_before_its_first_cause_is_gone(host: DoctorHost) -> None:
+    x = docker(active=False, runtimes=None, config_text="{", refused="unexpected EOF")(examined(host))
+    ill = both(without(LAUNCHER_PATH), FAILED)(x)
+    told: list[Event] = []
+    found = diagnose(ill)
+    problems = tell(ill, found, told.append).problems
+    steps = {cause.rule.name: problem.next_step for cause, problem in zip(found, problems)}
+    followed = {cause.rule.name: cause.follows for cause in found}
+    assert followed["docker-down"] == "daemon-json-broken"
+    assert steps["docker-down"] == f"first: {steps['daemon-json-broken']}"
+    assert all(
+        steps[name].startswith("first: ") or steps[name] == steps[root] for name, root in followed.items() if root
+    )
+    assert not steps["daemon-json-broken"].startswith("first: ")
+
+
 def test_a_run_that_was_cut_off_is_seen(host: DoctorHost) -> None:
     journal = host.root / "var/lib/gpuprov/runs/0002.jsonl"
     journal.write_text('{"run":"install","id":""}\n{"begin":1,"key":"install packages","kind":"x","before":{}}\n')
@@ -184,3 +206,11 @@ def test_examine_is_what_the_agent_runs(host: DoctorHost) -> None:
     told: list[Event] = []
     assert examine(host, SPEC, told.append).exit_code == ExitCode.DONE
     assert len(told) == len(AREAS)
+
+
+def test_the_doctor_quotes_the_sentence_that_an_installation_quotes(host: DoctorHost) -> None:
+    sentence = 'invalid argument "x" for "--bip" flag: invalid CIDR address: x'
+    host.answer("journalctl", f"Starting docker.service\n{sentence}\nSee 'dockerd --help'.\nFailed to start docker\n")
+    finding = first(FAILED(examined(host))).finding
+    assert finding.what == f"docker does not run: {sentence}"
+    assert finding.evidence.splitlines()[-1] == f"journalctl -u docker: {last_words(host)}"

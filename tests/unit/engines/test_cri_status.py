@@ -73,6 +73,7 @@ def served(answer: bytes | grpc.StatusCode) -> Iterator[System]:
         # CRI-O before 1.30 names no handlers.
         (field(1, b""), None),
         (b"\x0a\xff", None),
+        pytest.param(field(2, field(1, b"config") + field(2, b'{"a":' * 100_000)), None, id="deep"),
         (grpc.StatusCode.UNAVAILABLE, None),
         (grpc.StatusCode.UNIMPLEMENTED, None),
     ],
