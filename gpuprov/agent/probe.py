@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuprov.agent.refusals import sudo_problem
 from gpuprov.agent.same_machine import SCRIPT, machine_of
+from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.proxy import Proxy
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -23,12 +24,17 @@ PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
 
 # sh reads it on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest; the
-# interpreters to try follow. Every argument has passed an allow-list.
+# interpreters to try follow. Every argument has passed an allow-list. Root will run the Python found here, so another
+# user's own PATH does not count: it may begin with a folder that every process of that user can write to.
 PROBE = (
     r"""
 umask 077
 LC_ALL=C; export LC_ALL
 digest=$1; shift
+system="""
+    + SYSTEM_PATH
+    + r"""
+[ "$(id -u)" != 0 ] || system=$PATH
 echo "gpuprov-probe 1"
 echo "system $(uname -s) $(uname -m)"
 echo "uid $(id -u)"
@@ -39,7 +45,7 @@ echo "agent $(sha256sum "$HOME/.cache/gpuprov/agent-$digest.pyz" 2>/dev/null | c
 broken=
 for python in "$@"; do
   case $python in /*) place=$python;; *) place=/usr/bin/$python;; esac
-  path=$(command -v "$python") || { broken="$broken $place"; continue; }
+  path=$(PATH=$system; command -v "$python") || { broken="$broken $place"; continue; }
   version=$("$path" -E -s -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)
   echo "python ${version:-0.0.0} $path"
   case $version in 3.9.*|3.[1-9][0-9]*) broken=; break;; "") broken="$broken $path";; esac

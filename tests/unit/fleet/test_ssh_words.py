@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from gpuprov.agent.probe import (
     python_problem,
 )
 from gpuprov.agent.refusals import account_problem, sudo_problem
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, preferred_key_types
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
@@ -165,6 +166,23 @@ def test_probe_names_the_packages_of_a_python_that_is_gone(tmp_path: Path) -> No
     probe = parse_probe(done.stdout)
     assert probe is not None
     assert (probe.python, probe.owners) == (None, ("python3-minimal",))
+
+
+def test_probe_finds_no_python_by_the_path_of_a_user_who_is_not_root() -> None:
+    # Not pytest's own folder, which only root may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        theirs = Path(folder, "python3")
+        theirs.write_text('#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
+        theirs.chmod(0o755)
+        for user, expected in ((0, {str(theirs)}), (65534, {f"{one}/python3" for one in SYSTEM_PATH.split(":")})):
+            done = subprocess.run(
+                ("sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
+                user=user, group=user, env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/nonexistent"},
+            )  # fmt: skip
+            probe = parse_probe(done.stdout)
+            assert probe is not None and probe.uid == user
+            assert probe.python is not None and probe.python.path in expected
 
 
 ANSWER = (
