@@ -10,6 +10,7 @@ from pathlib import Path
 from gpuprov import __version__
 from gpuprov.fleet.history import require_home
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.secrets import masked
 
 
 def write_log(error: BaseException) -> Problem:
@@ -23,7 +24,7 @@ def write_log(error: BaseException) -> Problem:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(handle, "a", encoding="utf-8") as file:
-            file.write(f"gpuprov {__version__}\n" + "".join(traceback.format_exception(error)) + "\n")
+            file.write(f"gpuprov {__version__}\n" + masked("".join(traceback.format_exception(error))) + "\n")
     except OSError as refusal:
         return Problem(
             what, f"{error}\nthe log {path} cannot be written: {refusal}", "make room or set HOME, then again"

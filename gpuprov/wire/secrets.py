@@ -5,17 +5,24 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus, unquote
 
+from gpuprov.wire.words import plain
+
 if TYPE_CHECKING:
     from gpuprov.wire.events import Sink
 
 _HIDDEN = "***"
-# Of .repo files, TOML and JSON, and of apt_auth.conf(5).
-_PASSWORD = re.compile(r"""(\bpassword"?[ \t]*[=:][ \t]*|\blogin \S+ password )\S+""")
+# Of .repo files, TOML, YAML, JSON and variables, whole though it may have spaces; and of apt_auth.conf(5).
+_PASSWORD = re.compile(
+    r"""((?:password|passwd|secret|token|auth)["']?[ \t]*[=:][ \t]*|\blogin \S+ password )"""
+    r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?![\[{])\S.*)""",
+    re.IGNORECASE,
+)
 # A shorter one is hidden where it stands with its user only: as a word of its own it would hide ordinary text.
 _SHORTEST_ALONE = 6
 # Of a password that a person typed or an inventory names.
@@ -48,7 +55,7 @@ Forms = tuple[tuple[str, str], ...]  # what to hide, and what to show instead
 def secret_free(sink: Sink, values: Any, passwords: Iterable[str] = ()) -> Sink:
     """Return a sink that hides secrets in each text of an event, as programs print them (secret_forms)."""
     forms = secret_forms(values, passwords)
-    return (lambda event: sink(hidden(event, forms))) if forms else sink
+    return lambda event: sink(hidden(event, forms))
 
 
 def secret_forms(values: Any, passwords: Iterable[str] = ()) -> Forms:
@@ -59,8 +66,8 @@ def secret_forms(values: Any, passwords: Iterable[str] = ()) -> Forms:
     found = [form for url in _strings(values) for form in _forms_in(url)]
     for word in passwords:
         if len(word) >= _SHORTEST_PASSWORD:
-            plain = (word, quote(word, safe=""), quote_plus(word), json.dumps(word)[1:-1])
-            found += [(form, _HIDDEN) for form in (*plain, *_in_base64(word.encode()))]
+            written = (word, quote(word, safe=""), quote_plus(word), json.dumps(word)[1:-1], shlex.quote(word))
+            found += [(form, _HIDDEN) for form in (*written, *_in_base64(word.encode()))]
     return tuple(dict.fromkeys(found))
 
 
@@ -97,19 +104,21 @@ def _forms_in(url: str) -> tuple[tuple[str, str], ...]:
 
 def _forms(user: str, password: str) -> tuple[tuple[str, str], ...]:
     """Return pairs of what to hide and what to show: percent-encoded, plain, and as HTTP sends it (RFC 7617)."""
-    plain_user, plain = unquote(user), unquote(password)
-    sent = base64.b64encode(f"{plain_user}:{plain}".encode()).decode()
-    pairs = [(f"{user}:{password}", f"{user}:{_HIDDEN}"), (f"{plain_user}:{plain}", f"{user}:{_HIDDEN}")]
-    alone = [word for word in (password, plain) if len(word) >= _SHORTEST_ALONE]
-    return (*pairs, (sent, _HIDDEN), *((word, _HIDDEN) for word in alone))
+    name, word = unquote(user), unquote(password)
+    sent = base64.b64encode(f"{name}:{word}".encode()).decode()
+    pairs = [(f"{user}:{password}", f"{user}:{_HIDDEN}"), (f"{name}:{word}", f"{user}:{_HIDDEN}")]
+    alone = [one for one in (password, word) if len(one) >= _SHORTEST_ALONE]
+    return (*pairs, (sent, _HIDDEN), *((one, _HIDDEN) for one in alone))
 
 
 def hidden(value: Any, forms: Forms) -> Any:
-    """Return a value of dataclasses, lists, mappings and texts without these secrets."""
+    """Return a value of dataclasses, lists, mappings and texts without these secrets, and without logins in URLs."""
     if isinstance(value, str):
+        # A control sequence within a secret would hide it from here, and goes where the text is shown.
+        value = plain(value)
         for secret, shown in forms:
             value = value.replace(secret, shown)
-        return value
+        return masked(value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{one.name: hidden(getattr(value, one.name), forms) for one in fields(value)})
     if isinstance(value, (list, tuple)):

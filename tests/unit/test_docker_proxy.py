@@ -256,7 +256,37 @@ def test_events_are_free_of_every_login_of_a_specification() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["machine h login u password secret1", "password=secret1", '"password": "secret1"', "password = 'secret1'"]
+    ("said", "shown"),
+    [
+        ("sudo: hunter\x1b[0m22-x\u202e", "sudo: ***"),
+        ("curl: https://third:party@host/repodata", "curl: https://third:***@host/repodata"),
+        ("sh -c 'hunter22-x'", "sh -c '***'"),
+    ],
+)
+def test_events_have_no_password_that_a_control_sequence_divides_and_no_login_of_any_url(said: str, shown: str) -> None:
+    told: list[Event] = []
+    for passwords in (("hunter22-x",), ("hunter22-x", "another")):
+        secret_free(told.append, {}, passwords)(Finished(1, problems=(Problem("x", said),)))
+    assert [event.problems[0].evidence for event in told if isinstance(event, Finished)] == [shown, shown]
+    secret_free(told.append, {})(Note("dnf: https://third:party@host"))
+    assert told[-1] == Note("dnf: https://third:***@host")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "machine h login u password secret1",
+        "password=secret1",
+        '"password": "secret1"',
+        "password = 'secret1'",
+        "password = two secret1",
+        '"password": "a secret1"',
+        'auth = "secret1"',
+        "identitytoken = 'secret1'",
+        "proxy_password=secret1",
+        '"splunk-token": "a\\"secret1"',
+        "Environment=REGISTRY_TOKEN=secret1",
+    ],
 )
 def test_diffs_hide_passwords(line: str) -> None:
     diff = text_diff("/etc/x", f"{line}\n".encode(), f"https://u:secret1@h\n{line} # new\n".encode())
