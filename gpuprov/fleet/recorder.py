@@ -65,5 +65,11 @@ class Recorder:
         return next((change.step for change in planned if change.key == key), "")
 
 
+# A host ends with these (docs/json.md); the others are a whole run's, and would be its code before all others.
+_OF_A_HOST = (
+    ExitCode.DONE, ExitCode.FAILED, ExitCode.USAGE, ExitCode.REBOOT_NEEDED, ExitCode.UNREACHABLE, ExitCode.INTERRUPTED,
+)  # fmt: skip
+
+
 def _exit_code(number: int) -> ExitCode:
-    return ExitCode(number) if number in tuple(ExitCode) else ExitCode.FAILED
+    return ExitCode(number) if number in _OF_A_HOST else ExitCode.FAILED

@@ -26,6 +26,7 @@ SCHEMA = 1
 class Started:
     """The agent runs."""
 
+    MOST: ClassVar[int] = 20
     version: Name
     command: Name
     pid: int

@@ -132,8 +132,9 @@ def test_result_keeps_what_the_report_needs() -> None:
     assert (result.exit_code, result.changed, result.summary, result.versions) == (3, 1, "s", {"v": "1"})
 
 
-def test_exit_code_of_an_agent_that_we_do_not_know_is_a_failure() -> None:
-    assert run(Scripted(lambda target, sink: sink(Finished(77))))[0].exit_code == ExitCode.FAILED
+@pytest.mark.parametrize("code", [77, 143, 129, 5, -1])
+def test_exit_code_that_no_host_has_is_a_failure(code: int) -> None:
+    assert run(Scripted(lambda target, sink: sink(Finished(code))))[0].exit_code == ExitCode.FAILED
 
 
 def test_first_interrupt_starts_no_further_host_and_lets_the_running_one_finish() -> None:
