@@ -120,6 +120,8 @@ class _Machine:
             self._compare()
 
     def _compare(self) -> None:
+        if self._root and not Path(self._root).exists():  # who waited outside was killed
+            return
         now = look(self._root)
         changed = {path for path in {*self._last, *now} if self._last.get(path) != now.get(path)}
         if changed:

@@ -17,7 +17,8 @@ VERSIONS = ("3.9", "3.11", "3.13")
 NEWEST = "3.14"
 _LIBRARIES = ("libc6", "libgcc-s1", "zlib1g", "libexpat1", "libbz2-1.0", "liblzma5")
 # It may need a newer C library than this machine has: its own loader starts it.
-_STARTER = '#!/bin/sh\nexec {loader} --library-path {libraries} {argv0} {program} "$@"\n'
+# tests/spoilt.py preloads libraries that are of this machine's C library.
+_STARTER = '#!/bin/sh\nunset LD_PRELOAD\nexec {loader} --library-path {libraries} {argv0} {program} "$@"\n'
 _TOO_OLD = "3.8.20"
 
 
