@@ -17,6 +17,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.facts.watch import OFF, gather_watch
+from gpuprov.packaging import source_names
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.packaging.rpm_repos import InstallRpmKey
@@ -169,7 +170,7 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         run.note(note)
     for warning in plan.warnings:
         run.note(warning, "warning")
-    network = _network_problems(run, plan)
+    network = _network_problems(run, facts, plan)
     # Without a network, querying the sources would only report the same problem again.
     # The watch sees the host read-only.
     changes = () if run.request.arguments.get("watch") else [item.change for item in plan.changes]
@@ -220,9 +221,13 @@ def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
     return offers.ask(run.system, facts.package_manager, names, planned, run.spec.lock_timeout).problems
 
 
-def _network_problems(run: RunContext, plan: Plan) -> tuple[Problem, ...]:
-    """Return what is unreachable: the proxy, else each URL by itself."""
-    dead = run.system.proxy_problem() if plan.urls or (_needs_package_manager(plan) and run.bundle is None) else None
+def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Problem, ...]:
+    """Return what is unreachable: the proxy or all names, else each URL by itself."""
+    asks = run.bundle is None and _needs_package_manager(plan)
+    fetches = run.bundle is None and any(item.change.bundle_part == "packages" for item in plan.changes)
+    dead = run.system.proxy_problem() if plan.urls or asks else None
+    if dead is None and fetches:
+        dead = source_names.problem(run.system, facts.package_manager.name, facts.files)
     return (dead,) if dead else unreachable(run.system, plan.urls)
 
 

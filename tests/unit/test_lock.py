@@ -22,7 +22,8 @@ class Below(System):
     def path(self, path):
         return Path(path) if path.startswith("/proc") else super().path(path)
 system = Below(sys.argv[1])
-with host_lock(system, pid=system.own_pid(), command="install", since="12:00", wait_seconds=0, tell=print):
+with host_lock(system, pid=system.own_pid(), command="install", since="12:00", wait_seconds=0, tell=print) as note:
+    note("step 4 of 10")
     child = None
     if sys.argv[2] == "child":
         script = "echo started >&2; until test -e $1/over; do sleep 0.05; done"
@@ -75,7 +76,7 @@ def test_the_second_run_names_the_holder(system: System, tmp_path: Path) -> None
         with pytest.raises(GpuprovError) as caught:
             take(system, 5)
         first.kill()
-    assert f"pid {first.pid}: gpuprov install, since 12:00" in str(caught.value)
+    assert f"pid {first.pid}: gpuprov install, since 12:00, step 4 of 10" in str(caught.value)
 
 
 def test_a_killed_holder_leaves_the_lock_free(system: System, tmp_path: Path) -> None:

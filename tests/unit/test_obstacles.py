@@ -208,7 +208,7 @@ def test_a_run_that_is_alive_is_seen_by_its_lock(host: DoctorHost) -> None:
     try:
         (cause,) = causes(replace(examine(host, SPEC), runs_now=runs_now(below)))
         assert (cause.rule.name, cause.finding.confidence) == ("run-alive", "aside")
-        assert f"pid {process.pid}: gpuprov install, since 12:00" in cause.finding.evidence
+        assert f"pid {process.pid}: gpuprov install, since 12:00, step 4 of 10" in cause.finding.evidence
         assert cause.finding.next_step.startswith(f"tail --pid={process.pid} -f /dev/null")
         # What else is found may be what the run has not done yet.
         host.remove("/etc/cdi/nvidia.json")
@@ -222,7 +222,7 @@ def test_a_run_that_is_alive_is_seen_by_its_lock(host: DoctorHost) -> None:
         finished = events[-1]
         assert isinstance(finished, Finished) and finished.exit_code == 1
         assert finished.problems[0].what.startswith("a run is working on this host")
-        assert f"pid {process.pid}: gpuprov install, since 12:00" in finished.problems[0].evidence
+        assert f"pid {process.pid}: gpuprov install, since 12:00, step 4 of 10" in finished.problems[0].evidence
     finally:
         process.kill()
         process.wait()
