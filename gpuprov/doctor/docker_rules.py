@@ -248,8 +248,9 @@ def _hook_missing(x: Examined) -> Finding | None:
         return None
     if not in_daemon(x) and not in_file(x):
         return None
-    packaged = "nvidia-container-toolkit-base" in x.host.packages.installed
-    again = words.reinstall_packages(x, "nvidia-container-toolkit-base") if packaged else words.gpuprov_install(x)
+    # Not the package that has the runtime, nvidia-container-toolkit-base.
+    packaged = "nvidia-container-toolkit" in x.host.packages.installed
+    again = words.reinstall_packages(x, "nvidia-container-toolkit") if packaged else words.gpuprov_install(x)
     return Finding(
         "`docker run --gpus` has no hook to give containers GPUs by",
         f"ls {NVIDIA_HOOK_PATH}: No such file or directory",

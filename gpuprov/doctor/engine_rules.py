@@ -17,6 +17,7 @@ from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
 from gpuprov.wire.versions import version_numbers
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
+_PACKAGES = {"crio": "cri-o"}
 
 
 def _not_installed(x: Examined) -> Finding | None:
@@ -26,8 +27,10 @@ def _not_installed(x: Examined) -> Finding | None:
         return Finding("no container engine is installed", seen, words.install_packages(x, "podman"))
     if not name:
         return None
-    return Finding(f"{name} is asked for (gpuprov_engines) and not installed",
-                   f"command -v {KNOWN[name].program}: nothing", words.install_packages(x, name))  # fmt: skip
+    return Finding(
+        f"{name} is asked for (gpuprov_engines) and not installed", f"command -v {KNOWN[name].program}: nothing",
+        words.install_packages(x, _PACKAGES.get(name, name)),
+    )  # fmt: skip
 
 
 def registered(x: Examined) -> Mapping[str, Registration]:
@@ -40,7 +43,9 @@ def _unreadable(x: Examined) -> Finding | None:
     problem = next((one.problem for one in found.values() if one.problem is not None), None)
     if problem is None:
         return None
-    return Finding(problem.what, problem.evidence, f"gpuprov install --check  # {problem.next_step}")
+    file = re.match(r"/\S+", problem.what)
+    correct = f"${{EDITOR:-vi}} {file[0]}; gpuprov install" if file else "gpuprov install --check"
+    return Finding(problem.what, problem.evidence, f"{correct}  # {problem.next_step}")
 
 
 def _unconfigured(x: Examined) -> Finding | None:
@@ -93,7 +98,7 @@ def _persistence_failed(x: Examined) -> Finding | None:
     return Finding(
         "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
         f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
-        f"systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
+        f"systemctl reset-failed {PERSISTENCE}; systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
         ASIDE,
         (restart(PERSISTENCE),),
     )

@@ -25,6 +25,18 @@ until pgrep -f "tail --pid=$$" > /dev/null; do sleep 1; done
 _NVIDIA_DOCKER2 = (
     '{"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "runtimeArgs": []}}}'
 )
+# A key that the hosts have and apt does not trust stands for that of NVIDIA's retired repositories.
+_RETIRED_KEY = "D051FE3A848DCABD4625787A6FFA8EF91DB114E0"
+
+
+def _package(name: str, version: str) -> str:
+    """Return the command that installs an empty package."""
+    lines = (f"Package: {name}", f"Version: {version}", "Architecture: all", "Maintainer: A", "Description: -")
+    control = "".join(f"{line}\\n" for line in lines)
+    return (
+        f"mkdir -p /root/{name}/DEBIAN; printf '{control}' > /root/{name}/DEBIAN/control; "
+        f"dpkg-deb --build /root/{name} /root/{name}.deb; dpkg --install /root/{name}.deb"
+    )
 
 
 def _wrapper(path: str, banner: str) -> str:
@@ -263,4 +275,27 @@ SOFTWARE_GROUPS = (
         ),
         frozenset({"nvidia-docker-settings", "nvidia-docker-volumes"}),
     ),
-)
+    Group(
+        "what nvidia-docker 1 and 2 have left",
+        (
+            _package("nvidia-docker2", "2.13.0-1"),
+            "useradd -r -M -d /var/lib/nvidia-docker nvidia-docker; mkdir /var/lib/nvidia-docker",
+            "touch /usr/bin/nvidia-docker-plugin",
+            "echo 'deb https://nvidia.github.io/nvidia-docker/debian10/amd64 /' > "
+            "/etc/apt/sources.list.d/nvidia-docker.list",
+            """sed -i 's|"runtimes": {|&"nvidia-x": {"path": "/usr/bin/nvidia-container-runtime-x"},|' """
+            f"{_DAEMON_JSON}",
+            "systemctl restart docker",
+        ),
+        frozenset({"toolkit-retired", "nvidia-docker-plugin", "nvidia-docker-repository", "nvidia-docker-key",
+                   "nvidia-docker-runtimes"}),
+        then={"nvidia-docker-repository":
+              "cp /usr/share/keyrings/debian-archive-removed-keys.gpg /usr/share/keyrings/nvidia-docker.gpg"},
+        options={"gpuprov_toolkit_key_fingerprint": _RETIRED_KEY},
+    ),
+    Group(
+        "a run was cut off",
+        ("sed -i '$d' $(ls /var/lib/gpuprov/runs/*.jsonl | tail -1)",),
+        frozenset({"run-cut-off"}),
+    ),
+)  # fmt: skip

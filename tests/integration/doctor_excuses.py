@@ -35,10 +35,8 @@ EXCUSES: Mapping[str, frozenset[str]] = {
     "open": frozenset({
         "cdi-off-in-docker", "cdi-unresolved", "cgroup-drivers-differ", "container-library", "containerd-cdi-off",
         "containerd-cri-off", "containers-left-out", "dev-char-links", "drivers-mixed", "engine-missing",
-        "engine-not-restarted", "engine-unreadable", "hook-missing", "library-not-loaded",
-        "no-gpu", "node-engine-unnamed", "nvidia-docker-key", "nvidia-docker-plugin", "nvidia-docker-repository",
-        "nvidia-docker-runtimes", "persistenced-failed",
-        "requirement-unmet", "run-cut-off", "toolkit-mixed", "toolkit-old", "toolkit-retired", "watch-failed",
-        "watch-stopped",
+        "engine-not-restarted", "engine-unreadable", "hook-missing", "library-not-loaded", "no-gpu",
+        "node-engine-unnamed", "persistenced-failed", "requirement-unmet", "toolkit-mixed", "toolkit-old",
+        "watch-failed", "watch-stopped",
     }),
 }  # fmt: skip

@@ -199,6 +199,15 @@ ENGINE_ROWS = (
         f"ls {NVIDIA_HOOK_PATH}",
         "systemctl restart docker",
     ),
+    Row(
+        "hook-missing",
+        both(
+            installed(nvidia_container_toolkit="1.19.1-1", nvidia_container_toolkit_base="1.19.1-1"),
+            both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
+        ),
+        f"ls {NVIDIA_HOOK_PATH}",
+        "apt-get install -y --reinstall nvidia-container-toolkit; ",
+    ),
     # dockerd 20.10.24 and 26.1.5, `docker run --gpus all` without the hook at its start.
     Row(
         "hook-unseen",
@@ -298,7 +307,7 @@ ENGINE_ROWS = (
         ASIDE,
     ),
     # -- other engines
-    Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y crio"),
+    Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y cri-o"),
     Row(
         "engine-missing",
         lambda x: replace(host(docker=DockerFacts())(x), spec=replace(x.spec, docker="none")),
@@ -309,7 +318,7 @@ ENGINE_ROWS = (
         "engine-unreadable",
         host(engines={"containerd": EngineFacts("/bin/containerd", "", {"/etc/containerd/config.toml": b"a = "})}),
         "line 1",
-        "correct it",
+        "${EDITOR:-vi} /etc/containerd/config.toml; gpuprov install  # correct it",
     ),
     Row(
         "engine-unconfigured",
@@ -405,7 +414,7 @@ ENGINE_ROWS = (
         "persistenced-failed",
         unit("nvidia-persistenced.service", active="failed", result="signal"),
         "signal",
-        "systemctl restart nvidia-persistenced",
+        "systemctl reset-failed nvidia-persistenced.service; systemctl restart nvidia-persistenced.service; ",
         ASIDE,
     ),
 )
