@@ -13,7 +13,9 @@ from gpuprov.wire.errors import Problem
 # $1: the digest. One line without single quotes, backslashes or exclamation marks: the login shell may be csh or fish.
 # Old agents are removed, except those that a run may still use.
 STORE = (
-    'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
+    'umask 077; set -e; d="$HOME/.cache/gpuprov"; '
+    'test -d "$HOME" || { echo there is no home directory "$HOME" >&2; exit 1; }; '
+    'mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
     'cat > "$t" || { rm -f "$t"; exit 1; }; '
     'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
     'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
@@ -74,9 +76,9 @@ def unfinished_problem(
     )  # fmt: skip
 
 
-def no_probe_problem(done: Completed, *, ended: str = "") -> tuple[Problem, bool]:
+def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tuple[Problem, bool]:
     """Return why a host accepted the login but did not answer the probe, and whether its account can't run commands."""
-    found = account_problem(done)
+    found = account_problem(done, user)
     if found is not None:
         return found, True
     return Problem(

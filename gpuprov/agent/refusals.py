@@ -61,29 +61,32 @@ def sudo_problem(said: str) -> Problem | None:
     return _found(_SUDO, said)
 
 
-def account_problem(done: Completed) -> Problem | None:
+def account_problem(done: Completed, user: str = "") -> Problem | None:
     """Return why an account runs no command, from what came instead of the probe's answer; None if unknown.
+
+    `user`: its name, where the inventory has it.
 
     A shell that runs the probe writes to stdout. stderr proves nothing: sshd complains there of a missing home.
     """
-    found = _found(_SHELL, f"{done.stderr}\n{done.stdout}")
+    found = _found(_SHELL, f"{done.stderr}\n{done.stdout}", user)
+    name = user if _NAME.fullmatch(user) else "USER"
     if found is None and not done.stdout.strip() and done.returncode == 1:
         return Problem(
             "the account's shell ends at once and runs nothing, as /bin/false does",
             "\n".join(["exit code 1, no output", *done.stderr.strip().splitlines()[-4:]]),
-            f"on the host: getent passwd USER; as root: usermod -s /bin/sh USER; or {_OTHER_USER}",
+            f"on the host: getent passwd {name}; as root: usermod -s /bin/sh {name}; or {_OTHER_USER}",
         )  # fmt: skip
     return found
 
 
-def _found(signs: tuple[_Sign, ...], said: str) -> Problem | None:
+def _found(signs: tuple[_Sign, ...], said: str, known: str = "") -> Problem | None:
     for sign in signs:
         for line in said.splitlines():
             match = re.search(sign.pattern, line)
             if match is not None:
                 named = match.groupdict()
                 # The host chooses this text, and the next step is a command: a name or nothing.
-                user = named.get("user") or ""
+                user = named.get("user") or known
                 step = sign.next_step.replace("USER", user) if _NAME.fullmatch(user) else sign.next_step
                 return Problem(sign.what.format(**named), line.strip()[:300], step)
     return None

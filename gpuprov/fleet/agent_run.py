@@ -118,7 +118,7 @@ def probe_host(connection: Connection, target: HostTarget, digest: str = "none")
             "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
     if probe is None:
-        problem, no_login = no_probe_problem(done, ended=_ENDS.get(done.returncode, ""))
+        problem, no_login = no_probe_problem(done, ended=_ENDS.get(done.returncode, ""), user=target.user)
         code = ExitCode.UNREACHABLE if no_login else ExitCode.FAILED
         raise GpuprovError.several((problem,), exit_code=code)
     refused = probe_problem(probe, become=target.become, has_password=bool(target.become_password))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from gpuprov.core.commands import Completed, first_match
 from gpuprov.core.download import LOG_IN
 from gpuprov.packaging.past_kernels import Advice, require_known
@@ -59,6 +61,16 @@ _FAILURES = (
      "a repository can't be reached", "check network and proxy, or remove the repository that the line names"),
 )  # fmt: skip
 
+# Lines that name why a repository is not reached; zypper's first line about it does not.
+_REASON = re.compile(
+    r"[Cc]ould(n't| not) resolve host|Status code: 404|HTTP Error 404|not found on medium|Curl error \(\d+\)"
+    r"|Failed to connect|Connection (failed|refused)|[Tt]imed out|Could(n't| not) connect"
+)
+_UNREACHED = (
+    "a repository's name is not known", "there is no repository at that address, or the file is gone from it",
+    "a repository can't be reached",
+)  # fmt: skip
+
 
 def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,), advice: Advice | None = None) -> None:
     """Raise GpuprovError, with the decisive line, if the command failed.
@@ -70,6 +82,10 @@ def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,), advic
     said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]
     require_known(done, said, advice, what, NO_SUCH_PACKAGE)
     found = first_match(_FAILURES, lambda row: row[0], said)
+    if found is not None and found[0][1] in _UNREACHED:
+        # Of several repositories the first is the cause, whatever its kind.
+        first = next((line for line in said if _REASON.search(line)), found[1])
+        found = first_match(_FAILURES, lambda row: row[0], [first]) or found
     if found is not None:
         (_, meaning, next_step), line = found
         raise GpuprovError(f"{what}: {meaning}", f"{done.argv[0]} exited {done.returncode}: {line}", next_step)

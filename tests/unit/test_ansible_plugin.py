@@ -13,8 +13,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from gpuprov.agent.playbook_task import TASK_COMMANDS
+from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
 from gpuprov.fleet.agent_build import build_agent, pack
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import Finished
 from gpuprov.wire.spec_fields import PREFIX
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
@@ -137,3 +139,15 @@ def test_people_see_one_line_of_a_result(
     found = {"failed": True, "msg": "disk full; next: df -h\n  seen: 100 %"}
     assert plugin.ActionModule._told(task, found, {"inventory_hostname": "lab-a"}) is found
     assert shown == said
+
+
+@pytest.mark.parametrize(("reboots", "failed", "waits"), [(2, False, 2), (99, True, 3)])
+def test_a_host_that_still_asks_for_a_reboot_after_three_runs_fails_its_task(
+    plugin: ModuleType, reboots: int, failed: bool, waits: int
+) -> None:
+    asking = Finished(int(ExitCode.REBOOT_NEEDED), left_boot="boot")
+    runs = [*([asking] * reboots), Finished(int(ExitCode.DONE))]
+    waited: list[str] = []
+    task = SimpleNamespace(_ask=lambda *_, **__: (runs.pop(0),), _wait_for_boot=waited.append)
+    events = plugin.ActionModule._events(task, None, b"", "", {}, bootstrap=False)
+    assert (task_result("install", events).failed, len(waited)) == (failed, waits)

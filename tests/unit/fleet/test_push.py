@@ -46,6 +46,14 @@ def account(tmp_path: Path) -> Account:
     return Account(tmp_path)
 
 
+def test_a_home_directory_that_is_missing_is_not_made(account: Account, capfd: pytest.CaptureFixture[str]) -> None:
+    account.home.rmdir()
+    with pytest.raises(subprocess.CalledProcessError):
+        account.store()
+    assert f"there is no home directory {account.home}" in capfd.readouterr().err
+    assert not account.home.exists()
+
+
 @pytest.mark.root
 def test_root_runs_its_own_copy_of_what_the_user_stored(account: Account) -> None:
     account.store()

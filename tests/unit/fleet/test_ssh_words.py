@@ -244,9 +244,9 @@ def test_probe_problems(probe: Probe, become: bool, has_password: bool, what: st
     ],
 )  # fmt: skip
 def test_an_account_that_runs_nothing(returncode: int, said: str, what: str | None) -> None:
-    problem = account_problem(Completed((), returncode, said, "1\n2\n3\n4\n5\n"))
+    problem = account_problem(Completed((), returncode, said, "1\n2\n3\n4\n5\n"), "ops")
     assert (problem and problem.what) == what
-    assert problem is None or problem.next_step
+    assert problem is None or (" ops" in problem.next_step and "USER" not in problem.next_step)
     if problem is not None and not said.strip():
         assert problem.evidence.splitlines()[1:] == ["2", "3", "4", "5"]
 
@@ -279,6 +279,8 @@ def test_a_name_in_a_command_is_a_name() -> None:
     """The host says it."""
     problem = sudo_problem("ops';reboot;' is not in the sudoers file.")
     assert problem is not None and "echo 'USER ALL" in problem.next_step
+    problem = account_problem(Completed((), 1, "", ""), "$(reboot)")
+    assert problem is not None and "getent passwd USER" in problem.next_step
 
 
 def without_python(*os_release: str) -> Probe:
