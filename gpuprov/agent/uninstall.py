@@ -12,9 +12,10 @@ from typing import Callable
 
 from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_obstacles, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
-from gpuprov.core.journal import STATE_DIRECTORY, Entry, Run, read_runs
+from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.verify.engines import images_left
 from gpuprov.wire.errors import GpuprovError, Problem, Stopped
 from gpuprov.wire.events import PlannedChange, Sink
@@ -28,6 +29,7 @@ _USES = {
               "{{if .HostConfig.DeviceRequests}}gpus{{else}}-{{end}} {{.Name}}",
     "podman": "{{.OCIRuntime}} - - {{.Name}}",
 }  # fmt: skip
+_STOPPED = ("--all", "--filter", "status=exited", "--filter", "status=created")
 _DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"
 # Identifies links made by the runtime: links of nvidia-ctk are absolute, and udev makes none for these nodes.
@@ -38,13 +40,15 @@ _OUR_LINK = "../nvidia"
 class Removal:
     """What an uninstall has to do. `lasting`: what it can't restore or also removes, a sentence each.
 
-    `images`: the images that `verify` built, each with the command that removes it.
+    `images`: the images that `verify` built, each with the command that removes it. `lost`: the evidence that journals
+    are gone, "" if none is.
     """
 
     runs: tuple[Run, ...]
     leftovers: tuple[str, ...]
     images: Mapping[str, tuple[str, ...]]
     lasting: tuple[str, ...]
+    lost: str = ""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -63,22 +67,30 @@ class Removal:
 
 def survey(system: System, kinds: Kinds) -> Removal:
     """Return what an uninstall has to do. Raises GpuprovError if a journal names an unknown change."""
-    runs = tuple(run for run in reversed(read_runs(system)) if run.undoable)
+    every = read_runs(system)
+    runs = tuple(run for run in reversed(every) if run.undoable)
     for run in runs:
         for entry in run.undoable:
             kind_of(run, entry, kinds)
-    return Removal(runs, _leftovers(system, runs), images_left(system), lasting(system, runs, kinds))
+    told = (*lasting(system, runs, kinds), *_stopped(system, runs))
+    return Removal(runs, _leftovers(system, runs), images_left(system), told, _lost(system, every))
 
 
 def last_run(system: System, kinds: Kinds) -> Removal:
     """Return what a rollback has to do: the latest run that is not fully undone, if there is one."""
     run = last_undoable_run(system)
     runs = (run,) if run else ()
-    return Removal(runs, (), {}, lasting(system, runs, kinds))
+    return Removal(runs, (), {}, (*lasting(system, runs, kinds), *_stopped(system, runs)))
 
 
 def problems(system: System, removal: Removal, kinds: Kinds) -> tuple[Problem, ...]:
-    """Return what prevents an uninstall: containers that need the runtime or the hook, files that can't be written."""
+    """Return what prevents an uninstall: lost journals, containers that run, files that can't be written."""
+    if removal.lost:
+        return (Problem(
+            "what gpuprov changed on this host is not known any more, so it can't be undone: journals are gone",
+            removal.lost,
+            f"put {STATE_DIRECTORY} back from a backup, then run the same command again",
+        ),)  # fmt: skip
     if not removal.entries:
         return ()
     return (*_container_problems(system), *undo_obstacles(system, removal.runs, kinds))
@@ -86,8 +98,8 @@ def problems(system: System, removal: Removal, kinds: Kinds) -> tuple[Problem, .
 
 def _container_problems(system: System) -> tuple[Problem, ...]:
     found = []
-    for engine, template in _USES.items():
-        by_runtime, restarted = _users(system, engine, template)
+    for engine in _USES:
+        by_runtime, restarted = _users(system, engine)
         if by_runtime:
             found.append(Problem(
                 f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
@@ -158,19 +170,53 @@ def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     return tuple(path for path in (*ours, *_OWN, *logs) if system.status(path) is not None)
 
 
-def _users(system: System, engine: str, template: str) -> tuple[list[str], dict[str, str]]:
+def _lost(system: System, every: tuple[Run, ...]) -> str:
+    """Return what shows that journals are gone: their numbers have no gaps, and are there as long as the runtime is."""
+    numbers = {int(run.path.rpartition("/")[2].partition(".")[0]) for run in every}
+    missing = sorted(set(range(1, max(numbers, default=0) + 1)) - numbers)
+    if missing:
+        return f"{RUNS_DIRECTORY} lacks {', '.join(f'{number:04}.jsonl' for number in missing)}"
+    there = [path for path in (LAUNCHER_PATH, LIBRARY_PATH) if system.status(path) is not None]
+    if there and not any(run.undoable for run in every):
+        return (
+            f"{RUNS_DIRECTORY} has no run to undo, and {' and '.join(there)} {'is' if len(there) == 1 else 'are'} there"
+        )
+    return ""
+
+
+def _stopped(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
+    """Return a sentence for each engine whose stopped containers need what these runs installed."""
+    found = {
+        engine: sorted(name for runtime, _, requests, name in _containers(system, engine, *_STOPPED)
+                       if runtime == _RUNTIME or requests == "gpus")
+        for engine in (_USES if runs else ())
+    }  # fmt: skip
+    return tuple(
+        f"stopped containers of {engine} have GPUs, and can't start again without gpuprov: {', '.join(names)}"
+        for engine, names in found.items() if names
+    )  # fmt: skip
+
+
+def _users(system: System, engine: str) -> tuple[list[str], dict[str, str]]:
     """Return the names of an engine's running containers with the runtime, and those with `--gpus` or CDI → policy."""
-    ids = system.run((engine, "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split() if system.which(engine) else []
-    if not ids:
-        return [], {}
-    shown = system.run((engine, "inspect", "--format", template, *ids), timeout=20).stdout
     by_runtime, restarted = [], {}
-    for runtime, policy, requests, name in (row for line in shown.splitlines() if len(row := line.split(" ", 3)) == 4):
+    for runtime, policy, requests, name in _containers(system, engine):
         if runtime == _RUNTIME:
-            by_runtime.append(name.lstrip("/"))
+            by_runtime.append(name)
         elif policy not in ("no", "-") and requests == "gpus":
-            restarted[name.lstrip("/")] = policy
+            restarted[name] = policy
     return sorted(by_runtime), dict(sorted(restarted.items()))
+
+
+def _containers(system: System, engine: str, *which: str) -> list[tuple[str, str, str, str]]:
+    """Return runtime, restart policy, requests and name of an engine's containers, by default those that run."""
+    listed = (engine, "ps", "--quiet", "--no-trunc", *which)
+    ids = system.run(listed, timeout=20).stdout.split() if system.which(engine) else []
+    if not ids:
+        return []
+    shown = system.run((engine, "inspect", "--format", _USES[engine], *ids), timeout=20).stdout
+    rows = (line.split(" ", 3) for line in shown.splitlines())
+    return [(row[0], row[1], row[2], row[3].lstrip("/")) for row in rows if len(row) == 4]
 
 
 def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:

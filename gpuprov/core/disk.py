@@ -53,8 +53,11 @@ def write_refusal(place: Path) -> tuple[str, str]:
     """Return why root can't write a file, and how to correct that; ("", "") if it can, or the file need not exist.
 
     access(2) asks the kernel without writing: for root it refuses read-only file systems and immutable files.
+    A file is replaced by rename(2), which a mount point refuses.
     """
     exists = place.exists() or place.is_symlink()
+    if place.is_file() and not place.is_symlink() and _mount_of(place) == str(place.resolve()):
+        return f"{place} is a mount point", f"umount {shlex.quote(str(place))}"
     folder = next(one for one in place.parents if one.exists())
     for one in (place, folder) if exists and not place.is_symlink() else (folder,):
         if os.access(one, os.W_OK):

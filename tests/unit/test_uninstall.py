@@ -12,11 +12,11 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.commands import Completed
-from gpuprov.core.journal import STATE_DIRECTORY, read_runs
+from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, read_runs
 from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, nodes_text, refresh_text
 from gpuprov.facts.host import gather
 from gpuprov.facts.interpreter import MISSING
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
@@ -291,6 +291,10 @@ OBSTACLES = {
     "chattr +i {}/etc/docker/daemon.json": ("immutable (chattr +i)", "chattr -i "),
     "mount --bind {0}/etc {0}/etc; mount -o remount,bind,ro {0}/etc": ("etc is mounted read-only", "remount,rw "),
     "touch {0}/run/gpuprov.lock; cd {0}/..; seq 90000 | xargs touch 2>&- || :": ("inodes left", "df -i "),
+    "cp {0}/etc/docker/daemon.json {0}/root/j; mount --bind {0}/root/j {0}/etc/docker/daemon.json": (
+        "daemon.json is a mount point",
+        "umount ",
+    ),
     "mount --bind {0}/var {0}/var; mount -o remount,bind,noexec {0}/var": ("var is mounted noexec", "remount,exec "),
 }
 
@@ -315,16 +319,56 @@ def test_what_prevents_a_command_is_known_before_its_first_change(tmp_path: Path
             spoil = "mkdir -p {0}/var/lib/gpuprov/runs; chattr +i {0}/var/lib/gpuprov/runs"
         if command == "install" and "daemon.json" in spoil:
             (root / "etc/docker/daemon.json").write_text("{}")
-        before = host.state()
         subprocess.run(("sh", "-ec", spoil.format(root)), check=True)
+        before = host.state()
         ended = finished(carry_out(host, command))
         told, step = OBSTACLES.get(spoil, OBSTACLES["chattr +i {}/var/lib/gpuprov/runs/*"])
         problem = next(one for one in ended.problems if told in one.evidence)
         assert step in problem.next_step
         assert host.state() == before
     finally:
-        script = 'chattr -R -i "$1"; umount -l "$1/host/etc" "$1/host/var"; umount -l "$1"'
+        script = (
+            'chattr -R -i "$1"; umount -l "$1/host/etc/docker/daemon.json" "$1/host/etc" "$1/host/var"; umount -l "$1"'
+        )
         subprocess.run(("sh", "-c", script, "sh", place), capture_output=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("gone", "evidence"),
+    [
+        ("var/lib/gpuprov", f"{RUNS_DIRECTORY} has no run to undo, and {LAUNCHER_PATH} and {LIBRARY_PATH} are there"),
+        ("var/lib/gpuprov/runs/0001.jsonl", f"{RUNS_DIRECTORY} lacks 0001.jsonl"),
+    ],
+)
+def test_without_all_journals_nothing_is_undone(host: FakeHost, gone: str, evidence: str) -> None:
+    install_in_two_runs(host)
+    subprocess.run(("rm", "-r", host.root / gone), check=True)
+    before = whole_tree(host)
+    (problem,) = finished(carry_out(host, "uninstall")).problems
+    assert problem.evidence == evidence
+    assert "from a backup" in problem.next_step
+    assert whole_tree(host) == before
+
+
+class WithStopped(FakeHost):
+    """A host on which containers were stopped."""
+
+    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[0] == "ps" and "status=exited" in words:
+            return 0, "4c5f\n77aa\n"
+        if words[0] == "inspect":
+            return 0, "nvidia no - /nightly\nrunc no gpus /weekly\nrunc always - /db"
+        return super()._docker(words)
+
+
+def test_stopped_containers_with_gpus_are_named_before_anything_is_done(tmp_path: Path) -> None:
+    host = WithStopped(tmp_path)
+    (tmp_path / "root").mkdir()
+    write_runfile(tmp_path / DRIVER)
+    done(carry_out(host, "install"))
+    told = ["stopped containers of docker have GPUs, and can't start again without gpuprov: nightly, weekly"]
+    assert warnings(carry_out(host, "rollback", check=True)) == told
+    assert warnings(carry_out(host, "uninstall")) == told
 
 
 class Meddled(FakeHost):
