@@ -122,7 +122,7 @@ def _ask(system: System, url: str) -> Problem | None:
             ).status_code
     except GpuprovError as error:
         return error.problems[0]
-    except requests.RequestException as error:
+    except (requests.RequestException, ValueError) as error:
         return _explained(system, url, error).problems[0]
     # Other refusals may concern the HEAD request only: the download will show.
     if status not in _HTTP_HINTS or status == 403:
@@ -192,7 +192,7 @@ def _persistently(
             if number == _ATTEMPTS or _is_hopeless(error) or not (begun() or _broke_off(error)):
                 raise _explained(system, url, error) from None
             reason, pause = "connection lost", 0.0
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:
             raise _explained(system, url, error) from None
         tell(f"{reason}, trying again ({number + 1} of {_ATTEMPTS})", 0, 0)
         system.sleep(max(2.0 ** (number - 1), pause))

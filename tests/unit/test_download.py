@@ -378,6 +378,24 @@ def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) ->
     assert (site.asked, system.exists("/cache")) == ([], False)
 
 
+def test_a_length_of_thousands_of_digits_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "9" * 5000)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(GpuprovError, match="can't be reached"):
+            fetch(system, f"http://127.0.0.1:{server.server_port}/", "/a", sha256=DIGEST, tell=lambda *_: None)
+        server.shutdown()
+
+
 class Redirecting(http.server.BaseHTTPRequestHandler):
     """Leads every question elsewhere."""
 
@@ -437,6 +455,11 @@ def test_a_redirect_from_https_to_http_is_refused(
         fetch_small(system, f"{url}/a.run")
     (problem,) = caught.value.problems
     assert "Location: https://[::1/a.run" in problem.evidence and "URL" in problem.next_step
+    # http.server would write latin-1; requests reads a place as UTF-8.
+    handler.target = "https://\x80/a.run"
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        fetch_small(system, f"{url}/a.run")
+    assert "can't be reached" in unreachable(system, [f"{url}/a.run"])[0].what
     # From http anything may follow, and within https too: there it ends with what the second place says.
     handler.target = "/elsewhere"
     with pytest.raises(GpuprovError, match="can't be reached"):
