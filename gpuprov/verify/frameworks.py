@@ -6,7 +6,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.commands import Completed
@@ -15,6 +15,7 @@ from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda_checks import explain_image
 from gpuprov.verify.engines import ALL
 from gpuprov.verify.outcome import Failed, Shown
+from gpuprov.wire.codec import Name, Text, WrongDataError, load
 from gpuprov.wire.words import counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
@@ -43,16 +44,16 @@ _TENSORFLOW_LIBRARIES = "Cannot dlopen some GPU libraries"
 def torch(bench: Bench) -> Shown:
     """PyTorch must see each of the GPUs, and compute on it."""
     found, _ = _asked(bench, TORCH)
-    name = f"torch {found.get('version') or '?'}"
-    cuda = str(found.get("cuda") or "")
+    name = f"torch {found['version'] or '?'}"
+    cuda = found["cuda"]
     if not cuda:
-        other = f"for ROCm {found['hip']}" if found.get("hip") else "without CUDA"
+        other = f"for ROCm {found['hip']}" if found["hip"] else "without CUDA"
         raise Failed(f"{name} in {bench.image} is built {other}; use an image with a CUDA build of PyTorch")
-    said = next(iter(found.get("warnings") or ()), "")
-    if not found.get("available"):
+    said = next(iter(found["warnings"]), "")
+    if not found["available"]:
         raise Failed(_reason(bench, f"{name} for CUDA {cuda} sees no GPU", said, _torch_result(said)))
     _require_all(bench, found, f"torch.cuda.device_count() of {name}")
-    error = str(found.get("error") or "")
+    error = found["error"]
     if error and not any(text in error for text in _BUSY):
         raise Failed(
             _reason(bench, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
@@ -63,13 +64,13 @@ def torch(bench: Bench) -> Shown:
 def tensorflow(bench: Bench) -> Shown:
     """TensorFlow must see each of the GPUs."""
     found, done = _asked(bench, TENSORFLOW)
-    name = f"tensorflow {found.get('version') or '?'}"
-    if not found.get("built_with_cuda"):
+    name = f"tensorflow {found['version'] or '?'}"
+    if not found["built_with_cuda"]:
         raise Failed(f"{name} in {bench.image} is built without CUDA; use an image such as tensorflow:latest-gpu")
-    if not found.get("count"):
+    if not found["count"]:
         raise Failed(_reason(bench, f"{name} sees no GPU", *_tensorflow_cause(done.stderr)))
     _require_all(bench, found, f"{name}: the number of GPUs")
-    return _shown(bench, found, name, str(found.get("cuda") or ""))
+    return _shown(bench, found, name, found["cuda"])
 
 
 def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
@@ -86,10 +87,31 @@ def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict):
-            return found, done
+            return _checked(bench, found), done
     lines = done.stderr.strip().splitlines() or ["(silent)"]
     last = next((line for line in reversed(lines) if "rror" in line), lines[-1])
     raise Failed(f"Python in {bench.image} exited {done.returncode}: {_short(last)}")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a framework's program prints; an image may print anything."""
+
+    version: Name = ""
+    cuda: Name = ""
+    hip: Name = ""
+    available: bool = False
+    built_with_cuda: bool = False
+    count: int = 0
+    warnings: tuple[Text, ...] = ()
+    error: Text = ""
+
+
+def _checked(bench: Bench, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return vars(load(_Answer, found))
+    except WrongDataError as error:
+        raise Failed(f"Python in {bench.image} gives an answer that is not the framework's: {error}") from None
 
 
 def _run(bench: Bench, python: str, source: str) -> Completed:
@@ -99,13 +121,13 @@ def _run(bench: Bench, python: str, source: str) -> Completed:
 
 def _require_all(bench: Bench, found: Mapping[str, Any], what: str) -> None:
     divided = any(gpu.mig == _DIVIDED for gpu in bench.host.gpus)
-    if found.get("count") != len(bench.host.gpus) and not divided:
-        raise Failed(f"{what} is {found.get('count')} in {bench.image}, the host has {len(bench.host.gpus)}")
+    if found["count"] != len(bench.host.gpus) and not divided:
+        raise Failed(f"{what} is {found['count']} in {bench.image}, the host has {len(bench.host.gpus)}")
 
 
 def _shown(bench: Bench, found: Mapping[str, Any], name: str, cuda: str) -> Shown:
     made_for = f" for CUDA {cuda}" if cuda else ""
-    return counted(len(bench.host.gpus), "GPU"), f"{counted(int(found['count']), 'GPU')}, {name}{made_for}"
+    return counted(len(bench.host.gpus), "GPU"), f"{counted(found['count'], 'GPU')}, {name}{made_for}"
 
 
 def _torch_result(said: str) -> str:

@@ -88,7 +88,7 @@ def parse_calls(done: Completed) -> Calls | str:
             _texts(first["loaded"]), _texts(first["faults"]), _texts(first["variables"]), int(first["version"]),
             tuple(map(_word, first["uuids"])), _failure(first["failed"]), kernel,
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return "its output is not that of gpuprov's program"
 
 
@@ -120,7 +120,7 @@ def _kernel(found: Mapping[str, Any]) -> Kernel | None:
         busy = next((f"GPU {int(one['gpu'])} is busy: {_failure(one['failed'])}" for one in found["gpus"]), "")
         left_out = _word(found["left_out"]) or ("" if gpus else busy)
         return Kernel(left_out, wrong, len(gpus))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 

@@ -107,6 +107,10 @@ def test_without_a_library_the_loaders_message_is_told(tmp_path: Path) -> None:
         ),
         (Completed((), 0, "banner\n", ""), "exited 0: banner"),
         (Completed((), 0, "{}", ""), "its output is not that of gpuprov's program"),
+        (
+            Completed((), 0, '{"loaded": {}, "faults": {}, "variables": {}, "version": Infinity}', ""),
+            "its output is not that of gpuprov's program",
+        ),
         (Completed((), 0, '{"loaded": 1}', ""), "its output is not that of gpuprov's program"),
         (Completed((), 0, "{" * 100_000, ""), "exited 0: {{"),
     ],

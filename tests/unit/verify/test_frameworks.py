@@ -71,6 +71,17 @@ def test_what_is_well_is_shown_with_the_versions() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("count", "9"), ("count", None), ("warnings", 5), ("warnings", [5]), ("version", [[]])]
+)
+def test_an_image_that_answers_otherwise_fails_the_check(key: str, value: Any) -> None:
+    divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
+    for do, answer in ((frameworks.torch, {**NONE, "available": key == "count"}), (frameworks.tensorflow, FLOW)):
+        bench = Bench(Images(python3=(0, json.dumps({**answer, key: value}), "")), "app", divided)
+        with pytest.raises(Failed, match=f"not the framework's: _Answer.{key}"):
+            do(bench)
+
+
 def test_a_gpu_that_is_divided_counts_otherwise() -> None:
     """CUDA has one of its MIG devices."""
     divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
