@@ -54,7 +54,7 @@ base-%: setup
 	$(BIN)/python -m tests.lab bases $*
 
 # Two at once; docs/testing.md says what is in which tier.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=30 --strict-skips
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=30 --strict-skips
 
 test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes on 2 cores).
 	$(MAKE) --jobs=2 --output-sync=target lint base-bookworm base-bullseye

@@ -24,6 +24,8 @@ from gpuprov.fleet.inventory_messages import (
     ask_ansible,
     clean,
     explained,
+    path_hint,
+    reason_of,
     vault_hint,
     with_origins,
     worth_telling,
@@ -113,8 +115,9 @@ def _load(
     for source, place in zip(sources, places):
         before = len(said)
         if not manager.parse_source(place):
+            reason = reason_of(source, said[before:])
             raise _usage(
-                f"Ansible cannot read the inventory {source}", clean("\n".join(said[before:])), ask_ansible(source)
+                f"Ansible cannot read the inventory {source}", reason, path_hint(reason) or ask_ansible(source)
             )
     manager.reconcile_inventory()
     variables = _variable_manager(loader, manager, extra_vars)

@@ -19,6 +19,7 @@ EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines"
 _TOO_LARGE = 1 << 20
 _SHOWN = 3
 _WARNING = "[WARNING]: "
+_REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin: (?P<reason>.+)")
 
 
 @contextlib.contextmanager
@@ -82,6 +83,24 @@ def explained(error: BaseException) -> str:
             return "\n".join((*texts, context))
         cause = cause.__cause__ or cause.__context__
     return texts[0]
+
+
+def reason_of(source: str, said: Sequence[str]) -> str:
+    """Return why Ansible cannot read a source: the reason of the plugin that its name stands for, and the place.
+
+    Ansible tries each plugin in turn, and gives every one's reason two or three times.
+    """
+    lines = clean("\n".join(said)).splitlines()
+    plugin = "yaml" if Path(source).suffix in (".yml", ".yaml", ".json") else "ini"
+    given = [found for line in lines if (found := _REFUSED.fullmatch(line))]
+    chosen = [one["reason"] for one in given if one["plugin"] in (plugin, "auto")] or [one["reason"] for one in given]
+    place = next((found[1] for line in lines if (found := re.fullmatch(r"Origin: (/.*:\d+:\d+)", line))), "")
+    return "\n".join(filter(None, (chosen[-1], place))) if chosen else "\n".join(lines)
+
+
+def path_hint(text: str) -> str:
+    """Return what to do about a path that the locale can't express; "" for another error."""
+    return "export LC_ALL=C.UTF-8, then run the same command again" if "codec can't encode" in text else ""
 
 
 def vault_hint(text: str) -> str:

@@ -16,7 +16,7 @@ from tests.integration.test_vm import Machine, machine_of
 from tests.lab.lab import CACHE
 from tests.lab.vm_driver import DriverVm
 
-pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.root, pytest.mark.timeout(3600)]
 # udev finds the driver for each device, by the module's aliases.
 _SHOW_GPUS = "modprobe simpci && udevadm settle --timeout=300"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -315,3 +316,25 @@ def test_a_file_of_variables_that_is_missing_is_named() -> None:
         assert (caught.value.exit_code, caught.value.problems[0].what) == (
             ExitCode.USAGE, "there is no file /missing.yml with extra variables",
         )  # fmt: skip
+
+
+def test_of_ansibles_reasons_the_one_that_fits_the_file_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "hosts.yml"
+    source.write_text("all:\n  hosts:\n\ta:\n")
+    with pytest.raises(GpuprovError) as caught:
+        read_inventory((str(source),))
+    (problem,) = caught.value.problems
+    assert problem.evidence.splitlines() == [
+        "YAML parsing failed: Tabs are usually invalid in YAML.", f"{source}:3:1",
+    ]  # fmt: skip
+
+
+def test_a_path_that_the_locale_cannot_express_is_the_locales_fault(tmp_path: Path) -> None:
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    (folder / "hosts.ini").write_text("lab-a\n")
+    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = (sys.executable, "-m", "gpuprov", "facts", "--hosts", f"{folder}/hosts.ini")
+    done = subprocess.run(words, capture_output=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert b"next: export LC_ALL=C.UTF-8" in done.stdout + done.stderr
