@@ -23,6 +23,8 @@ STORE = (
 # Root takes the agent from the login user's home into its own, and runs only its own copy: a process of that user can
 # replace a file in the home at any time. $1: the digest, $2: the Python, $3: the user's copy; more goes to the agent.
 _RUN = (
+    # Another user than root risks nothing: the agent itself says that the command must run as root.
+    '[ "$(id -u)" = 0 ] || { p=$2; f=$3; shift 3; exec "$p" -I "$f" "$@"; }; '
     'umask 077; d=~root/.cache/gpuprov; f="$d/agent-$1.pyz"; t="$d/.agent-$$"; '
     'same() { test "$(sha256sum < "$1" | cut -c1-64)" = "$2"; }; '
     '{ test -f "$f" && same "$f" "$1"; } || { mkdir -p ~root/.cache && mkdir -p -m 0700 "$d" && '

@@ -58,7 +58,7 @@ OUTCOMES = [
     ("fails", ExitCode.FAILED, "the disk is full", "df says 100 %"),
     ("hangs", ExitCode.FAILED, "the host fell silent during the run", "not a word for 6 s"),
     ("drops", ExitCode.FAILED, "the connection to the host dropped during the run", ""),
-    ("babbles", ExitCode.FAILED, "the agent ended without a result", '{"event": "Finished"}'),
+    ("babbles", ExitCode.FAILED, "the host sends what gpuprov's agent never sends", "Finished.exit_code is missing"),
     ("endless", ExitCode.FAILED, "the host sends no events but a flood", "without a line end"),
     ("killed", ExitCode.FAILED, "the agent ended without a result", "killed by a signal"),
     ("no-shell", ExitCode.UNREACHABLE, "the account may not log in: its shell is nologin", "currently not available"),

@@ -121,7 +121,7 @@ def test_playbooks_name_accounts_and_machines_with_two_names(server: Server, tmp
     assert re.search(r"twin-[ab] is the same machine as (?!twin)\w+: it is counted once", done.stdout), done.stdout
     two_runs = r"twin-([ab]) is the same machine as twin-(?!\1)[ab]: two runs would get in each other's way"
     assert re.search(two_runs, done.stdout), done.stdout
-    assert "gpuprov rollback must run as root" in done.stdout
+    assert "gpuprov rollback must run as root" in done.stdout, done.stdout
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

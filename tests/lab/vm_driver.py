@@ -124,6 +124,8 @@ def mounted(disk: Path, place: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
+        # A namespace that somebody else has made meanwhile may keep it mounted: what is written must be on the disk.
+        run(("sync", "--file-system", str(place)))
         run(("umount", str(place)))
 
 

@@ -30,7 +30,7 @@ def test_devices_and_state_of_the_machine_are_not_seen() -> None:
         path.samefile(outside / path.relative_to("/"))
         for path in map(Path, ("/dev", "/run", "/etc", os.environ["HOME"]))
     )
-    assert not [path for path in Path("/dev").iterdir() if path.name.startswith(("nvidia", "char"))]
+    assert not [path for path in Path("/dev").iterdir() if path.name.startswith("nvidia")]
 
 
 @pytest.mark.parametrize("place", ["etc/passwd", "run/new", "var/lib/new", "dev/nvidia0", "dev/char/195:0"])
