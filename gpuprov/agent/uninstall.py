@@ -192,7 +192,7 @@ def _stopped(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
         for engine in (_USES if runs else ())
     }  # fmt: skip
     return tuple(
-        f"stopped containers of {engine} have GPUs, and can't start again without gpuprov: {', '.join(names)}"
+        f"stopped containers with GPUs can't start again without gpuprov: {', '.join(names)} ({engine})"
         for engine, names in found.items() if names
     )  # fmt: skip
 

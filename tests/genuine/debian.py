@@ -58,7 +58,7 @@ def driver(branch: str) -> Driver:
     try:
         folder = cache.built(
             "genuine-driver", f"{branch}-{cache.digest_of((suite, *_PACKAGES))}",
-            lambda place: fetch(place, suite, "non-free", _PACKAGES),
+            lambda place: fetch(place, suite, "non-free", _PACKAGES, updates=False),
         )  # fmt: skip
     except BuildError as error:
         if suite == "experimental":  # what is there comes and goes

@@ -87,7 +87,7 @@ def _install(folder: Path, packages: tuple[str, ...]) -> None:
     base = build_base(REPOSITORY / ".cache/bases", _SUITE, print)
     for name in ("packages", "upper", "work", "root"):
         (folder / name).mkdir()
-    download(folder / "packages", _SUITE, "main contrib non-free", (*packages, *_SCRIPTS))
+    download(folder / "packages", _SUITE, "main contrib non-free", (*packages, *_SCRIPTS), updates=False)
     argv = ("unshare", "--mount", "sh", "-c", _INSTALL, "sh", str(base), str(folder), *packages)
     said = output_of(*argv, hint="the packages could not be installed: the lines above say why")
     lists: dict[str, list[str]] = {}

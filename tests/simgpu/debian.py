@@ -22,16 +22,22 @@ PACKAGES = ("nvidia-smi", "libnvidia-ml-dev")
 _WITHOUT_UPDATES = ("sid", "unstable", "experimental")
 
 
-def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages: Sequence[str] = PACKAGES) -> None:
+def fetch(
+    folder: Path, suite: str = SUITE, component: str = COMPONENT, packages: Sequence[str] = PACKAGES,
+    *, updates: bool = True,
+) -> None:  # fmt: skip
     """Download packages of a Debian suite and unpack them below folder/unpacked."""
-    download(folder, suite, component, packages)
+    download(folder, suite, component, packages, updates=updates)
     for package in folder.glob("*.deb"):
         output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
         package.unlink()
 
 
-def download(folder: Path, suite: str, component: str, packages: Sequence[str]) -> None:
-    """Download packages of a Debian suite, and only these, into a folder; `component` may hold several words."""
+def download(folder: Path, suite: str, component: str, packages: Sequence[str], *, updates: bool = True) -> None:
+    """Download packages of a Debian suite, and only these, into a folder; `component` may hold several words.
+
+    `updates`: those of the suite, and its security updates, too. They bring a driver of another branch.
+    """
     from tests.lab.sources import mirrors  # which imports this package
 
     state, cache = folder / "apt-state", folder / "apt-cache"
@@ -41,7 +47,7 @@ def download(folder: Path, suite: str, component: str, packages: Sequence[str]) 
     (state / "status").touch()
     archive, security = mirrors()
     places = [(archive, suite)]
-    if suite not in _WITHOUT_UPDATES:
+    if updates and suite not in _WITHOUT_UPDATES:
         places += [(archive, f"{suite}-updates"), (security, f"{suite}-security")]
     sources = folder / "debian.list"
     sources.write_text("".join(f"deb [signed-by={KEYRING}] {uri} {name} {component}\n" for uri, name in places))

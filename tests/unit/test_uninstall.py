@@ -366,7 +366,7 @@ def test_stopped_containers_with_gpus_are_named_before_anything_is_done(tmp_path
     (tmp_path / "root").mkdir()
     write_runfile(tmp_path / DRIVER)
     done(carry_out(host, "install"))
-    told = ["stopped containers of docker have GPUs, and can't start again without gpuprov: nightly, weekly"]
+    told = ["stopped containers with GPUs can't start again without gpuprov: nightly, weekly (docker)"]
     assert warnings(carry_out(host, "rollback", check=True)) == told
     assert warnings(carry_out(host, "uninstall")) == told
 
