@@ -15,7 +15,7 @@ from tests.lab import Host
 from tests.lab.fixtures import GPUPROV, Site, gpuprov
 from tests.lab.shell import LabError, wait_for
 
-pytestmark = [pytest.mark.lab, pytest.mark.root]
+pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.root]
 _COMMAND = "/usr/bin/nvidia-docker"
 _UNITS = ("/etc/systemd/system/gpuprov-serve.service", "/etc/systemd/system/gpuprov-serve.socket")
 _SOCKET = "/run/gpuprov/serve.sock"

@@ -24,7 +24,7 @@ from tests.lab.nvidia_toolkit import NAMES, build_toolkit
 from tests.lab.repository import make_key
 from tests.lab.shell import run
 
-pytestmark = [pytest.mark.lab, pytest.mark.root]
+pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.root]
 _CURRENT = "1.18.1-1"
 _SOURCE = "etc/apt/sources.list.d/nvidia-docker.list"
 _PREPARE = """

@@ -22,7 +22,7 @@ from tests.lab.lab import CACHE
 from tests.lab.shell import wait_for
 from tests.lab.vm import Vm
 
-pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.root, pytest.mark.timeout(2400)]
 _OLDER = "550.144.03"
 # Python opens the node as a program of the driver's would; what a missing driver gives is ENXIO.
 _OPEN = 'import os; [os.close(os.open(f"/dev/nvidia{name}", os.O_RDWR)) for name in ("0", "1", "ctl", "-uvm")]'
