@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,10 +19,6 @@ from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.engines.podman import is_hook_for
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import opened
-from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.versions import version_numbers
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
@@ -482,25 +477,3 @@ def test_a_docker_that_the_run_installs_decides_by_its_version(tmp_path: Path, v
     change.apply(host, lambda *_: None)
     written = json.loads(host.read_text("/etc/docker/daemon.json") or "")
     assert written == {**json.loads(ONLY_OURS), **({"features": {"cdi": True}} if is_set else {})}
-
-
-class Deep(System):
-    """A host whose engines answer every question with JSON that is nested too deeply."""
-
-    def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        return Completed(tuple(argv), 0, "[" * 100_000, "")
-
-    def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:
-        raise FileNotFoundError(argv[0])
-
-
-def test_an_answer_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
-    host = Deep(str(tmp_path))
-    (tmp_path / "tmp").mkdir()
-    assert not parse_info("[" * 100_000).active
-    assert not is_hook_for(b"[" * 100_000, "/usr/bin/x")
-    with pytest.raises(GpuprovError, match="docker export a gave no archive"), opened(host, "a", Program()):
-        pass

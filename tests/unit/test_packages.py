@@ -16,8 +16,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
-from gpuprov.packaging import rpm_failures
-from gpuprov.packaging.apt_failures import finish, listed_under
+from gpuprov.packaging.apt_failures import listed_under
 from gpuprov.packaging.apt_packages import (
     HELD_LIST,
     HoldPackages,
@@ -473,43 +472,3 @@ def test_undone_holds_leave_marks_and_list_as_they_were(tmp_path: Path, listed: 
     HoldPackages.undo(host, captured, outcome)
     assert host.held == {"docker-ce"}
     assert host.everything() == before
-
-
-REFUSED = "E: Failed to fetch http://dead.example/InRelease  Could not connect to dead.example:80 (192.0.2.1)"
-UNKNOWN = "E: Failed to fetch http://gone.example/InRelease  Temporary failure resolving 'gone.example'"
-
-
-@pytest.mark.parametrize(
-    ("lines", "meaning"), [((REFUSED, UNKNOWN), "can't be reached"), ((UNKNOWN, REFUSED), "name is not known")]
-)
-def test_of_several_repositories_the_first_error_is_the_cause(lines: tuple[str, ...], meaning: str) -> None:
-    with pytest.raises(GpuprovError) as caught:
-        finish(Completed(("apt-get",), 100, "", "\n".join(lines)), "the index could not be read")
-    (problem,) = caught.value.problems
-    assert problem.what.endswith(meaning) and problem.evidence.endswith(lines[0])
-
-
-DNF_REFUSED = "- Curl error (7): Couldn't connect to server for http://dead.example/repodata/repomd.xml"
-DNF_UNKNOWN = "- Curl error (6): Couldn't resolve host name for http://gone.example/repodata/repomd.xml"
-DNF_GONE = "- Status code: 404 for http://old.example/repodata/repomd.xml (IP: 192.0.2.1)"
-ZYPPER = ("Download (curl) error for 'http://gone.example/repomd.xml':", "Error code: Connection failed",
-          "Error message: Could not resolve host: gone.example")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("lines", "decisive", "meaning"),
-    [
-        ((DNF_REFUSED, DNF_UNKNOWN), DNF_REFUSED, "can't be reached"),
-        ((DNF_UNKNOWN, DNF_REFUSED), DNF_UNKNOWN, "name is not known"),
-        ((DNF_GONE, DNF_UNKNOWN), DNF_GONE, "gone from it"),
-        (("Errors during downloading metadata:", DNF_REFUSED, DNF_GONE), DNF_REFUSED, "can't be reached"),
-        ((ZYPPER[0], ZYPPER[2], DNF_REFUSED), ZYPPER[2], "name is not known"),
-    ],
-)
-def test_of_several_rpm_repositories_the_first_error_is_the_cause(
-    lines: tuple[str, ...], decisive: str, meaning: str
-) -> None:
-    with pytest.raises(GpuprovError) as caught:
-        rpm_failures.finish(Completed(("dnf",), 1, "", "\n".join(lines)), "the index could not be read")
-    (problem,) = caught.value.problems
-    assert problem.what.endswith(meaning) and problem.evidence.endswith(decisive)

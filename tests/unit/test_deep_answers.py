@@ -1,0 +1,40 @@
+"""What docker and podman answer is not trusted: JSON that is nested too deeply is one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.engines.docker import parse_info
+from gpuprov.engines.podman import is_hook_for
+from gpuprov.verify.cuda.search import Program
+from gpuprov.verify.cuda.survey import opened
+from gpuprov.wire.errors import GpuprovError
+
+
+class Deep(System):
+    """A host whose engines answer every question with JSON that is nested too deeply."""
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        return Completed(tuple(argv), 0, "[" * 100_000, "")
+
+    def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:
+        raise FileNotFoundError(argv[0])
+
+
+def test_an_answer_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    host = Deep(str(tmp_path))
+    (tmp_path / "tmp").mkdir()
+    assert not parse_info("[" * 100_000).active
+    assert not is_hook_for(b"[" * 100_000, "/usr/bin/x")
+    with pytest.raises(GpuprovError, match="docker export a gave no archive"), opened(host, "a", Program()):
+        pass
