@@ -65,8 +65,8 @@ def _problems(causes: Sequence[Cause]) -> tuple[Problem, ...]:
 def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
     """Return what to type now: nothing helps against a consequence before its first cause is gone."""
     first = cause
-    while first.follows:
-        first = next(one for one in causes if one.rule.name == first.follows)
+    for _ in causes:  # No chain is longer, even one that would end in itself.
+        first = next((one for one in causes if one.rule.name == first.follows), first)
     wanted, own = first.finding.next_step, cause.finding.next_step
     return own if wanted == own else f"first: {wanted}"
 

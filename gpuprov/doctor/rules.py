@@ -73,7 +73,7 @@ def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     if x.runs_now and any(finding.confidence != ASIDE for _, finding in found):
         found = [(rule, _during_a_run(rule, finding)) for rule, finding in found]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
-    causes = (Cause(rule, finding, _obstacle(finding, roots) or _root(rule, roots)) for rule, finding in found)
+    causes = (Cause(rule, finding, _obstacle(rule, finding, roots) or _root(rule, roots)) for rule, finding in found)
     return tuple(sorted(causes, key=_rank))
 
 
@@ -88,9 +88,9 @@ def _installs(finding: Finding) -> bool:
     return "gpuprov install" in finding.next_step or any(one.kind in (STEPS, WHOLE) for one in finding.remedies)
 
 
-def _obstacle(finding: Finding, roots: Sequence[Rule]) -> str:
+def _obstacle(rule: Rule, finding: Finding, roots: Sequence[Rule]) -> str:
     """Return the rule that prevents an installation from repairing this, "" if none does."""
-    obstructed = any(rule.name == INSTALL_OBSTRUCTED for rule in roots)
+    obstructed = rule.name != INSTALL_OBSTRUCTED and any(root.name == INSTALL_OBSTRUCTED for root in roots)
     return INSTALL_OBSTRUCTED if obstructed and _installs(finding) else ""
 
 

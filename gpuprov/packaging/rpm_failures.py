@@ -79,7 +79,9 @@ def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,), advic
     """
     if done.returncode in good_codes:
         return
-    said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]
+    # zypper says in three lines what belongs together: the address, a code and the reason.
+    text = re.sub(r"\n(?=Error (code|message): )", " ", f"{done.stderr}\n{done.stdout}")
+    said = [line.strip() for line in text.splitlines() if line.strip()]
     require_known(done, said, advice, what, NO_SUCH_PACKAGE)
     found = first_match(_FAILURES, lambda row: row[0], said)
     if found is not None and found[0][1] in _UNREACHED:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from gpuprov.doctor.examine import tell
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CONFIDENCES
+from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, CONFIDENCES, TOOLKIT, Finding, Rule
 from gpuprov.doctor.rules import RULES, diagnose
+from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import examined, healthy, with_driver
@@ -165,6 +167,16 @@ def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: Examin
     assert [cause.rule.name for cause in found] == [
         "runtime-not-executable", "docker-not-restarted", "run-cut-off", "refresh-unit-failed",
     ]  # fmt: skip
+
+
+def test_what_obstructs_an_installation_does_not_follow_from_itself(x: Examined) -> None:
+    finding = Finding("the disk is full", "df: 100 %", "make room, then: gpuprov install", CERTAIN)
+    rules = [Rule(name, TOOLKIT, "…", lambda _: finding) for name in (INSTALL_OBSTRUCTED, "toolkit-missing")]
+    causes = diagnose(x, rules)
+    assert [cause.follows for cause in causes] == ["", INSTALL_OBSTRUCTED]
+    events: list[Any] = []
+    done = tell(x, causes, events.append)
+    assert done.problems[1].next_step == finding.next_step
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
