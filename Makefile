@@ -96,7 +96,7 @@ docs: setup  ## Write the references of configuration and command line, the page
 	$(BIN)/python -m tools.cli_page
 	$(BIN)/python -m tools.ansible_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
-	printf '`gpuprov/wire/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
+	printf '`gpuprov/protocol/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 
 pictures: demo  ## Write the README's pictures from the demo's own output; needs chromium.
 	$(BIN)/python -m tools.pictures docs/pictures

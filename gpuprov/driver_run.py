@@ -14,10 +14,10 @@ from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts
-from gpuprov.wire import driver_releases
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec
 
 # Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
 INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"

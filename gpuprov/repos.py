@@ -13,14 +13,14 @@ from gpuprov.packaging.keys import InstallKey, problems_of_any
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.packaging.retired import REPOSITORY
 from gpuprov.packaging.toolkit_channels import toolkit_channels
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.secrets import masked, split_login
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.secrets import masked, split_login
+from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
     from gpuprov.machine.distros import ExtraRepository
-    from gpuprov.wire.site_repository import SiteRepository
+    from gpuprov.protocol.site_repository import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"

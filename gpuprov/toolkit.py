@@ -27,8 +27,8 @@ from gpuprov.driver_run import installs
 from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy
-from gpuprov.wire.spec import HostSpec
 
 CDI_SPECIFICATION = PATH
 _MODE = 0o644  # engines of users read it, too

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from gpuprov.cli.advisories import documents
-from gpuprov.wire.advisories import Advisory, merged, rows_of, table_of
-from gpuprov.wire.csaf import parse_csaf
+from gpuprov.protocol.advisories import Advisory, merged, rows_of, table_of
+from gpuprov.protocol.csaf import parse_csaf
 
-TABLE = Path(__file__).resolve().parents[1] / "gpuprov/wire/advisories.json"
+TABLE = Path(__file__).resolve().parents[1] / "gpuprov/protocol/advisories.json"
 
 
 def table_from(folder: str, known: tuple[Advisory, ...], day: str) -> str:

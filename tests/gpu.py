@@ -26,7 +26,7 @@ from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.deployed import PYTHON
 from tests.integration.container_bench import Bench
 from tests.integration.container_python import add_python

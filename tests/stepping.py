@@ -11,8 +11,8 @@ import sys
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
-from gpuprov.wire.events import Event, Finished, to_line
-from gpuprov.wire.request import request_from_line
+from gpuprov.protocol.events import Event, Finished, to_line
+from gpuprov.protocol.request import request_from_line
 
 
 class SteppingSystem(System):

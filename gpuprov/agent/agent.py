@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Callable
 
 from gpuprov.agent.worker import STOP, StopFlag, start_worker
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import Event, Finished, to_line
-from gpuprov.wire.request import Request, request_from_line
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import Event, Finished, to_line
+from gpuprov.protocol.request import Request, request_from_line
+from gpuprov.protocol.secrets import masked
 
 LOG_PATH = "/var/log/gpuprov.log"
 # The agent's only argument: what to do with the request. With JOB, a second line of input holds the job's id.

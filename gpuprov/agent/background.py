@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Callable
 
 from gpuprov.agent.worker import start_worker
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, EventReader, Finished
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, EventReader, Finished
+from gpuprov.protocol.request import Request
 
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]

@@ -7,9 +7,9 @@ from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.system import System
-from gpuprov.wire.events import Note, Sink
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.events import Note, Sink
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec
 
 StopRequested = Callable[[], bool]
 

@@ -17,9 +17,9 @@ from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.wire.events import ChangeDone, Event, Finished, Planned, PlannedChange
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
+from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned, PlannedChange
+from gpuprov.protocol.words import counted
 
 # Each round fixes what the round before made visible: nodes first, then what nvidia-smi reports.
 _MOST_ROUNDS = 3

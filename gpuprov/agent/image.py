@@ -11,8 +11,8 @@ from gpuprov.engines import docker, kubernetes
 from gpuprov.facts.image import newest_kernel
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.image_options import IMAGE
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.image_options import IMAGE
 
 # Read-only commands may look at the devices of the machine that they run on.
 _CHANGING = ("install", "rollback", "uninstall")

@@ -25,10 +25,10 @@ from gpuprov.plan import with_bundle
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.software import lacking_packages
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan, repository_changes
-from gpuprov.wire.advisories import TOOLKIT_PACKAGE
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.wire.events import Finished, Planned, PlannedChange
-from gpuprov.wire.words import counted
+from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
+from gpuprov.protocol.events import Finished, Planned, PlannedChange
+from gpuprov.protocol.words import counted
 
 # A diff of at most this many lines is shown itself.
 _SHORT_DIFF = 12

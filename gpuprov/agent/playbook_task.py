@@ -12,10 +12,10 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Annotated, Any
 
 from gpuprov.core.site_tables import for_request
-from gpuprov.wire import words
-from gpuprov.wire.codec import Limit, Line, LongText, Name, Text, load
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol import words
+from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import (
     ChangeDone,
     CheckDone,
     CudaSurveyed,
@@ -27,9 +27,9 @@ from gpuprov.wire.events import (
     Planned,
     no_agent_sends,
 )
-from gpuprov.wire.request import COMMANDS, Request
-from gpuprov.wire.spec import spec_from_variables, spec_to_json
-from gpuprov.wire.words import counted
+from gpuprov.protocol.request import COMMANDS, Request
+from gpuprov.protocol.spec import spec_from_variables, spec_to_json
+from gpuprov.protocol.words import counted
 
 PLAN, CUDA = "plan", "cuda"
 TASK_COMMANDS = (PLAN, *COMMANDS)

@@ -12,7 +12,7 @@ from gpuprov.agent.same_machine import SCRIPT, machine_of
 from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.proxy import Proxy
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 
 if TYPE_CHECKING:
     from gpuprov.machine.distros import Distribution

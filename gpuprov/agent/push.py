@@ -8,7 +8,7 @@ from __future__ import annotations
 from gpuprov.agent.probe import Probe
 from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import Completed
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 # $1: the digest. One line without single quotes, backslashes or exclamation marks: the login shell may be csh or fish.
 # Old agents are removed, except those that a run may still use.

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 
 @dataclass(frozen=True)

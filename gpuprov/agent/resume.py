@@ -10,7 +10,7 @@ from gpuprov.core.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, WANTS
-from gpuprov.wire.request import Request, request_to_line
+from gpuprov.protocol.request import Request, request_to_line
 
 UNIT = "gpuprov-resume.service"
 _REQUEST = f"{STATE_DIRECTORY}/resume.json"

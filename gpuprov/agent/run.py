@@ -30,12 +30,12 @@ from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Planned, Sink, Started
-from gpuprov.wire.request import Request
-from gpuprov.wire.secrets import secret_free
-from gpuprov.wire.spec import parse_spec
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Planned, Sink, Started
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.secrets import secret_free
+from gpuprov.protocol.spec import parse_spec
+from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.agent.uninstall import Removal

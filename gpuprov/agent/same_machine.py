@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from gpuprov.core.system import System
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.request import Request
 
 _MACHINE_ID = "/etc/machine-id"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

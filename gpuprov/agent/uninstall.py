@@ -15,10 +15,10 @@ from gpuprov.core.changes import Json, file_digest, image_content, images_in, te
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
+from gpuprov.protocol.events import PlannedChange, Sink
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.verify.engines import images_left
-from gpuprov.wire.errors import GpuprovError, Problem, Stopped
-from gpuprov.wire.events import PlannedChange, Sink
 
 _RUNTIME = "nvidia"
 # The container runtime's state; the log of internal errors.

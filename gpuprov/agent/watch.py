@@ -20,10 +20,10 @@ from gpuprov.core.system import System
 from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.watch import STORED, stored
 from gpuprov.plan.steps import STEPS
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import CheckDone, Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import CheckDone, Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.words import counted
 
 _HOSTNAME = "/proc/sys/kernel/hostname"
 # A host that was installed from a bundle reaches no repository: these steps can't be checked without the bundle.

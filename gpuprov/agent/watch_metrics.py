@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import CheckDone
+from gpuprov.protocol.versions import count_in
 from gpuprov.verify import known_holes
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CheckDone
-from gpuprov.wire.versions import count_in
 
 COMMAND = "watch"
 _VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")

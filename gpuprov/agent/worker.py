@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Callable
 
-from gpuprov.wire.events import ChangeStarted, Event, Sink
-from gpuprov.wire.request import Request
+from gpuprov.protocol.events import ChangeStarted, Event, Sink
+from gpuprov.protocol.request import Request
 
 # A line that the caller may write after the request: stop, unless a change has begun.
 STOP = "stop"

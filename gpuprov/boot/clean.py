@@ -12,8 +12,8 @@ from gpuprov.facts.boot_files import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.image import MACHINE_ID, gather_identity, gather_signing_keys
 from gpuprov.machine.image_mark import MARK
-from gpuprov.wire.image_options import IMAGE
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.image_options import IMAGE
+from gpuprov.protocol.spec import HostSpec
 
 _MARK_TEXT = b"""\
 # Written by gpuprov: this system was installed as an image, on a machine without its GPUs.

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # A GPU without a persistent client is initialised first: seconds for each.
 _SECONDS = 60

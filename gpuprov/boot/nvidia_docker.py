@@ -9,7 +9,7 @@ from gpuprov.core.system import System
 from gpuprov.engines.nvidia_docker_file import PATH, is_ours, render
 from gpuprov.facts.boot_files import PROGRAM
 from gpuprov.facts.host import HostFacts
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 
 _MODE = 0o755
 _PACKAGES = ("nvidia-docker2", "nvidia-docker")

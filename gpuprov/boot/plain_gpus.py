@@ -12,9 +12,9 @@ from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.system import System
 from gpuprov.engines.plain_flags import PlainFlags, plain_flags
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.explain import explain
 from gpuprov.runtime_hook.settings import read_settings
-from gpuprov.wire.errors import GpuprovError
 
 # What flags never provide on any host; docs/docker-args.md explains.
 NEVER = (

@@ -43,8 +43,8 @@ from gpuprov.facts.boot_files import (
     WATCH,
 )
 from gpuprov.facts.host import HostFacts
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -54,8 +54,8 @@ _START_SECONDS = 180
 _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
     "core/files", "core/lock", "core/proxy", "core/system",
-    "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "wire/__init__",
-    "wire/codec", "wire/errors", "wire/secrets", "wire/words",
+    "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "protocol/__init__",
+    "protocol/codec", "protocol/errors", "protocol/secrets", "protocol/words",
     # nvidia-docker and `gpuprov serve`.
     "boot/gpu_report", "boot/gpu_report_child", "boot/gpu_report_text", "boot/plain_gpus", "boot/serve_answers",
     "boot/serve_main",

@@ -17,8 +17,8 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import note_asked
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec
 
 _UNLOAD_SECONDS = 60
 

@@ -16,7 +16,7 @@ from gpuprov.boot.gpu_report import GpuReport
 from gpuprov.boot.gpu_report_text import info_text, status_text
 from gpuprov.boot.plain_gpus import granted_flags
 from gpuprov.engines.plain_flags import Device, PlainFlags, shell_words
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # DNS rebinding: a page in a browser on this host can use a name that resolves to 127.0.0.1. The browser then sends that
 # name as Host.

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from gpuprov.boot.gpu_report import GpuReport
 from gpuprov.boot.serve_answers import Answer, Answers, refusal
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 ADDRESS = ("127.0.0.1", 3476)
 SOCKET = "/run/gpuprov/serve.sock"

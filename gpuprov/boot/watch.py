@@ -34,8 +34,8 @@ from gpuprov.facts.watch import (
     TIMER_FILE,
     stored,
 )
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 
 # Random delay, so that the hosts of a fleet do not all query a mirror at once.
 _DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}

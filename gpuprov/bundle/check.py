@@ -10,7 +10,7 @@ from gpuprov.bundle.format import Contents, Progress
 from gpuprov.bundle.open import opened
 from gpuprov.bundle.signature import parse_fingerprint, require_signed
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 def checked(path: str, key: str = "", progress: Progress = lambda done, total: None) -> Contents:

@@ -21,8 +21,8 @@ from gpuprov.bundle.manifest import (
     manifest_from_bytes,
     manifest_to_bytes,
 )
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.words import counted
 
 # POSIX.1-1988, ustar: blocks of 512 bytes; an archive ends with two of zeros.
 _BLOCK = 512

@@ -12,7 +12,7 @@ from gpuprov.bundle.manifest import REPOSITORY_KEY, Manifest
 from gpuprov.bundle.place import CACHE
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import fingerprints
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 @dataclass(frozen=True)

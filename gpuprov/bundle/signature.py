@@ -14,8 +14,8 @@ from gpuprov.bundle.manifest import SIGNING_KEY
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import counted
 
 _SECONDS = 300  # a person may have to type a passphrase
 _LARGEST_KEY = 1 << 20

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuprov.cdi.specification import Device, Edits, Specification
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 def chosen_devices(

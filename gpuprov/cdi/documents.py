@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gpuprov.cdi.specification import Specification, parse_json, render_json
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _MAKE = "gpuprov cdi generate makes one"
 SUFFIXES = (".json", ".yaml", ".yml")

@@ -15,9 +15,9 @@ from gpuprov.cdi.files import Library
 from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, parse_json, render_json
 from gpuprov.cdi.validation import problems
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
-from gpuprov.wire.errors import GpuprovError
 
 # Where an installation writes it, and every boot keeps it up to date.
 PATH = "/etc/cdi/nvidia.json"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from gpuprov.cdi.generate import host_facts
 from gpuprov.cdi.specification import Edits, Specification, parse_json
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _EMPTY = Specification((), Edits(), {})
 _DRIVER = "--host-driver-version"

@@ -12,7 +12,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification, render_json
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # Mode → kind; folder and names of its device nodes; files and folders that go with them.
 MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {

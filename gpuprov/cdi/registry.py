@@ -16,9 +16,9 @@ from gpuprov.cdi.documents import SUFFIXES, parse
 from gpuprov.cdi.specification import Device, Specification, render_json
 from gpuprov.cdi.validation import problems
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.edits import apply_edits, merge_edits
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.wire.errors import GpuprovError
 
 FOLDERS = ("/etc/cdi", "/var/run/cdi")
 

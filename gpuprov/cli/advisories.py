@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
-    from gpuprov.wire.advisories import Advisory
+    from gpuprov.protocol.advisories import Advisory
 
 _OLD_DAYS = 60
 
@@ -53,7 +53,7 @@ def update(source: str, sha256: str) -> None:
       gpuprov advisories update --from https://mirror.example/advisories.json --sha256 9f86d0…
     """
     from gpuprov.core.site_tables import advisories_table, save_advisories
-    from gpuprov.wire.advisories import merged, rows_of, table_of
+    from gpuprov.protocol.advisories import merged, rows_of, table_of
 
     known = rows_of(advisories_table())
     fresh = [row for name, content in documents(source, sha256) for row in _rows(name, content)]
@@ -69,8 +69,8 @@ def update(source: str, sha256: str) -> None:
 
 def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:
     """Return the advisories of a document, or those of a gpuprov table."""
-    from gpuprov.wire.advisories import rows_of
-    from gpuprov.wire.csaf import is_csaf, parse_csaf
+    from gpuprov.protocol.advisories import rows_of
+    from gpuprov.protocol.csaf import is_csaf, parse_csaf
 
     try:
         data: Any = json.loads(content)
@@ -126,7 +126,7 @@ def _checked(name: str, content: bytes, sha256: str) -> bytes:
 def _fetched(url: str, sha256: str) -> bytes:
     from gpuprov.core.download import fetch, fetch_small
     from gpuprov.core.system import System
-    from gpuprov.wire.secrets import masked
+    from gpuprov.protocol.secrets import masked
 
     system = System()
     if not sha256 and url.startswith("http:"):
@@ -144,8 +144,8 @@ def _fetched(url: str, sha256: str) -> bytes:
 
 def _shown(*, as_json: bool) -> str:
     from gpuprov.core.site_tables import advisories_path, advisories_table
-    from gpuprov.wire.advisories import rows_of, table_of
-    from gpuprov.wire.tables import ADVISORIES, packaged
+    from gpuprov.protocol.advisories import rows_of, table_of
+    from gpuprov.protocol.tables import ADVISORIES, packaged
 
     data = advisories_table()
     rows = rows_of(data)

@@ -6,7 +6,7 @@ import click
 
 from gpuprov.fleet import one_file
 from gpuprov.fleet.standard_streams import say
-from gpuprov.wire.words import counted
+from gpuprov.protocol.words import counted
 
 
 @click.group()
@@ -33,7 +33,7 @@ def build(output: str) -> None:
     from pathlib import Path
 
     from gpuprov.fleet.agent_build import build_agent
-    from gpuprov.wire.errors import from_os_error
+    from gpuprov.protocol.errors import from_os_error
 
     one_file.require_whole_program("`gpuprov agent build`")
     made = build_agent()

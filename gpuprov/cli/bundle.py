@@ -15,16 +15,16 @@ import click
 from gpuprov.fleet import one_file
 from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
     from gpuprov.bundle.manifest import Manifest
-    from gpuprov.bundling.recipe import Recipe
+    from gpuprov.bundle_create.recipe import Recipe
     from gpuprov.core.proxy import Proxy
     from gpuprov.core.system import System
-    from gpuprov.wire.spec import HostSpec
+    from gpuprov.protocol.spec import HostSpec
 
 _CACHE = "~/.cache/gpuprov/bundle"
 # Environment that gpg needs to find keys and to ask for a passphrase through its agent.
@@ -113,8 +113,8 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     one_file.require_whole_program("`gpuprov bundle create`")
-    from gpuprov.bundling.recipe import Wanted, make_recipe
-    from gpuprov.bundling.sources import machine_mirror, mirror_at
+    from gpuprov.bundle_create.recipe import Wanted, make_recipe
+    from gpuprov.bundle_create.sources import machine_mirror, mirror_at
     from gpuprov.core.system import System
     from gpuprov.driver.mirror import resolved
 
@@ -164,7 +164,7 @@ def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec
 def _spec(asked: HostSpec, changed: dict[str, str]) -> HostSpec:
     """Return the specification with the command line's options; the named table resolves a branch."""
     from gpuprov.core.site_tables import for_request, use_tables
-    from gpuprov.wire.spec import parse_spec, spec_to_json
+    from gpuprov.protocol.spec import parse_spec, spec_to_json
 
     values = {**spec_to_json(asked), **changed}
     use_tables(for_request(parse_spec(values, "the command line")))
@@ -187,8 +187,8 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
     from gpuprov.bundle.format import read_contents, write_bundle
     from gpuprov.bundle.manifest import ADVISORIES, SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle.signature import export_key, sign
-    from gpuprov.bundling import create as collecting
-    from gpuprov.bundling.recipe import Collection
+    from gpuprov.bundle_create import create as collecting
+    from gpuprov.bundle_create.recipe import Collection
     from gpuprov.core.site_tables import advisories_table
     from gpuprov.fleet.agent_build import build_agent
 

@@ -12,7 +12,7 @@ import click
 from gpuprov.cli.cdi_generate import generate, write_output, write_specification
 from gpuprov.fleet.options import FILE, FOLDER
 from gpuprov.fleet.standard_streams import say, say_text, standard_input
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _SPEC_DIRS = click.option(
     "--spec-dir", "folders", type=FOLDER, multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",

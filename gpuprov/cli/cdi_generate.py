@@ -11,7 +11,7 @@ import click
 
 from gpuprov.fleet.options import FILE, FOLDER
 from gpuprov.fleet.standard_streams import say
-from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
 
 if TYPE_CHECKING:
     from gpuprov.cdi.specification import Specification

@@ -13,7 +13,7 @@ import click
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import options_of
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
 _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from gpuprov.engines.plain_flags import PlainFlags

@@ -14,7 +14,7 @@ import click
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import say, say_text, standard_input
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from gpuprov.runtime_hook.settings import Settings

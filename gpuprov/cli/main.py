@@ -30,7 +30,7 @@ from gpuprov.cli.runtime import runtime
 from gpuprov.cli.serve import serve_command
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

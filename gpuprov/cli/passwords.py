@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

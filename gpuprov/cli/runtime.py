@@ -12,7 +12,7 @@ import click
 
 from gpuprov.fleet.options import FILE
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from gpuprov.core.system import System

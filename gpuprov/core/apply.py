@@ -9,8 +9,8 @@ from typing import Callable
 from gpuprov.core.changes import Change, Json, Then, file_digest, images_in, is_as_shown
 from gpuprov.core.journal import RUNS_DIRECTORY, Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError, Problem, Stopped, from_os_error
-from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
+from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error
+from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 
 Kinds = Mapping[str, type[Change]]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
 
 from gpuprov.core.system import System
-from gpuprov.wire.secrets import masked_settings
+from gpuprov.protocol.secrets import masked_settings
 
 Json = Mapping[str, Any]
 # Reports progress of a change: a message, and done/total if known (0/0: unknown).

@@ -11,8 +11,8 @@ from gpuprov.core.commands import first_match
 from gpuprov.core.http_session import HOOKS, certificates, proxy_for, proxy_source, session, through
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.secrets import masked
 
 if TYPE_CHECKING:
     import requests

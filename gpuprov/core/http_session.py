@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
 
 if TYPE_CHECKING:
     import requests

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuprov.core.changes import Json
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, from_os_error
 
 STATE_DIRECTORY = "/var/lib/gpuprov"
 RUNS_DIRECTORY = f"{STATE_DIRECTORY}/runs"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 LOCK_PATH = "/run/gpuprov.lock"
 

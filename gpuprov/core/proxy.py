@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult

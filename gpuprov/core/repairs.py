@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, mode_heads, restore_path
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 LOADER_CACHE = "/etc/ld.so.cache"
 _UNIT_SECONDS = 180

@@ -17,12 +17,12 @@ from typing import Any
 from gpuprov.core.download import fetch_small
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
-from gpuprov.wire.advisories import rows_of
-from gpuprov.wire.driver_releases import checked_releases
-from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.tables import ADVISORIES, RELEASES, SERVERS, packaged, table, use
+from gpuprov.protocol.advisories import rows_of
+from gpuprov.protocol.driver_releases import checked_releases
+from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import ADVISORIES, RELEASES, SERVERS, packaged, table, use
 
 
 def advisories_path() -> Path:
@@ -104,7 +104,7 @@ def checked_servers(data: Any, origin: str) -> Mapping[str, Any]:
     if wrong or not isinstance(given, dict):
         raise GpuprovError(
             "the table of servers is not valid", f"{origin}: {'; '.join(wrong[:3])}",
-            "its form is that of gpuprov/wire/servers.json", exit_code=ExitCode.USAGE,
+            "its form is that of gpuprov/protocol/servers.json", exit_code=ExitCode.USAGE,
         )  # fmt: skip
     found: Mapping[str, Any] = data
     return found

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO
 from gpuprov.core import disk, files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.wire.errors import GpuprovError, Problem, Stopped
+from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
 
 if TYPE_CHECKING:
     import socket

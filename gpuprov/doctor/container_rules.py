@@ -7,7 +7,7 @@ import shlex
 from gpuprov.doctor.containers import Loaded
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CONTAINERS, Finding, Rule
-from gpuprov.wire.words import counted
+from gpuprov.protocol.words import counted
 
 _MOST_SHOWN = 5
 

@@ -11,8 +11,8 @@ from gpuprov.doctor.parse import find_in_log
 from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import decisive_lines
+from gpuprov.protocol.errors import Problem
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
-from gpuprov.wire.errors import Problem
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"

@@ -12,7 +12,7 @@ from gpuprov.doctor.parse import lines_that_match
 from gpuprov.doctor.remedy import INSTALL, LOADER_CACHE, Remedy
 from gpuprov.driver import distribution, generations
 from gpuprov.driver_run import INCOMPLETE_MARK
-from gpuprov.wire import advisories
+from gpuprov.protocol import advisories
 
 _NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
 # If one of these matches, a CDI specification can't be right.

@@ -14,7 +14,7 @@ from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import OF_THE_HOST
 from gpuprov.engines.other_engines import Registration, registrations, restart_command
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.versions import version_numbers
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 _PACKAGES = {"crio": "cri-o"}

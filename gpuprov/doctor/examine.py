@@ -10,9 +10,9 @@ from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import AREAS, ASIDE, unknown_areas
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import CauseFound, CheckDone, Finished, Note, Sink
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import CauseFound, CheckDone, Finished, Note, Sink
+from gpuprov.protocol.spec import HostSpec
 
 _UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 

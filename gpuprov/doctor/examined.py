@@ -11,7 +11,7 @@ from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.image_mark import MARK
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 
 # Where NVIDIA's GPU operator installs the toolkit on Kubernetes nodes.
 OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"

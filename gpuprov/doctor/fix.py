@@ -22,9 +22,9 @@ from gpuprov.facts.boot_files import PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.plan.steps import STEPS as PLAN_STEPS
 from gpuprov.plan.steps import Plan, StepChange
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
 
 # Step names of changes that belong to no installation step; these come before those steps.
 STEP = "fix"

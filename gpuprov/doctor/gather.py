@@ -35,11 +35,11 @@ from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.verify.cuda.judgement import gather_hiding
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
 
 _SMI_SECONDS = 120
 _SECONDS = 20

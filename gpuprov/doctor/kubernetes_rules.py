@@ -15,7 +15,7 @@ from gpuprov.engines.containerd import MAIN
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.kubernetes import KUBELET, KUBELET_CONFIG, own_engines
 from gpuprov.engines.other_engines import Registration, kept_running, restart_command
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _OF_KUBELETS = ("containerd", "crio")
 # These detect NVIDIA's runtime by themselves.

@@ -8,8 +8,8 @@ from gpuprov.doctor.finding import ASIDE, DOCKER, TOOLKIT, Finding, Rule
 from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
 from gpuprov.packaging import retired
 from gpuprov.plan.migration import VARIABLE
+from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
-from gpuprov.wire.words import counted
 
 
 def _migrate(x: Examined, comment: str = "") -> str:

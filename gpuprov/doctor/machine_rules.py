@@ -11,7 +11,7 @@ from gpuprov.doctor.log_rules import FOR_GUESTS, own_gpus, serves_all
 from gpuprov.doctor.parse import find_in_log, lines_that_match
 from gpuprov.doctor.remedy import steps
 from gpuprov.driver import generations, nouveau
-from gpuprov.wire.words import counted
+from gpuprov.protocol.words import counted
 
 _TAKEN = ("gpu-nouveau", "gpu-vfio", "gpu-excluded", "gpu-unbound")
 

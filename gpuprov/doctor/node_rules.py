@@ -8,8 +8,8 @@ from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, LIKELY, NODES, Finding, Rule
 from gpuprov.doctor.remedy import open_nodes, restart, steps
 from gpuprov.facts.boot_files import NODES as NODES_UNIT
+from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.words import counted
 
 _LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
 # Errors of open(2) on a node, in the C locale, and their meaning for a device.

@@ -12,7 +12,7 @@ from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, DRIVER, LIKELY, Fin
 from gpuprov.doctor.parse import per_gpu
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.fabric import UNIT
-from gpuprov.wire.words import counted
+from gpuprov.protocol.words import counted
 
 _RESET = "systemctl reboot"
 # Exit code → meaning, next command; nvidia-smi's manual, "RETURN VALUE", and recorded runs.

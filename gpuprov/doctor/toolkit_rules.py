@@ -14,11 +14,11 @@ from gpuprov.doctor.parse import lines_that_match
 from gpuprov.doctor.remedy import INSTALL, Remedy, steps
 from gpuprov.facts.interpreter import MISSING, packages_of_pythons
 from gpuprov.plan import preflight
+from gpuprov.protocol import advisories
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
-from gpuprov.wire import advisories
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.words import counted
 
 INSTALL_OBSTRUCTED, RUN_ALIVE = "install-obstructed", "run-alive"
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"

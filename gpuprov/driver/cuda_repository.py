@@ -21,10 +21,10 @@ from gpuprov.package_managers.registry import manager_of
 from gpuprov.package_managers.rpm import RpmManager
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.packaging.rpm_packages import RefreshRpmIndex
-from gpuprov.wire import driver_releases
-from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 _PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"

@@ -18,9 +18,9 @@ from gpuprov.core.system import System
 from gpuprov.driver_run import FetchRunfile, place_of, require_digest, require_room
 from gpuprov.facts.cuda import version_in
 from gpuprov.facts.host import HostFacts
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec
 
 LINK = "/usr/local/cuda"
 _LOG = "/var/log/cuda-installer.log"

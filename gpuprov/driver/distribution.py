@@ -11,9 +11,9 @@ from gpuprov.driver.packaged import fits
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, packages_for_kernels
 from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, own_driver
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.versions import version_numbers
 
 # The first branch for which NVIDIA recommends the open modules if both kinds work.
 # Packages that only NVIDIA's repository has, and on which its other driver packages depend.

@@ -15,8 +15,8 @@ from gpuprov.package_managers.apt import apt_options
 from gpuprov.package_managers.interface import Installation
 from gpuprov.packaging import apt_components
 from gpuprov.packaging.apt_packages import RefreshPackageIndex
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 # NVIDIA's repository has newer packages of the same names, and its own pin prefers them. Its Release file says Origin:
 # NVIDIA (apt_preferences(5)). Other packages that go with any driver still come from it.

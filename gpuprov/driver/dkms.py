@@ -11,8 +11,8 @@ from gpuprov.driver import kernel
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import ExtraRepository
 from gpuprov.packaging.dkms_repositories import PACKAGE, dkms_repository
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 # Names of the repositories as EPEL's own package, Oracle, cloud images and SUSEConnect give them; not their sources,
 # debug packages, tests and EPEL's repository of Cisco's codec.

@@ -23,8 +23,8 @@ from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of, kernel_compiler
 from gpuprov.machine.machine import gather_os
 from gpuprov.package_managers.registry import manager_of
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
 # The installer's own record of the installed files.

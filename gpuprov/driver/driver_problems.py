@@ -7,10 +7,10 @@ from gpuprov.driver import generations, running_driver, supported_gpus
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver_run import installs, needs_digest
 from gpuprov.facts.host import HostFacts
-from gpuprov.wire import driver_releases
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec
 
 # The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
 _ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}

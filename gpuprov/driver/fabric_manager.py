@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.facts.fabric import _PROGRAM, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
 from gpuprov.package_managers.interface import PackageManager
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 
 # The first branch whose package has no branch in its name.
 _PLAIN_NAME_SINCE = 580

@@ -7,8 +7,8 @@ from gpuprov.driver import distribution
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.host import HostFacts
 from gpuprov.package_managers.interface import Installation
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 # NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch. A driver from a .run does
 # not enable that stream, so dnf would not find it.

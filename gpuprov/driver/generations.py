@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.versions import version_numbers
 
 # First branch with open kernel modules for all GPUs that have a GSP; first branch whose installer prefers them; first
 # branch without proprietary ones.

@@ -12,8 +12,8 @@ from gpuprov.driver import kernel
 from gpuprov.driver_run import installs
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import has_module
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.
 _BUILD_SECONDS = 3600

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from gpuprov.core.commands import first_match
 from gpuprov.package_managers.interface import Commands
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.versions import version_numbers
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {

@@ -9,8 +9,8 @@ from gpuprov.core.system import System
 from gpuprov.driver import distribution, precompiled
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec
 
 
 def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:

@@ -20,9 +20,9 @@ from gpuprov.driver_run import installs
 from gpuprov.facts.holders import gather_holders
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.words import counted
 
 _ALL = "all-"
 DISABLED = "disabled"

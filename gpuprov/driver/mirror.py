@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
-from gpuprov.wire import driver_releases
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.versions import version_numbers
 
 _LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
 _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"

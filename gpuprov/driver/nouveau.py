@@ -16,8 +16,8 @@ from gpuprov.facts import initramfs
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
 from gpuprov.machine.pci import PciGpu
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 
 # In the order of unloading: nova_drm depends on nova_core.
 MODULES = ("nova_drm", "nova_core", "nouveau")

@@ -14,7 +14,7 @@ from gpuprov.packaging import apt, rpm_failures, rpm_packages
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.apt_packages import InstallPackages
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _INSTALL_SECONDS = 600
 # Names of the driver's packages in all branches and distributions (NVIDIA's Driver Installation Guide). They do not

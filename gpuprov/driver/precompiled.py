@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from gpuprov.driver import generations
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.versions import version_numbers
 
 # NVIDIA compiles for the kernels of Red Hat itself, on x86_64; those of 10 are Red Hat's own, in its extensions.
 _WITH_KMODS = re.compile(r"rhel(8|9|10)")

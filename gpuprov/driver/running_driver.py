@@ -24,8 +24,8 @@ from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.holders import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 # In the order of stopping: clients, then their servers (units of NVIDIA's packages, and of dcgm-exporter's).
 UNITS = (

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from gpuprov.core.system import System
 from gpuprov.driver.installer import HEADER_BYTES, parse_header
 from gpuprov.facts.chips import Chip, Chips
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 
 _MEMBER = "supported-gpus/supported-gpus.json"
 # The magic bytes of a payload, and tarfile's mode for it; none needs the whole in memory.

@@ -14,7 +14,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.load import load_driver
 from gpuprov.facts.holders import GpuHolder, gather_holders
 from gpuprov.facts.reboot_state import IN_USE_MARK
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # In the order of unloading: each before the modules that it depends on (modinfo --field=depends).
 MODULES = (

@@ -7,9 +7,9 @@ from gpuprov.core.system import System
 from gpuprov.engines import containerd_files, crio, docker_file, podman, toml_text
 from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME, Configuration, ConfigureRequest, FileEdit, Reader
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
+from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:

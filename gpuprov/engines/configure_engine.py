@@ -8,7 +8,7 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path,
 from gpuprov.core.system import System
 from gpuprov.engines.known import ENGINES, KnownEngine
 from gpuprov.engines.runtime_entry import FileEdit
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _RESTART_SECONDS = 180
 _LOG_LINES = "20"

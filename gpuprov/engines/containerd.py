@@ -17,7 +17,7 @@ from typing import Any
 from gpuprov.core.changes import parent_of
 from gpuprov.engines.runtime_entry import RuntimeEntry
 from gpuprov.engines.toml_tables import Path, Tables, table_at
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 MAIN = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"

@@ -16,7 +16,7 @@ from gpuprov.engines.containerd import DISTRIBUTIONS
 from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.toml_tables import Tables, joined
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _RELOAD_COMMAND = "systemctl restart containerd"
 _Edits = tuple[FileEdit, ...]

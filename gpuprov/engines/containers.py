@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.runtime_hook import record
-from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _ENGINES = ("docker", "podman")
 _SECONDS = 20

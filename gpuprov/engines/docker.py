@@ -22,8 +22,8 @@ from gpuprov.engines.docker_unit import (
     local_address,
     refusal,
 )
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.versions import version_numbers
 
 _SNAP = "/snap/bin/docker"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gpuprov.engines.docker_unit import DockerUnit, flag_values
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.versions import version_numbers
 
 _FIRST = (25,)
 _FIRST_BY_ITSELF = (28, 2)

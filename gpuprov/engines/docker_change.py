@@ -12,7 +12,7 @@ from gpuprov.core.system import System
 from gpuprov.engines.docker_cdi import FEATURES, needs_feature
 from gpuprov.engines.docker_config import DAEMON_JSON, edited, parse_config
 from gpuprov.engines.docker_unit import UNIT, dockerd_version, flag_values, gather_unit, last_words, refusal
-from gpuprov.wire.errors import GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, from_os_error
 
 _BUILT_IN = "runc"
 _COMES_UP_SECONDS = 60

@@ -10,8 +10,8 @@ from typing import Any
 
 from gpuprov.engines.docker_unit import DAEMON_JSON
 from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.versions import version_numbers
 
 __all__ = ["DAEMON_JSON", "edited", "has_member_twice", "parse_config", "render_config", "with_runtime"]
 # The first that takes a byte order mark, and that has `dockerd --validate`.

@@ -13,7 +13,7 @@ from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.engines.docker_unit import UNIT, DockerUnit, dockerd_version, flag_values, gather_unit
 from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
 from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _RELOAD = "systemctl reload docker"
 # Devices by CDI are set up when docker starts.

@@ -15,8 +15,8 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import UNIT
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
 
 DROP_IN = "/etc/systemd/system/docker.service.d/gpuprov-proxy.conf"
 ENVIRONMENT = "/etc/gpuprov/docker-proxy.env"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.system import System
 from gpuprov.engines.runtime_entry import Reader
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 UNIT = "docker.service"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _SECONDS = 120
 

@@ -17,8 +17,8 @@ from gpuprov.engines import containerd, kubernetes
 from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.known import ENGINES, OF_THE_HOST, KnownEngine
 from gpuprov.engines.runtime_entry import DETECTED_RUNTIMES, ConfigureRequest, FileEdit, RuntimeEntry
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.engines.cri_status import CriStatus

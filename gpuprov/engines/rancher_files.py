@@ -13,7 +13,7 @@ from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import Distribution
 from gpuprov.engines.runtime_entry import DETECTED_RUNTIMES, Configuration, ConfigureRequest, Reader, RuntimeEntry
 from gpuprov.engines.toml_files import edited, emptied, read, read_text
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _BASE = '{{ template "base" . }}'
 

@@ -10,7 +10,7 @@ from gpuprov.core.changes import parent_of
 from gpuprov.engines import toml_text
 from gpuprov.engines.runtime_entry import FileEdit, Reader
 from gpuprov.engines.toml_tables import Tables
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 def read_text(system: Reader, path: str) -> str | None:

@@ -27,7 +27,7 @@ from gpuprov.engines.toml_tables import (
     table_at,
     with_values,
 )
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _BEGIN = "# gpuprov begin: `gpuprov runtime configure --unset` takes this out"
 _BEGIN_FILE = "# gpuprov begin, new file: `gpuprov runtime configure --unset` takes this out"

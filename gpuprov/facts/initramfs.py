@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # The path that driver/nouveau.py writes; defined here because facts read its age.
 BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from gpuprov.core.system import System
 from gpuprov.packaging import retired
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, Settings, read_settings
-from gpuprov.wire.errors import GpuprovError
 
 if TYPE_CHECKING:
     from gpuprov.engines.docker import DockerFacts

@@ -15,15 +15,15 @@ from pathlib import Path, PurePath
 
 import gpuprov
 from gpuprov.fleet.agent_run import Agent
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # The host side's direct dependencies, marked [host] in pyproject.toml; metadata gives their own dependencies.
 HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
 OLDEST_PYTHON = "3.9"
-# The included folders; only the controller uses `cli`, `kubernetes`, `fleet` and `bundling`.
+# The included folders; only the controller uses `cli`, `kubernetes`, `fleet` and `bundle_create`.
 _HOST_FOLDERS = (
     "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "package_managers",
-    "packaging", "plan", "runtime_hook", "verify", "wire",
+    "packaging", "plan", "runtime_hook", "verify", "protocol",
 )  # fmt: skip
 _HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store

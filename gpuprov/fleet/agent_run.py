@@ -24,9 +24,9 @@ from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import EventReader, Finished, Note, Sink, Started
-from gpuprov.wire.request import Request, request_to_line
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import EventReader, Finished, Note, Sink, Started
+from gpuprov.protocol.request import Request, request_to_line
 
 if TYPE_CHECKING:
     from fabric import Connection

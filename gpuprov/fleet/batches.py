@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import counted
 
 _SHARE = re.compile(r"(\d{1,6})(%?)")
 

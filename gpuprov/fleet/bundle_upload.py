@@ -11,8 +11,8 @@ from pathlib import Path
 from gpuprov.bundle.place import ASK, CACHE, STORE, Place, parse_there
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.events import Note, Sink
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.events import Note, Sink
 
 _CHUNK = 1 << 18
 

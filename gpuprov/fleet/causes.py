@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpuprov.fleet.result import HostResult, told
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 # Text that identifies one host in a sentence: `[name]:port`, `name port 22`, an IPv4 address.
 # The bounds prevent quadratic time on long input from a host.

@@ -21,11 +21,11 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
-from gpuprov.wire.image_options import IMAGE
-from gpuprov.wire.request import Request
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
+from gpuprov.protocol.image_options import IMAGE
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import parse_spec, spec_to_json
 
 if TYPE_CHECKING:
     from rich.console import Console

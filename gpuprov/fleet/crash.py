@@ -9,8 +9,8 @@ from pathlib import Path
 
 from gpuprov import __version__
 from gpuprov.fleet.history import require_home
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.secrets import masked
 
 
 def write_log(error: BaseException) -> Problem:

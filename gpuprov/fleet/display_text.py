@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from gpuprov.wire.words import counted
+from gpuprov.protocol.words import counted
 
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,9})(\D*)", re.DOTALL)
 _SHORTEST_ROW = 3

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.result import Drain, HostResult
-from gpuprov.wire.words import one_line, plain
+from gpuprov.protocol.words import one_line, plain
 
 _STATES = {
     "foreseen": ("would be drained", ""),

@@ -11,10 +11,10 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.remote_system import RemoteSystem
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import CudaSurveyed, Event
+from gpuprov.protocol.request import Request
 from gpuprov.verify.cuda.survey import Survey, from_json
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import CudaSurveyed, Event
-from gpuprov.wire.request import Request
 
 if TYPE_CHECKING:
     from fabric import Connection

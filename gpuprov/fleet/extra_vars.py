@@ -13,8 +13,8 @@ from typing import Any
 
 from gpuprov.fleet import one_file
 from gpuprov.fleet.inventory_messages import EXTRA_VARS_HINT
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.secrets import masked
 
 _VALUE = r"""(?:"[^"\\]*"|'[^'\\]*'|[^\s"'\\]*)"""
 _PAIR = re.compile(rf"([A-Za-z_]\w*)=({_VALUE})", re.ASCII)

@@ -22,8 +22,8 @@ from typing import Any
 
 from gpuprov import __version__
 from gpuprov.fleet.result import Drain, HostResult, MadeChange, overall_exit_code
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import CheckDone, PlannedChange
 
 MOST_RUNS = 50
 _FORMAT = 2

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from gpuprov.core.commands import end_group
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import counted, plain
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import counted, plain
 
 # A name that can't become an option, a second argument or a control sequence; addresses of IPv6 included.
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252}\Z")

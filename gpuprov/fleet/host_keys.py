@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")

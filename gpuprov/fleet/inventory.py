@@ -32,9 +32,9 @@ from gpuprov.fleet.inventory_messages import (
 )
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import spec_from_variables
-from gpuprov.wire.spec_fields import PREFIX
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import spec_from_variables
+from gpuprov.protocol.spec_fields import PREFIX
 
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
 _PYTHON = re.compile(r"[A-Za-z0-9/._+-]+")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.words import counted
 
 EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 _TOO_LARGE = 1 << 20

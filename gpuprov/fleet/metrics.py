@@ -10,9 +10,9 @@ from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.result import HostResult, machines
 from gpuprov.fleet.versions import hosts_by_hole
-from gpuprov.wire.advisories import rows_of
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.versions import count_in
+from gpuprov.protocol.advisories import rows_of
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.versions import count_in
 
 _VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
 

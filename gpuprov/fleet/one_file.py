@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuprov import __version__
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # Set by the program's first lines (tools/host_program.py).
 active = False

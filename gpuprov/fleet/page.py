@@ -23,11 +23,11 @@ from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
 from gpuprov.fleet.result import HostResult, MadeChange, machines
 from gpuprov.fleet.versions import MIG, hosts_by_hole, mig_instances
-from gpuprov.wire.advisories import rows_of
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CheckDone, PlannedChange
-from gpuprov.wire.versions import count_in
-from gpuprov.wire.words import counted, plain
+from gpuprov.protocol.advisories import rows_of
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import CheckDone, PlannedChange
+from gpuprov.protocol.versions import count_in
+from gpuprov.protocol.words import counted, plain
 
 _VERSION_NAMES = ("driver", "kernel", "docker", "os", "gpus")
 _MOST_NAMED = 30

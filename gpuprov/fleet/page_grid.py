@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpuprov.fleet.result import HostResult
-from gpuprov.wire.errors import ExitCode
+from gpuprov.protocol.errors import ExitCode
 
 # Colour never stands alone: each state has its word, and in the grid its width.
 STATES = {"done": "good", "reboot needed": "warn", "failed": "bad", "refused": "bad", "unreachable": "bad",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gpuprov
 from gpuprov.fleet.agent_build import build_agent
-from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
 
 _AGENT = "files/gpuprov-agent.pyz"
 _COLLECTION = "collections/ansible_collections/gpuprov/host"

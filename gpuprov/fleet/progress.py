@@ -20,8 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import (
     SCHEMA,
     CauseFound,
     ChangeDone,
@@ -36,7 +36,7 @@ from gpuprov.wire.events import (
     Started,
     to_line,
 )
-from gpuprov.wire.words import counted, one_line, plain
+from gpuprov.protocol.words import counted, one_line, plain
 
 
 class Progress(Protocol):

@@ -10,7 +10,7 @@ from gpuprov.fleet import remote
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from fabric import Connection

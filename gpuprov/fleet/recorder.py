@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.fleet.versions import versions_of_facts
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import ChangeDone, ChangeStarted, CheckDone, Event, FactsGathered, Finished, Planned
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, CheckDone, Event, FactsGathered, Finished, Planned
 
 HostSink = Callable[[str, Event], None]
 

@@ -6,8 +6,8 @@ import json
 import textwrap
 from dataclasses import dataclass, fields
 
-from gpuprov.wire.spec import HostSpec, spec_to_json
-from gpuprov.wire.spec_fields import PREFIX
+from gpuprov.protocol.spec import HostSpec, spec_to_json
+from gpuprov.protocol.spec_fields import PREFIX
 
 
 @dataclass(frozen=True)

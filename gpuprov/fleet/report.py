@@ -19,10 +19,10 @@ from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.drains import drains_table, still_drained
 from gpuprov.fleet.result import HostResult, machines, overall_exit_code
 from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
-from gpuprov.wire.advisories import rows_of
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import SCHEMA, CheckDone
-from gpuprov.wire.words import counted, one_line, plain
+from gpuprov.protocol.advisories import rows_of
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import SCHEMA, CheckDone
+from gpuprov.protocol.words import counted, one_line, plain
 
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
            "not run": "yellow", "stopped": "yellow"}  # fmt: skip

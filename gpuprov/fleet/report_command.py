@@ -13,8 +13,8 @@ from gpuprov.fleet import history
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.standard_streams import say_text
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import counted, plain
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import counted, plain
 
 
 def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpuprov.wire.errors import ExitCode, Problem, worst
-from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.protocol.errors import ExitCode, Problem, worst
+from gpuprov.protocol.events import CheckDone, PlannedChange
 
 DrainState = Literal["foreseen", "failed", "drained", "undrained"]
 

@@ -11,9 +11,9 @@ from gpuprov.fleet.history import moment
 from gpuprov.fleet.host_command import HostCommands, for_host, run_host_command
 from gpuprov.fleet.result import Drain, DrainState
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import Event, Finished, Note, Planned, Sink
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import Event, Finished, Note, Planned, Sink
+from gpuprov.protocol.request import Request
 
 # Carries a request out on the host; relays every event but the last one, which it returns.
 CarryOut = Callable[[Request, Sink], Finished]

@@ -23,9 +23,9 @@ from gpuprov.agent.probe import PYTHONS
 from gpuprov.agent.same_machine import changes_the_host
 from gpuprov.core.commands import run_command
 from gpuprov.fleet.agent_run import Agent
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import EventReader, Finished, Sink
-from gpuprov.wire.request import Request, request_to_line
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import EventReader, Finished, Sink
+from gpuprov.protocol.request import Request, request_to_line
 
 _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")

@@ -30,16 +30,16 @@ from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import (
     Finished,
     Note,
     Sink,
 )
-from gpuprov.wire.request import Request
-from gpuprov.wire.secrets import secret_free
-from gpuprov.wire.spec import spec_to_json
-from gpuprov.wire.words import counted
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.secrets import secret_free
+from gpuprov.protocol.spec import spec_to_json
+from gpuprov.protocol.words import counted
 
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gpuprov.fleet.host_keys import HostKeyRefusedError
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 
 if TYPE_CHECKING:
     from fabric import Connection

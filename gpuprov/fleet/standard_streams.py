@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from gpuprov.wire.errors import from_os_error
-from gpuprov.wire.words import line, plain
+from gpuprov.protocol.errors import from_os_error
+from gpuprov.protocol.words import line, plain
 
 
 class _Lasting(io.FileIO):

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpuprov.facts.mig import mig_layout
 from gpuprov.fleet.result import HostResult, machines
-from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Holes, holes
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Holes, holes
 
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
 _NONE = "none"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuprov.wire.words import one_line
+from gpuprov.protocol.words import one_line
 
 # Whole GPUs, MIG devices of the strategy `mixed`, and both when they are shared under a name of their own.
 _RESOURCE = re.compile(r"nvidia\.com/(gpu|mig-[0-9a-z.]{1,40}(\.me)?(\+me)?)(\.shared)?")

@@ -20,8 +20,8 @@ from gpuprov.kubernetes.kubectl import Kubectl, Stop
 from gpuprov.kubernetes.manifest import components, require_namespace
 from gpuprov.kubernetes.node_checks import HostList, host_lists, node_of
 from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import Finished
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import Finished
 
 _ONE_AT_A_TIME = "--serial, --canary and --max-fail"
 Chosen = tuple[Node, "HostList | None"]

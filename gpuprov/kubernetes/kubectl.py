@@ -19,8 +19,8 @@ from types import FrameType
 from typing import IO, Any
 
 from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed, first_match
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import one_line
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import one_line
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # A registry's host with its port, and a path as the OCI distribution specification allows it.
 _MIRROR = re.compile(r"[a-z0-9]+(?:[.-][a-z0-9]+)*(?::\d{1,5})?(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*")

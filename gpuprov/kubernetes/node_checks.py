@@ -17,10 +17,10 @@ from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node, PodState
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import CheckDone, Finished, Note
+from gpuprov.protocol.words import counted, one_line
 from gpuprov.verify.outcome import all_gpus_check
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, Finished, Note
-from gpuprov.wire.words import counted, one_line
 
 _GPU = re.compile(r"GPU \d{1,4}: (.{1,200}?) \(UUID: (GPU-[0-9A-Za-z-]{1,64})\)\s*")
 _MIG = re.compile(r"\s+MIG \S{1,40}\s+Device\s+\d{1,4}: \(UUID: (MIG-[0-9A-Za-z/-]{1,120})\)\s*")

@@ -26,8 +26,8 @@ from gpuprov.kubernetes.cluster import (
 from gpuprov.kubernetes.kubectl import Kubectl, Stop
 from gpuprov.kubernetes.manifest import RUNTIME_CLASS, Object, confined, confined_pod, namespace
 from gpuprov.kubernetes.node_checks import ALL, FREE, REMOVED, HostList, NodeChecks, ended, not_started, parse_list
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.words import counted
 
 CONTAINER = "nvidia-smi"
 NAME = "gpuprov-verify"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpuprov.machine.distro_rows import ROWS, Distribution, KernelPackages
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 __all__ = ["ROWS", "Distribution", "KernelPackages"]
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.

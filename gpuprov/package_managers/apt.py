@@ -17,8 +17,8 @@ from gpuprov.package_managers.interface import Commands, Installation
 from gpuprov.packaging import apt, apt_components, apt_packages, apt_remove, apt_undo, retired
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
 from gpuprov.packaging.rpm_repos import Host
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 _BUNDLE_SOURCE = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
 _BUNDLE_SETTINGS = {

@@ -14,8 +14,8 @@ from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.package_lock import LOCK_SECONDS
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.rpm_repos import Host
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 
 @dataclass(frozen=True)

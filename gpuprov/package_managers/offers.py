@@ -10,7 +10,7 @@ from gpuprov.core.system import System
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging.package_lock import LOCK_SECONDS
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gpuprov.packaging.keys import place_keys, with_placed_keys
 from gpuprov.packaging.pgp import armored
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packaging.rpm_repos import Host, InstallRpmKey
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 
 QUERY_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"

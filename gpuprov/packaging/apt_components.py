@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpuprov.packaging.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact

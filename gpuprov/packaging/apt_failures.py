@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpuprov.core.commands import Completed, first_match
 from gpuprov.core.download import LOG_IN
 from gpuprov.packaging.past_kernels import Advice, require_known
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 @dataclass(frozen=True)

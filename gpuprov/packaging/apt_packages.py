@@ -19,7 +19,7 @@ from gpuprov.packaging.engine_packages import restarts_engine
 from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 __all__ = [
     "HELD_LIST", "LOCK_SECONDS", "HoldPackages", "InstallPackages", "PackageFacts", "RefreshPackageIndex",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 _FILE, _FOLDER = "/etc/apt/preferences", "/etc/apt/preferences.d"
 _SECONDS = 60

@@ -14,7 +14,7 @@ from gpuprov.packaging import apt
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.apt_undo import needed_by_others
 from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 COPIES = f"{STATE_DIRECTORY}/removed"
 _INFO = "/var/lib/dpkg/info"

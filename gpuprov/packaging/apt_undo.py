@@ -12,7 +12,7 @@ from gpuprov.packaging import apt
 from gpuprov.packaging.apt import Package
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.package_lock import tell_nobody
-from gpuprov.wire.words import counted
+from gpuprov.protocol.words import counted
 
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).

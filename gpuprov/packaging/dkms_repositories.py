@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuprov.machine.distros import Distribution, ExtraRepository
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.tables import server
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import server
 
 PACKAGE = "dkms"
 

@@ -11,8 +11,8 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, re
 from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.secrets import masked, split_login
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.secrets import masked, split_login
 
 # Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
 # Source: NVIDIA's blog, 27 April 2022.

@@ -7,7 +7,7 @@ from typing import Callable
 
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # Longer than unattended-upgrades usually takes.
 LOCK_SECONDS = 300

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from gpuprov.core.commands import Completed
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packaging.rpm_vendor_keys import vendor_key
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.tables import SERVERS, packaged, server
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.tables import SERVERS, packaged, server
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Row:
     """Where one distribution's older kernels are. `version`: a major version, * for all; `kernel`: matches `uname -r`.
 
     The texts may hold {kernel}, {names} (the packages), {architecture}, {major}, {release}, the pattern's groups, and
-    the servers of wire/servers.json, such as {rocky_vault}.
+    the servers of protocol/servers.json, such as {rocky_vault}.
     `archive`: folders of a repository that anybody may read, below `base`.
     """
 

@@ -10,8 +10,8 @@ import binascii
 import hashlib
 import re
 
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.words import counted
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.words import counted
 
 _PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
 _ARMOR = re.compile(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.packaging.apt_sources import OURS, entries, foreign_sources, text_of
 from gpuprov.packaging.pgp import dearmored, fingerprints, without_key
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.versions import version_numbers
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact

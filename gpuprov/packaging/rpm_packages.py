@@ -17,7 +17,7 @@ from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.packaging.rpm_failures import finish
 from gpuprov.packaging.rpm_locks import gather_locks
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _INSTALL_SECONDS = 3600
 _REFRESH_SECONDS = 600

@@ -14,7 +14,7 @@ from gpuprov.core.system import System
 from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
 from gpuprov.packaging.rpm_failures import finish
 from gpuprov.packaging.rpm_packages import gather_keys, installed_rpms, package_name, run_rpm
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 COPIES = f"{STATE_DIRECTORY}/removed"
 _SECONDS = 600

@@ -14,9 +14,9 @@ from gpuprov.packaging.keys import fetch_pinned_key, problems_of_any
 from gpuprov.packaging.pgp import armored, fingerprints
 from gpuprov.packaging.rpm_packages import gather_keys
 from gpuprov.packaging.toolkit_channels import toolkit_channels
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.secrets import masked, split_login
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.secrets import masked, split_login
+from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact

@@ -5,7 +5,7 @@ Sources: rockylinux.org/resources/gpg-key-info, almalinux.org/security, centos.o
 
 from __future__ import annotations
 
-from gpuprov.wire.tables import server
+from gpuprov.protocol.tables import server
 
 # The server, and the file below it.
 _ROCKY = ("rocky", "RPM-GPG-KEY-Rocky-{major}")

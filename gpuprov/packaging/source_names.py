@@ -12,7 +12,7 @@ from gpuprov.core.changes import FileFact
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
 from gpuprov.packaging.apt_sources import entries, text_of
-from gpuprov.wire.errors import Problem
+from gpuprov.protocol.errors import Problem
 
 # A second server is asked after five seconds (resolv.conf(5)).
 _SECONDS = 8

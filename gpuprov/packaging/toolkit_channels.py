@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 
 
 @dataclass(frozen=True)

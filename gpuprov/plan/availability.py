@@ -5,8 +5,8 @@ from __future__ import annotations
 from gpuprov.driver import distribution_plan, kernel, precompiled
 from gpuprov.facts.host import HostFacts
 from gpuprov.packaging import past_kernels
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.plan.with_bundle import image_engine
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.facts.host import HostFacts

@@ -31,8 +31,8 @@ from gpuprov.packaging import apt_pins, source_names
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.availability import questions
 from gpuprov.plan.steps import repository_changes
-from gpuprov.wire.events import Note, Sink
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.events import Note, Sink
+from gpuprov.protocol.spec import HostSpec
 
 
 def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:

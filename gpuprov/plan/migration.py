@@ -13,11 +13,11 @@ from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
 from gpuprov.packaging import retired
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.words import counted
 
 VARIABLE = "gpuprov_migrate_nvidia_docker"
 _REASON = "left by nvidia-docker"

@@ -27,10 +27,10 @@ from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packaging import apt_pins
 from gpuprov.plan import availability, migration, software, with_bundle
-from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
-from gpuprov.wire.driver_releases import support_end
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
+from gpuprov.protocol.driver_releases import support_end
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 # The minimum free space of a run; the driver's additional need is checked once its file is available.
 _LEAST_FREE_BYTES = 100 << 20

@@ -14,8 +14,8 @@ from gpuprov.package_managers.interface import Installation
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import past_kernels
 from gpuprov.packaging.apt_packages import pinned
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 # All four of one version, or apt takes the newest of those that only one of them depends on.
 _TOOLKIT_PACKAGES = (

@@ -40,8 +40,8 @@ from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.plan import images, migration, software
 from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.spec import HostSpec
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from gpuprov.core.system import System
 from gpuprov.driver import cuda_runfile
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.package_managers.registry import bundle_manager
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.facts.host import HostFacts

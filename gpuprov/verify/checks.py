@@ -17,15 +17,15 @@ from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel
 from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
+from gpuprov.protocol.events import Sink
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.words import counted
 from gpuprov.verify.cuda.judgement import gather_hiding
 from gpuprov.verify.engine_checks import Subject, check_engines
 from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict
 from gpuprov.verify.smi import SmiReport, parse_smi
 from gpuprov.verify.without_gpu import verify_copy
-from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
-from gpuprov.wire.events import Sink
-from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.words import counted
 
 _SMI_SECONDS = 120
 # nvidia-smi's exit codes and what to do; its message comes on stdout.

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.versions import version_numbers
+from gpuprov.protocol.words import counted
 from gpuprov.verify.containers import Bench, ended
 from gpuprov.verify.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
 from gpuprov.verify.cuda.judgement import Finding
@@ -21,9 +24,6 @@ from gpuprov.verify.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, 
 from gpuprov.verify.cuda.survey import Survey, survey
 from gpuprov.verify.engines import ALL, DockerLike
 from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_numbers
-from gpuprov.wire.words import counted
 
 CALLS, COMPUTES = "CUDA", "CUDA kernel"
 _PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)

@@ -13,12 +13,12 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.known import ENGINES
 from gpuprov.engines.other_engines import EngineFacts, Registration
 from gpuprov.engines.runtime_entry import RuntimeEntry
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.verify import containers, cuda_checks, frameworks
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
 from gpuprov.verify.outcome import Checks, Failed, Shown, all_gpus_check
 from gpuprov.verify.smi import SmiReport
-from gpuprov.wire.spec import HostSpec
 
 _SECONDS = 20
 _BY_CDI = "docker run --device"

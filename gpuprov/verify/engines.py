@@ -10,9 +10,9 @@ from typing import Callable, Protocol
 
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.verify.image import REPOSITORY, own_image
 from gpuprov.verify.outcome import Failed, telling_line
-from gpuprov.wire.errors import GpuprovError
 
 CONTAINER_SECONDS = 120
 _PULL_SECONDS = 1800

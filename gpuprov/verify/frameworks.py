@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.commands import Completed
+from gpuprov.protocol.codec import Name, Text, WrongDataError, load
+from gpuprov.protocol.words import counted
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda_checks import explain_image
 from gpuprov.verify.engines import ALL
 from gpuprov.verify.outcome import Failed, Shown
-from gpuprov.wire.codec import Name, Text, WrongDataError, load
-from gpuprov.wire.words import counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 _SECONDS = 600

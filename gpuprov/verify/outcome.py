@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.commands import Completed
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import CheckDone, Sink
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import CheckDone, Sink
 
 _LONGEST_LINE = 400
 # The values that a successful check shows: for the host, for the container.

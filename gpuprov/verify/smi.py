@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20
 _LOOK = "look at it: nvidia-smi -q -x"

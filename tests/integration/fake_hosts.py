@@ -28,8 +28,8 @@ from typing import Any
 import asyncssh
 from asyncssh.connection import SSHServerConnection
 
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.events import (
     ChangeDone,
     ChangeProgress,
     ChangeStarted,

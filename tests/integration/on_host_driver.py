@@ -15,8 +15,8 @@ from gpuprov.core.apply import apply_changes
 from gpuprov.core.journal import STATE_DIRECTORY, new_journal
 from gpuprov.core.system import System
 from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import Event
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Event
 
 
 def _ignore(event: Event) -> None:

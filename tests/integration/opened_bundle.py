@@ -6,7 +6,7 @@ import io
 
 from gpuprov.bundle.format import read_contents, verify_files, write_bundle
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundling.create import Collected
+from gpuprov.bundle_create.create import Collected
 from gpuprov.core.system import System
 
 

@@ -16,8 +16,8 @@ from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.rpm import RpmManager
 from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import (

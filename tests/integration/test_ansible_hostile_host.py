@@ -23,8 +23,8 @@ import yaml
 from ansible import constants
 
 from gpuprov.agent.playbook_task import split_output, task_result
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.events import (
     ChangeDone,
     CheckDone,
     CudaSurveyed,

@@ -29,10 +29,10 @@ from gpuprov.packaging.apt_packages import (
 from gpuprov.packaging.apt_pins import gather_pinned_out, problems
 from gpuprov.plan.software import plan
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Event
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import plan_repositories
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import Event
-from gpuprov.wire.spec import HostSpec
 from tests.clock import has_ended
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.repository import sign

@@ -17,10 +17,10 @@ from gpuprov.facts.host import gather_files
 from gpuprov.package_managers import offers
 from gpuprov.package_managers.apt import APT
 from gpuprov.packaging.apt_packages import RefreshPackageIndex
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from gpuprov.repos import plan_repositories
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.integration.loopback import LOGIN_IN_URL, LoginHandler, served
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from gpuprov.bundle.manifest import BundlePackage
-from gpuprov.bundling.create import Collected, collect
-from gpuprov.bundling.recipe import Collection, Recipe, RunFile
+from gpuprov.bundle_create.create import Collected, collect
+from gpuprov.bundle_create.recipe import Collection, Recipe, RunFile
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import fingerprints
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
 from tests.lab.repository import PACKAGE, build_repository
 from tests.unit.fake_host import write_runfile
@@ -125,7 +125,7 @@ def test_a_package_that_nobody_has_is_told(mirror: Path, tmp_path: Path) -> None
 def test_a_key_that_is_not_on_this_machine_is_told(
     mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuprov.bundling.sources import ARCHIVES, default_sources, mirror_at
+    from gpuprov.bundle_create.sources import ARCHIVES, default_sources, mirror_at
 
     archive = dataclasses.replace(ARCHIVES["debian", "12"], keyring="/usr/share/keyrings/no-such-key.gpg")
     monkeypatch.setitem(ARCHIVES, ("debian", "12"), archive)

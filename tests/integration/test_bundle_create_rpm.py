@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundling.create import Collected, collect
-from gpuprov.bundling.recipe import Collection, Recipe
-from gpuprov.bundling.rpm_sources import RpmSource
+from gpuprov.bundle_create.create import Collected, collect
+from gpuprov.bundle_create.recipe import Collection, Recipe
+from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packaging.rpm_packages import gather_keys
 from gpuprov.plan import software, with_bundle
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell

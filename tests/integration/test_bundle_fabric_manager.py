@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundling.create import collect
-from gpuprov.bundling.recipe import Collection, RunFile, Wanted, make_recipe
+from gpuprov.bundle_create.create import collect
+from gpuprov.bundle_create.recipe import Collection, RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager
@@ -21,7 +21,7 @@ from gpuprov.facts.fabric import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.plan import with_bundle
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost

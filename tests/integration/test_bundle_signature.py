@@ -16,7 +16,7 @@ from gpuprov.bundle.format import write_bundle
 from gpuprov.bundle.manifest import SIGNING_KEY, Manifest, manifest_to_bytes
 from gpuprov.bundle.signature import export_key, parse_fingerprint, sign
 from gpuprov.core.system import System
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tests.bundles import FILES, MANIFEST, listed
 from tests.gpg import gpg_home, signing_key
 

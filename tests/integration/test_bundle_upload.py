@@ -16,10 +16,10 @@ from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import Event, Finished, Note
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Event, Finished, Note
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.test_fleet import fake_agent
 

@@ -22,9 +22,9 @@ from gpuprov.facts.host import gather, gather_files
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import plan_repositories
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import EACH_HOST, Repository, repository, template

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.driver.kernel import dkms_states
-from gpuprov.wire.request import Request, request_to_line
+from gpuprov.protocol.request import Request, request_to_line
 from tests import simgpu
 from tests.lab import Host, HostRequest
 from tests.lab.fixtures import DRIVER, GPUPROV
@@ -51,11 +51,11 @@ sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
 from gpuprov.core.apply import apply_changes
 from gpuprov.core.changes import Then
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.facts.host import gather
 from gpuprov.core.journal import new_journal
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.spec import parse_spec
+from gpuprov.protocol.spec import parse_spec
 from gpuprov.core.system import System
 
 class Metal(System):

@@ -16,8 +16,8 @@ from gpuprov.package_managers import offers
 from gpuprov.package_managers.interface import Installation
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan.steps import repository_changes
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, facts_of, manager, tell

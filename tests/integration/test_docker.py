@@ -20,8 +20,8 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import DockerUnit, refusal
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.verify.engines import DOCKER
-from gpuprov.wire.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
 
 pytestmark = [

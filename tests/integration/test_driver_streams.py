@@ -20,8 +20,8 @@ from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository

@@ -16,9 +16,9 @@ from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.remote_system import RemoteSystem
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import record
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 
 pytestmark = pytest.mark.root

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.wire.request import Request, request_to_line
+from gpuprov.protocol.request import Request, request_to_line
 from tests.disk import MEMORY, Disk
 from tests.integration.test_install import etc, packages
 from tests.lab import Host

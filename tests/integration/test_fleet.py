@@ -20,10 +20,10 @@ from gpuprov.fleet.result import machines
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, Finished, Note, Started, from_line
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Finished, Note, Started, from_line
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.pythons import VERSIONS
 

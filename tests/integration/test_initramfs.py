@@ -18,10 +18,10 @@ _KEEP_OUT = """
 from dataclasses import replace
 from gpuprov.driver import nouveau
 from gpuprov.core.apply import apply_changes
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.facts.host import gather
 from gpuprov.core.journal import new_journal
-from gpuprov.wire.spec import parse_spec
+from gpuprov.protocol.spec import parse_spec
 from gpuprov.core.system import System
 
 system = System()

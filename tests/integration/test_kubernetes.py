@@ -11,7 +11,7 @@ import pytest
 from gpuprov.kubernetes.manifest import MODES, RESOURCE_APIS, Choice, manifest
 from gpuprov.kubernetes.node_checks import GpuList
 from gpuprov.kubernetes.verify import all_nodes
-from gpuprov.wire.errors import ExitCode
+from gpuprov.protocol.errors import ExitCode
 from tests.integration import kube_run
 from tests.integration.kube_run import (
     ALL,

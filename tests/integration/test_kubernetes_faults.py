@@ -13,7 +13,7 @@ from gpuprov.kubernetes import verify
 from gpuprov.kubernetes.kubectl import Kubectl
 from gpuprov.kubernetes.node_checks import GpuList
 from gpuprov.kubernetes.verify import all_nodes
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tests.integration import kube_run
 from tests.integration.kube_run import (
     ALL,

@@ -22,9 +22,9 @@ from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import Fleet, RunSettings
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Event
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import Event
+from gpuprov.protocol.request import Request
 from tests.integration.fake_hosts import KINDS, playing
 
 GPUPROV = str(Path(sys.executable).parent / "gpuprov")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.package_managers import offers
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     NEEDS,

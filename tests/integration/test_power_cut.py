@@ -25,9 +25,9 @@ from gpuprov.cdi import files
 from gpuprov.core.disk import temporary_name
 from gpuprov.core.journal import RUNS_DIRECTORY, read_runs
 from gpuprov.core.system import System
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec
 from tests.disk import FILE_SYSTEMS, MEMORY, Disk
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec

@@ -26,7 +26,7 @@ from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan, repository_changes
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository

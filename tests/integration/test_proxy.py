@@ -19,10 +19,10 @@ from gpuprov.facts.host import gather_files
 from gpuprov.package_managers import offers
 from gpuprov.package_managers.apt import APT
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import plan_repositories
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec
 from tests.integration import rpm_repositories
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.loopback import served

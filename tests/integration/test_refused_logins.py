@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.test_ansible import run_ansible
 from tests.integration.test_fleet import ACCEPTING, failure

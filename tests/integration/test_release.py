@@ -12,7 +12,7 @@ import pytest
 
 from gpuprov.fleet.agent_build import host_distributions
 from gpuprov.fleet.playbook_files import write_playbooks
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tools import host_program
 
 CLONE = Path(__file__).resolve().parents[2]

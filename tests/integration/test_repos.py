@@ -22,10 +22,10 @@ from gpuprov.driver.distribution_plan import PREFERENCES_TEXT
 from gpuprov.facts.host import PREFERENCES, gather_files
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.keys import InstallKey
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import AptRepository, plan_repositories
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec
 from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run

@@ -25,8 +25,8 @@ from gpuprov.packaging.rpm_packages import (
     rpm_lock_holder,
 )
 from gpuprov.packaging.rpm_repos import InstallRpmKey, RpmRepository
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (

@@ -10,7 +10,7 @@ from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather
 from gpuprov.packaging.rpm_packages import gather_keys
 from gpuprov.packaging.rpm_remove import COPIES, RemoveRpms
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     NEEDS,

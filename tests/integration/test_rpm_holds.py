@@ -12,7 +12,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.plan import software
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     HOSTS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.facts.host import gather
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, configure
 from tests.integration.test_rpm_holds import converge

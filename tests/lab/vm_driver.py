@@ -42,7 +42,7 @@ from gpuprov.core.system import System
 from gpuprov.facts.host import gather
 from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.spec import parse_spec
+from gpuprov.protocol.spec import parse_spec
 
 class Disk(System):
     def kernel_release(self):

@@ -11,9 +11,9 @@ from gpuprov.agent.run import run_request
 from gpuprov.cdi.discover import discover
 from gpuprov.core.commands import Completed
 from gpuprov.facts.holders import gather_holders, parse_cgroup
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 

@@ -28,14 +28,14 @@ from gpuprov.machine.pci import PciGpu
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
+from gpuprov.protocol import tables
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, advisories, holes, merged, rows_of, table_of
+from gpuprov.protocol.csaf import parse_csaf
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Finished, Note
+from gpuprov.protocol.request import Request, request_from_line, request_to_line
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.verify.checks import installed_versions, known_holes
-from gpuprov.wire import tables
-from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory, advisories, holes, merged, rows_of, table_of
-from gpuprov.wire.csaf import parse_csaf
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, Finished, Note
-from gpuprov.wire.request import Request, request_from_line, request_to_line
-from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
 from tests.bundles import FILES, write_test_bundle

@@ -13,7 +13,7 @@ import pytest
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.spec import spec_to_json
+from gpuprov.protocol.spec import spec_to_json
 
 CLONE = Path(__file__).parents[2]
 EXAMPLE = CLONE / "inventories/example"

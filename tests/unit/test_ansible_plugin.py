@@ -15,9 +15,9 @@ import yaml
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
 from gpuprov.fleet.agent_build import build_agent, pack
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Finished
-from gpuprov.wire.spec_fields import PREFIX
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import Finished
+from gpuprov.protocol.spec_fields import PREFIX
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 

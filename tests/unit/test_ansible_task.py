@@ -27,8 +27,8 @@ from gpuprov.agent.playbook_task import (
     task_result,
 )
 from gpuprov.plan.steps import STEPS
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import (
     ChangeDone,
     CheckDone,
     Event,
@@ -40,8 +40,8 @@ from gpuprov.wire.events import (
     Started,
     to_line,
 )
-from gpuprov.wire.request import Request, request_from_line, request_to_line
-from gpuprov.wire.spec import PLAY_VARIABLES, parse_spec
+from gpuprov.protocol.request import Request, request_from_line, request_to_line
+from gpuprov.protocol.spec import PLAY_VARIABLES, parse_spec
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 VARIABLES = {"gpuprov_driver_version": "550.163.01", "ansible_user": "ops", "gpuprov_play_serial": 4}

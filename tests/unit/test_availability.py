@@ -12,9 +12,9 @@ from gpuprov.package_managers import dnf, offers, zypper
 from gpuprov.package_managers.apt import APT
 from gpuprov.package_managers.offers import Offers
 from gpuprov.packaging import apt_offers
-from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
 from tests.unit.test_fabric_manager import SwitchHost
 from tests.unit.test_packages import held_by_another

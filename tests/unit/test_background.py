@@ -13,9 +13,9 @@ import pytest
 
 from gpuprov.agent.background import Job, begin, job_from_line, job_to_line
 from gpuprov.agent.playbook_task import for_a_job, task_request
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import Event, FactsGathered, Finished, to_line
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Event, FactsGathered, Finished, to_line
+from gpuprov.protocol.request import Request
 from tests.lab.shell import wait_for
 
 

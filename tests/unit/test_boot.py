@@ -31,8 +31,8 @@ from gpuprov.facts.boot_files import (
     WATCH,
 )
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.pythons import VERSIONS
 from tests.unit.fake_host import FakeHost

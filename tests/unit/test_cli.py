@@ -20,8 +20,8 @@ from gpuprov.fleet import command
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reference import as_text
 from gpuprov.fleet.result import HostResult
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.spec import option_names
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.spec import option_names
 
 COMMANDS = (
     "install", "verify", "doctor", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle",
@@ -361,7 +361,7 @@ def test_an_old_locale_shows_question_marks() -> None:
 
 
 # A module that is loaded then → the exit status: by the signal itself, or as a shell tells it.
-LOADED = {"gpuprov.wire.errors": -signal.SIGINT, "gpuprov.fleet.command": 128 + signal.SIGINT}
+LOADED = {"gpuprov.protocol.errors": -signal.SIGINT, "gpuprov.fleet.command": 128 + signal.SIGINT}
 
 
 @pytest.mark.parametrize("module", LOADED)

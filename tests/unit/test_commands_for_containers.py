@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from gpuprov.cli.main import cli
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
 
 CONFIG = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}}'

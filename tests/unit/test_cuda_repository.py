@@ -22,8 +22,8 @@ from gpuprov.package_managers.dnf import DNF
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
 from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

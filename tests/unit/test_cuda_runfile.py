@@ -22,10 +22,10 @@ from gpuprov.facts.cuda import PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.simgpu.cuda_run import build_cuda_run
 from tests.unit.fake_host import FakeHost

@@ -13,7 +13,7 @@ import pytest
 from gpuprov.core import disk
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 @contextmanager

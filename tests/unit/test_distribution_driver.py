@@ -25,7 +25,7 @@ from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.preflight import preflight, security_warnings
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.bundle.test_rpm import MANIFEST
 from tests.unit.fake_host import FakeHost
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
-from gpuprov.bundling.recipe import Wanted, make_recipe
-from gpuprov.bundling.repository_rpm import _source_text
+from gpuprov.bundle_create.recipe import Wanted, make_recipe
+from gpuprov.bundle_create.repository_rpm import _source_text
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.driver import dkms
 from gpuprov.facts.host import HostFacts, gather
@@ -21,7 +21,7 @@ from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packaging.rpm_repos import repositories
 from gpuprov.plan import software
 from gpuprov.plan.steps import make_plan, repository_changes
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.fake_host import FakeHost
 
 EPEL8 = "94E279EB8D8F25B21810ADF121EA45AB2F86D6A1"

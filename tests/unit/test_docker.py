@@ -19,7 +19,7 @@ from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.versions import version_numbers
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.journal import read_runs
-from gpuprov.wire.events import Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.events import Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.examples import examples
 from tests.unit.doctor.host import healthy_tree
 from tests.unit.fake_host import FakeHost

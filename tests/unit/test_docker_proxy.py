@@ -18,11 +18,11 @@ from gpuprov.core.changes import FileFact, text_diff
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, plan, warning
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.events import Event, Finished, Note, Planned, to_line
-from gpuprov.wire.request import Request
-from gpuprov.wire.secrets import masked, secret_free
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.events import Event, Finished, Note, Planned, to_line
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.secrets import masked, secret_free
+from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

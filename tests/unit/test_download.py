@@ -17,8 +17,8 @@ import requests
 from gpuprov.core.download import fetch, fetch_small, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
 from gpuprov.driver_run import FetchRunfile
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
 from tests.unit.download_server import (
     CONTENT,
     DIGEST,

@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.core.download import fetch, fetch_small, unreachable
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 from tests.unit.download_server import (
     CONTENT,
     DIGEST,

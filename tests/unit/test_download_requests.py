@@ -11,7 +11,7 @@ from gpuprov.core.download import fetch, fetch_small, unreachable
 from gpuprov.core.http_session import proxy_for, proxy_source, through
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.unit.download_server import (
     DIGEST,
     Impatient,

@@ -27,9 +27,9 @@ from gpuprov.driver_run import (
     source,
 )
 from gpuprov.facts.host import gather
-from gpuprov.wire.driver_releases import known_sha256
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import parse_spec
+from gpuprov.protocol.driver_releases import known_sha256
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.wire.codec import WrongDataError
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.codec import WrongDataError
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.events import (
     ChangeProgress,
     CheckDone,
     Event,

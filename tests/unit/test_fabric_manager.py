@@ -20,12 +20,12 @@ from gpuprov.package_managers.apt import APT
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging.apt_packages import PackageFacts, missing
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import ChangeDone, Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from gpuprov.verify import checks
 from gpuprov.verify.outcome import Failed
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import ChangeDone, Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 from tests.unit.test_packages import held_by_another

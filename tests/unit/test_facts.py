@@ -14,9 +14,9 @@ from gpuprov.core.system import System
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.machine.machine import gather_kernel, gather_os, parse_modules, parse_secure_boot
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Event, FactsGathered, Finished, Note
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import Event, FactsGathered, Finished, Note
+from gpuprov.protocol.request import Request
 from tests.unit.fake_host import FakeHost
 
 DEVICES = {

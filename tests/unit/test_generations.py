@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from gpuprov.core.site_tables import for_request, use_tables
 from gpuprov.driver.generations import generation_of, module_type, problems
-from gpuprov.wire import tables
-from gpuprov.wire.driver_releases import branches, checked_releases, known_sha256, resolved, support_end
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import parse_spec
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol import tables
+from gpuprov.protocol.driver_releases import branches, checked_releases, known_sha256, resolved, support_end
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import parse_spec
+from gpuprov.protocol.versions import version_numbers
 
 # Device ids of well-known boards, from the PCI ID database.
 K80, M60, P100, GTX_1080, V100, T4, RTX_2080, GTX_1660 = "102d", "13f2", "15f8", "1b80", "1db4", "1eb8", "1e87", "2184"

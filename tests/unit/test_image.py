@@ -24,9 +24,9 @@ from gpuprov.facts.image import ImageFacts, gather_identity, kernel_to_come, new
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.image_options import GENERATIONS
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.image_options import GENERATIONS
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ _READ = (
     f"inventory_of(Options('install', hosts=({str(_EXAMPLE)!r},)))"
 )
 _GATHER = (
-    "from gpuprov.agent.run import run_request; from gpuprov.wire.request import Request; "
+    "from gpuprov.agent.run import run_request; from gpuprov.protocol.request import Request; "
     "run_request(Request('facts'), lambda event: None)"
 )
 

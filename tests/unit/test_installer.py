@@ -9,8 +9,8 @@ from gpuprov.package_managers.apt import APT
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.versions import version_numbers
 
 HEADER = """#!/bin/sh
 CRCsum="1234567890"

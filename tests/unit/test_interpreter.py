@@ -21,8 +21,8 @@ from gpuprov.facts.interpreter import (
     gather_interpreter,
 )
 from gpuprov.plan.preflight import preflight
+from gpuprov.protocol.spec import parse_spec
 from gpuprov.runtime_hook.deploy import _FORMAT, LAUNCHER_PATH, deployed_files, python_of, render_launcher
-from gpuprov.wire.spec import parse_spec
 from tests import simgpu
 from tests.pythons import VERSIONS
 from tests.unit.fake_host import PYTHON, FakeHost

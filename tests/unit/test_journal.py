@@ -12,8 +12,8 @@ from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, take
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError, Stopped
-from gpuprov.wire.events import Event
+from gpuprov.protocol.errors import GpuprovError, Stopped
+from gpuprov.protocol.events import Event
 
 
 @dataclass(frozen=True)

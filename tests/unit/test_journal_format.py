@@ -11,7 +11,7 @@ import pytest
 from gpuprov.core.changes import images_in
 from gpuprov.core.journal import FORMAT, RUNS_DIRECTORY, Run, new_journal, parse_run, read_runs, unfinished_run
 from gpuprov.core.system import System
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.loaded_host import LoadedHost
 from tests.unit.test_uninstall import SPEC, carry_out, done, finished

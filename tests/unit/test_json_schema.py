@@ -25,10 +25,10 @@ from gpuprov.fleet.progress import JsonLines
 from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report_command import summary
 from gpuprov.fleet.result import HostResult
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import SCHEMA, Event, PlannedChange
-from gpuprov.wire.request import COMMANDS, Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import SCHEMA, Event, PlannedChange
+from gpuprov.protocol.request import COMMANDS, Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.bundles import write_test_bundle
 from tests.unit.fake_host import FakeHost, write_runfile

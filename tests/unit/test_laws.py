@@ -19,10 +19,10 @@ from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS, make_plan
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import ChangeDone, Event, Finished, Planned
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.gpg import gpg_home
 from tests.lab.repository import build_repository

@@ -15,7 +15,7 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts.leftovers import FOLDER, SETTINGS_FOLDER, UNIT, Leftovers, Volume, gather_leftovers, with_docker
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root

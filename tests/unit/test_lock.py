@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.core.lock import LOCK_PATH, host_lock, try_lock
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 HOLD = """
 import sys

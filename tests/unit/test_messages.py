@@ -76,7 +76,7 @@ def test_every_count_is_right_for_one() -> None:
     found = [f"{path}: {one}" for path, text in sources.items() for one in uncounted(text, known)]
     templates = {path.name: path.read_text("utf-8") for path in _ROOT.rglob("*.j2")}
     found += [f"{name}: {one}" for name, text in templates.items() for one in re.findall(r"== '?1'? else '\w+'", text)]
-    assert found == [], "next: gpuprov.wire.words.counted"
+    assert found == [], "next: gpuprov.protocol.words.counted"
 
 
 def test_a_count_that_is_wrong_for_one_is_found() -> None:

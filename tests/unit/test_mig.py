@@ -16,8 +16,8 @@ from gpuprov.facts import boot_files
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

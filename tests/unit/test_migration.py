@@ -22,10 +22,10 @@ from gpuprov.packaging.apt_remove import RemovePackages, control_of
 from gpuprov.packaging.pgp import armored, fingerprints, without_key
 from gpuprov.plan import migration
 from gpuprov.plan.steps import make_plan
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from gpuprov.toolkit import InstallRuntime
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
 from tests.keys import key_fingerprint, key_packet
 from tests.unit.fake_host import FakeHost
 

@@ -16,11 +16,11 @@ from gpuprov.core.system import System
 from gpuprov.driver import mirror
 from gpuprov.driver_run import source
 from gpuprov.facts.host import gather
-from gpuprov.wire import driver_releases
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root

@@ -9,7 +9,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver.kernel import dkms_states, prove_modules
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 VERSION = "550.163.01"
 KERNEL = "6.1.0-55-cloud-amd64"

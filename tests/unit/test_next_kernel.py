@@ -12,9 +12,9 @@ from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.host import gather
 from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, has_module, newest
 from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.protocol.events import CheckDone, Event
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.verify import verify
-from gpuprov.wire.events import CheckDone, Event
-from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root

@@ -17,8 +17,8 @@ from gpuprov.facts import initramfs
 from gpuprov.facts.host import gather
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root

@@ -15,7 +15,7 @@ from gpuprov.engines.nvidia_docker_file import PATH, is_ours
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.plan import migration
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

@@ -23,10 +23,10 @@ from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import CHANGE_KINDS, make_plan
+from gpuprov.protocol.events import CheckDone, Event, Finished, PlannedChange
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.verify.checks import verify
-from gpuprov.wire.events import CheckDone, Event, Finished, PlannedChange
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 from tests.unit.test_lock import Below, hold

@@ -22,7 +22,7 @@ from gpuprov.packaging.apt_packages import (
     plan_holds,
 )
 from gpuprov.packaging.past_kernels import Advice
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 
 OPTIONS = ("-o", "Dir::Etc::SourceList=/bundle")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import ChangeDone, Event, Finished
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import ChangeDone, Event, Finished
 from tests.unit.fake_host import FakeHost
 from tests.unit.loaded_host import DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 

@@ -30,7 +30,7 @@ from gpuprov.packaging.apt_packages import (
     plan_holds,
 )
 from gpuprov.packaging.apt_undo import parse_conffiles
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 
 DPKG = """installed adduser 3.134

@@ -25,7 +25,7 @@ from gpuprov.packaging.rpm_packages import (
     parse_rpm,
     rpm_lock_holder,
 )
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import held_by_another
 
 RPM = """gpg-pubkey 96055b96-6b0152d9.(none) gpg(lab) gpg(16f6ab6a96055b96)

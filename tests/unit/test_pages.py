@@ -10,7 +10,7 @@ import click
 import pytest
 
 from gpuprov.cli.main import cli
-from gpuprov.wire.spec import option_names
+from gpuprov.protocol.spec import option_names
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = (*sorted(_ROOT.glob("*.md")), *sorted((_ROOT / "docs").rglob("*.md")))

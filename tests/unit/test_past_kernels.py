@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpuprov
-from gpuprov.bundling.rpm_sources import rpm_sources
+from gpuprov.bundle_create.rpm_sources import rpm_sources
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.site_tables import for_request, use_tables
@@ -25,9 +25,9 @@ from gpuprov.packaging.past_kernels import Advice, advice, past_releases
 from gpuprov.packaging.rpm_repos import InstallRpmKey
 from gpuprov.plan import software
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire import tables
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol import tables
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.fake_host import FakeHost
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints, key_ids
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
 
 

@@ -28,11 +28,11 @@ from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH, deployed_files, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.toolkit import HandOverHook, InstallRuntime
-from gpuprov.wire import driver_releases
-from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root

@@ -21,8 +21,8 @@ from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.bundle.test_rpm import MANIFEST
 from tests.unit.fake_host import FakeHost
 

@@ -19,10 +19,10 @@ from gpuprov.core.journal import read_runs
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Event, Finished, Planned, from_line
-from gpuprov.wire.request import Request, request_from_line
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import Event, Finished, Planned, from_line
+from gpuprov.protocol.request import Request, request_from_line
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

@@ -12,9 +12,9 @@ import pytest
 
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.packaging.keys import InstallKey
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import plan_repositories, problems, repositories
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec
 
 URI = "https://apt.example.org/gpu"
 KEY_URL = "https://apt.example.org/gpu/key.asc"

@@ -26,9 +26,9 @@ from gpuprov.packaging.rpm_repos import (
 )
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_packages_rpm import KEY
 

@@ -7,7 +7,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.packaging import rpm_failures
 from gpuprov.packaging.apt_failures import finish
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 REFUSED = "E: Failed to fetch http://dead.example/InRelease  Could not connect to dead.example:80 (192.0.2.1)"
 UNKNOWN = "E: Failed to fetch http://gone.example/InRelease  Temporary failure resolving 'gone.example'"

@@ -30,10 +30,10 @@ from gpuprov.core.journal import (
     unfinished_run,
 )
 from gpuprov.core.system import System, sha256_of
-from gpuprov.wire.errors import ExitCode, GpuprovError, Stopped
-from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note, Planned
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Stopped
+from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests.unit.loaded_host import NEW, LoadedHost, install
 
 MARK = "/half"

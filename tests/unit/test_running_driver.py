@@ -18,8 +18,8 @@ from gpuprov.driver.unload import Unloading, unload
 from gpuprov.facts.holders import GpuHolder, gather_holders, mapped_devices, parse_cgroup
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import ChangeDone, Planned
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import ChangeDone, Planned
 from tests.unit.loaded_host import CONTAINER, DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
 pytestmark = pytest.mark.root

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from gpuprov.cli.main import cli
 from gpuprov.engines import containerd
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 CONFIG = 'version = 2\n\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause"  # why\n'
 

@@ -14,9 +14,9 @@ from gpuprov.core.system import System
 from gpuprov.fleet.report import last_line
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.versions import spreads
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CheckDone
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import CheckDone
+from gpuprov.protocol.request import Request
 
 
 def test_the_probe_and_this_machine_itself_say_the_same() -> None:

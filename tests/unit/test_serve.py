@@ -21,7 +21,7 @@ from gpuprov.boot.gpu_report import GpuReport
 from gpuprov.boot.serve_answers import Answers
 from gpuprov.core.system import System
 from gpuprov.engines.plain_flags import Device, Mount, PlainFlags
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.lab.shell import wait_for
 
 # For a request to come: more than any takes; and little, where it does not come whole.

@@ -12,10 +12,10 @@ from gpuprov.agent.run import run_request
 from gpuprov.core.changes import FileFact
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.packaging.source_names import problem
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import ChangeStarted, Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import ChangeStarted, Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

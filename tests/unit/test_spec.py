@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gpuprov
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec, option_names, parse_spec, spec_from_variables, spec_to_json
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import HostSpec, option_names, parse_spec, spec_from_variables, spec_to_json
 
 REPOSITORY = {
     "name": "site", "uri": "http://mirror/apt", "key_url": "http://mirror/key.asc", "key_fingerprint": "A" * 40,

@@ -22,8 +22,8 @@ from gpuprov.facts.chips import Chip
 from gpuprov.facts.host import gather
 from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.inputs import gather_for
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import parse_spec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

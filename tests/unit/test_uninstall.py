@@ -16,12 +16,12 @@ from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, read_runs
 from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, nodes_text, refresh_text
 from gpuprov.facts.host import gather
 from gpuprov.facts.interpreter import MISSING
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import PYTHON, FakeHost, Tree, write_runfile
 

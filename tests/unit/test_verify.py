@@ -20,13 +20,13 @@ from gpuprov.cdi.specification import render_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import other_engines
+from gpuprov.protocol.events import CheckDone, Event
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.verify import cuda_checks, verify
 from gpuprov.verify.containers import Bench, ended
 from gpuprov.verify.engines import PODMAN
 from gpuprov.verify.outcome import Checks
 from gpuprov.verify.smi import SmiReport
-from gpuprov.wire.events import CheckDone, Event
-from gpuprov.wire.spec import HostSpec
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 from tests.unit.verify.test_smi import LAUGHS, REPORT
 

@@ -23,10 +23,10 @@ from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIME
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.metrics import write_metrics
 from gpuprov.fleet.result import HostResult
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import CheckDone, Event, Finished, Planned
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import CheckDone, Event, Finished, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 
 pytestmark = pytest.mark.root

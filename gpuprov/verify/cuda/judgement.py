@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from gpuprov.core.system import System
 from gpuprov.facts.hiding import ENVIRONMENT, PRELOAD, HidingLibrary
 from gpuprov.facts.interpreter import replaceable
+from gpuprov.protocol.versions import version_numbers
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.verify.cuda.search import (
@@ -30,7 +31,6 @@ from gpuprov.verify.cuda.search import (
     search,
 )
 from gpuprov.verify.cuda.trees import RootTree, Tree, chain, read_start
-from gpuprov.wire.versions import version_numbers
 
 _LARGEST_VERSION_FILE = 64 << 10
 # libcudart.so.12.4.127; the wheels' file is libcudart.so.12, torch's own libcudart-9335f6a2.so.11.0.

@@ -18,6 +18,8 @@ from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
 from gpuprov.runtime_hook.decision import owner_of, root_of
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.request import parse_request
@@ -38,8 +40,6 @@ from gpuprov.verify.cuda.search import (
     search,
 )
 from gpuprov.verify.cuda.trees import AddedTree, ArchiveTree, RootTree, Tree, add_driver, chain, read_archive
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, CudaSurveyed, Finished, Note, Sink
 
 ENGINES = ("docker", "podman")
 _SECONDS = 60

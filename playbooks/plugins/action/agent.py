@@ -70,8 +70,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         self._quiet_ssh()
         agent, digest = _agent()
         from gpuprov.agent import playbook_task
-        from gpuprov.wire.errors import GpuprovError
-        from gpuprov.wire.secrets import hidden, secret_forms
+        from gpuprov.protocol.errors import GpuprovError
+        from gpuprov.protocol.secrets import hidden, secret_forms
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
@@ -127,7 +127,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _variables(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the gpuprov_ variables, their templates resolved."""
-        from gpuprov.wire.errors import ExitCode, GpuprovError
+        from gpuprov.protocol.errors import ExitCode, GpuprovError
 
         found = {}
         for name in sorted(task_vars):
@@ -142,7 +142,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _secrets(self, task_vars: dict[str, Any]) -> list[Any]:
         """Return the gpuprov_ variables that resolve; URLs in them may have logins."""
-        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.protocol.errors import GpuprovError
 
         try:
             return list(self._variables(task_vars).values())
@@ -164,7 +164,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.agent.background import Job, job_to_line
         from gpuprov.agent.playbook_task import for_a_job
         from gpuprov.agent.push import agent_command
-        from gpuprov.wire.request import request_to_line
+        from gpuprov.protocol.request import request_to_line
 
         request = for_a_job(request)
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
@@ -186,7 +186,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         Ansible would have the host run async_status, and take what that prints as the task's result.
         """
         from gpuprov.agent.playbook_task import job_result
-        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.protocol.errors import GpuprovError
 
         seconds, self._task.async_val = self._task.async_val, 0
         deadline = time.monotonic() + seconds + _GRACE_SECONDS
@@ -230,8 +230,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Send the request to the host's agent, put there first if it is missing; return its events."""
         from gpuprov.agent.playbook_task import split_output
         from gpuprov.agent.push import agent_command, unfinished_problem
-        from gpuprov.wire.errors import GpuprovError
-        from gpuprov.wire.request import request_to_line
+        from gpuprov.protocol.errors import GpuprovError
+        from gpuprov.protocol.request import request_to_line
 
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
         line = f"{request_to_line(request)}\n".encode()
@@ -248,7 +248,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.agent.playbook_task import BOOTSTRAP_OPTION
         from gpuprov.agent.probe import bootstrap_input, bootstrap_script, python_problem
         from gpuprov.agent.push import STORE
-        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.protocol.errors import GpuprovError
 
         variables = _connection_variables(task_vars, self._task.delegate_to)
         named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
@@ -273,7 +273,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def _claim(self, machine: str, request: Any, name: str) -> None:
         """Leave a machine alone that the play reaches under another name too; only reading it is no more than odd."""
         from gpuprov.agent import same_machine
-        from gpuprov.wire.errors import ExitCode, GpuprovError
+        from gpuprov.protocol.errors import ExitCode, GpuprovError
 
         # A name that is only read keeps no other from changing the machine.
         changes = same_machine.changes_the_host(request)
@@ -288,7 +288,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
         from gpuprov.agent.push import said
         from gpuprov.bundle.place import ASK, CACHE, TAKE, Place, parse_there
-        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.protocol.errors import GpuprovError
 
         place = Place(request.bundle_digest, Path(request.bundle).stat().st_size)
         asked = self._on_host(shlex.join(place.command(ASK)), b"", become=True)
@@ -309,7 +309,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _wait_for_boot(self, left: str) -> None:
         """Return once the host answers from another boot than the one it has left."""
-        from gpuprov.wire.errors import ExitCode, GpuprovError
+        from gpuprov.protocol.errors import ExitCode, GpuprovError
 
         deadline = time.monotonic() + _BOOT_SECONDS
         while time.monotonic() < deadline:
@@ -331,7 +331,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def _probe(self, digest: str, named_python: str) -> Any:
         from gpuprov.agent.probe import PROBE, PYTHONS, parse_probe
         from gpuprov.agent.push import no_probe_problem
-        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.protocol.errors import GpuprovError
 
         pythons = (named_python,) if named_python else PYTHONS
         done = self._on_host(shlex.join(("sh", "-s", digest, *pythons)), PROBE.encode())
@@ -344,7 +344,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _require(self, done: Any, what: str, next_step: str) -> None:
         from gpuprov.agent.push import said
-        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.protocol.errors import GpuprovError
 
         if not done.ok:
             raise GpuprovError(what, said(done), next_step)

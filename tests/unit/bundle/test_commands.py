@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from gpuprov.bundle.manifest import manifest_to_bytes
 from gpuprov.cli.main import cli
 from gpuprov.core.system import sha256_of
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed, write_test_bundle
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
-from gpuprov.bundling.recipe import Recipe, RunFile, Wanted, make_recipe
-from gpuprov.bundling.sources import mirror_at
+from gpuprov.bundle_create.recipe import Recipe, RunFile, Wanted, make_recipe
+from gpuprov.bundle_create.sources import mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_plan
 from gpuprov.facts.host import HostFacts, gather
@@ -20,10 +20,10 @@ from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.rpm_repos import InstallRpmKey
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, listed, write_test_bundle
 from tests.simgpu.cuda_run import build_cuda_run

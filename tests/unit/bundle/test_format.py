@@ -18,7 +18,7 @@ from gpuprov.bundle.format import Contents, chunks, header, read_contents, unpac
 from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
 from gpuprov.bundle.manifest import Manifest, is_safe_path, manifest_from_bytes, manifest_to_bytes
 from gpuprov.core.system import sha256_of
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed
 from tests.examples import examples
 

@@ -19,11 +19,11 @@ from gpuprov.driver.cuda_repository import plan_pin
 from gpuprov.facts.host import gather
 from gpuprov.packaging.apt_packages import InstallPackages
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request, request_from_line
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request, request_from_line
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, write_test_bundle
 from tests.unit.bundle.test_use import BUNDLE, SPEC, BundleHost, problem, run, with_image

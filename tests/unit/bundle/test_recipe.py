@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundling.recipe import Recipe, Wanted, make_recipe
-from gpuprov.bundling.sources import ARCHIVES, NO_MIRROR, Mirror, default_sources, machine_mirror, mirror_at
+from gpuprov.bundle_create.recipe import Recipe, Wanted, make_recipe
+from gpuprov.bundle_create.sources import ARCHIVES, NO_MIRROR, Mirror, default_sources, machine_mirror, mirror_at
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.distros import find_distribution
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.site_repository import SiteRepository
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.site_repository import SiteRepository
+from gpuprov.protocol.spec import HostSpec
 
 MIRROR = mirror_at("http://mirror.example/debian/")
 WANTED = Wanted("debian-12", "x86_64", mirror=MIRROR)

@@ -11,8 +11,8 @@ import pytest
 
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.manifest import BundleFacts, BundleFile, BundlePackage, Manifest
-from gpuprov.bundling.recipe import Recipe, Wanted, make_recipe
-from gpuprov.bundling.rpm_sources import RpmSource, rpm_sources
+from gpuprov.bundle_create.recipe import Recipe, Wanted, make_recipe
+from gpuprov.bundle_create.rpm_sources import RpmSource, rpm_sources
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
@@ -26,8 +26,8 @@ from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.rpm_repos import InstallRpmKey
 from gpuprov.plan import with_bundle
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.unit.fake_host import FakeHost
 
 KEY, OTHER = "A" * 40, "B" * 40

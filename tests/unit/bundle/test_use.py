@@ -18,10 +18,10 @@ from gpuprov.core.places import FOLDER
 from gpuprov.core.system import sha256_of
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.plan.images import LoadImage
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import ChangeDone, Event, Finished, Planned
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.bundles import DRIVER, FILES, KEY, MANIFEST, bundle_bytes, listed, write_test_bundle
 from tests.unit.fake_host import RELEASE, FakeHost
 
@@ -267,7 +267,7 @@ def test_an_image_that_is_not_the_manifests_is_an_error(host: BundleHost) -> Non
 
 def test_the_request_of_an_older_controller_still_works(host: BundleHost) -> None:
     """A request without the two fields is one without a bundle."""
-    from gpuprov.wire.request import request_from_line
+    from gpuprov.protocol.request import request_from_line
 
     assert request_from_line(json.dumps({"command": "facts"})) == Request("facts", bundle="", bundle_digest="")
 

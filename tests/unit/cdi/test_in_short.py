@@ -11,8 +11,8 @@ from rich.console import Console
 
 from gpuprov.cdi.in_short import in_short
 from gpuprov.fleet.progress import PlainLines, Plans
+from gpuprov.protocol.events import Planned, PlannedChange
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.wire.events import Planned, PlannedChange
 
 _PATH = "/etc/cdi/nvidia.json"
 

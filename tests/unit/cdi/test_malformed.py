@@ -17,7 +17,7 @@ from gpuprov.cdi.transform import with_root
 from gpuprov.cdi.validation import problems
 from gpuprov.cli.main import cli
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.unit.runtime_hook.test_malformed import SPECIFICATION, WRONG, places, replaced
 
 KEYS = st.sampled_from(["", "devices", "\0", "\ud800", "é", "x" * 5000])

@@ -13,7 +13,7 @@ from gpuprov import toolkit
 from gpuprov.cdi.other_devices import MODES, PATHS, specification_of, specifications
 from gpuprov.cdi.validation import problems
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
 
 pytestmark = pytest.mark.root

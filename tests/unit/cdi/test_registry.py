@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.cdi.registry import Registry, inject, read_registry
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 
 def write(folder: Path, name: str, kind: str, common: dict[str, Any] | None = None, **devices: str) -> None:

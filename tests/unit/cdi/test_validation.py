@@ -22,7 +22,7 @@ from gpuprov.cdi.specification import (
     render_json,
 )
 from gpuprov.cdi.validation import problems
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 NODE = DeviceNode("/dev/nvidia0", 195, 0)
 GPU = Device("gpu0", Edits(device_nodes=(NODE,)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.wire import tables
-from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory, advisories, table_of
+from gpuprov.protocol import tables
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, advisories, table_of
 
 _OLD_BRANCH = Advisory("2026/5821", "2026-05-19", DRIVER, "535", "535.309.01", 8.8)
 

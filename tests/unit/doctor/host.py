@@ -13,8 +13,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

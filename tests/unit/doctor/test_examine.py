@@ -13,11 +13,11 @@ from gpuprov.doctor.examine import tell
 from gpuprov.doctor.finding import AREAS
 from gpuprov.doctor.rules import diagnose
 from gpuprov.engines.docker_unit import last_words
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import spec_to_json
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import spec_to_json
 from tests.unit.doctor.host import SMI, SPEC, DoctorHost, examined, first, healthy
 from tests.unit.doctor.ill import both, docker, unit, without
 from tests.unit.fake_host import PYTHON

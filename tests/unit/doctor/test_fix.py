@@ -19,10 +19,20 @@ from gpuprov.core.journal import read_runs
 from gpuprov.doctor.fix import plan_fix, spec_as_found
 from gpuprov.doctor.rules import diagnose
 from gpuprov.plan.steps import Plan, StepChange
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import CauseFound, ChangeDone, CheckDone, Event, Finished, Note, Planned, from_line, to_line
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import (
+    CauseFound,
+    ChangeDone,
+    CheckDone,
+    Event,
+    Finished,
+    Note,
+    Planned,
+    from_line,
+    to_line,
+)
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.unit.doctor import ill
 from tests.unit.doctor.host import SPEC, DoctorHost, examined, healthy, healthy_tree, with_docker, with_driver
 

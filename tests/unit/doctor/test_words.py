@@ -10,7 +10,7 @@ import pytest
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec
 from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
 
 pytestmark = pytest.mark.root

@@ -12,7 +12,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.configure import configuration, write
 from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, RuntimeEntry
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 OLD = "#!/bin/sh\necho 'containerd github.com/containerd/containerd v1.7.24 abc'\n"
 NEW = "#!/bin/sh\necho 'containerd github.com/containerd/containerd/v2 2.1.9+unknown '\n"

@@ -11,8 +11,8 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.containers import decision_of
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook import jsonio, record
-from gpuprov.wire.errors import GpuprovError
 
 ID = "4f5c" * 16
 OTHER = "9a9b" * 16

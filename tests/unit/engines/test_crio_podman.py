@@ -12,7 +12,7 @@ import tomllib
 from gpuprov.core.system import System
 from gpuprov.engines import configure, crio, podman
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
 # As CRI-O's own packages bring it: 10-crio.conf names crun as the default.

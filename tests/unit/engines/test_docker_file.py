@@ -16,7 +16,7 @@ from gpuprov.core.system import System
 from gpuprov.engines.docker_file import configuration, configured
 from gpuprov.engines.json_text import with_member, without_member
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
 
 RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")

@@ -19,9 +19,9 @@ from gpuprov.engines.other_engines import gather, names, plan, problems, with_co
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import parse_spec
 from tests.unit.fake_host import FakeHost
 
 CONTAINERD = 'version = 2\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause:3.9"\n'

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpuprov.engines.toml_tables import Tables, says
 from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_tables, without_ours
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")

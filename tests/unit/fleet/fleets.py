@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.result import HostResult, MadeChange
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import CheckDone, PlannedChange
 
 CHECKS = ("driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia",
           "docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus")  # fmt: skip

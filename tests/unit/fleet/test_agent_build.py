@@ -79,7 +79,7 @@ def test_what_travels_of_gpuprov_is_these_folders_and_files(agent: Agent) -> Non
     assert parts == {
         "__init__.py", "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "driver_run.py", "engines",
         "facts", "machine", "package_managers", "packaging", "plan", "repos.py", "runtime_hook", "toolkit.py", "verify",
-        "wire",
+        "protocol",
     }  # fmt: skip
     assert "gpuprov/agent/agent.py" in names(agent)
 

@@ -6,8 +6,8 @@ import pytest
 
 from gpuprov.fleet.batches import Share, make_batches, parse_rollout
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import HostSpec
 
 
 def hosts(number: int) -> list[HostTarget]:

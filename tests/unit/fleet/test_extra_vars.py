@@ -11,7 +11,7 @@ from ansible.parsing.dataloader import DataLoader
 from gpuprov.fleet import one_file
 from gpuprov.fleet.extra_vars import plain_extra_vars
 from gpuprov.fleet.inventory import _load_extra_vars, read_extra_vars
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _PLAIN = [
     ("a=1",),

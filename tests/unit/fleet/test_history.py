@@ -16,8 +16,8 @@ from gpuprov.fleet import history
 from gpuprov.fleet.crash import write_log
 from gpuprov.fleet.history import Run, load, save, without_secrets
 from gpuprov.fleet.result import HostResult, MadeChange
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import CheckDone, PlannedChange
 
 RESULT = HostResult(
     "gpu1", ExitCode.FAILED, 3, 2.5, (Problem("full", "df", "make room"),), "s", {"driver": "550"},

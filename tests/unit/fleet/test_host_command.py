@@ -21,8 +21,8 @@ from gpuprov.fleet.host_command import (
     run_host_command,
 )
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.clock import clock_of, has_ended
 
 # More than any command here takes, on any machine.

@@ -21,8 +21,8 @@ from gpuprov.fleet.progress import JsonLines, PlainLines
 from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.result import HostResult
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import (
     CauseFound,
     ChangeDone,
     ChangeProgress,

@@ -14,7 +14,7 @@ import pytest
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 DRIVER = "gpuprov_driver_version=550.163.01"
 _EXAMPLE = Path(__file__).parents[3] / "inventories/example"

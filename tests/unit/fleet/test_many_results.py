@@ -13,8 +13,8 @@ from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.versions import spreads, versions_of_facts
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import CheckDone
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import CheckDone
 
 
 def failed(host: str, what: str, evidence: str = "", next_step: str = "") -> HostResult:

@@ -15,8 +15,8 @@ from gpuprov.fleet import command
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.metrics import write_metrics
 from gpuprov.fleet.result import HostResult
-from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CheckDone
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import CheckDone
 
 Samples = dict[tuple[str, ...], float]
 DOCS = Path(__file__).parents[3] / "docs"

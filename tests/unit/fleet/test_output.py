@@ -18,9 +18,8 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
 from gpuprov.fleet.result import HostResult
-from gpuprov.verify.outcome import all_gpus_check
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import (
     CauseFound,
     ChangeDone,
     ChangeProgress,
@@ -34,7 +33,8 @@ from gpuprov.wire.events import (
     PlannedChange,
     Started,
 )
-from gpuprov.wire.words import one_line, plain
+from gpuprov.protocol.words import one_line, plain
+from gpuprov.verify.outcome import all_gpus_check
 
 EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
 

@@ -14,8 +14,8 @@ from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page import render
 from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.fleet.versions import mig_instances, versions_of_facts
-from gpuprov.wire.errors import ExitCode, Problem
-from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.protocol.errors import ExitCode, Problem
+from gpuprov.protocol.events import CheckDone, PlannedChange
 from tests.unit.fleet import fleets
 
 VOID = {"meta", "br"}

@@ -26,10 +26,10 @@ from gpuprov.fleet.result import Drain, HostResult
 from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, Event, Finished, Note, Planned, PlannedChange, Sink
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import CheckDone, Event, Finished, Note, Planned, PlannedChange, Sink
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec
 
 CALLS = "calls"
 SCRIPT = """#!/bin/sh

@@ -13,9 +13,9 @@ import pytest
 
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.root_run import _locked, _running_in, run_in_root
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import Event, Finished
-from gpuprov.wire.request import Request
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
 
 pytestmark = pytest.mark.root
 # Does in the image, as root, what it is told to, and says what came of each line.

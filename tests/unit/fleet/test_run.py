@@ -23,8 +23,8 @@ from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import (
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import (
     ChangeStarted,
     CheckDone,
     Event,
@@ -36,8 +36,8 @@ from gpuprov.wire.events import (
     Sink,
     Started,
 )  # fmt: skip
-from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.clock import clock_of
 from tests.lab.shell import wait_for
 from tests.unit.loaded_host import NEW, LoadedHost

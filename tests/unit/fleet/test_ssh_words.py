@@ -30,8 +30,8 @@ from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.ssh_config import config_for, expanded
 from gpuprov.fleet.target import HostTarget
 from gpuprov.machine.machine import gather_os
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.unit.fleet.known_hosts import matching_keys
 
 ARGUMENTS = [

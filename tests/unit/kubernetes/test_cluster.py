@@ -21,8 +21,8 @@ from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node,
 from gpuprov.kubernetes.kubectl import Kubectl, Stop, failure
 from gpuprov.kubernetes.node_checks import GpuList, NoList, host_list, node_of, parse_list
 from gpuprov.kubernetes.verify import Trial, Wanted
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from tests.kube_api import node
 
 _LIST = """\

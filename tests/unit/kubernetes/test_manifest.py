@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from gpuprov.cli.main import cli
 from gpuprov.kubernetes.manifest import Choice, components, manifest, mirrored
 from gpuprov.kubernetes.verify import verification_pod
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # The oldest that NVIDIA's components of the table support among those with DRA, and the newest two that the tests know.
 _RELEASES = ("1.32", "1.36", "1.37")

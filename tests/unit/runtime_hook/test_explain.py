@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpuprov.cli.hook import hook
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.main import prepare
-from gpuprov.wire.errors import ExitCode, GpuprovError
 
 # As a host has it: the table under `--host-*` stands in the hook's arguments.
 SPECIFICATION = {

@@ -11,14 +11,14 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.verify import cuda_checks
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda.survey import Survey
 from gpuprov.verify.engines import DOCKER, PODMAN, Containerd, Engine
 from gpuprov.verify.outcome import Checks
 from gpuprov.verify.smi import SmiGpu, SmiReport
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.events import CheckDone, Event
 from tests.unit.verify.test_cuda_libraries import DRIVER, Image, healthy
 
 NAMES = ("libcuda.so.1", "libnvidia-ml.so.1", "CUDA", "CUDA kernel")

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.versions import version_numbers
 
 # The same release serves all three; data-centre rows count where a bulletin has them.
 _SERIES = ("tesla", "nvidia_rtx_quadro_nvs", "geforce")

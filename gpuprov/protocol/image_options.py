@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from marshmallow import validate
 
-from gpuprov.wire.spec_fields import TextOrList, choice, flag, maybe, option
+from gpuprov.protocol.spec_fields import TextOrList, choice, flag, maybe, option
 
 # Those that some driver branch of today serves; driver/generations.py knows their device ids.
 GENERATIONS = (

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
-from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
+from gpuprov.bundle_create.rpm_sources import RpmSource, as_source, rpm_sources
+from gpuprov.bundle_create.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, distribution, fabric_manager
@@ -31,10 +31,10 @@ from gpuprov.packaging import rpm_repos
 from gpuprov.packaging.dkms_repositories import PACKAGE, dkms_repository
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.plan import software
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import AptRepository, repositories
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.secrets import masked
-from gpuprov.wire.spec import HostSpec
 
 _Repository = TypeVar("_Repository", AptRepository, RpmSource)
 

@@ -16,12 +16,12 @@ from typing import Any
 from marshmallow import RAISE, Schema, ValidationError, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov.wire import driver_releases, tables
-from gpuprov.wire.driver_options import DriverOptions
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.image_options import ImageOptions
-from gpuprov.wire.site_repository import RepositorySchema, SiteRepository
-from gpuprov.wire.spec_fields import (
+from gpuprov.protocol import driver_releases, tables
+from gpuprov.protocol.driver_options import DriverOptions
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.image_options import ImageOptions
+from gpuprov.protocol.site_repository import RepositorySchema, SiteRepository
+from gpuprov.protocol.spec_fields import (
     ENGINES,
     FINGERPRINT,
     HTTP_URL,

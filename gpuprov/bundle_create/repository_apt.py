@@ -9,16 +9,16 @@ import re
 import time
 
 from gpuprov.bundle.manifest import REPOSITORY, REPOSITORY_KEY, BundlePackage
-from gpuprov.bundling.recipe import Collection, Recipe
-from gpuprov.bundling.repository_key import SIGNED_AT, RepositoryKey
-from gpuprov.bundling.sources import ARCHIVES
+from gpuprov.bundle_create.recipe import Collection, Recipe
+from gpuprov.bundle_create.repository_key import SIGNED_AT, RepositoryKey
+from gpuprov.bundle_create.sources import ARCHIVES
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System, sha256_of
 from gpuprov.packaging.apt import proxy_options
 from gpuprov.packaging.keys import InstallKey
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.words import counted
 from gpuprov.repos import AptRepository
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.words import counted
 
 _UPDATE_SECONDS = 900
 _DOWNLOAD_SECONDS = 7200

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Callable, ClassVar, Union, get_args
 
-from gpuprov.wire.codec import Limit, Line, LongText, Name, OneOf, Text, WrongDataError, load
-from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.words import plain
+from gpuprov.protocol.codec import Limit, Line, LongText, Name, OneOf, Text, WrongDataError, load
+from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.words import plain
 
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1

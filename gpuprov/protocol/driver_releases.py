@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.tables import RELEASES, packaged, table
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.tables import RELEASES, packaged, table
+from gpuprov.protocol.versions import version_numbers
 
 _FORMAT = 1
 _RELEASE = re.compile(r"\d{3,4}\.\d{1,4}(\.\d{1,4}){0,2}")
@@ -60,7 +60,7 @@ def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
     if fault:
         raise GpuprovError(
             "the table of driver releases is not valid", f"{origin}: {fault}",
-            "its form is that of gpuprov/wire/driver_releases.json", exit_code=ExitCode.USAGE,
+            "its form is that of gpuprov/protocol/driver_releases.json", exit_code=ExitCode.USAGE,
         )  # fmt: skip
     found: Mapping[str, Any] = data
     return found

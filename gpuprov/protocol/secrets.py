@@ -11,10 +11,10 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus, unquote
 
-from gpuprov.wire.words import plain
+from gpuprov.protocol.words import plain
 
 if TYPE_CHECKING:
-    from gpuprov.wire.events import Sink
+    from gpuprov.protocol.events import Sink
 
 _HIDDEN = "***"
 # Of .repo files, TOML, YAML, JSON and variables, whole though it may have spaces; and of apt_auth.conf(5).

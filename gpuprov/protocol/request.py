@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
 COMMANDS = ("install", "verify", "facts", "doctor", "cuda", "rollback", "uninstall")
@@ -24,7 +24,7 @@ class Request:
     `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
     `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
     `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
-    manifest must have, empty for any. `tables`: tables that count instead of the agent's own (wire/tables.py).
+    manifest must have, empty for any. `tables`: tables that count instead of the agent's own (protocol/tables.py).
     `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
     `agent`: the path of the agent's own file on the host, which gpuprov_watch keeps; the agent names its own.
     `undisturbed`: the host is not drained; an installation stops before it would disturb containers.

@@ -10,9 +10,9 @@ from typing import Any
 from marshmallow import ValidationError, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov.wire import driver_releases
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol import driver_releases
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.secrets import masked
 
 PREFIX = "gpuprov_"
 

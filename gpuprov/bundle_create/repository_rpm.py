@@ -11,15 +11,15 @@ import re
 from collections.abc import Mapping
 
 from gpuprov.bundle.manifest import KEYS, REPOSITORY, REPOSITORY_KEY, BundlePackage, is_safe_path
-from gpuprov.bundling.recipe import Collection, Recipe
-from gpuprov.bundling.repository_key import SIGNED_AT, RepositoryKey
-from gpuprov.bundling.rpm_sources import RpmSource
+from gpuprov.bundle_create.recipe import Collection, Recipe
+from gpuprov.bundle_create.repository_key import SIGNED_AT, RepositoryKey
+from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System, sha256_of
 from gpuprov.packaging.keys import fetch_pinned_key
 from gpuprov.packaging.pgp import armored, key_ids
 from gpuprov.packaging.rpm_failures import finish
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 _DOWNLOAD_SECONDS = 7200
 _SECONDS = 600

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.tables import server
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.tables import server
 
 # Debian's name of an architecture, from `uname -m`.
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}

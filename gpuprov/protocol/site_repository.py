@@ -8,7 +8,7 @@ from typing import Any
 from marshmallow import RAISE, Schema, post_load
 from marshmallow import fields as schema_fields
 
-from gpuprov.wire.spec_fields import FINGERPRINT, HTTP_URL, NAME, WORDS, OrEmpty
+from gpuprov.protocol.spec_fields import FINGERPRINT, HTTP_URL, NAME, WORDS, OrEmpty
 
 
 class RepositorySchema(Schema):

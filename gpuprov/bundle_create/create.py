@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 from gpuprov import __version__
 from gpuprov.bundle.manifest import CUDA, BundleFile, BundleImage, BundlePackage, Manifest
-from gpuprov.bundling.recipe import Collection, RunFile
-from gpuprov.bundling.repository_apt import collect_apt
-from gpuprov.bundling.repository_key import new_key
-from gpuprov.bundling.repository_rpm import collect_rpm
+from gpuprov.bundle_create.recipe import Collection, RunFile
+from gpuprov.bundle_create.repository_apt import collect_apt
+from gpuprov.bundle_create.repository_key import new_key
+from gpuprov.bundle_create.repository_rpm import collect_rpm
 from gpuprov.core.download import fetch, trusted_sha256
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_runfile, installer
 from gpuprov.engines.image_identity import image_identity
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.secrets import masked
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
 
 _DOWNLOAD_SECONDS = 7200
 AGENT = "agent/gpuprov-agent.pyz"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.packaging.rpm_vendor_keys import vendor_key
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.tables import server
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.tables import server
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.wire.spec_fields import (
+from gpuprov.protocol.spec_fields import (
     FINGERPRINT,
     HTTP_URL,
     MIG_LAYOUT,
@@ -59,7 +59,7 @@ class DriverOptions:
     )
     driver_releases: str = text(
         "",
-        "A table of driver releases that counts instead of the one in this gpuprov (gpuprov/wire/driver_releases.json "
+        "A table of driver releases that counts instead of gpuprov's own (gpuprov/protocol/driver_releases.json "
         "has its form): a URL, or an absolute path on the machine where gpuprov or Ansible runs. Needs its digest.",
         URL_OR_PATH,
     )
@@ -67,8 +67,8 @@ class DriverOptions:
     servers: str = text(
         "",
         "A table of the distributions' servers that counts instead of the one in this gpuprov "
-        "(gpuprov/wire/servers.json has its form; it may name some of them): a URL, or an absolute path on the machine "
-        "where gpuprov or Ansible runs. Needs its digest.",
+        "(gpuprov/protocol/servers.json has its form; it may name some of them): a URL, or an absolute path on the "
+        "machine where gpuprov or Ansible runs. Needs its digest.",
         URL_OR_PATH,
     )
     servers_sha256: str = text("", "The SHA-256 of that table.", SHA256)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.tables import ADVISORIES, table
-from gpuprov.wire.versions import version_numbers
+from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.tables import ADVISORIES, table
+from gpuprov.protocol.versions import version_numbers
 
 DRIVER, TOOLKIT = PRODUCTS = ("driver", "container toolkit")
 TOOLKIT_PACKAGE = "nvidia-container-toolkit"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpuprov.wire.words import line, plain
+from gpuprov.protocol.words import line, plain
 
 T = TypeVar("T")
 

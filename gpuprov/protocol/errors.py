@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from gpuprov.wire.codec import Text
+from gpuprov.protocol.codec import Text
 
 
 class ExitCode(IntEnum):
