@@ -110,7 +110,9 @@ class InstallRuntime(Change):
         return (path,) if there and not deploy.is_ours(system.read_bytes(path) or b"") else ()
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))
 
 

@@ -134,11 +134,11 @@ class _Machine:
         others = self._packages != self._package_times()
         errors = []
         for changed, tests in self._found:
-            lasting = sorted(path for path in changed if self._first.get(path) != self._last.get(path))
+            irreversible = sorted(path for path in changed if self._first.get(path) != self._last.get(path))
             if others:
-                lasting = [path for path in lasting if not path.startswith(("/etc/", "/run/", "/var/lib/"))]
-            if lasting:
-                paths = [f"{path}: {_words(self._first.get(path), self._last.get(path))}" for path in lasting]
+                irreversible = [path for path in irreversible if not path.startswith(("/etc/", "/run/", "/var/lib/"))]
+            if irreversible:
+                paths = [f"{path}: {_words(self._first.get(path), self._last.get(path))}" for path in irreversible]
                 errors.append(["outside of tests/world.py has changed:", *paths, "while these tests ran:", *tests])
         return errors
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuprov.agent.context import RunContext
-from gpuprov.core.apply import Applied, apply_changes, take_up
+from gpuprov.core.apply import Applied, apply_changes, resume_run
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.doctor.examine import tell, tell_causes
@@ -64,7 +64,7 @@ def fix(run: RunContext) -> Finished:
         look, work = _look(run), _Work()
     journal: Journal | None = None
     if look.fix.whole:
-        journal = take_up(run.system, CHANGE_KINDS, run.sink)
+        journal = resume_run(run.system, CHANGE_KINDS, run.sink)
         look = _look(run) if journal is not None else look
     if look.fix.changes:
         tell_causes(look.causes, run.sink)

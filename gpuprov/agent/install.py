@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.boot.reboot import Reboot
-from gpuprov.core.apply import apply_changes, obstacles, take_up, undo_disturbs
-from gpuprov.core.changes import Then
+from gpuprov.core.apply import apply_changes, obstacles, resume_run, undo_disturbs
+from gpuprov.core.changes import NextAction
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.facts.host import HostFacts
@@ -68,7 +68,7 @@ def install(run: RunContext) -> Finished:
             "",
             "run the same command again: it drains the host first",
         )
-    interrupted = take_up(run.system, CHANGE_KINDS, run.sink)
+    interrupted = resume_run(run.system, CHANGE_KINDS, run.sink)
     with run.system.interruptible(run.stop_requested):
         run = _resolved(run)
         facts = _gather(run)
@@ -131,13 +131,15 @@ def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
         with with_bundle.unpacked(run.system, run.bundle, changes):
             applied = apply_changes(changes, run.system, journal, run.sink, run.stop_requested)
         made = now.made + applied.made
-        if applied.then is Then.REBOOT:
+        if applied.next_action is NextAction.REBOOT:
             return replace(now, made=made, must_reboot=True)
         facts = _gather(run)
         now = _Progress(made, facts, make_plan(facts, run.spec, run.request.steps))
         _require_drained(run, now.plan)
         # A new driver may itself require a reboot.
-        if applied.then is Then.CONTINUE and not any(isinstance(item.change, Reboot) for item in now.plan.changes):
+        if applied.next_action is NextAction.CONTINUE and not any(
+            isinstance(item.change, Reboot) for item in now.plan.changes
+        ):
             break
     return now
 

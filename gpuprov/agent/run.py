@@ -194,7 +194,7 @@ def _with_bundle(run: RunContext) -> Iterator[RunContext]:
 
 
 def _roll_back(run: RunContext) -> Finished:
-    from gpuprov.agent.uninstall import lasting
+    from gpuprov.agent.uninstall import irreversible
 
     forget_resume(run.system)
     forget_asked(run.system)
@@ -202,7 +202,7 @@ def _roll_back(run: RunContext) -> Finished:
     count, summary = 0, "there is no run to roll back"
     if last is not None:
         _require_undoable(run, (last,))
-        for sentence in lasting(run.system, (last,), CHANGE_KINDS):
+        for sentence in irreversible(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
         count = roll_back(run.system, last, CHANGE_KINDS, run.sink, run.stop_requested)
         summary = f"{counted(count, 'change')} undone"
@@ -224,7 +224,7 @@ def _check_roll_back(run: RunContext) -> Finished:
 
     removal = last_run(run.system, CHANGE_KINDS)
     _require_undoable(run, removal.runs)
-    for sentence in removal.lasting:
+    for sentence in removal.irreversible:
         run.note(sentence, "warning")
     found = planned(run.system, removal, "rollback", diff=run.request.diff)
     run.sink(Planned(found, removal.disturbs(CHANGE_KINDS)))
@@ -260,7 +260,7 @@ def _announced_removal(run: RunContext) -> Removal:
     found = problems(run.system, removal, CHANGE_KINDS)
     if found:
         raise GpuprovError.several(found)
-    for sentence in removal.lasting:
+    for sentence in removal.irreversible:
         run.note(sentence, "warning")
     planned_changes = planned(run.system, removal, "uninstall", diff=run.request.diff)
     run.sink(Planned(planned_changes, removal.disturbs(CHANGE_KINDS)))

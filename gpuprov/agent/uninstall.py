@@ -38,7 +38,7 @@ _OUR_LINK = "../nvidia"
 
 @dataclass(frozen=True)
 class Removal:
-    """What an uninstall has to do. `lasting`: what it can't restore or also removes, a sentence each.
+    """What an uninstall has to do. `irreversible`: what it can't restore or also removes, a sentence each.
 
     `images`: the images that `verify` built, each with the command that removes it. `lost`: the evidence that journals
     are gone, "" if none is.
@@ -47,7 +47,7 @@ class Removal:
     runs: tuple[Run, ...]
     leftovers: tuple[str, ...]
     images: Mapping[str, tuple[str, ...]]
-    lasting: tuple[str, ...]
+    irreversible: tuple[str, ...]
     lost: str = ""
 
     @property
@@ -72,7 +72,7 @@ def survey(system: System, kinds: Kinds) -> Removal:
     for run in runs:
         for entry in run.undoable:
             kind_of(run, entry, kinds)
-    told = (*lasting(system, runs, kinds), *_stopped(system, runs))
+    told = (*irreversible(system, runs, kinds), *_stopped(system, runs))
     return Removal(runs, _leftovers(system, runs), images_left(system), told, _lost(system, every))
 
 
@@ -80,7 +80,7 @@ def last_run(system: System, kinds: Kinds) -> Removal:
     """Return what a rollback has to do: the latest run that is not fully undone, if there is one."""
     run = last_undoable_run(system)
     runs = (run,) if run else ()
-    return Removal(runs, (), {}, (*lasting(system, runs, kinds), *_stopped(system, runs)))
+    return Removal(runs, (), {}, (*irreversible(system, runs, kinds), *_stopped(system, runs)))
 
 
 def problems(system: System, removal: Removal, kinds: Kinds) -> tuple[Problem, ...]:
@@ -219,7 +219,7 @@ def _containers(system: System, engine: str, *which: str) -> list[tuple[str, str
     return [(row[0], row[1], row[2], row[3].lstrip("/")) for row in rows if len(row) == 4]
 
 
-def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
+def irreversible(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
     """Return, for runs given from newest to oldest, what can't be restored, and what others changed since.
 
     In the order of the changes; an unknown kind of change adds nothing.
@@ -229,7 +229,7 @@ def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, .
     for number, entry in enumerate(entries):
         earlier = tuple(one.before for one in entries[:number] if one.kind == entry.kind)
         if entry.kind in kinds:
-            told += kinds[entry.kind].lasting(system, entry.before, entry.outcome, earlier)
+            told += kinds[entry.kind].irreversible(system, entry.before, entry.outcome, earlier)
     written: dict[str, str] = {}
     for entry in entries:
         written.update((entry.outcome or {}).get("written", {}))

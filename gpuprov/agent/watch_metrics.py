@@ -55,10 +55,10 @@ def _lines(found: Measured) -> Iterator[str]:
     yield from _gauge("version_info", "What the host runs", [({**host, **versions}, 1)])
     gpus = count_in(found.versions.get("gpus", ""))
     yield from _gauge("gpus", "GPUs of the host", [] if gpus is None else [(host, gpus)])
-    holes = known_holes({name: versions[name] for name in ("driver", "toolkit")})
+    vulnerabilities = known_holes({name: versions[name] for name in ("driver", "toolkit")})
     worst = [
         ({**host, "product": one.product, "version": one.version, "fixed_in": one.fixed_in}, one.score)
-        for one in holes
+        for one in vulnerabilities
     ]  # fmt: skip
     yield from _gauge("known_hole_score", "Worst CVSS score of the known holes in what the host runs", worst)
 

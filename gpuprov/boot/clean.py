@@ -107,7 +107,9 @@ class CleanImage(Change):
             system.run((SSH_KEYGEN, "-A"), timeout=60)
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         return (
             "the identity that the image was cleaned of does not come back: new SSH host keys are made now, a new "
             "machine-id at the next boot",

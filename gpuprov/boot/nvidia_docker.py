@@ -56,5 +56,7 @@ class InstallNvidiaDocker(WriteFile):
         return (path,) if there and not is_ours(system.read_bytes(path) or b"") else ()
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))

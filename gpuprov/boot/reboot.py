@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell, Then
+from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.kernel import brings_modules
@@ -117,8 +117,8 @@ class Reboot(Change):
             exit_code=ExitCode.REBOOT_NEEDED,
         )
 
-    def then(self, outcome: Json) -> Then:
-        return Then.REBOOT if outcome["needed"] else Then.PLAN_AGAIN
+    def next_action(self, outcome: Json) -> NextAction:
+        return NextAction.REBOOT if outcome["needed"] else NextAction.PLAN_AGAIN
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

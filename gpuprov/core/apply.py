@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.changes import Change, Json, Then, file_digest, images_in, is_as_shown
+from gpuprov.core.changes import Change, Json, NextAction, file_digest, images_in, is_as_shown
 from gpuprov.core.journal import RUNS_DIRECTORY, Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error
@@ -20,7 +20,7 @@ class Applied:
     """The number of changes made, and how the run continues after the last of them."""
 
     made: int
-    then: Then = Then.CONTINUE
+    next_action: NextAction = NextAction.CONTINUE
 
 
 def apply_changes(
@@ -42,9 +42,9 @@ def apply_changes(
         begun = system.now()
         outcome = _apply_one(change, system, journal, sink)
         sink(ChangeDone(change.key, round(system.now() - begun, 3)))
-        then = change.then(outcome)
-        if then is not Then.CONTINUE:
-            return Applied(index, then)
+        next_action = change.next_action(outcome)
+        if next_action is not NextAction.CONTINUE:
+            return Applied(index, next_action)
     return Applied(len(changes))
 
 
@@ -107,7 +107,7 @@ def undo_obstacles(system: System, runs: Sequence[Run], kinds: Kinds) -> tuple[P
     return system.write_problems(dict.fromkeys(paths), filter(None, executed))
 
 
-def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
+def resume_run(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     """Return the journal of an interrupted run, ready to resume, or None if there is none.
 
     The interrupted change is undone first: it may be half done, and facts gathered in that state are wrong.
@@ -116,22 +116,22 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     if run is None:
         return None
     journal = resume_journal(system, run)
-    cut_off = run.interrupted
-    if cut_off is not None:
-        sink(Note(f"an earlier run was cut off in: {cut_off.key}; taking that up"))
-        kind = kind_of(journal, cut_off, kinds)
+    interrupted = run.interrupted
+    if interrupted is not None:
+        sink(Note(f"an earlier run was cut off in: {interrupted.key}; taking that up"))
+        kind = kind_of(journal, interrupted, kinds)
         if kind.undo_when_interrupted:
-            _undo_entry(system, journal, cut_off, kinds)
+            _undo_entry(system, journal, interrupted, kinds)
         else:
-            journal.done(cut_off.number, kind.cut_off(system, cut_off.before))
+            journal.done(interrupted.number, kind.interrupted(system, interrupted.before))
     return journal
 
 
 def undo_disturbs(system: System, kinds: Kinds) -> bool:
     """Say whether resuming an interrupted run may stop containers, because its interrupted change is undone."""
     run = unfinished_run(system)
-    cut_off = run.interrupted if run is not None else None
-    kind = kinds.get(cut_off.kind) if cut_off is not None else None
+    interrupted = run.interrupted if run is not None else None
+    kind = kinds.get(interrupted.kind) if interrupted is not None else None
     return kind is not None and kind.undo_when_interrupted and kind.undo_disturbs
 
 

@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 Tell = Callable[[str, int, int], None]
 
 
-class Then(enum.Enum):
+class NextAction(enum.Enum):
     """How a run continues after a change."""
 
     CONTINUE = "make the next change of the plan"
@@ -80,21 +80,23 @@ class Change:
         """Make the change; return what `undo` needs besides `before`. Raises GpuprovError on failure."""
         raise TypeError(f"{type(self).__name__} can't be applied")
 
-    def then(self, outcome: Json) -> Then:
+    def next_action(self, outcome: Json) -> NextAction:
         """Return how the run continues, from the result of `apply`."""
-        return Then.CONTINUE
+        return NextAction.CONTINUE
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Restore the earlier state. `outcome` is None if the change was interrupted. A second undo has no effect."""
 
     @classmethod
-    def cut_off(cls, system: System, before: Json) -> Json:
+    def interrupted(cls, system: System, before: Json) -> Json:
         """Return the outcome of an interrupted change that is not undone now: what a later `undo` needs."""
         return {}
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         """Return one sentence for each thing that `undo` can't restore or also removes. Reads only.
 
         `earlier` holds the captured states of earlier changes of this kind that will also be undone.

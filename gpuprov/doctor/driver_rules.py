@@ -156,7 +156,7 @@ def _no_smi(x: Examined) -> Finding | None:
 
 def _holes(x: Examined) -> Finding | None:
     version = x.driver.library_version
-    found = advisories.holes(advisories.DRIVER, version)
+    found = advisories.vulnerabilities(advisories.DRIVER, version)
     if found is None or x.host.kernel.wsl or x.host.hiding:
         return None
     unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")

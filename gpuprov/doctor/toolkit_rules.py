@@ -226,7 +226,7 @@ def _ldconfig(x: Examined) -> Finding | None:
 
 def _old_toolkit(x: Examined) -> Finding | None:
     version = x.host.packages.installed.get(advisories.TOOLKIT_PACKAGE, "")
-    found = advisories.holes(advisories.TOOLKIT, version)
+    found = advisories.vulnerabilities(advisories.TOOLKIT, version)
     if found is None:
         return None
     return Finding(

@@ -258,7 +258,9 @@ class InstallCudaToolkit(Change):
         system.run(("ldconfig",), timeout=120)
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         if not before["existed"]:
             return ()
         return (f"{before['prefix']} was there before gpuprov installed into it, and stays",)

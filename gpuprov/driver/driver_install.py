@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gpuprov import driver_run
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell, Then, capture_path, restore_path
+from gpuprov.core.changes import Change, Json, NextAction, Tell, capture_path, restore_path
 from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
@@ -158,9 +158,9 @@ class InstallDriver(Change):
             system.remove(self.path)
         return {}
 
-    def then(self, outcome: Json) -> Then:
+    def next_action(self, outcome: Json) -> NextAction:
         """Reboot before any change that needs the driver, if the old driver is still loaded."""
-        return Then.PLAN_AGAIN if self.keep_loaded or not outcome.get("installed", True) else Then.CONTINUE
+        return NextAction.PLAN_AGAIN if self.keep_loaded or not outcome.get("installed", True) else NextAction.CONTINUE
 
     def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
         """Unload the loaded driver; say whether that succeeded, if a reboot may help instead."""
@@ -271,7 +271,9 @@ class InstallDriver(Change):
         start_all_again(system, lambda message, done, total: None)
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         replaced, version = before.get("replaces", ""), before["version"]
         if replaced in ("", version, *(one["version"] for one in earlier)):
             return ()

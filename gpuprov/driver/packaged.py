@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell, Then
+from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled
 from gpuprov.packaging import apt, rpm_failures, rpm_packages
@@ -53,9 +53,11 @@ class SwitchPin(InstallPackages):
         finish(done, f"{', '.join(self.names)} could not be installed")
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         gone = tuple(f"package {name} is not restored" for name in before["instead"])
-        return (*gone, *super().lasting(system, before, outcome, earlier))
+        return (*gone, *super().irreversible(system, before, outcome, earlier))
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ class ChangeDriverPackages(InstallPackages):
     def key(self) -> str:
         return _CHANGE
 
-    def then(self, outcome: Json) -> Then:
+    def next_action(self, outcome: Json) -> NextAction:
         """The rest of the plan was made for the replaced driver."""
-        return Then.PLAN_AGAIN
+        return NextAction.PLAN_AGAIN
 
     def _gone(self) -> tuple[str, ...]:
         """Return the packages that apt must remove, in apt's syntax (apt-get(8): with a trailing dash)."""
@@ -127,9 +129,11 @@ class SwitchBranch(ChangeDriverPackages):
             )
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         gone = tuple(f"package {name} is not restored" for name in before["instead"])
-        return (*gone, *super().lasting(system, before, outcome, earlier))
+        return (*gone, *super().irreversible(system, before, outcome, earlier))
 
 
 def foreign_removals(said: str) -> tuple[str, ...]:
@@ -167,9 +171,9 @@ class ChangeDriverRpms(InstallRpmPackages):
         self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
         return {"added": sorted(added(before, installed_rpms(system)))}
 
-    def then(self, outcome: Json) -> Then:
+    def next_action(self, outcome: Json) -> NextAction:
         """The rest of the plan was made for the replaced driver."""
-        return Then.PLAN_AGAIN
+        return NextAction.PLAN_AGAIN
 
     def _drop_stale(self, system: System, tell: Tell, driver: str) -> None:
         """Remove compiled modules of another driver: their packages have different names, so no update removes them."""
@@ -179,7 +183,9 @@ class ChangeDriverRpms(InstallRpmPackages):
             rpm_failures.finish(done, f"{', '.join(stale)} could not be removed")
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         return ("the driver's packages stay at their version: those of before do not come back",)
 
 

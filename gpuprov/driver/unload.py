@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell, Then
+from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
@@ -111,8 +111,8 @@ class ReloadDriver(Change):
         start_again(system, tell)
         return {"loaded": discover(system).kernel_version}
 
-    def then(self, outcome: Json) -> Then:
-        return Then.CONTINUE if outcome["loaded"] == self.version else Then.PLAN_AGAIN
+    def next_action(self, outcome: Json) -> NextAction:
+        return NextAction.CONTINUE if outcome["loaded"] == self.version else NextAction.PLAN_AGAIN
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -43,7 +43,9 @@ class RemoveVolume(Change):
         return {}
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         return (f"volume {before['name']} and its content are not restored",)
 
 
@@ -158,7 +160,9 @@ class RemoveFolder(Change):
         system.run(("chown", f"{before['uid']}:{before['gid']}", str(before["path"])))
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         return (f"the content of {before['path']} is not restored",) if before["mode"] is not None else ()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpuprov.facts.mig import mig_layout
 from gpuprov.fleet.result import HostResult, machines
-from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Holes, holes
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Vulnerabilities, vulnerabilities
 
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
 _NONE = "none"
@@ -39,13 +39,13 @@ def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
 
 def hosts_by_hole(
     results: Sequence[HostResult], known: Sequence[Advisory]
-) -> tuple[tuple[Holes, tuple[str, ...]], ...]:
+) -> tuple[tuple[Vulnerabilities, tuple[str, ...]], ...]:
     """Return the known security holes of the hosts' drivers and toolkits, with the hosts, the worst first."""
     hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for result in machines(results):
         for product, name in ((DRIVER, "driver"), (TOOLKIT, "toolkit")):
             hosts[product, str(result.versions.get(name, ""))].append(result.host)
-    found = ((holes(product, version, known), tuple(names)) for (product, version), names in hosts.items())
+    found = ((vulnerabilities(product, version, known), tuple(names)) for (product, version), names in hosts.items())
     rows = ((one, names) for one, names in found if one is not None)
     return tuple(sorted(rows, key=lambda row: (-row[0].score, row[0].product, row[0].version)))
 

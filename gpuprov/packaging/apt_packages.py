@@ -210,7 +210,7 @@ class InstallPackages(Change):
             )
 
     @classmethod
-    def cut_off(cls, system: System, before: Json) -> Json:
+    def interrupted(cls, system: System, before: Json) -> Json:
         """Return the packages that are present now and were not before, complete or not."""
         versions = before.get("versions", dict.fromkeys(before["installed"], ""))
         return _outcome(versions, _present(system))
@@ -219,7 +219,7 @@ class InstallPackages(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Remove what this change added; keep what was there before, and what another package needs by now."""
         lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-        added = (outcome or cls.cut_off(system, before))["added"]
+        added = (outcome or cls.interrupted(system, before))["added"]
         left: Mapping[str, Any] = before.get("left", {})
         # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
         options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
@@ -230,8 +230,10 @@ class InstallPackages(Change):
             _mark(system, "hold", held_again, tell_nobody, lock_timeout)
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
-        found = outcome or cls.cut_off(system, before)
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
+        found = outcome or cls.interrupted(system, before)
         changed = tuple(
             f"{name} stays at {new}; before gpuprov it was {old}"
             for name, (old, new) in found.get("changed", {}).items()

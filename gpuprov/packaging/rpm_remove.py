@@ -77,7 +77,7 @@ class RemoveRpms(Change):
         system.make_directory(COPIES, 0o700)
         for package in before["packages"]:
             tell(f"keeping a copy of {package}", 0, 0)
-            # `lasting` reports packages that no repository has any more.
+            # `irreversible` reports packages that no repository has any more.
             run_rpm(system, self.program.copies(COPIES, (package,)), tell, _SECONDS, self.lock_timeout)
         system.sync()
         done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _SECONDS, self.lock_timeout)
@@ -103,7 +103,9 @@ class RemoveRpms(Change):
             system.remove_tree(COPIES)
 
     @classmethod
-    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
         there = installed_rpms(system)
         gone = (one for one in before["packages"] if one not in there and not _copy(system, one))
         return tuple(f"package {one} is not restored: no repository had it when it was removed" for one in gone)

@@ -27,7 +27,7 @@ from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packaging import apt_pins
 from gpuprov.plan import availability, migration, software, with_bundle
-from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
+from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.driver_releases import support_end
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
@@ -225,15 +225,18 @@ def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     )
 
 
-def _fix(one: Holes, spec: HostSpec) -> str:
+def _fix(one: Vulnerabilities, spec: HostSpec) -> str:
     """Return the settings that install the release without these holes; a distribution has only its own releases."""
     wanted = f'gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}"'
     from_distribution = one.product == DRIVER and spec.driver == "distribution"
     return f"gpuprov_driver: runfile and {wanted}" if from_distribution else wanted
 
 
-def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Holes, ...]:
-    found = (holes(DRIVER, _installed_driver(facts, spec)), holes(TOOLKIT, _installed_toolkit(facts, spec)))
+def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Vulnerabilities, ...]:
+    found = (
+        vulnerabilities(DRIVER, _installed_driver(facts, spec)),
+        vulnerabilities(TOOLKIT, _installed_toolkit(facts, spec)),
+    )
     return tuple(one for one in found if one is not None)
 
 

@@ -45,7 +45,7 @@ class Advisory:
 
 
 @dataclass(frozen=True)
-class Holes:
+class Vulnerabilities:
     """The known holes of one installed version: bulletins, the worst score, and the release to take instead.
 
     `unfixed_branch`: no release of the installed branch fixes them all.
@@ -87,7 +87,7 @@ def updated() -> str:
     return str(table(ADVISORIES)["updated"])
 
 
-def holes(product: str, version: str, known: Iterable[Advisory] | None = None) -> Holes | None:
+def vulnerabilities(product: str, version: str, known: Iterable[Advisory] | None = None) -> Vulnerabilities | None:
     """Return the known holes of a version of a product, None if there are none or the version is unknown."""
     if not version_numbers(version):
         return None
@@ -102,7 +102,9 @@ def holes(product: str, version: str, known: Iterable[Advisory] | None = None) -
             unfixed = unfixed or (product == DRIVER and hit.branch != _branch(version))
     if not found:
         return None
-    return Holes(product, version, tuple(found.values()), _fix(product, version, rows, found, unfixed), unfixed)
+    return Vulnerabilities(
+        product, version, tuple(found.values()), _fix(product, version, rows, found, unfixed), unfixed
+    )
 
 
 def _branch(version: str) -> str:

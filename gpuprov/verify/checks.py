@@ -17,7 +17,7 @@ from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel
 from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.events import Sink
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
@@ -71,9 +71,9 @@ def installed_versions(system: System) -> dict[str, str]:
     return {"driver": discover(system).library_version, "toolkit": toolkit_version}
 
 
-def known_holes(versions: Mapping[str, str]) -> tuple[Holes, ...]:
+def known_holes(versions: Mapping[str, str]) -> tuple[Vulnerabilities, ...]:
     """Return the known security holes of these versions of the driver and of NVIDIA's toolkit."""
-    found = (holes(DRIVER, versions["driver"]), holes(TOOLKIT, versions["toolkit"]))
+    found = (vulnerabilities(DRIVER, versions["driver"]), vulnerabilities(TOOLKIT, versions["toolkit"]))
     return tuple(one for one in found if one is not None)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, roll_back
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.facts.host import gather, gather_files
@@ -209,7 +209,7 @@ def test_what_a_kill_left_half_done_is_finished_and_can_be_undone(host: ChrootHo
     assert host.run(("dpkg-query", "-W", "-f", "${db:Status-Status}", "slow")).stdout == status
     assert "slow" not in installed(host)
     assert APT.gather(host).unfinished["slow"] == status
-    journal = take_up(host, CHANGE_KINDS, ignore)
+    journal = resume_run(host, CHANGE_KINDS, ignore)
     assert journal is not None
     apply_changes([change], host, journal, ignore)
     journal.end("done")
@@ -245,7 +245,7 @@ def test_what_is_needed_since_stays_and_is_told(host: ChrootHost) -> None:
     run = last_undoable_run(host)
     assert run is not None
     (entry,) = run.undoable
-    assert InstallPackages.lasting(host, entry.before, entry.outcome, ()) == (
+    assert InstallPackages.irreversible(host, entry.before, entry.outcome, ()) == (
         "library stays: needs-library, installed since, needs it",
     )
     undo_last(host)
@@ -268,9 +268,9 @@ def test_changed_configuration_that_would_be_lost_is_told(host: ChrootHost) -> N
     change = InstallPackages(("configured",))
     before = change.capture(host)
     outcome = change.apply(host, tell)
-    assert InstallPackages.lasting(host, before, outcome, ()) == ()
+    assert InstallPackages.irreversible(host, before, outcome, ()) == ()
     (host.root / "etc/configured.conf").write_text("of the site\n")
-    told = InstallPackages.lasting(host, before, outcome, ())
+    told = InstallPackages.irreversible(host, before, outcome, ())
     assert told == ("/etc/configured.conf, changed since configured was installed, goes with it",)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, take_up
+from gpuprov.core.apply import apply_changes, resume_run
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
@@ -114,7 +114,7 @@ def test_full_in_any_change_it_is_undone_and_the_next_run_goes_on(host: FillingH
         host.fills_in = ""
         make_room(host.root)
         # Undone, at once or as the next run begins: nothing is there but what is whole.
-        take_up(host, CHANGE_KINDS, ignore)
+        resume_run(host, CHANGE_KINDS, ignore)
         entries = read_runs(host)[-1].entries
         assert entries[-1].kind == kind and entries[-1].state != "begun"
         assert differences(host.tree(), host.begun) == set(), kind
@@ -137,7 +137,7 @@ ROOM = {0: "could not begin the run's journal", 8 << 20: "large could not be ins
 
 def carry_out(debian: System, *changes: Change) -> None:
     """Make these changes as a run does, one that was cut off taken up first."""
-    journal = take_up(debian, CHANGE_KINDS, ignore) or new_journal(debian, "install")
+    journal = resume_run(debian, CHANGE_KINDS, ignore) or new_journal(debian, "install")
     apply_changes(changes, debian, journal, ignore)
     journal.end("done")
 
@@ -186,7 +186,7 @@ def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository:
             with pytest.raises(GpuprovError, match=r"the disk is full|No space left"):
                 apply_changes([change], rpm, journal, ignore)
             make_room(disk)
-            take_up(rpm, CHANGE_KINDS, ignore)
+            resume_run(rpm, CHANGE_KINDS, ignore)
             assert set(rpm.run(("rpm", "-qa")).stdout.split()) == before
             carry_out(rpm, refresh)
         carry_out(rpm, large)

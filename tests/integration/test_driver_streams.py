@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.core.changes import Then
+from gpuprov.core.changes import NextAction
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
@@ -111,7 +111,7 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
     refresh.apply(host, tell)
     outcome = change.apply(host, tell)
     assert outcome == {"added": []}
-    assert change.then(outcome) is Then.PLAN_AGAIN
+    assert change.next_action(outcome) is NextAction.PLAN_AGAIN
     assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
     assert (
         cuda_repository.plan_pin(facts_of(host), spec) == cuda_repository.plan_other_version(facts_of(host), spec) == ()

@@ -143,7 +143,7 @@ def running(disk: Disk) -> Iterator[PoweredHost]:
         yield host
 
 
-def lasting(host: FakeHost) -> Tree:
+def irreversible(host: FakeHost) -> Tree:
     """Return what is more than memory on a host, and the same in every run: byte code holds the time of its source."""
     tree = host.tree()
     return {path: tree[path] for path in tree if not path.startswith(("/run/", "/lost+found")) and ".pyc" not in path}
@@ -232,7 +232,7 @@ def test_cut_in_the_drivers_installation_the_next_run_ends_as_an_undisturbed_one
     """One cut of each kind in the largest change; the next tests have all writes and all changes."""
     cuts: dict[str, Cut] = {}
     with running(disk) as host:
-        before = lasting(host)
+        before = irreversible(host)
 
         def note(moment: str, line: str) -> None:
             entries = [entry for run in read_runs(host) for entry in run.entries]
@@ -241,7 +241,7 @@ def test_cut_in_the_drivers_installation_the_next_run_ends_as_an_undisturbed_one
 
         host.at = note
         assert finished(install(host, spec)).exit_code == 0
-        undisturbed = lasting(host)
+        undisturbed = irreversible(host)
     assert cuts.keys() == {"torn", "unsynced", "whole"}
     for moment, one in cuts.items():
         with one.booted(whole=moment != "unsynced") as after:
@@ -256,7 +256,7 @@ def test_cut_at_any_write_of_the_journal_the_next_run_ends_as_an_undisturbed_one
 ) -> None:
     cuts: list[Cut] = []
     with running(disk) as host:
-        before = lasting(host)
+        before = irreversible(host)
 
         def note(now: str, line: str) -> None:
             if now == moment:
@@ -264,7 +264,7 @@ def test_cut_at_any_write_of_the_journal_the_next_run_ends_as_an_undisturbed_one
 
         host.at = note
         assert finished(install(host, spec)).exit_code == 0
-        undisturbed = lasting(host)
+        undisturbed = irreversible(host)
         written = (host.read_text(read_runs(host)[0].path) or "").splitlines()
         changes = [line for line in written if line.startswith('{"begin"')]
     # The driver's change waits for the disk twice: its files, and that they are whole.
@@ -281,7 +281,7 @@ def test_cut_in_any_kind_of_change_the_next_run_ends_as_an_undisturbed_one(disk:
     cuts: dict[tuple[str, int], Cut] = {}
     syncs: Counter[str] = Counter()
     with running(disk) as host:
-        before = lasting(host)
+        before = irreversible(host)
 
         def note(moment: str, line: str) -> None:
             if moment == "unsynced":
@@ -292,7 +292,7 @@ def test_cut_in_any_kind_of_change_the_next_run_ends_as_an_undisturbed_one(disk:
 
         host.at = note
         assert finished(install(host, spec)).exit_code == 0
-        undisturbed = lasting(host)
+        undisturbed = irreversible(host)
     assert {("InstallDriver", 2), ("InstallRuntime", 1), ("PrepareBoot", 1), ("ReconfigureDocker", 1)} <= cuts.keys()
     for one in cuts.values():
         with one.booted() as after:
@@ -302,10 +302,10 @@ def test_cut_in_any_kind_of_change_the_next_run_ends_as_an_undisturbed_one(disk:
 def assert_whole(host: FakeHost, spec: HostSpec, undisturbed: Tree, before: Tree, told: str) -> None:
     """The next run ends as an undisturbed one, the one after it has nothing to do, and nothing of before is lost."""
     if not any(run.entries for run in read_runs(host)):
-        assert differences(lasting(host), before) == set(), told
+        assert differences(irreversible(host), before) == set(), told
     done = finished(install(host, spec))
     assert done.exit_code == 0, f"{told}: {done.problems}"
-    assert differences(lasting(host), undisturbed) == set(), told
+    assert differences(irreversible(host), undisturbed) == set(), told
     assert finished(install(host, spec)).changed == 0, told
     run_request(Request("uninstall"), ignore, host)
-    assert differences(lasting(host), before) <= {"/var/log/nvidia-installer.log"}, told
+    assert differences(irreversible(host), before) <= {"/var/log/nvidia-installer.log"}, told

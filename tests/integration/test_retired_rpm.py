@@ -55,7 +55,7 @@ def test_packages_come_back_from_copies(host: RpmHost, repository: Repository) -
     # The repository is not needed any more.
     for path in repository.folder.rglob("*.rpm"):
         path.unlink()
-    assert change.lasting(host, before, {}, ()) == ()
+    assert change.irreversible(host, before, {}, ()) == ()
     change.undo(host, before, {})
     change.undo(host, before, {})
     assert rpms(host) == before_all
@@ -73,7 +73,7 @@ def test_what_no_repository_has_any_more_is_told(host: RpmHost, repository: Repo
     change = RemoveRpms(manager(host), _NAMES)
     before = change.capture(host)
     change.apply(host, tell)
-    assert [line.rpartition(" is not restored")[0] for line in change.lasting(host, before, {}, ())] == [
+    assert [line.rpartition(" is not restored")[0] for line in change.irreversible(host, before, {}, ())] == [
         f"package {one}" for one in before["packages"]
     ]
     change.undo(host, before, {})

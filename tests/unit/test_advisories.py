@@ -29,7 +29,16 @@ from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
-from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, advisories, holes, merged, rows_of, table_of
+from gpuprov.protocol.advisories import (
+    DRIVER,
+    TOOLKIT,
+    Advisory,
+    advisories,
+    merged,
+    rows_of,
+    table_of,
+    vulnerabilities,
+)
 from gpuprov.protocol.csaf import parse_csaf
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note
@@ -96,7 +105,7 @@ def test_nvidias_documents_become_rows() -> None:
 def test_versions_have_the_holes_that_the_bulletins_say(
     product: str, version: str, score: float, fixed_in: str, unfixed: bool
 ) -> None:
-    found = holes(product, version)
+    found = vulnerabilities(product, version)
     if not score:
         assert found is None
         return
@@ -147,16 +156,16 @@ def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> No
     # By both front doors.
     assert task_request("install", {}).tables == sent
     assert request_for(HostTarget("a", HostSpec()), Request("install"), alone=True).tables == sent
-    assert holes(DRIVER, "580.178.04") is None
+    assert vulnerabilities(DRIVER, "580.178.04") is None
     use_tables(sent)
-    found = holes(DRIVER, "580.178.04")
+    found = vulnerabilities(DRIVER, "580.178.04")
     assert found is not None
     assert found.bulletins == "2027/6000 (9.3)"
     # Those of a bundle count where they are newer, and only there.
     use_newer_advisories(json.dumps({**newer, "rows": [], "updated": "2027-01-31"}).encode(), "a bundle")
-    assert holes(DRIVER, "580.178.04") is not None
+    assert vulnerabilities(DRIVER, "580.178.04") is not None
     use_newer_advisories(json.dumps({**newer, "rows": [], "updated": "2027-02-02"}).encode(), "a bundle")
-    assert holes(DRIVER, "580.178.04") is None
+    assert vulnerabilities(DRIVER, "580.178.04") is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, roll_back
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
@@ -102,9 +102,9 @@ def test_killed_at_any_journal_line_the_next_run_takes_it_up(system: System, tmp
             path.write_text("".join(lines[:kept]) + torn)
             run = parse_run("", path.read_text())
             assert run.end == ""
-            cut_off = run.interrupted
-            assert (cut_off.key if cut_off else None) == {2: "write /file", 4: "write /other"}.get(kept)
-            taken = take_up(system, KINDS, ignore)
+            interrupted = run.interrupted
+            assert (interrupted.key if interrupted else None) == {2: "write /file", 4: "write /other"}.get(kept)
+            taken = resume_run(system, KINDS, ignore)
             assert taken is not None
             apply_changes([WriteFile("/file", b"new")], system, taken, ignore)
             taken.end("done")
@@ -117,7 +117,7 @@ def test_a_run_that_was_cut_off_and_taken_up_rolls_back_to_before_its_first_part
 ) -> None:
     (tmp_path / "file").write_bytes(b"old")
     apply_changes([WriteFile("/file", b"half way")], system, new_journal(system, "install"), ignore)
-    journal = take_up(system, KINDS, ignore)
+    journal = resume_run(system, KINDS, ignore)
     assert journal is not None
     apply_changes([WriteFile("/file", b"new")], system, journal, ignore)
     journal.end("done")

@@ -114,8 +114,8 @@ def test_a_migration_makes_room_in_the_same_run(host: FakeHost, left: str) -> No
 
 def test_the_way_back_keeps_what_a_package_has_brought_since(host: FakeHost, facts: HostFacts) -> None:
     before = apply(host, nvidia_docker.plan(facts, WANTED))
-    assert InstallNvidiaDocker.lasting(host, before, {}, ()) == ()
+    assert InstallNvidiaDocker.irreversible(host, before, {}, ()) == ()
     host.write(PATH, THEIRS, mode=0o755)
-    assert InstallNvidiaDocker.lasting(host, before, {}, ()) == (f"{PATH} stays: it is no longer gpuprov's",)
+    assert InstallNvidiaDocker.irreversible(host, before, {}, ()) == (f"{PATH} stays: it is no longer gpuprov's",)
     InstallNvidiaDocker.undo(host, before, {})
     assert host.read_bytes(PATH) == THEIRS

@@ -134,8 +134,8 @@ def test_configuration_that_a_removed_package_left_comes_back_with_the_undo(tmp_
     host.write("/etc/old", b"the package's")
     outcome = {"added": ["old"], "changed": {}}
     # Only a package that is purged takes what was changed along.
-    assert InstallPackages.lasting(host, before, outcome, ()) == ()
-    assert InstallPackages.lasting(host, {"installed": []}, outcome, ()) != ()
+    assert InstallPackages.irreversible(host, before, outcome, ()) == ()
+    assert InstallPackages.irreversible(host, {"installed": []}, outcome, ()) != ()
     InstallPackages.undo(host, before, outcome)
     assert host.asked[-1][-3:] == ("remove", "--", "old")
     assert host.read_text("/etc/old") == "the administrator's"
@@ -173,7 +173,7 @@ def test_what_an_installation_leaves_unfinished_is_finished(tmp_path: Path) -> N
 @pytest.mark.parametrize("before", [{"installed": ["make"], "versions": {"make": "1.0"}}, {"installed": ["make"]}])
 def test_what_a_killed_installation_brought_is_purged(tmp_path: Path, before: dict[str, Any]) -> None:
     host = Apt(tmp_path, *installed("make", "gcc"), "half-configured cpp 1.0 amd64 install ok ")
-    assert InstallPackages.cut_off(host, before) == {"added": ["cpp", "gcc"], "changed": {}}
+    assert InstallPackages.interrupted(host, before) == {"added": ["cpp", "gcc"], "changed": {}}
     host.make_directory(SOURCES_LIST.rpartition("/")[0])
     host.write(SOURCES_LIST, b"")
     InstallPackages.undo(host, before, None)
@@ -184,9 +184,9 @@ def test_what_the_undo_leaves_is_told(tmp_path: Path) -> None:
     host = Apt(tmp_path, *installed("make", "gcc"))
     before = {"installed": ["gone", "make"], "versions": {"make": "0.9", "gone": "1.0"}, "left": {}}
     said = ("make stays at 1.0; before gpuprov it was 0.9",)
-    assert InstallPackages.lasting(host, before, None, ()) == said
-    assert InstallPackages.lasting(host, before, {"added": [], "changed": {"make": ["0.9", "1.0"]}}, ()) == said
-    assert InstallPackages.lasting(host, before, {"added": ["gcc"]}, ()) == ()
+    assert InstallPackages.irreversible(host, before, None, ()) == said
+    assert InstallPackages.irreversible(host, before, {"added": [], "changed": {"make": ["0.9", "1.0"]}}, ()) == said
+    assert InstallPackages.irreversible(host, before, {"added": ["gcc"]}, ()) == ()
 
 
 def test_an_apt_without_dpkg_is_none(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from gpuprov.core.apply import (
     Applied,
     apply_changes,
     last_undoable_run,
+    resume_run,
     roll_back,
-    take_up,
     undo_runs,
 )
-from gpuprov.core.changes import Change, Json, Tell, Then, WriteFile
+from gpuprov.core.changes import Change, Json, NextAction, Tell, WriteFile
 from gpuprov.core.journal import (
     RUNS_DIRECTORY,
     Run,
@@ -60,8 +60,8 @@ class Half(Change):
         tell("half way", 1, 2)
         return {"did": "it"}
 
-    def then(self, outcome: Json) -> Then:
-        return {"reboot": Then.REBOOT, "plan": Then.PLAN_AGAIN}.get(self.how, Then.CONTINUE)
+    def next_action(self, outcome: Json) -> NextAction:
+        return {"reboot": NextAction.REBOOT, "plan": NextAction.PLAN_AGAIN}.get(self.how, NextAction.CONTINUE)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -70,7 +70,7 @@ class Half(Change):
         system.remove(before["path"])
 
     @classmethod
-    def cut_off(cls, system: System, before: Json) -> Json:
+    def interrupted(cls, system: System, before: Json) -> Json:
         return {"seen": system.exists(before["path"])}
 
 
@@ -189,14 +189,14 @@ def test_a_failed_run_whose_undoing_failed_too_is_unfinished_until_the_next_run_
     assert run is not None and run.interrupted is not None
     assert (run.end, run.interrupted.key) == ("failed", "do half of it")
     with pytest.raises(GpuprovError, match="could not undo: do half of it"):
-        take_up(system, KINDS, ignore)
+        resume_run(system, KINDS, ignore)
     system.remove("/stuck")
-    journal = take_up(system, KINDS, ignore)
+    journal = resume_run(system, KINDS, ignore)
     assert journal is not None and journal.path == run.path
     assert not system.exists(MARK)
     assert [entry.state for entry in read_runs(system)[0].entries] == ["done", "undone"]
     assert unfinished_run(system) is None
-    assert take_up(system, KINDS, ignore) is None
+    assert resume_run(system, KINDS, ignore) is None
 
 
 def test_a_failed_run_that_undid_its_change_is_finished(system: Recording) -> None:
@@ -211,10 +211,10 @@ def test_of_runs_before_the_last_only_one_without_an_end_is_unfinished(system: R
     failed_with_its_undoing(system)
     new_journal(system, "install").end("done")
     assert unfinished_run(system) is None
-    cut_off = new_journal(system, "install").path
+    interrupted = new_journal(system, "install").path
     new_journal(system, "install").end("done")
     run = unfinished_run(system)
-    assert run is not None and run.path == cut_off
+    assert run is not None and run.path == interrupted
 
 
 @pytest.mark.root
@@ -267,7 +267,7 @@ def test_a_killed_change_is_undone_or_resumed_as_its_kind_says(
         apply_changes([kind("killed")], system, new_journal(system, "install"), ignore)
     assert system.exists(MARK)
     notes: list[Event] = []
-    journal = take_up(system, KINDS, notes.append)
+    journal = resume_run(system, KINDS, notes.append)
     assert journal is not None
     assert notes == [Note("an earlier run was cut off in: do half of it; taking that up")]
     (entry,) = read_runs(system)[0].entries
@@ -277,7 +277,7 @@ def test_a_killed_change_is_undone_or_resumed_as_its_kind_says(
 def test_a_run_that_was_cut_off_between_two_changes_is_resumed_in_silence(system: Recording) -> None:
     apply_changes([Half()], system, new_journal(system, "install"), ignore)
     notes: list[Event] = []
-    journal = take_up(system, KINDS, notes.append)
+    journal = resume_run(system, KINDS, notes.append)
     assert journal is not None and notes == []
     apply_changes([WriteFile("/more", b"1")], system, journal, ignore)
     (run,) = read_runs(system)
@@ -307,11 +307,13 @@ def test_each_change_is_announced_told_of_and_timed(system: Recording) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "then"), [("reboot", Then.REBOOT), ("plan", Then.PLAN_AGAIN)])
-def test_a_change_that_makes_the_rest_stale_ends_the_round(system: Recording, how: str, then: Then) -> None:
+@pytest.mark.parametrize(("how", "next_action"), [("reboot", NextAction.REBOOT), ("plan", NextAction.PLAN_AGAIN)])
+def test_a_change_that_makes_the_rest_stale_ends_the_round(
+    system: Recording, how: str, next_action: NextAction
+) -> None:
     changes = [WriteFile("/a", b"1"), Half(how), WriteFile("/b", b"2")]
     events: list[Event] = []
-    assert apply_changes(changes, system, new_journal(system, "install"), events.append) == Applied(2, then)
+    assert apply_changes(changes, system, new_journal(system, "install"), events.append) == Applied(2, next_action)
     assert isinstance(events[-1], ChangeDone)
     assert not system.exists("/b")
     assert [entry.state for entry in read_runs(system)[0].entries] == ["done", "done"]

@@ -50,9 +50,9 @@ def test_a_run(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["gpuprov_version_info", "26", "550.163.01", "gpu1", "6.1", "Debian 12", ""] == 1
     assert found["gpuprov_gpus", "gpu1"] == 2
-    holes = [name for name in found if name[0] == "gpuprov_known_hole_score"]
-    assert [name[2:] for name in holes] == [("gpu1", "driver", "550.163.01")]
-    assert found[holes[0]] > 5
+    vulnerabilities = [name for name in found if name[0] == "gpuprov_known_hole_score"]
+    assert [name[2:] for name in vulnerabilities] == [("gpu1", "driver", "550.163.01")]
+    assert found[vulnerabilities[0]] > 5
 
 
 def test_the_page_has_every_metric(tmp_path: Path) -> None:
