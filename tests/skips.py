@@ -24,7 +24,6 @@ _EXPECTED = (
     "driver \\d+ can't be fetched from Debian's experimental: ",
     "this file system knows no immutable files",
     "this machine has a driver loaded: make test-gpu is for it",
-    "crun 1.8 wants more locked memory for version 2 than root in a virtual machine may have",
     # sid's programs, where they need newer libraries than Debian 13 has, or are between two versions.
     "Debian sid's \\w+ does not run on Debian 13: (?s:.*)(GLIBC|cannot open shared object|Unable to locate|Can't find)",
 )
