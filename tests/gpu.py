@@ -31,8 +31,8 @@ from tests.deployed import PYTHON
 from tests.integration.container_bench import Bench
 from tests.integration.container_python import add_python
 
-_VERIFY = Path(__file__).resolve().parents[1] / "gpuprov/verify"
-_CALLS, _TORCH = _VERIFY / "cuda/calls_program.py", _VERIFY / "torch_program.py"
+_CHECKS = Path(__file__).resolve().parents[1] / "gpuprov/checks"
+_CALLS, _TORCH = _CHECKS / "cuda/calls_program.py", _CHECKS / "torch_program.py"
 _ALL = "NVIDIA_VISIBLE_DEVICES=all"
 # What changes by itself, or is another process's.
 _VOLATILE = re.compile(

@@ -278,7 +278,7 @@ def _doctor(run: RunContext) -> Finished:
 
 
 def _cuda(run: RunContext) -> Finished:
-    from gpuprov.verify.cuda.survey import examine
+    from gpuprov.checks.cuda.survey import examine
 
     return examine(run.system, run.request.arguments, run.sink)
 

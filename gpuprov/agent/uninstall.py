@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
+from gpuprov.checks.engines import images_left
 from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_obstacles, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run, read_runs
@@ -18,7 +19,6 @@ from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import PlannedChange, Sink
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
-from gpuprov.verify.engines import images_left
 
 _RUNTIME = "nvidia"
 # The container runtime's state; the log of internal errors.

@@ -58,9 +58,9 @@ def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: 
 
         asked = {"subject": subject, "variables": _pairs(variables), "program": program}
         sys.exit(int(run_command(Options("cuda", arguments=asked, **take_passwords(options), **options))))
+    from gpuprov.checks.cuda import survey
+    from gpuprov.checks.cuda.search import Program
     from gpuprov.core.system import System
-    from gpuprov.verify.cuda import survey
-    from gpuprov.verify.cuda.search import Program
 
     own = {} if subject else {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     call = Program({**own, **_pairs(variables)}, os.getcwd(), program)  # noqa: PTH109
@@ -84,8 +84,8 @@ def _pairs(variables: tuple[str, ...]) -> dict[str, str]:
 
 
 def _explain(text: str, *, as_json: bool) -> None:
-    from gpuprov.verify.cuda.results import RESULTS, result_of
-    from gpuprov.verify.cuda.survey import result_lines
+    from gpuprov.checks.cuda.results import RESULTS, result_of
+    from gpuprov.checks.cuda.survey import result_lines
 
     found = result_of(text)
     if found is None:

@@ -17,8 +17,8 @@ from gpuprov.fleet.standard_streams import say, say_text, standard_input
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
+    from gpuprov.checks.cuda.survey import Survey
     from gpuprov.runtime_hook.settings import Settings
-    from gpuprov.verify.cuda.survey import Survey
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -85,7 +85,7 @@ def _with_libraries(
     found: dict[str, Any], lines: list[str], libraries: Survey | str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a decision and its text with the libraries, or why they are unknown."""
-    from gpuprov.verify.cuda import survey
+    from gpuprov.checks.cuda import survey
 
     if isinstance(libraries, survey.Survey):
         return {**found, "cuda": survey.as_json(libraries)}, [*lines, *survey.as_lines(libraries)]
@@ -102,10 +102,10 @@ def _libraries(look: Callable[[], Survey]) -> Survey | str:
 
 def _of_running(container: str, kept: dict[str, Any]) -> Survey:
     """Return what a container that runs loads: by its engine, or by its bundle where no engine is asked or knows it."""
+    from gpuprov.checks.cuda.search import Program
+    from gpuprov.checks.cuda.survey import survey
     from gpuprov.core.system import System
     from gpuprov.runtime_hook.settings import read_settings
-    from gpuprov.verify.cuda.search import Program
-    from gpuprov.verify.cuda.survey import survey
 
     try:
         if container:
@@ -117,8 +117,8 @@ def _of_running(container: str, kept: dict[str, Any]) -> Survey:
 
 
 def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
+    from gpuprov.checks.cuda.survey import survey_bundle
     from gpuprov.core.system import System
-    from gpuprov.verify.cuda.survey import survey_bundle
 
     return survey_bundle(System("/"), config, bundle, settings)
 

@@ -11,12 +11,12 @@ import contextlib
 import threading
 from dataclasses import dataclass
 
+from gpuprov.checks.cuda.judgement import Finding
+from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.verify.cuda.judgement import Finding
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import ENGINES, Survey, survey
 
 MOST = 20
 _SECONDS = 20

@@ -14,6 +14,7 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.checks.cuda.judgement import gather_hiding
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.image_system import BOOTED
 from gpuprov.core.journal import unfinished_run
@@ -39,7 +40,6 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
-from gpuprov.verify.cuda.judgement import gather_hiding
 
 _SMI_SECONDS = 120
 _SECONDS = 20

@@ -1,6 +1,6 @@
 """Data about a library that the loader takes in place of the driver's, and about missing or broken driver files.
 
-This module holds data and commands; gpuprov.verify.cuda.judgement finds out which library the loader takes.
+This module holds data and commands; gpuprov.checks.cuda.judgement finds out which library the loader takes.
 """
 
 from __future__ import annotations

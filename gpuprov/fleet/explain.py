@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gpuprov.checks.cuda.survey import Survey, from_json
 from gpuprov.engines.containers import decision_of
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.options import Options
@@ -14,7 +15,6 @@ from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import CudaSurveyed, Event
 from gpuprov.protocol.request import Request
-from gpuprov.verify.cuda.survey import Survey, from_json
 
 if TYPE_CHECKING:
     from fabric import Connection

@@ -293,7 +293,7 @@ def _summed(numbers: Sequence[int]) -> str:
     return " + ".join(map(str, numbers)) if len(numbers) <= _MOST_SIDE_BY_SIDE else str(sum(numbers))
 
 
-_ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.verify, after the engine's
+_ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.checks, after the engine's
 _CHANGED = {False: "made", True: "would be made"}
 _FAILED_ON = {"doctor": "causes found on", "cuda": "wrong on"}
 _PARTICIPLES = {

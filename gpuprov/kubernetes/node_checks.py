@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Union
 
+from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.display_text import listed
@@ -20,7 +21,6 @@ from gpuprov.kubernetes.cluster import Node, PodState
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, Finished, Note
 from gpuprov.protocol.words import counted, one_line
-from gpuprov.verify.outcome import all_gpus_check
 
 _GPU = re.compile(r"GPU \d{1,4}: (.{1,200}?) \(UUID: (GPU-[0-9A-Za-z-]{1,64})\)\s*")
 _MIG = re.compile(r"\s+MIG \S{1,40}\s+Device\s+\d{1,4}: \(UUID: (MIG-[0-9A-Za-z/-]{1,120})\)\s*")

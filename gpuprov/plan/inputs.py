@@ -117,7 +117,7 @@ def _with_obstacles(system: System, facts: HostFacts, spec: HostSpec, steps: Seq
     installs = driver_run.installs(facts, spec)
     if installs or facts.driver_installed_version != facts.driver_loaded_version:
         # Most hosts have the desired driver.
-        from gpuprov.verify.cuda.judgement import gather_hiding
+        from gpuprov.checks.cuda.judgement import gather_hiding
 
         version = spec.driver_version if installs else facts.driver_loaded_version
         facts = replace(facts, hiding=gather_hiding(system, version))

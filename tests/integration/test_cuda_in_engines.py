@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.survey import Subject, survey_of
+from gpuprov.checks.cuda.trees import ArchiveTree, RootTree, add_driver, chain
 from gpuprov.core.system import System
 from gpuprov.doctor import containers
 from gpuprov.doctor.containers import gather_containers
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import Settings
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import Subject, survey_of
-from gpuprov.verify.cuda.trees import ArchiveTree, RootTree, add_driver, chain
 from tests.integration.container_bench import LIBRARIES, Bench
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.integration.test_libcuda_loader import make_root

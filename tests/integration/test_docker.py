@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.checks.engines import DOCKER
 from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, undo_runs
 from gpuprov.core.changes import Change, Json
 from gpuprov.core.journal import new_journal, read_runs
@@ -21,7 +22,6 @@ from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import DockerUnit, refusal
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.verify.engines import DOCKER
 from tests.integration.dockerd import DockerHost, docker_host
 
 pytestmark = [

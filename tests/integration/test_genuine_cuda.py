@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.checks.cuda.judgement import least_driver
+from gpuprov.checks.cuda.search import Program, processor_levels
+from gpuprov.checks.cuda.survey import Subject, Survey, as_lines, survey_of
+from gpuprov.checks.cuda.trees import RootTree
 from gpuprov.core.system import System
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.verify.cuda.judgement import least_driver
-from gpuprov.verify.cuda.search import Program, processor_levels
-from gpuprov.verify.cuda.survey import Subject, Survey, as_lines, survey_of
-from gpuprov.verify.cuda.trees import RootTree
 from tests.genuine import BRANCHES, Driver, UnavailableError, driver, libcudart
 from tests.integration.container_bench import LIBRARIES, NAME
 from tests.integration.dockerd import docker_host

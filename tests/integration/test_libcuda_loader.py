@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.checks.cuda.search import LIBCUDA, Found, Program, find_loader, processor_levels, search
+from gpuprov.checks.cuda.trees import RootTree
 from gpuprov.core.system import System
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.verify.cuda.search import LIBCUDA, Found, Program, find_loader, processor_levels, search
-from gpuprov.verify.cuda.trees import RootTree
 
 pytestmark = pytest.mark.root
 

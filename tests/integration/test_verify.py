@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gpuprov.checks import containers
+from gpuprov.checks.containers import Bench
+from gpuprov.checks.engines import DOCKER
+from gpuprov.checks.image import REPOSITORY
+from gpuprov.checks.outcome import Failed
+from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.verify import containers
-from gpuprov.verify.containers import Bench
-from gpuprov.verify.engines import DOCKER
-from gpuprov.verify.image import REPOSITORY
-from gpuprov.verify.outcome import Failed
-from gpuprov.verify.smi import SmiReport
 from tests.clock import clock_of
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.lab.shell import wait_for

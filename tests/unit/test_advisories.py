@@ -44,7 +44,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line, request_to_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.verify.checks import installed_versions, known_holes
+from gpuprov.verify import installed_versions, known_holes
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
 from tests.bundles import FILES, write_test_bundle

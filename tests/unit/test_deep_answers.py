@@ -9,13 +9,13 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.survey import opened
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.docker import parse_info
 from gpuprov.engines.podman import is_hook_for
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import opened
 
 
 class Deep(System):

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpuprov import verify
 from gpuprov.agent.run import run_request
+from gpuprov.checks.outcome import Failed
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
@@ -24,8 +26,6 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
-from gpuprov.verify import checks
-from gpuprov.verify.outcome import Failed
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 from tests.unit.test_packages import held_by_another
@@ -190,9 +190,9 @@ def test_a_verification_names_what_keeps_cuda_from_coming_up(host: SwitchHost, n
     simgpu.install_tree(host.root)
     facts, what = SHOWN[name]
     with pytest.raises(Failed, match=what):
-        checks._fabric_manager(host, facts)
+        verify._fabric_manager(host, facts)
     good = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
-    assert checks._fabric_manager(host, good) == (VERSION, "")
+    assert verify._fabric_manager(host, good) == (VERSION, "")
 
 
 def test_a_run_that_installs_it_waits_for_the_package_manager_before_its_first_change(host: SwitchHost) -> None:

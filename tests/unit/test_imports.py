@@ -32,7 +32,7 @@ _GATHER = (
             _GATHER,
             (
                 "gpuprov.fleet",
-                "gpuprov.verify",
+                "gpuprov.checks",
                 "gpuprov.doctor",
                 "gpuprov.agent.uninstall",
                 "requests",

@@ -26,7 +26,7 @@ from gpuprov.plan.steps import CHANGE_KINDS, make_plan
 from gpuprov.protocol.events import CheckDone, Event, Finished, PlannedChange
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
-from gpuprov.verify.checks import verify
+from gpuprov.verify import verify
 from tests import simgpu
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 from tests.unit.test_lock import Below, hold

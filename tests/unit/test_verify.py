@@ -17,18 +17,19 @@ from gpuprov import toolkit
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.checks import cuda_checks
+from gpuprov.checks.containers import Bench, ended
+from gpuprov.checks.engines import PODMAN
+from gpuprov.checks.outcome import Checks
+from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import other_engines
 from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.verify import cuda_checks, verify
-from gpuprov.verify.containers import Bench, ended
-from gpuprov.verify.engines import PODMAN
-from gpuprov.verify.outcome import Checks
-from gpuprov.verify.smi import SmiReport
+from gpuprov.verify import verify
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
-from tests.unit.verify.test_smi import LAUGHS, REPORT
+from tests.unit.checks.test_smi import LAUGHS, REPORT
 
 pytestmark = pytest.mark.root
 

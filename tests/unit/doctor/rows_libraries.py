@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpuprov.checks.cuda.judgement import Finding
 from gpuprov.doctor.containers import Containers, Loaded
 from gpuprov.doctor.finding import ASIDE
-from gpuprov.verify.cuda.judgement import Finding
 from tests.unit.doctor.ill import Change, Row
 
 # As test_cuda_libraries.py has it of an image with a libcuda of its own.

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 
+from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.fleet import command
 from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.options import Options
@@ -34,7 +35,6 @@ from gpuprov.protocol.events import (
     Started,
 )
 from gpuprov.protocol.words import one_line, plain
-from gpuprov.verify.outcome import all_gpus_check
 
 EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
 

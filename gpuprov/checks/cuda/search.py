@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
-from gpuprov.verify.cuda.trees import Tree, chain, read_start
+from gpuprov.checks.cuda.trees import Tree, chain, read_start
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<IIQQQQQQ")

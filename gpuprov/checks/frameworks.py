@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpuprov.checks.containers import Bench
+from gpuprov.checks.cuda.results import result_of
+from gpuprov.checks.cuda_checks import explain_image
+from gpuprov.checks.engines import ALL
+from gpuprov.checks.outcome import Failed, Shown
 from gpuprov.core.commands import Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, load
 from gpuprov.protocol.words import counted
-from gpuprov.verify.containers import Bench
-from gpuprov.verify.cuda.results import result_of
-from gpuprov.verify.cuda_checks import explain_image
-from gpuprov.verify.engines import ALL
-from gpuprov.verify.outcome import Failed, Shown
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 _SECONDS = 600
@@ -75,7 +75,7 @@ def tensorflow(bench: Bench) -> Shown:
 
 def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
     """Return what a framework's program printed, and how it ended. Raises Failed if it printed nothing."""
-    source = pkgutil.get_data(__package__ or "gpuprov.verify", f"{framework}_program.py")
+    source = pkgutil.get_data(__package__ or "gpuprov.checks", f"{framework}_program.py")
     assert source is not None
     done = _run(bench, "python3", source.decode())
     if done.returncode == _NOT_FOUND:

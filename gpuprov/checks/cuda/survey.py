@@ -17,18 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
-from gpuprov.core.system import System
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
-from gpuprov.runtime_hook.decision import owner_of, root_of
-from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.request import parse_request
-from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.runtime_hook.settings import Settings
-from gpuprov.runtime_hook.volumes import cover, volumes_of
-from gpuprov.verify.cuda.judgement import Finding, Runtime, find_runtimes, judge
-from gpuprov.verify.cuda.results import RESULTS, Result
-from gpuprov.verify.cuda.search import (
+from gpuprov.checks.cuda.judgement import Finding, Runtime, find_runtimes, judge
+from gpuprov.checks.cuda.results import RESULTS, Result
+from gpuprov.checks.cuda.search import (
     LIBCUDA,
     LIBNVIDIA_ML,
     Candidate,
@@ -39,7 +30,16 @@ from gpuprov.verify.cuda.search import (
     processor_levels,
     search,
 )
-from gpuprov.verify.cuda.trees import AddedTree, ArchiveTree, RootTree, Tree, add_driver, chain, read_archive
+from gpuprov.checks.cuda.trees import AddedTree, ArchiveTree, RootTree, Tree, add_driver, chain, read_archive
+from gpuprov.core.system import System
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
+from gpuprov.runtime_hook.decision import owner_of, root_of
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.request import parse_request
+from gpuprov.runtime_hook.rootfs import Root
+from gpuprov.runtime_hook.settings import Settings
+from gpuprov.runtime_hook.volumes import cover, volumes_of
 
 ENGINES = ("docker", "podman")
 _SECONDS = 60

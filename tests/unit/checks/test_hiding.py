@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import discover
+from gpuprov.checks.cuda.judgement import environment_of_logins, gather_hiding
 from gpuprov.core.system import System
 from gpuprov.facts.hiding import HidingLibrary, damage
 from gpuprov.package_managers.registry import manager_of
-from gpuprov.verify.cuda.judgement import environment_of_logins, gather_hiding
 from tests import simgpu
 
 pytestmark = pytest.mark.root

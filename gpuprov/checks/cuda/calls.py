@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpuprov.checks.image import LIBRARIES
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.verify.image import LIBRARIES
 
 KERNEL, OWN = "kernel", "own"
 ALONE = ("-I", "-S", "-E", "-B")
@@ -68,7 +68,7 @@ class Calls:
 
 def command(python: str, *words: str) -> tuple[str, ...]:
     """Return the command that makes the calls with a Python."""
-    source = pkgutil.get_data(__package__ or "gpuprov.verify.cuda", _MODULE)
+    source = pkgutil.get_data(__package__ or "gpuprov.checks.cuda", _MODULE)
     assert source is not None
     return (python, *ALONE, "-c", source.decode(), *words)
 

@@ -9,11 +9,9 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.core.commands import TIMED_OUT, Completed
-from gpuprov.core.system import System
-from gpuprov.verify import containers, frameworks, parse_smi
-from gpuprov.verify.containers import Bench
-from gpuprov.verify.engines import (
+from gpuprov.checks import containers, frameworks
+from gpuprov.checks.containers import Bench
+from gpuprov.checks.engines import (
     ALL,
     DOCKER,
     DOCKER_CDI,
@@ -23,7 +21,10 @@ from gpuprov.verify.engines import (
     Engine,
     full_reference,
 )
-from gpuprov.verify.outcome import Failed
+from gpuprov.checks.outcome import Failed
+from gpuprov.checks.smi import parse_smi
+from gpuprov.core.commands import TIMED_OUT, Completed
+from gpuprov.core.system import System
 
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 TWO = parse_smi(REPORT)

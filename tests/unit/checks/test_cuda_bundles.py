@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from gpuprov.checks.cuda.trees import AddedTree, RootTree, chain, read_start
 from gpuprov.cli.hook import hook
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.verify.cuda.trees import AddedTree, RootTree, chain, read_start
-from tests.unit.verify.test_cuda_libraries import LOADER, elf
+from tests.unit.checks.test_cuda_libraries import LOADER, elf
 
 GLIBC = b"\0/lib/x86_64-linux-gnu/\0/usr/lib/x86_64-linux-gnu/\0/lib/\0/usr/lib/\0x86-64-v2"
 DRIVER = "/usr/lib/x86_64-linux-gnu"

@@ -11,13 +11,13 @@ import pytest
 
 from gpuprov.agent.playbook_task import task_request, task_result
 from gpuprov.agent.run import run_request
+from gpuprov.checks.cuda import survey as cuda_survey
+from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.survey import Survey, as_json
 from gpuprov.core.system import System
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line, request_to_line
-from gpuprov.verify.cuda import survey as cuda_survey
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import Survey, as_json
-from tests.unit.verify.test_cuda_libraries import DRIVER, Image, healthy
+from tests.unit.checks.test_cuda_libraries import DRIVER, Image, healthy
 
 
 @pytest.fixture

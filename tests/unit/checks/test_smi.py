@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.checks.smi import SmiGpu, SmiReport, compare, parse_smi
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
 from tests.simgpu import gpu
 
 # `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.

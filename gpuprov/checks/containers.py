@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from gpuprov.checks.engines import ALL, DOCKER, DOCKER_GPUS, Engine
+from gpuprov.checks.outcome import Failed, Shown, telling_line
+from gpuprov.checks.smi import SmiReport, compare, parse_smi
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.words import counted
-from gpuprov.verify.engines import ALL, DOCKER, DOCKER_GPUS, Engine
-from gpuprov.verify.outcome import Failed, Shown, telling_line
-from gpuprov.verify.smi import SmiReport, compare, parse_smi
 
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
 # What docker says where no hook was on its PATH when it started.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from gpuprov.cdi.discover import discover
+from gpuprov.checks.outcome import Checks, Failed, Shown, Verdict
 from gpuprov.core.system import System
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, WANTS
 from gpuprov.facts.kernels import gather_kernels
 from gpuprov.protocol.events import Sink
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict
 
 _UNKNOWN = "there is no GPU in this machine: run gpuprov verify on a copy of the image that has some"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Protocol
 
+from gpuprov.checks.image import REPOSITORY, own_image
+from gpuprov.checks.outcome import Failed, telling_line
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.verify.image import REPOSITORY, own_image
-from gpuprov.verify.outcome import Failed, telling_line
 
 CONTAINER_SECONDS = 120
 _PULL_SECONDS = 1800

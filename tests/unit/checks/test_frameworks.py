@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from gpuprov.checks import frameworks
+from gpuprov.checks.containers import Bench
+from gpuprov.checks.outcome import Failed, Shown
+from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.verify import frameworks
-from gpuprov.verify.containers import Bench
-from gpuprov.verify.outcome import Failed, Shown
-from gpuprov.verify.smi import SmiGpu, SmiReport
 
 REPORT = SmiReport(
     "550.163.01", "12.4", tuple(SmiGpu(f"GPU-{number}", "", "", "", "", "Disabled") for number in (0, 1))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.checks.cuda.calls import KERNEL, OWN, Calls, Failure, Kernel, command, parse_calls
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.verify.cuda.calls import KERNEL, OWN, Calls, Failure, Kernel, command, parse_calls
 from tests.simgpu import build_libraries
 
 SOURCE = Path(__file__).with_name("computing_libcuda.c")
@@ -84,7 +84,7 @@ def test_the_simulated_library_has_the_mark_that_leaves_the_kernel_out() -> None
         "import ctypes, runpy, sys; program = runpy.run_path(sys.argv[1]);"
         "print(program['computed'](ctypes.CDLL('libcuda.so.1'), 2))"
     )
-    program = str(Path(SOURCE).parents[3] / "gpuprov/verify/cuda/calls_program.py")
+    program = str(Path(SOURCE).parents[3] / "gpuprov/checks/cuda/calls_program.py")
     environment = {"LD_LIBRARY_PATH": str(build_libraries())}
     done = System().run((PYTHON, "-c", check, program), env=environment)
     assert done.stdout == "{'left_out': 'the GPUs are simulated and compute nothing', 'gpus': []}\n", done.evidence()

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.loader_cache import parse_cache
+from gpuprov.checks.cuda.judgement import least_driver
+from gpuprov.checks.cuda.results import RESULTS, result_of
+from gpuprov.checks.cuda.search import Program, processor_levels, read_elf
+from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, from_json, results_markdown, survey_of
+from gpuprov.checks.cuda.trees import ArchiveTree, chain, read_archive, read_start
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.ldcache import FLAGS, merge
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS
-from gpuprov.verify.cuda.judgement import least_driver
-from gpuprov.verify.cuda.results import RESULTS, result_of
-from gpuprov.verify.cuda.search import Program, processor_levels, read_elf
-from gpuprov.verify.cuda.survey import Subject, Survey, as_json, as_lines, from_json, results_markdown, survey_of
-from gpuprov.verify.cuda.trees import ArchiveTree, chain, read_archive, read_start
 
 DRIVER = "/usr/lib/x86_64-linux-gnu"
 LOADER = "/lib64/ld-linux-x86-64.so.2"

@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpuprov import toolkit
+from gpuprov.checks import containers, cuda_checks, frameworks
+from gpuprov.checks.containers import Bench
+from gpuprov.checks.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
+from gpuprov.checks.outcome import Checks, Failed, Shown, all_gpus_check
+from gpuprov.checks.smi import SmiReport
 from gpuprov.core.system import System
 from gpuprov.engines import docker, docker_cdi, kubernetes, other_engines
 from gpuprov.engines.docker import DockerFacts
@@ -14,11 +19,6 @@ from gpuprov.engines.known import ENGINES
 from gpuprov.engines.other_engines import EngineFacts, Registration
 from gpuprov.engines.runtime_entry import RuntimeEntry
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.verify import containers, cuda_checks, frameworks
-from gpuprov.verify.containers import Bench
-from gpuprov.verify.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
-from gpuprov.verify.outcome import Checks, Failed, Shown, all_gpus_check
-from gpuprov.verify.smi import SmiReport
 
 _SECONDS = 20
 _BY_CDI = "docker run --device"

@@ -11,13 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from gpuprov.core.system import System
-from gpuprov.facts.hiding import ENVIRONMENT, PRELOAD, HidingLibrary
-from gpuprov.facts.interpreter import replaceable
-from gpuprov.protocol.versions import version_numbers
-from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
-from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.verify.cuda.search import (
+from gpuprov.checks.cuda.search import (
     GLIBC,
     LIBCUDA,
     LIBNVIDIA_ML,
@@ -30,7 +24,13 @@ from gpuprov.verify.cuda.search import (
     processor_levels,
     search,
 )
-from gpuprov.verify.cuda.trees import RootTree, Tree, chain, read_start
+from gpuprov.checks.cuda.trees import RootTree, Tree, chain, read_start
+from gpuprov.core.system import System
+from gpuprov.facts.hiding import ENVIRONMENT, PRELOAD, HidingLibrary
+from gpuprov.facts.interpreter import replaceable
+from gpuprov.protocol.versions import version_numbers
+from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
+from gpuprov.runtime_hook.rootfs import Root
 
 _LARGEST_VERSION_FILE = 64 << 10
 # libcudart.so.12.4.127; the wheels' file is libcudart.so.12, torch's own libcudart-9335f6a2.so.11.0.

@@ -10,20 +10,20 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpuprov.checks.containers import Bench, ended
+from gpuprov.checks.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
+from gpuprov.checks.cuda.judgement import Finding
+from gpuprov.checks.cuda.results import result_of
+from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
+from gpuprov.checks.cuda.survey import Survey, survey
+from gpuprov.checks.engines import ALL, DockerLike
+from gpuprov.checks.outcome import Checks, Failed, LeftOut, Shown
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
-from gpuprov.verify.containers import Bench, ended
-from gpuprov.verify.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
-from gpuprov.verify.cuda.judgement import Finding
-from gpuprov.verify.cuda.results import result_of
-from gpuprov.verify.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
-from gpuprov.verify.cuda.survey import Survey, survey
-from gpuprov.verify.engines import ALL, DockerLike
-from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown
 
 CALLS, COMPUTES = "CUDA", "CUDA kernel"
 _PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from gpuprov.checks import cuda_checks
+from gpuprov.checks.containers import Bench
+from gpuprov.checks.cuda.survey import Survey
+from gpuprov.checks.engines import DOCKER, PODMAN, Containerd, Engine
+from gpuprov.checks.outcome import Checks
+from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import CheckDone, Event
-from gpuprov.verify import cuda_checks
-from gpuprov.verify.containers import Bench
-from gpuprov.verify.cuda.survey import Survey
-from gpuprov.verify.engines import DOCKER, PODMAN, Containerd, Engine
-from gpuprov.verify.outcome import Checks
-from gpuprov.verify.smi import SmiGpu, SmiReport
-from tests.unit.verify.test_cuda_libraries import DRIVER, Image, healthy
+from tests.unit.checks.test_cuda_libraries import DRIVER, Image, healthy
 
 NAMES = ("libcuda.so.1", "libnvidia-ml.so.1", "CUDA", "CUDA kernel")
 UUIDS = ("GPU-0", "GPU-1")

@@ -1,4 +1,4 @@
-"""The checks of a verification, in order; a check is skipped if an earlier failure makes it impossible."""
+"""What `gpuprov verify` does: the checks, in order; a check is skipped if an earlier failure makes it impossible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Mapping
 
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
+from gpuprov.checks.cuda.judgement import gather_hiding
+from gpuprov.checks.engine_checks import Subject, check_engines
+from gpuprov.checks.outcome import Checks, Failed, Shown, Verdict
+from gpuprov.checks.smi import SmiReport, parse_smi
+from gpuprov.checks.without_gpu import verify_copy
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
@@ -21,11 +26,6 @@ from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Vulner
 from gpuprov.protocol.events import Sink
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
-from gpuprov.verify.cuda.judgement import gather_hiding
-from gpuprov.verify.engine_checks import Subject, check_engines
-from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict
-from gpuprov.verify.smi import SmiReport, parse_smi
-from gpuprov.verify.without_gpu import verify_copy
 
 _SMI_SECONDS = 120
 # nvidia-smi's exit codes and what to do; its message comes on stdout.
