@@ -61,7 +61,7 @@ TESTS = {
     "completion": ("unit/test_cli.py",),
     "cuda": ("integration/test_cuda.py", "integration/test_host_program.py", "unit/test_cli.py"),
     "docker-args": ("integration/test_clients.py", "integration/test_containers_on_hosts.py"),
-    "doctor": ("integration/test_doctor.py",),
+    "doctor": ("integration/test_doctor.py", "unit/test_cli.py"),
     "facts": ("unit/test_cli.py", "unit/test_host_program.py", "integration/test_fleet.py"),
     "hook explain": ("integration/test_explain_on_hosts.py", *_CONTAINERS),
     "hook requirements": _CONTAINERS,

@@ -1,17 +1,30 @@
-"""The tables in docs/doctor.md, written from the rules and from the troubles that try them: `make docs`."""
+"""The tables in docs/doctor.md and the texts of `gpuprov doctor --explain`, written from the rules: `make docs`."""
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from pathlib import Path
 
+from gpuprov.cli import explain
 from gpuprov.doctor.finding import AREAS, Finding, Rule
+from gpuprov.doctor.remedy import CACHE, FILES, MODULES, NODE_MODES, STEPS, UNITS, WHOLE
 from gpuprov.doctor.rules import RULES
 from tests.unit.doctor.host import examined, healthy
 from tests.unit.doctor.test_rules import CONSEQUENCES, ROWS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/doctor.md"
+EXPLANATIONS = Path(explain.__file__).with_name("causes.json")
+_FIXES = {
+    STEPS: "makes these parts of an installation's plan: {}",
+    WHOLE: "makes the whole plan of `gpuprov install`",
+    UNITS: "restarts {}",
+    FILES: "removes {}",
+    NODE_MODES: "sets the modes of {} as the driver does",
+    CACHE: "rewrites the loader's cache",
+    MODULES: "loads the driver's kernel modules",
+}
 _TABLES = re.compile(r"(?<=<!-- tables -->\n).*(?=<!-- end of the tables -->)", re.DOTALL)
 
 
@@ -21,18 +34,34 @@ def with_tables(page: str) -> str:
 
 
 def _tables() -> str:
-    findings = _findings()
     lines = []
     for area in AREAS:
-        lines += [
-            f"### {area}",
-            "",
-            "| rule | what it says | what is looked at | what to type, on Debian 12 | `--fix` |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [_row(rule, findings[rule.name]) for rule in RULES if rule.area == area]
-        lines.append("")
+        lines += [f"### {area}", "", "| cause | sign |", "|---|---|"]
+        signs = {rule.name: rule.sign.replace("|", chr(92) + "|") for rule in RULES if rule.area == area}
+        lines += [*(f"| `{name}` | {sign} |" for name, sign in signs.items()), ""]
     return "\n".join(lines)
+
+
+def explanations() -> str:
+    """Return the causes as `gpuprov doctor --explain` reads them, one a line: found on hosts of the tests."""
+    findings = _findings()
+    rules = sorted(RULES, key=lambda rule: AREAS.index(rule.area))
+    return (
+        "[\n" + ",\n".join(json.dumps(_cause(one, findings[one.name]), ensure_ascii=False) for one in rules) + "\n]\n"
+    )
+
+
+def _cause(rule: Rule, finding: Finding) -> dict[str, object]:
+    return {
+        "name": rule.name,
+        "area": rule.area,
+        "meaning": finding.what,
+        "confidence": finding.confidence,
+        "sign": rule.sign,
+        "next_step": finding.next_step,
+        "fix": [_FIXES[one.kind].format(", ".join(one.names)) for one in finding.remedies],
+        "follows": ["any other cause of its area or of an earlier one" if one == "*" else one for one in rule.follows],
+    }
 
 
 def _findings() -> dict[str, Finding]:
@@ -49,16 +78,6 @@ def _findings() -> dict[str, Finding]:
     return found
 
 
-def _row(rule: Rule, finding: Finding) -> str:
-    cells = (
-        f"`{rule.name}`",
-        f"{finding.what} ({finding.confidence})",
-        rule.sign,
-        f"`{finding.next_step.replace('`', chr(39))}`",
-        "; ".join(map(str, finding.remedies)) or "–",
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
+    EXPLANATIONS.write_text(explanations())

@@ -21,6 +21,8 @@ from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
 from gpuprov.cli.docker_args import docker_args
+from gpuprov.cli.explain import complete
+from gpuprov.cli.explain import explain as explained
 from gpuprov.cli.hook import hook
 from gpuprov.cli.kubernetes import kubernetes
 from gpuprov.cli.passwords import password_options, take_passwords
@@ -128,12 +130,13 @@ def verify(
 
 
 @cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")
+@text_option("--explain", metavar="NAME", shell_complete=complete, help="Explain one cause, on no host: what "
+             "it means, its sign, what to type, what --fix does.")  # fmt: skip
 @_run_options("doctor")
-def doctor(**options: Any) -> None:
+def doctor(explain: str, **options: Any) -> None:
     """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.
 
-    Without --fix it changes nothing; the table of causes is in docs/doctor.md. Ends with 0 if nothing is wrong (any
-    more), with 1 if a cause is left.
+    Without --fix it changes nothing. Exit code 0: nothing is wrong (any more); 1: a cause is left.
 
     \b
     Examples:
@@ -141,7 +144,13 @@ def doctor(**options: Any) -> None:
       sudo gpuprov doctor --fix --check --diff
       gpuprov doctor --hosts inventory.ini --limit gpu07
       gpuprov doctor --hosts inventory.ini --json
+      gpuprov doctor --explain gpu-nouveau
     """
+    if explain:
+        if options["hosts"] or options["root"] or options["fix"]:
+            raise click.UsageError("--explain examines no host: leave out --hosts, --root and --fix")
+        say_text(explained(explain, as_json=options["json"]))
+        return
     _run("doctor", options)
 
 

@@ -459,3 +459,26 @@ def test_every_command_that_goes_to_hosts_has_the_same_options_for_them() -> Non
 def test_doctor_says_that_check_is_for_fix(word: str) -> None:
     done = gpuprov("doctor", word)
     assert (done.returncode, "need --fix" in done.stderr) == (2, True)
+
+
+def test_doctor_explains_a_cause() -> None:
+    done = gpuprov("doctor", "--explain", "gpu-nouveau")
+    labels = [line.split()[0] for line in done.stdout.splitlines()[1:-1]]
+    assert (done.returncode, labels) == (0, ["means:", "sign:", "type:", "--fix:"])
+    assert "a GPU is bound to nouveau" in done.stdout and "/etc/modprobe.d/gpuprov-nouveau.conf" in done.stdout
+
+
+def test_doctor_suggests_the_nearest_cause() -> None:
+    done = gpuprov("doctor", "--explain", "gpu-nuveau")
+    assert (done.returncode, "next: gpuprov doctor --explain gpu-nouveau" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("words", [("--fix",), ("--hosts", "a,"), ("--root", "/")])
+def test_doctor_explains_on_no_host(words: tuple[str, ...]) -> None:
+    done = gpuprov("doctor", "--explain", "gpu-nouveau", *words)
+    assert (done.returncode, "--explain examines no host" in done.stderr) == (2, True)
+
+
+def test_names_of_causes_are_completed() -> None:
+    env = {"_GPUPROV_COMPLETE": "bash_complete", "COMP_WORDS": "gpuprov doctor --explain gpu-n", "COMP_CWORD": "3"}
+    assert gpuprov("x", env=env).stdout == "plain,gpu-nouveau\n"

@@ -38,6 +38,7 @@ def test_the_page_on_distributions_is_the_tables_own() -> None:
 def test_the_page_of_the_doctor_is_the_rules_own() -> None:
     text = doctor_page.PAGE.read_text()
     assert "| `gpu-nouveau` |" in text and doctor_page.with_tables(text) == text, "next: make docs"
+    assert doctor_page.EXPLANATIONS.read_text() == doctor_page.explanations(), "next: make docs"
 
 
 def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
@@ -72,9 +73,11 @@ def test_example_inventory_is_valid() -> None:
     assert hosts["infer02.example.org"].port == 2222
 
 
-@pytest.mark.parametrize("page", ["docker-cases.md", "host-cases.md", "threat-model.md"])
+@pytest.mark.parametrize(
+    "page", ["tests/integration/docker-cases.md", "tests/integration/host-cases.md", "docs/threat-model.md"]
+)
 def test_the_tables_of_cases_name_tests_that_exist(page: str) -> None:
-    rows = [row.split(" | ") for row in (ROOT / "docs" / page).read_text().splitlines() if row.startswith("| ")]
+    rows = [row.split(" | ") for row in (ROOT / page).read_text().splitlines() if row.startswith("| ")]
     file = ""
     for row in rows:
         for word in re.findall(r"`([^`]+)`", row[-1]):
@@ -92,7 +95,7 @@ def _test_file(name: str) -> str:
 
 
 def test_the_table_of_cases_names_rules_of_the_doctor_and_all_that_is_typed() -> None:
-    page = (ROOT / "docs/host-cases.md").read_text()
+    page = (ROOT / "tests/integration/host-cases.md").read_text()
     rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ") and "---" not in row]
     named = {word for row in rows for word in re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", row[1])}
     rules = {rule.name for rule in RULES}
@@ -102,7 +105,7 @@ def test_the_table_of_cases_names_rules_of_the_doctor_and_all_that_is_typed() ->
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 

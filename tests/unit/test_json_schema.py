@@ -186,6 +186,13 @@ def test_each_document_is_as_documented(name: str, tmp_path: Path, monkeypatch: 
         require_kinds(one, wanted)
 
 
+def test_an_explained_cause_is_as_documented() -> None:
+    done = CliRunner().invoke(cli, ["doctor", "--explain", "gpu-nouveau", "--json"])
+    found, wanted = strictly(done.stdout), documented()["`gpuprov doctor --explain --json`"]
+    assert list(found) == list(wanted)
+    require_kinds(found, wanted)
+
+
 def test_what_the_program_prints_is_as_documented(tmp_path: Path) -> None:
     done = subprocess.run(
         (sys.executable, "-m", "gpuprov", "facts", "--json"), capture_output=True, text=True, timeout=60,
