@@ -1,18 +1,21 @@
-"""apt repositories and their keys: which a host needs, and the changes that add them."""
+"""Repositories and their keys for apt, dnf and zypper: which a host needs, and the changes that add them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
-from gpuprov.packaging.apt_components import PATH as COMPONENTS
-from gpuprov.packaging.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
-from gpuprov.packaging.keys import InstallKey, problems_of_any
-from gpuprov.packaging.pgp import dearmored, fingerprints
-from gpuprov.packaging.retired import REPOSITORY
-from gpuprov.packaging.toolkit_channels import toolkit_channels
+from gpuprov.machine.driver_rows import own_driver
+from gpuprov.packages import apt_components, rpm_repos
+from gpuprov.packages.apt_components import PATH as COMPONENTS
+from gpuprov.packages.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
+from gpuprov.packages.keys import InstallKey, problems_of_any
+from gpuprov.packages.pgp import dearmored, fingerprints
+from gpuprov.packages.retired import REPOSITORY
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.toolkit_channels import toolkit_channels
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec
@@ -20,12 +23,44 @@ from gpuprov.protocol.spec import HostSpec
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
     from gpuprov.machine.distros import ExtraRepository
+    from gpuprov.packages.interface import PackageManager
     from gpuprov.protocol.site_repository import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"
 # Debian's name of an architecture, from `uname -m`.
 _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+class Host(rpm_repos.Host, Protocol):
+    """The facts about a host that repositories need."""
+
+    @property
+    def package_manager(self) -> PackageManager: ...
+
+
+def host_problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Problem, ...]:
+    """Return what gpuprov can't correct in the repositories of the host or the user."""
+    manager = host.package_manager
+    if isinstance(manager, RpmManager):
+        return manager.repository_problems(host, spec, extra)
+    return problems(host.files, spec, host.architecture, extra)
+
+
+def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
+    """Return the keys and sources to write on a host, and the conflicting ones to remove."""
+    manager = host.package_manager
+    if isinstance(manager, RpmManager):
+        return manager.plan_repositories(host, spec, extra)
+    return plan_repositories(host.files, spec, host.architecture, extra, _driver_components(host, spec))
+
+
+def _driver_components(host: Host, spec: HostSpec) -> str:
+    """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
+    row, own = host.distribution, own_driver(host.distribution)
+    if spec.driver != "distribution" or row is None or own is None or not own.components:
+        return ""
+    return apt_components.source(host.files, row.codename, own.components, own.keyrings)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.facts.watch import OFF, gather_watch
-from gpuprov.packaging import source_names
-from gpuprov.packaging.keys import InstallKey
-from gpuprov.packaging.package_lock import wait_until_free
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packages import source_names
+from gpuprov.packages.keys import InstallKey
+from gpuprov.packages.package_lock import wait_until_free
+from gpuprov.packages.rpm_repos import InstallRpmKey
 from gpuprov.plan import with_bundle
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.software import lacking_packages
@@ -217,7 +217,7 @@ def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
     if not names or not all(one.fingerprint for one in planned if isinstance(one, (InstallKey, InstallRpmKey))):
         return ()
     # Most runs change nothing and query no repository.
-    from gpuprov.package_managers import offers
+    from gpuprov.packages import offers
 
     run.note("reading the package sources, in a copy")
     return offers.ask(run.system, facts.package_manager, names, planned, run.spec.lock_timeout).problems

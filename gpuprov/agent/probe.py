@@ -16,7 +16,7 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 
 if TYPE_CHECKING:
     from gpuprov.machine.distros import Distribution
-    from gpuprov.package_managers.interface import Commands
+    from gpuprov.packages.interface import Commands
 
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
 _NUMBER = re.compile(r"[0-9]{1,10}")
@@ -231,6 +231,6 @@ def _distribution(probe: Probe) -> Distribution:
 
 
 def _commands(row: Distribution) -> Commands:
-    from gpuprov.package_managers.registry import manager_of
+    from gpuprov.packages.registry import manager_of
 
     return manager_of(row).commands

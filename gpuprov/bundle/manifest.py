@@ -11,19 +11,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+from gpuprov.core.places import KEYS, REPOSITORY_KEY
 from gpuprov.protocol.errors import GpuprovError
 
 # 2: the repository is signed. 3: the CUDA toolkit may be included.
 FORMAT = 3
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.json.asc"
-KEYS = "keys"
 SIGNING_KEY = f"{KEYS}/bundle.gpg"
-REPOSITORY = "repository"
 CUDA = "cuda"
 # The security advisories included in the bundle; older bundles have none.
 ADVISORIES = "advisories.json"
-REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
 LARGEST_MANIFEST = 16 << 20
 
 # No part begins with a dot: no hidden files, no way up. A hundred bytes is what a tar header holds.
@@ -100,6 +98,12 @@ class BundleFacts:
 
     manifest: Manifest
     loaded_images: frozenset[str] = frozenset()
+
+    @property
+    def vendor_keys(self) -> tuple[str, ...]:
+        """The fingerprints of the keys that signed the packages for rpm."""
+        names = (one.path for one in self.manifest.files if one.path.startswith(f"{KEYS}/"))
+        return tuple(name[len(KEYS) + 1 : -len(".asc")] for name in names if name.endswith(".asc"))
 
 
 def is_safe_path(path: str) -> bool:

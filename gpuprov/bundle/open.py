@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from gpuprov.bundle.format import Contents, Progress, chunks, read_contents, verify_files
-from gpuprov.bundle.manifest import REPOSITORY_KEY, Manifest
+from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.place import CACHE
+from gpuprov.core.places import REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.packaging.pgp import fingerprints
+from gpuprov.packages.pgp import fingerprints
 from gpuprov.protocol.errors import GpuprovError
 
 

@@ -25,11 +25,11 @@ from gpuprov.machine.distros import (
     supported_names,
 )
 from gpuprov.machine.driver_rows import DriverBranch, own_driver
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging import rpm_repos
-from gpuprov.packaging.dkms_repositories import PACKAGE, dkms_repository
-from gpuprov.packaging.rpm_repos import RpmRepository
+from gpuprov.packages import rpm_repos
+from gpuprov.packages.dkms_repositories import PACKAGE, dkms_repository
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.registry import manager_of
+from gpuprov.packages.rpm_repos import RpmRepository
 from gpuprov.plan import software
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.secrets import masked

@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 import time
 
-from gpuprov.bundle.manifest import REPOSITORY, REPOSITORY_KEY, BundlePackage
+from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.bundle_create.recipe import Collection, Recipe
 from gpuprov.bundle_create.repository_key import SIGNED_AT, RepositoryKey
 from gpuprov.bundle_create.sources import ARCHIVES
 from gpuprov.core.changes import Tell
+from gpuprov.core.places import REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System, sha256_of
-from gpuprov.packaging.apt import proxy_options
-from gpuprov.packaging.keys import InstallKey
+from gpuprov.packages.dpkg import proxy_options
+from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 from gpuprov.repos import AptRepository

@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gpuprov.bundle.manifest import KEYS, REPOSITORY, REPOSITORY_KEY, BundlePackage, is_safe_path
+from gpuprov.bundle.manifest import BundlePackage, is_safe_path
 from gpuprov.bundle_create.recipe import Collection, Recipe
 from gpuprov.bundle_create.repository_key import SIGNED_AT, RepositoryKey
 from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.changes import Tell
+from gpuprov.core.places import KEYS, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System, sha256_of
-from gpuprov.packaging.keys import fetch_pinned_key
-from gpuprov.packaging.pgp import armored, key_ids
-from gpuprov.packaging.rpm_failures import finish
+from gpuprov.packages.keys import fetch_pinned_key
+from gpuprov.packages.pgp import armored, key_ids
+from gpuprov.packages.rpm_failures import finish
 from gpuprov.protocol.errors import GpuprovError
 
 _DOWNLOAD_SECONDS = 7200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpuprov.packaging.rpm_repos import RpmRepository
-from gpuprov.packaging.rpm_vendor_keys import vendor_key
+from gpuprov.packages.rpm_repos import RpmRepository
+from gpuprov.packages.rpm_vendor_keys import vendor_key
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.tables import server
 

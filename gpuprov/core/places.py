@@ -8,6 +8,10 @@ CACHE_DIRECTORY = "/var/cache/gpuprov"
 # Where a run unpacks a bundle on a host. Always the same folder, owned by root: the next run finds and removes what a
 # killed run left there.
 FOLDER = "/var/cache/gpuprov/bundle"
+# In a bundle and below FOLDER: the repository, its key, and the keys of those who signed the packages.
+REPOSITORY = "repository"
+REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
+KEYS = "keys"
 # apt's only source while a bundle is unpacked; this file is written last.
 SOURCES_LIST = f"{FOLDER}/sources.list"
 # Units and containers that are stopped and must be started again; the file survives a killed run.

@@ -6,7 +6,7 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, DOCKER, TOOLKIT, Finding, Rule
 from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
-from gpuprov.packaging import retired
+from gpuprov.packages import retired
 from gpuprov.plan.migration import VARIABLE
 from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH

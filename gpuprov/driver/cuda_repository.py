@@ -16,11 +16,11 @@ from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, Enab
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, nvidia_folder
-from gpuprov.package_managers.apt import apt_options
-from gpuprov.package_managers.registry import manager_of
-from gpuprov.package_managers.rpm import RpmManager
-from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, missing
-from gpuprov.packaging.rpm_packages import RefreshRpmIndex
+from gpuprov.packages.apt import apt_options
+from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packages.registry import manager_of
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.rpm_packages import RefreshRpmIndex
 from gpuprov.protocol import driver_releases
 from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
 from gpuprov.protocol.errors import Problem

@@ -11,10 +11,10 @@ from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import LoadDriver, SwitchBranch
 from gpuprov.facts.host import PREFERENCES, HostFacts
 from gpuprov.machine.driver_rows import OwnDriver, names_with_own_driver, own_driver
-from gpuprov.package_managers.apt import apt_options
-from gpuprov.package_managers.interface import Installation
-from gpuprov.packaging import apt_components
-from gpuprov.packaging.apt_packages import RefreshPackageIndex
+from gpuprov.packages import apt_components
+from gpuprov.packages.apt import apt_options
+from gpuprov.packages.apt_packages import RefreshPackageIndex
+from gpuprov.packages.interface import Installation
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -10,7 +10,7 @@ from gpuprov.core.changes import FileFact
 from gpuprov.driver import kernel
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import ExtraRepository
-from gpuprov.packaging.dkms_repositories import PACKAGE, dkms_repository
+from gpuprov.packages.dkms_repositories import PACKAGE, dkms_repository
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -22,7 +22,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of, kernel_compiler
 from gpuprov.machine.machine import gather_os
-from gpuprov.package_managers.registry import manager_of
+from gpuprov.packages.registry import manager_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 

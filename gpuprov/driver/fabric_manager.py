@@ -14,7 +14,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.fabric import _PROGRAM, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
-from gpuprov.package_managers.interface import PackageManager
+from gpuprov.packages.interface import PackageManager
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 # The first branch whose package has no branch in its name.

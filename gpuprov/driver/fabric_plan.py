@@ -6,7 +6,7 @@ from gpuprov.core.changes import Change
 from gpuprov.driver import distribution
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.host import HostFacts
-from gpuprov.package_managers.interface import Installation
+from gpuprov.packages.interface import Installation
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

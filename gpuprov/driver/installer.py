@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from gpuprov.core.commands import first_match
-from gpuprov.package_managers.interface import Commands
+from gpuprov.packages.interface import Commands
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 

@@ -10,10 +10,10 @@ from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled
-from gpuprov.packaging import apt, rpm_failures, rpm_packages
-from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.apt_packages import InstallPackages
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
+from gpuprov.packages import dpkg, rpm_failures, rpm_packages
+from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.apt_packages import InstallPackages
+from gpuprov.packages.rpm_packages import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
 from gpuprov.protocol.errors import GpuprovError
 
 _INSTALL_SECONDS = 600
@@ -49,7 +49,7 @@ class SwitchPin(InstallPackages):
     def _install(self, system: System, tell: Tell) -> None:
         # apt-get(8): a trailing dash removes a package.
         words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
-        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish(done, f"{', '.join(self.names)} could not be installed")
 
     @classmethod
@@ -88,7 +88,7 @@ class ChangeDriverPackages(InstallPackages):
     def _install(self, system: System, tell: Tell) -> None:
         words = ("install", "--allow-downgrades", "--", *self.names, *self._gone())
         # A branch's packages may replace those of another; nothing else may be removed for them.
-        asked = apt.run_apt(system, ("--simulate", *words), tell, options=self.options, lock_timeout=self.lock_timeout)
+        asked = dpkg.run_apt(system, ("--simulate", *words), tell, options=self.options, lock_timeout=self.lock_timeout)
         strangers = foreign_removals(asked.stdout)
         if strangers:
             raise GpuprovError(
@@ -96,9 +96,9 @@ class ChangeDriverPackages(InstallPackages):
                 "\n".join(line for line in asked.stdout.splitlines() if line.startswith("Remv")),
                 f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be",
             )
-        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish(done, f"the driver's packages could not be changed to {self.wanted}")
-        versions = {one.name: one.version for one in apt.query(system)}
+        versions = {one.name: one.version for one in dpkg.query(system)}
         _require_version(versions.get(self.names[0], ""), self.wanted, f"apt-cache policy {self.names[0]}")
 
 

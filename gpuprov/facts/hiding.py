@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.system import System
-from gpuprov.package_managers.interface import Commands
+from gpuprov.packages.interface import Commands
 
 PRELOAD = "/etc/ld.so.preload"
 ENVIRONMENT = "/etc/environment"

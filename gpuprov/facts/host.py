@@ -37,16 +37,16 @@ from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
 from gpuprov.machine.pci import PciGpu, gather_gpus
-from gpuprov.package_managers.interface import PackageManager
-from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging import retired, rpm_repos
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.apt_pins import PinnedOut
+from gpuprov.packages import retired, rpm_repos
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.apt_pins import PinnedOut
+from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.registry import manager_of
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 if TYPE_CHECKING:
-    from gpuprov.package_managers.offers import Offers
+    from gpuprov.packages.offers import Offers
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gpuprov.core.system import System
-from gpuprov.packaging import retired
+from gpuprov.packages import retired
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, Settings, read_settings
 
 if TYPE_CHECKING:
     from gpuprov.engines.docker import DockerFacts
-    from gpuprov.package_managers.interface import PackageManager
-    from gpuprov.packaging.apt_packages import PackageFacts
+    from gpuprov.packages.apt_packages import PackageFacts
+    from gpuprov.packages.interface import PackageManager
 
 PLUGIN = "nvidia-docker"
 UNIT = "nvidia-docker.service"

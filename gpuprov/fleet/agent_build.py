@@ -22,8 +22,8 @@ HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-
 OLDEST_PYTHON = "3.9"
 # The included folders; only the controller uses `cli`, `kubernetes`, `fleet` and `bundle_create`.
 _HOST_FOLDERS = (
-    "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "package_managers",
-    "packaging", "plan", "runtime_hook", "checks", "protocol",
+    "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "packages",
+    "plan", "runtime_hook", "checks", "protocol",
 )  # fmt: skip
 _HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py", "verify.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuprov.driver import distribution_plan, kernel, precompiled
 from gpuprov.facts.host import HostFacts
-from gpuprov.packaging import past_kernels
+from gpuprov.packages import past_kernels
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -27,7 +27,7 @@ from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.packaging import apt_pins, source_names
+from gpuprov.packages import apt_pins, source_names
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.availability import questions
 from gpuprov.plan.steps import repository_changes
@@ -132,7 +132,7 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     if not names:
         return facts
     # Most runs change nothing and query no repository.
-    from gpuprov.package_managers import offers
+    from gpuprov.packages import offers
 
     if dead := system.proxy_problem() or source_names.problem(system, facts.package_manager.name, facts.files):
         return replace(facts, offers=offers.Offers(facts.package_manager.name, {}, (dead,)))

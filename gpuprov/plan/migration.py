@@ -12,7 +12,7 @@ from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVol
 from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
-from gpuprov.packaging import retired
+from gpuprov.packages import retired
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from gpuprov import driver_run, toolkit
+from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
 from gpuprov.driver import (
@@ -25,7 +25,7 @@ from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
-from gpuprov.packaging import apt_pins
+from gpuprov.packages import apt_pins
 from gpuprov.plan import availability, migration, software, with_bundle
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.driver_releases import support_end
@@ -88,7 +88,7 @@ def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
-    return facts.package_manager.repository_problems(facts, spec, software.extra_repositories(facts, spec))
+    return repos.host_problems(facts, spec, software.extra_repositories(facts, spec))
 
 
 def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

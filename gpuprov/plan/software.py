@@ -10,10 +10,10 @@ from gpuprov.driver import cuda_repository, distribution_plan, dkms, kernel
 from gpuprov.engines import kubernetes, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
-from gpuprov.package_managers.interface import Installation
-from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging import past_kernels
-from gpuprov.packaging.apt_packages import pinned
+from gpuprov.packages import past_kernels
+from gpuprov.packages.apt_packages import pinned
+from gpuprov.packages.interface import Installation
+from gpuprov.packages.registry import manager_of
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, toolkit
+from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
@@ -33,11 +33,11 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packaging import rpm_packages, rpm_remove, rpm_repos
-from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
-from gpuprov.packaging.apt_remove import RemovePackages
-from gpuprov.packaging.keys import InstallKey
-from gpuprov.packaging.rpm_locks import HoldRpmPackages
+from gpuprov.packages import rpm_packages, rpm_remove, rpm_repos
+from gpuprov.packages.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
+from gpuprov.packages.apt_remove import RemovePackages
+from gpuprov.packages.keys import InstallKey
+from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.plan import images, migration, software
 from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -76,7 +76,7 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
-    return facts.package_manager.plan_repositories(facts, spec, software.extra_repositories(facts, spec))
+    return repos.plan(facts, spec, software.extra_repositories(facts, spec))
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

@@ -11,17 +11,19 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
-from gpuprov.bundle import use_rpm
 from gpuprov.bundle.format import unpack
-from gpuprov.bundle.manifest import CUDA, KEYS, REPOSITORY, BundleFacts, Manifest
+from gpuprov.bundle.manifest import CUDA, BundleFacts, Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle.place import CACHE
 from gpuprov.core.changes import Change
-from gpuprov.core.places import FOLDER
+from gpuprov.core.places import FOLDER, KEYS, REPOSITORY
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_runfile
 from gpuprov.engines.image_identity import image_identity
-from gpuprov.package_managers.registry import bundle_manager
+from gpuprov.machine.distros import find_distribution
+from gpuprov.packages import rpm_bundle
+from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.registry import manager_of
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -35,6 +37,11 @@ _FOLDERS = {
     "cuda": (f"{CUDA}/",),
     "images": ("images/",),
 }
+
+
+def bundle_manager(manifest: Manifest) -> PackageManager:
+    """Return the package manager of the hosts that a bundle is for."""
+    return manager_of(find_distribution(manifest.distribution, manifest.version))
 
 
 def gather(system: System, manifest: Manifest, engine: str = "docker") -> BundleFacts:
@@ -111,7 +118,11 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str
     # The bundle has what it was made for, possibly under the name of the package that provides it.
     asked = {str(name) for name in manifest.inputs.get("packages", ())}
     manager = bundle_manager(manifest)
-    held = {f"{one.name}={version}" for one in manifest.packages for version in manager.bundled_versions(one)}
+    held = {
+        f"{one.name}={version}"
+        for one in manifest.packages
+        for version in manager.bundled_versions(one.version, one.architecture)
+    }
     held |= asked | {one.name for one in manifest.packages}
     # The fabric manager is requested by a pattern (apt).
     lacking = [name for name in packages if not any(fnmatchcase(one, name) for one in held)]
@@ -164,7 +175,7 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
         unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
-        bundle_manager(bundle.manifest).open_bundle(system, bundle.manifest)
+        bundle_manager(bundle.manifest).open_bundle(system, bundle.manifest.repository_key)
         yield
     finally:
         _remove(system)
@@ -177,7 +188,7 @@ def _takes_from_bundle(change: Change) -> bool:
 
 
 def _remove(system: System) -> None:
-    use_rpm.forget(system)
+    rpm_bundle.forget(system)
     system.remove_tree(FOLDER)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov import repos
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.rpm import RpmManager
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.loopback import served
@@ -109,7 +110,7 @@ def manager(host: RpmHost) -> RpmManager:
 
 
 def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return facts.package_manager.plan_repositories(facts, spec)
+    return repos.plan(facts, spec)
 
 
 def configure(host: RpmHost, spec: HostSpec) -> None:

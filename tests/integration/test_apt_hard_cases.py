@@ -17,8 +17,8 @@ from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, rol
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.facts.host import gather, gather_files
-from gpuprov.package_managers.apt import APT
-from gpuprov.packaging.apt_packages import (
+from gpuprov.packages.apt import APT
+from gpuprov.packages.apt_packages import (
     InstallPackages,
     RefreshPackageIndex,
     gather_packages,
@@ -26,7 +26,7 @@ from gpuprov.packaging.apt_packages import (
     plan_holds,
     repair,
 )
-from gpuprov.packaging.apt_pins import gather_pinned_out, problems
+from gpuprov.packages.apt_pins import gather_pinned_out, problems
 from gpuprov.plan.software import plan
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError

@@ -14,9 +14,9 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather_files
-from gpuprov.package_managers import offers
-from gpuprov.package_managers.apt import APT
-from gpuprov.packaging.apt_packages import RefreshPackageIndex
+from gpuprov.packages import offers
+from gpuprov.packages.apt import APT
+from gpuprov.packages.apt_packages import RefreshPackageIndex
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json

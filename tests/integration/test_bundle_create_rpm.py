@@ -15,7 +15,7 @@ from gpuprov.bundle_create.recipe import Collection, Recipe
 from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packaging.rpm_packages import gather_keys
+from gpuprov.packages.rpm_packages import gather_keys
 from gpuprov.plan import software, with_bundle
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec

@@ -19,7 +19,7 @@ from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.facts.fabric import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.package_managers.dnf import DNF
+from gpuprov.packages.dnf import DNF
 from gpuprov.plan import with_bundle
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.apt_chroot import chroot_host

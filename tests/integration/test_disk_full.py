@@ -19,8 +19,8 @@ from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather, gather_files
-from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
+from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec

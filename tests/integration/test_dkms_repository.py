@@ -12,9 +12,9 @@ import pytest
 
 from gpuprov.driver import dkms
 from gpuprov.facts.host import HostFacts
-from gpuprov.package_managers import offers
-from gpuprov.package_managers.interface import Installation
-from gpuprov.packaging.rpm_packages import InstallRpmPackages
+from gpuprov.packages import offers
+from gpuprov.packages.interface import Installation
+from gpuprov.packages.rpm_packages import InstallRpmPackages
 from gpuprov.plan.steps import repository_changes
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec

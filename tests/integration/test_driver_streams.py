@@ -18,8 +18,8 @@ from gpuprov.core.changes import NextAction
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost

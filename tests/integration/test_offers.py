@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.package_managers import offers
+from gpuprov.packages import offers
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost

@@ -21,8 +21,8 @@ from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.interpreter import Interpreter
 from gpuprov.machine.pci import PciGpu
-from gpuprov.package_managers import offers
-from gpuprov.packaging.rpm_packages import InstallRpmPackages
+from gpuprov.packages import offers
+from gpuprov.packages.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan, repository_changes

@@ -16,9 +16,9 @@ from gpuprov.core.download import fetch_small, unreachable
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather_files
-from gpuprov.package_managers import offers
-from gpuprov.package_managers.apt import APT
-from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages import offers
+from gpuprov.packages.apt import APT
+from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec

@@ -20,8 +20,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver.distribution_plan import PREFERENCES_TEXT
 from gpuprov.facts.host import PREFERENCES, gather_files
-from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
-from gpuprov.packaging.keys import InstallKey
+from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec

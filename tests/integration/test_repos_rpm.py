@@ -16,15 +16,15 @@ import pytest
 
 from gpuprov.core.changes import RemoveFile
 from gpuprov.machine.distros import distribution_of, kernel_headers
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging import past_kernels
-from gpuprov.packaging.rpm_packages import (
+from gpuprov.packages import past_kernels
+from gpuprov.packages.rpm_packages import (
     InstallRpmPackages,
     RefreshRpmIndex,
     gather_keys,
     rpm_lock_holder,
 )
-from gpuprov.packaging.rpm_repos import InstallRpmKey, RpmRepository
+from gpuprov.packages.rpm_repos import InstallRpmKey, RpmRepository
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served

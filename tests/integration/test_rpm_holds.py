@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.zypper import ZYPPER
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import software
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost

@@ -25,7 +25,7 @@ from gpuprov.fleet.run import request_for
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from gpuprov.core.changes import FileFact
-from gpuprov.packaging.apt_components import PATH, problems, source
+from gpuprov.packages.apt_components import PATH, problems, source
 
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _COMPONENTS = ("contrib", "non-free", "non-free-firmware")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.packaging.apt_pins import PinnedOut, parse_policy, pins_on, problems
+from gpuprov.packages.apt_pins import PinnedOut, parse_policy, pins_on, problems
 
 # `apt-cache policy` of apt 2.6.1 on a host with the preferences below.
 POLICY = """\

@@ -8,10 +8,9 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.journal import new_journal
-from gpuprov.package_managers import dnf, offers, zypper
-from gpuprov.package_managers.apt import APT
-from gpuprov.package_managers.offers import Offers
-from gpuprov.packaging import apt_offers
+from gpuprov.packages import apt_offers, dnf, offers, zypper
+from gpuprov.packages.apt import APT
+from gpuprov.packages.offers import Offers
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json

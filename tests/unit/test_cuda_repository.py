@@ -18,8 +18,8 @@ from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, Enab
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import PciGpu, gather_gpus
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
+from gpuprov.packages.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
+from gpuprov.packages.dnf import DNF
 from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError

@@ -20,7 +20,7 @@ from gpuprov.driver import cuda_repository, cuda_runfile
 from gpuprov.driver.cuda_runfile import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.facts.cuda import PROFILE
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished

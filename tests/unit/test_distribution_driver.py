@@ -18,10 +18,10 @@ from gpuprov.facts.host import PREFERENCES, HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.driver_rows import OWN_DRIVERS
 from gpuprov.machine.pci import PciGpu
-from gpuprov.package_managers.offers import Offers
-from gpuprov.packaging.apt_components import PATH as COMPONENTS
-from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
-from gpuprov.packaging.rpm_packages import InstallRpmPackages
+from gpuprov.packages.apt_components import PATH as COMPONENTS
+from gpuprov.packages.apt_packages import InstallPackages, PackageFacts
+from gpuprov.packages.offers import Offers
+from gpuprov.packages.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.preflight import preflight, security_warnings
 from gpuprov.plan.steps import make_plan

@@ -14,11 +14,11 @@ from gpuprov.driver import dkms
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.dkms_repositories import dkms_repository
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import repositories
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.dkms_repositories import dkms_repository
+from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm_repos import repositories
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import software
 from gpuprov.plan.steps import make_plan, repository_changes
 from gpuprov.protocol.spec import HostSpec, parse_spec

@@ -18,9 +18,9 @@ from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.package_managers.apt import APT
-from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging.apt_packages import PackageFacts, missing
+from gpuprov.packages.apt import APT
+from gpuprov.packages.apt_packages import PackageFacts, missing
+from gpuprov.packages.registry import manager_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gpuprov.driver.installer import explain_failure, install_arguments, knows, parse_header
-from gpuprov.package_managers.apt import APT
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.interface import PackageManager
-from gpuprov.package_managers.zypper import ZYPPER
+from gpuprov.packages.apt import APT
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 

@@ -17,9 +17,9 @@ from gpuprov.engines.nvidia_docker import RemoveFolder
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, with_docker
-from gpuprov.packaging import retired
-from gpuprov.packaging.apt_remove import RemovePackages, control_of
-from gpuprov.packaging.pgp import armored, fingerprints, without_key
+from gpuprov.packages import retired
+from gpuprov.packages.apt_remove import RemovePackages, control_of
+from gpuprov.packages.pgp import armored, fingerprints, without_key
 from gpuprov.plan import migration
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError

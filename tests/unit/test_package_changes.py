@@ -11,7 +11,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import SOURCES_LIST
-from gpuprov.packaging.apt_packages import (
+from gpuprov.packages.apt_packages import (
     HELD_LIST,
     HoldPackages,
     InstallPackages,
@@ -21,7 +21,7 @@ from gpuprov.packaging.apt_packages import (
     pinned,
     plan_holds,
 )
-from gpuprov.packaging.past_kernels import Advice
+from gpuprov.packages.past_kernels import Advice
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 

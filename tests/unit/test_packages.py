@@ -16,8 +16,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
-from gpuprov.packaging.apt_failures import listed_under
-from gpuprov.packaging.apt_packages import (
+from gpuprov.packages.apt_failures import listed_under
+from gpuprov.packages.apt_packages import (
     HELD_LIST,
     HoldPackages,
     InstallPackages,
@@ -29,7 +29,7 @@ from gpuprov.packaging.apt_packages import (
     parse_dpkg,
     plan_holds,
 )
-from gpuprov.packaging.apt_undo import parse_conffiles
+from gpuprov.packages.apt_undo import parse_conffiles
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 

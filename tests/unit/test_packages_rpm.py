@@ -10,13 +10,12 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.interface import Installation
-from gpuprov.package_managers.rpm import RpmManager
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.pgp import armored, dearmored, fingerprints
-from gpuprov.packaging.rpm_packages import (
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.interface import Installation
+from gpuprov.packages.pgp import armored, dearmored, fingerprints
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.rpm_packages import (
     InstallRpmPackages,
     RefreshRpmIndex,
     added,
@@ -25,6 +24,7 @@ from gpuprov.packaging.rpm_packages import (
     parse_rpm,
     rpm_lock_holder,
 )
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import held_by_another
 

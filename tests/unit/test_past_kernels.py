@@ -19,10 +19,10 @@ from gpuprov.core.site_tables import for_request, use_tables
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import ROWS, Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.packaging import apt_failures, rpm_failures
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.past_kernels import Advice, advice, past_releases
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packages import apt_failures, rpm_failures
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.past_kernels import Advice, advice, past_releases
+from gpuprov.packages.rpm_repos import InstallRpmKey
 from gpuprov.plan import software
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables

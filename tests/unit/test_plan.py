@@ -24,7 +24,7 @@ from gpuprov.facts.holders import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
+from gpuprov.packages.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan

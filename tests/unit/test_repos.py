@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
-from gpuprov.packaging.keys import InstallKey
+from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import plan_repositories, problems, repositories

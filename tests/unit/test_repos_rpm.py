@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov import repos
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import docker_repository, find_distribution
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.rpm import RpmManager
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.pgp import armored, dearmored, fingerprints
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import (
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.pgp import armored, dearmored, fingerprints
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm_repos import (
     InstallRpmKey,
     RpmRepository,
     repositories,
 )
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
@@ -64,11 +65,11 @@ def rpm(facts: HostFacts) -> RpmManager:
 
 
 def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return facts.package_manager.plan_repositories(facts, spec)
+    return repos.plan(facts, spec)
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    return facts.package_manager.repository_problems(facts, spec)
+    return repos.host_problems(facts, spec)
 
 
 def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpuprov.core.commands import Completed
-from gpuprov.packaging import rpm_failures
-from gpuprov.packaging.apt_failures import finish
+from gpuprov.packages import rpm_failures
+from gpuprov.packages.apt_failures import finish
 from gpuprov.protocol.errors import GpuprovError
 
 REFUSED = "E: Failed to fetch http://dead.example/InRelease  Could not connect to dead.example:80 (192.0.2.1)"

@@ -10,10 +10,9 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.rpm import RpmManager
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging.rpm_locks import (
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.rpm_locks import (
     HELD_LIST,
     LOCK_TOOLS,
     HoldRpmPackages,
@@ -23,6 +22,7 @@ from gpuprov.packaging.rpm_locks import (
     held_names,
     plan,
 )
+from gpuprov.packages.zypper import ZYPPER
 
 NAME, EVR = "nvidia-container-toolkit", "0:1.17.8-1"
 # As dnf-plugins-core 4.3 and zypper 1.14 write them; the others by dnf5-versionlock(8) and yum-versionlock(1).

@@ -16,8 +16,8 @@ from gpuprov.bundle_create.sources import mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_plan
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.rpm_repos import InstallRpmKey
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once
 from gpuprov.protocol.errors import ExitCode, GpuprovError

@@ -17,7 +17,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, SOURCES_LIST
 from gpuprov.driver.cuda_repository import plan_pin
 from gpuprov.facts.host import gather
-from gpuprov.packaging.apt_packages import InstallPackages
+from gpuprov.packages.apt_packages import InstallPackages
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, Finished

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle import use_rpm
 from gpuprov.bundle.manifest import BundleFacts, BundleFile, BundlePackage, Manifest
 from gpuprov.bundle_create.recipe import Recipe, Wanted, make_recipe
 from gpuprov.bundle_create.rpm_sources import RpmSource, rpm_sources
@@ -18,13 +17,13 @@ from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.package_managers.dnf import DNF
-from gpuprov.package_managers.interface import Installation
-from gpuprov.package_managers.registry import bundle_manager
-from gpuprov.package_managers.rpm import RpmManager
-from gpuprov.package_managers.zypper import ZYPPER
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packages import rpm_bundle
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.interface import Installation
+from gpuprov.packages.rpm import RpmManager
+from gpuprov.packages.rpm_repos import InstallRpmKey
+from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import with_bundle
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec
@@ -147,17 +146,16 @@ def test_what_the_bundle_holds(facts: HostFacts, name: str, held: bool) -> None:
 
 
 def test_the_makers_keys_are_trusted_where_they_are_not_yet() -> None:
-    bundle = BundleFacts(MANIFEST)
-    assert use_rpm.plan_keys(bundle, frozenset()) == (
+    keys = BundleFacts(MANIFEST).vendor_keys
+    assert rpm_bundle.plan_keys(keys, frozenset()) == (
         InstallRpmKey(f"{FOLDER}/trusted/{KEY}.asc", f"file://{FOLDER}/keys/{KEY}.asc", KEY),
     )
-    assert use_rpm.plan_keys(bundle, frozenset((KEY,))) == ()
-    assert use_rpm.plan_keys(None, frozenset()) == ()
+    assert rpm_bundle.plan_keys(keys, frozenset((KEY,))) == ()
 
 
 @pytest.mark.parametrize(("manager", "packages_key"), [(DNF, "gpgcheck"), (ZYPPER, "pkg_gpgcheck")])
 def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: RpmManager, packages_key: str) -> None:
-    text = use_rpm.source_text(manager.bundle_lines)
+    text = rpm_bundle.source_text(manager.bundle_lines)
     assert f"\n{packages_key}=1\n" in text and "\nrepo_gpgcheck=1\n" in text
     assert f"\nbaseurl=file://{FOLDER}/repository\n" in text
 
@@ -172,7 +170,7 @@ def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: RpmMan
 def test_the_bundle_is_the_only_source(tmp_path: Path, distribution: str, version: str, words: list[str]) -> None:
     manifest = dataclasses.replace(MANIFEST, distribution=distribution, version=version)
     host = Recording(str(tmp_path))
-    manager = bundle_manager(manifest)
+    manager = with_bundle.bundle_manager(manifest)
     wanted = Installation(("gcc",), bundle=BundleFacts(dataclasses.replace(manifest, files=())))
     for change in manager.plan_installation(PackageFacts(manager.name, {}), wanted):
         change.apply(host, lambda message, done, total: None)

@@ -78,7 +78,7 @@ def test_what_travels_of_gpuprov_is_these_folders_and_files(agent: Agent) -> Non
     parts = {name.split("/")[1] for name in names(agent) if name.startswith("gpuprov/")}
     assert parts == {
         "__init__.py", "agent", "boot", "bundle", "cdi", "checks", "core", "doctor", "driver", "driver_run.py",
-        "engines", "facts", "machine", "package_managers", "packaging", "plan", "repos.py", "runtime_hook",
+        "engines", "facts", "machine", "packages", "plan", "repos.py", "runtime_hook",
         "toolkit.py", "verify.py", "protocol",
     }  # fmt: skip
     assert "gpuprov/agent/agent.py" in names(agent)

@@ -11,14 +11,14 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.packaging import apt
-from gpuprov.packaging.apt import lock_holder, repair
-from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
-from gpuprov.packaging.engine_packages import restarts_engine
-from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
-from gpuprov.packaging.past_kernels import Advice
-from gpuprov.packaging.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
+from gpuprov.packages import dpkg
+from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
+from gpuprov.packages.dpkg import lock_holder, repair
+from gpuprov.packages.engine_packages import restarts_engine
+from gpuprov.packages.package_lock import LOCK_SECONDS, tell_nobody
+from gpuprov.packages.past_kernels import Advice
+from gpuprov.packages.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
 from gpuprov.protocol.errors import GpuprovError
 
 __all__ = [
@@ -56,14 +56,14 @@ def gather_packages(system: System) -> PackageFacts:
     """Return what is installed, by one query."""
     if system.which("apt-get") is None or system.which("dpkg-query") is None:
         return PackageFacts("", {})
-    text = apt.query_text(system)
-    found = apt.parse_query(text)
+    text = dpkg.query_text(system)
+    found = dpkg.parse_query(text)
     packages = [one for one in found if one.whole]
     held = frozenset(one.name for one in packages if one.want == "hold")
     return PackageFacts(
         "apt",
         parse_dpkg(text),
-        apt.own_architecture(text),
+        dpkg.own_architecture(text),
         frozenset(name for one in packages for name in one.provides),
         held,
         held & frozenset((system.read_text(HELD_LIST) or "").split()),
@@ -73,7 +73,7 @@ def gather_packages(system: System) -> PackageFacts:
 
 def parse_dpkg(text: str) -> Mapping[str, str]:
     """Return name → version of the packages that are wholly installed, from `STATUS NAME VERSION …` lines."""
-    return {one.name: one.version for one in apt.parse_query(text) if one.whole}
+    return {one.name: one.version for one in dpkg.parse_query(text) if one.whole}
 
 
 def missing(packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class RefreshPackageIndex(Change):
     def apply(self, system: System, tell: Tell) -> Json:
         # Without the option, apt-get answers 0 even if no repository could be reached.
         command = ("-o", "APT::Update::Error-Mode=any", "update")
-        done = apt.run_apt(
+        done = dpkg.run_apt(
             system, command, tell, seconds=_REFRESH_SECONDS, lock_timeout=self.lock_timeout, options=self.options
         )
         finish(done, "the package index could not be refreshed")
@@ -171,7 +171,7 @@ class InstallPackages(Change):
         return f"install {', '.join(self.names)}"
 
     def capture(self, system: System) -> Json:
-        packages = apt.query(system)
+        packages = dpkg.query(system)
         return {
             "installed": sorted(one.name for one in packages if one.present),
             "versions": {one.name: one.version for one in packages if one.present},
@@ -194,12 +194,12 @@ class InstallPackages(Change):
         # A version that is asked for may be an older one.
         older = ("--allow-downgrades",) if pinned(self.names) else ()
         words = ("install", "--no-remove", *older, "--", *self.names)
-        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish(done, what, self.advice)
-        if apt.unfinished(system) or missing(gather_packages(system), self.names):
+        if dpkg.unfinished(system) or missing(gather_packages(system), self.names):
             # apt-get exits 0 despite a package that an earlier, killed run unpacked in part.
             repair(system, tell, self.lock_timeout, self.options)
-        left = apt.unfinished(system)
+        left = dpkg.unfinished(system)
         lacking = missing(gather_packages(system), self.names)
         if left or lacking:
             seen = [f"{name} is {status}" for name, status in left.items()]
@@ -257,7 +257,7 @@ class HoldPackages(Change):
         return "; ".join(f"{before}{', '.join(names)}{after}" for before, names, after in parts if names)
 
     def capture(self, system: System) -> Json:
-        held = {one.name for one in apt.query(system) if one.want == "hold"}
+        held = {one.name for one in dpkg.query(system) if one.want == "hold"}
         return {
             "held": sorted(held & {*self.names, *self.release}),
             "names": [*self.names, *self.release],
@@ -285,12 +285,12 @@ class HoldPackages(Change):
 
 
 def _mark(system: System, verb: str, names: Iterable[str], tell: Tell, lock_timeout: int) -> None:
-    done = apt.run_dpkg(system, ("apt-mark", verb, *names), tell, lock_timeout)
+    done = dpkg.run_dpkg(system, ("apt-mark", verb, *names), tell, lock_timeout)
     finish(done, f"apt-mark {verb} {' '.join(names)} failed")
 
 
 def _present(system: System) -> Mapping[str, str]:
-    return {one.name: one.version for one in apt.query(system) if one.present}
+    return {one.name: one.version for one in dpkg.query(system) if one.present}
 
 
 def _outcome(before: Mapping[str, str], after: Mapping[str, str]) -> Json:

@@ -10,10 +10,10 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.packaging import apt
-from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.apt_undo import needed_by_others
-from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
+from gpuprov.packages import dpkg
+from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.apt_undo import needed_by_others
+from gpuprov.packages.package_lock import LOCK_SECONDS, tell_nobody
 from gpuprov.protocol.errors import GpuprovError
 
 COPIES = f"{STATE_DIRECTORY}/removed"
@@ -57,7 +57,7 @@ class RemovePackages(Change):
         return f"remove {', '.join(self.names)}"
 
     def capture(self, system: System) -> Json:
-        there = {one.name: one.version for one in apt.query(system) if one.present and one.name in self.names}
+        there = {one.name: one.version for one in dpkg.query(system) if one.present and one.name in self.names}
         automatic = system.run(("apt-mark", "showauto", *there)).stdout.split() if there else []
         return {
             "names": there,
@@ -68,7 +68,7 @@ class RemovePackages(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         before = self.capture(system)
-        apt.repair(system, tell, self.lock_timeout)
+        dpkg.repair(system, tell, self.lock_timeout)
         gone = tuple(before["names"])
         if others := needed_by_others(system, gone):
             needed = "; ".join(f"{name}: {', '.join(found)}" for name, found in others.items())
@@ -77,7 +77,7 @@ class RemovePackages(Change):
             tell(f"keeping a copy of {name}", 0, 0)
             build_again(system, name, _copy(name))
         system.sync()
-        done = apt.run_apt(system, ("purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
+        done = dpkg.run_apt(system, ("purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
         for image in before["keep"]:
             restore_path(system, image)
         finish(done, f"{', '.join(gone)} could not be removed")
@@ -85,12 +85,12 @@ class RemovePackages(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        there = {one.name for one in apt.query(system) if one.whole}
+        there = {one.name for one in dpkg.query(system) if one.whole}
         gone = [name for name in before["names"] if name not in there]
         lock_timeout = before["lock_timeout"]
         if gone:
             words = ("dpkg", "--force-confold", "--force-confmiss", "--install", *(_copy(name) for name in gone))
-            done = apt.run_dpkg(system, words, tell_nobody, lock_timeout)
+            done = dpkg.run_dpkg(system, words, tell_nobody, lock_timeout)
             if not done.ok:
                 raise GpuprovError(
                     f"{', '.join(gone)} could not be installed again", done.evidence(8),
@@ -98,7 +98,9 @@ class RemovePackages(Change):
                 )  # fmt: skip
         automatic = [name for name in before["automatic"] if name in gone]
         if automatic:
-            finish(apt.run_dpkg(system, ("apt-mark", "auto", *automatic), tell_nobody, lock_timeout), "apt-mark failed")
+            finish(
+                dpkg.run_dpkg(system, ("apt-mark", "auto", *automatic), tell_nobody, lock_timeout), "apt-mark failed"
+            )
         for image in before["keep"]:
             restore_path(system, image)
         for name in before["names"]:

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution, ExtraRepository
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.package_lock import LOCK_SECONDS
-from gpuprov.packaging.past_kernels import Advice
-from gpuprov.packaging.rpm_repos import Host
-from gpuprov.protocol.errors import Problem
+from gpuprov.machine.distros import Distribution
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.package_lock import LOCK_SECONDS
+from gpuprov.packages.past_kernels import Advice
+from gpuprov.packages.rpm_repos import Host
 from gpuprov.protocol.spec import HostSpec
 
 
@@ -33,6 +31,13 @@ class Commands:
     script: str
 
 
+class Bundle(Protocol):
+    """A bundle on a host; `vendor_keys`: the fingerprints of the keys that signed its packages for rpm."""
+
+    @property
+    def vendor_keys(self) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True)
 class Installation:
     """Packages that a host needs (`NAME` or `NAME=VERSION`), installed or not, and how to install the missing ones.
@@ -45,7 +50,7 @@ class Installation:
 
     names: tuple[str, ...]
     lock_timeout: int = LOCK_SECONDS
-    bundle: BundleFacts | None = None
+    bundle: Bundle | None = None
     hold: tuple[str, ...] | None = None
     units: tuple[str, ...] = ()
     advice: Advice | None = None
@@ -81,7 +86,7 @@ class PackageManager(Protocol):
     def version_names(self, version: str) -> set[str]:
         """Return every form in which a user may write the version of a package in a repository."""
 
-    def bundled_versions(self, package: BundlePackage) -> set[str]:
+    def bundled_versions(self, version: str, architecture: str) -> set[str]:
         """Return the same forms for a package in a bundle."""
 
     def typed(self, name: str) -> str:
@@ -94,16 +99,6 @@ class PackageManager(Protocol):
 
         Raises GpuprovError, as a refresh of the index does, if a repository can't be queried.
         """
-
-    def repository_problems(
-        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
-    ) -> tuple[Problem, ...]:
-        """Return what gpuprov can't correct in the repositories of the host or the user."""
-
-    def plan_repositories(
-        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
-    ) -> tuple[Change, ...]:
-        """Return the keys and sources to write, and the conflicting ones to remove."""
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
@@ -118,10 +113,10 @@ class PackageManager(Protocol):
         """Return the change that removes packages; the files of `keep` stay, and undo brings the packages back."""
 
     def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
-        """Return the changes that remove remains of nvidia-docker's repositories and key after `plan_repositories`."""
+        """Return the changes that remove what `repos.plan` leaves of nvidia-docker's repositories and key."""
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         """Return the packages needed to hold packages on this distribution."""
 
-    def open_bundle(self, system: System, manifest: Manifest) -> None:
-        """Make the unpacked bundle a source of packages."""
+    def open_bundle(self, system: System, repository_key: str) -> None:
+        """Make the unpacked bundle, signed by this key (fingerprint), a source of packages."""

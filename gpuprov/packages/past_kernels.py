@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
-from gpuprov.packaging.rpm_vendor_keys import vendor_key
+from gpuprov.packages.rpm_vendor_keys import vendor_key
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.tables import SERVERS, packaged, server
 

@@ -10,7 +10,7 @@ from typing import Callable, Protocol
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
-from gpuprov.packaging.pgp import dearmored, fingerprints
+from gpuprov.packages.pgp import dearmored, fingerprints
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
 

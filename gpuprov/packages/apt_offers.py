@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
-from gpuprov.packaging.apt import TRUST, proxy_options
-from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.keys import InstallKey, place_keys, with_placed_keys
-from gpuprov.packaging.pgp import dearmored
+from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.dpkg import TRUST, proxy_options
+from gpuprov.packages.keys import InstallKey, place_keys, with_placed_keys
+from gpuprov.packages.pgp import dearmored
 
 _REFRESH_SECONDS = 600
 _SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d", "/etc/apt/auth.conf.d")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from gpuprov.bundle import use_rpm
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
-from gpuprov.package_managers.interface import Commands
-from gpuprov.package_managers.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
-from gpuprov.packaging.package_lock import tell_nobody
-from gpuprov.packaging.rpm_failures import finish
-from gpuprov.packaging.rpm_locks import LOCK_TOOLS
-from gpuprov.packaging.rpm_packages import run_rpm
+from gpuprov.packages import rpm_bundle
+from gpuprov.packages.interface import Commands
+from gpuprov.packages.package_lock import tell_nobody
+from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
+from gpuprov.packages.rpm_failures import finish
+from gpuprov.packages.rpm_locks import LOCK_TOOLS
+from gpuprov.packages.rpm_packages import run_rpm
 
 # fedoraproject.org/wiki/Changes/SwitchToDnf5
 _DNF5_FEDORA = 41
@@ -48,7 +48,7 @@ class Dnf(RpmManager):
     login_in_url = False
     # The bundle has packages of module streams without the lists of the streams.
     bundle_lines: tuple[str, ...] = ("skip_if_unavailable=0", "module_hotfixes=1")
-    bundle_options: tuple[str, ...] = (f"--setopt=reposdir={use_rpm.SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
+    bundle_options: tuple[str, ...] = (f"--setopt=reposdir={rpm_bundle.SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
     rebuilds = False
 
     def hold_tool(self, system: System) -> str:

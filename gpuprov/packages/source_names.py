@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from gpuprov.core.changes import FileFact
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
-from gpuprov.packaging.apt_sources import entries, text_of
+from gpuprov.packages.apt_sources import entries, text_of
 from gpuprov.protocol.errors import Problem
 
 # A second server is asked after five seconds (resolv.conf(5)).

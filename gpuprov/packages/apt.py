@@ -6,18 +6,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gpuprov import repos
-from gpuprov.bundle.manifest import REPOSITORY, REPOSITORY_KEY, BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
-from gpuprov.core.places import FOLDER, SOURCES_LIST
+from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY, SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution, ExtraRepository
-from gpuprov.machine.driver_rows import own_driver
-from gpuprov.package_managers.interface import Commands, Installation
-from gpuprov.packaging import apt, apt_components, apt_packages, apt_remove, apt_undo, retired
-from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
-from gpuprov.packaging.rpm_repos import Host
-from gpuprov.protocol.errors import Problem
+from gpuprov.machine.distros import Distribution
+from gpuprov.packages import apt_packages, apt_remove, apt_undo, dpkg, retired
+from gpuprov.packages.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
+from gpuprov.packages.interface import Bundle, Commands, Installation
+from gpuprov.packages.rpm_repos import Host
 from gpuprov.protocol.spec import HostSpec
 
 _BUNDLE_SOURCE = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
@@ -35,7 +31,7 @@ _BUNDLE_SETTINGS = {
 }
 
 
-def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
+def apt_options(bundle: Bundle | None) -> tuple[str, ...]:
     """Return the options that make an unpacked bundle apt's only source, with lists of its own; none without one."""
     settings = _BUNDLE_SETTINGS if bundle is not None else {}
     return tuple(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))
@@ -61,14 +57,14 @@ class Apt:
     any_release = "-*"
 
     gather = staticmethod(apt_packages.gather_packages)
-    lock_holder = staticmethod(apt.lock_holder)
+    lock_holder = staticmethod(dpkg.lock_holder)
     missing = staticmethod(apt_packages.missing)
 
     def version_names(self, version: str) -> set[str]:
         return {version}
 
-    def bundled_versions(self, package: BundlePackage) -> set[str]:
-        return {package.version}
+    def bundled_versions(self, version: str, architecture: str) -> set[str]:
+        return {version}
 
     def typed(self, name: str) -> str:
         return shlex.quote(name)
@@ -76,20 +72,10 @@ class Apt:
     def offered(
         self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
     ) -> Mapping[str, tuple[str, ...]]:
-        from gpuprov.packaging import apt_offers
+        from gpuprov.packages import apt_offers
 
         # It takes no lock: all that it writes is in a folder of its own.
         return apt_offers.ask(system, names, planned)
-
-    def repository_problems(
-        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
-    ) -> tuple[Problem, ...]:
-        return repos.problems(host.files, spec, host.architecture, extra)
-
-    def plan_repositories(
-        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
-    ) -> tuple[Change, ...]:
-        return repos.plan_repositories(host.files, spec, host.architecture, extra, _driver_components(host, spec))
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         lacking, options = self.missing(packages, wanted.names), apt_options(wanted.bundle)
@@ -117,16 +103,8 @@ class Apt:
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         return ()
 
-    def open_bundle(self, system: System, manifest: Manifest) -> None:
+    def open_bundle(self, system: System, repository_key: str) -> None:
         system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())
-
-
-def _driver_components(host: Host, spec: HostSpec) -> str:
-    """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
-    row, own = host.distribution, own_driver(host.distribution)
-    if spec.driver != "distribution" or row is None or own is None or not own.components:
-        return ""
-    return apt_components.source(host.files, row.codename, own.components, own.keyrings)
 
 
 APT = Apt()

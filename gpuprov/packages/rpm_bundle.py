@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpuprov.bundle.manifest import KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, Manifest
 from gpuprov.core.changes import Change
-from gpuprov.core.places import FOLDER
+from gpuprov.core.places import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.packaging.pgp import armored, fingerprints
-from gpuprov.packaging.rpm_packages import gather_keys
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packages.pgp import armored, fingerprints
+from gpuprov.packages.rpm_packages import gather_keys
+from gpuprov.packages.rpm_repos import InstallRpmKey
 
 SOURCES = f"{FOLDER}/repos.d"
 _KEY = f"{FOLDER}/key.asc"
@@ -30,30 +29,23 @@ def source_text(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in (*head, *lines))
 
 
-def plan_keys(bundle: BundleFacts | None, trusted: frozenset[str]) -> tuple[Change, ...]:
+def plan_keys(vendor_keys: Iterable[str], trusted: frozenset[str]) -> tuple[Change, ...]:
     """Return the change that makes rpm trust the vendor keys of the bundle's packages."""
-    if bundle is None:
-        return ()
     return tuple(
         InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one)
-        for one in _makers(bundle.manifest)
+        for one in vendor_keys
         if one not in trusted
     )
 
 
-def _makers(manifest: Manifest) -> tuple[str, ...]:
-    names = (one.path for one in manifest.files if one.path.startswith(f"{KEYS}/") and one.path.endswith(".asc"))
-    return tuple(name[len(KEYS) + 1 : -len(".asc")] for name in names)
-
-
-def prepare(system: System, manifest: Manifest, source: str) -> None:
+def prepare(system: System, repository_key: str, source: str) -> None:
     """Write the source, and make rpm trust the bundle's key: zypper, and packages that the bundle signs, need that."""
     if not system.exists(f"{FOLDER}/{REPOSITORY_KEY}"):
         return
     system.make_directory(SOURCES, 0o700)
     system.write(_KEY, armored(system.read_bytes(f"{FOLDER}/{REPOSITORY_KEY}") or b""))
     system.write(f"{SOURCES}/bundle.repo", source.encode())
-    system.require(("rpm", "--import", _KEY), f"rpm does not take the key {manifest.repository_key}")
+    system.require(("rpm", "--import", _KEY), f"rpm does not take the key {repository_key}")
 
 
 def forget(system: System) -> None:

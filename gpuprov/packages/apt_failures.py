@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed, first_match
 from gpuprov.core.download import LOG_IN
-from gpuprov.packaging.past_kernels import Advice, require_known
+from gpuprov.packages.past_kernels import Advice, require_known
 from gpuprov.protocol.errors import GpuprovError
 
 

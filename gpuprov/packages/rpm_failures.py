@@ -6,7 +6,7 @@ import re
 
 from gpuprov.core.commands import Completed, first_match
 from gpuprov.core.download import LOG_IN
-from gpuprov.packaging.past_kernels import Advice, require_known
+from gpuprov.packages.past_kernels import Advice, require_known
 from gpuprov.protocol.errors import GpuprovError
 
 NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No provider of '.*' found"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.core.system import System
-from gpuprov.packaging.keys import fetch_pinned_key, problems_of_any
-from gpuprov.packaging.pgp import armored, fingerprints
-from gpuprov.packaging.rpm_packages import gather_keys
-from gpuprov.packaging.toolkit_channels import toolkit_channels
+from gpuprov.packages.keys import fetch_pinned_key, problems_of_any
+from gpuprov.packages.pgp import armored, fingerprints
+from gpuprov.packages.rpm_packages import gather_keys
+from gpuprov.packages.toolkit_channels import toolkit_channels
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec
@@ -21,7 +21,7 @@ from gpuprov.protocol.spec import HostSpec
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
     from gpuprov.machine.distros import Distribution, ExtraRepository
-    from gpuprov.packaging.apt_packages import PackageFacts
+    from gpuprov.packages.apt_packages import PackageFacts
 
 KEYS = "/etc/pki/rpm-gpg"
 _OURS = "gpuprov-"
@@ -29,7 +29,7 @@ _KEY_PREFIX = f"{KEYS}/RPM-GPG-KEY-{_OURS}"
 
 
 class RepositoryProgram(Protocol):
-    """The facts about dnf or zypper that repositories need; package_managers/rpm.py explains the fields."""
+    """The facts about dnf or zypper that repositories need; packages/rpm.py explains the fields."""
 
     repository_directory: str
     package_check: str

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpuprov.bundle import use_rpm
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
-from gpuprov.package_managers.interface import Commands
-from gpuprov.package_managers.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
-from gpuprov.packaging.package_lock import tell_nobody
-from gpuprov.packaging.rpm_failures import finish
-from gpuprov.packaging.rpm_packages import run_rpm
+from gpuprov.packages import rpm_bundle
+from gpuprov.packages.interface import Commands
+from gpuprov.packages.package_lock import tell_nobody
+from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
+from gpuprov.packages.rpm_failures import finish
+from gpuprov.packages.rpm_packages import run_rpm
 
 _ZYPPER = ("zypper", "--non-interactive")
 _QUERY = ("search", "--details", "--match-exact", "--type", "package")
@@ -44,7 +44,7 @@ class Zypper(RpmManager):
     repository_lines: tuple[str, ...] = ("gpgcheck=1", "autorefresh=1")
     login_in_url = True
     bundle_lines: tuple[str, ...] = ("pkg_gpgcheck=1",)
-    bundle_options: tuple[str, ...] = ("--reposd-dir", use_rpm.SOURCES, "--cache-dir", f"{FOLDER}/cache")
+    bundle_options: tuple[str, ...] = ("--reposd-dir", rpm_bundle.SOURCES, "--cache-dir", f"{FOLDER}/cache")
     rebuilds = True
 
     def hold_tool(self, system: System) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from gpuprov.core.changes import Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.packaging import package_lock
-from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.package_lock import LOCK_SECONDS
+from gpuprov.packages import package_lock
+from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.package_lock import LOCK_SECONDS
 
 INSTALL_SECONDS = 3600
 # In the order in which apt and dpkg take them.

@@ -10,13 +10,13 @@ from typing import ClassVar, Protocol
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.engine_packages import restarts_engine
-from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, tell_nobody, wait_until_free
-from gpuprov.packaging.past_kernels import Advice
-from gpuprov.packaging.pgp import fingerprints
-from gpuprov.packaging.rpm_failures import finish
-from gpuprov.packaging.rpm_locks import gather_locks
+from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.engine_packages import restarts_engine
+from gpuprov.packages.package_lock import LOCK_SECONDS, lock_holder, tell_nobody, wait_until_free
+from gpuprov.packages.past_kernels import Advice
+from gpuprov.packages.pgp import fingerprints
+from gpuprov.packages.rpm_failures import finish
+from gpuprov.packages.rpm_locks import gather_locks
 from gpuprov.protocol.errors import GpuprovError
 
 _INSTALL_SECONDS = 3600
@@ -33,7 +33,7 @@ _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
 
 
 class RpmProgram(Protocol):
-    """The facts about dnf or zypper that changes need; package_managers/rpm.py explains the fields."""
+    """The facts about dnf or zypper that changes need; packages/rpm.py explains the fields."""
 
     name: str
     refresh: tuple[str, ...]

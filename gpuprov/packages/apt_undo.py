@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpuprov.core.changes import Json, capture_path, restore_path
 from gpuprov.core.system import System
-from gpuprov.packaging import apt
-from gpuprov.packaging.apt import Package
-from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.package_lock import tell_nobody
+from gpuprov.packages import dpkg
+from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.dpkg import Package
+from gpuprov.packages.package_lock import tell_nobody
 from gpuprov.protocol.words import counted
 
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
@@ -58,8 +58,8 @@ def purge(
     system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int, options: tuple[str, ...] = ()
 ) -> None:
     """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
-    apt.repair(system, tell_nobody, lock_timeout, options)
-    there = {one.name for one in apt.query(system) if one.present}
+    dpkg.repair(system, tell_nobody, lock_timeout, options)
+    there = {one.name for one in dpkg.query(system) if one.present}
     gone = [name for name in added if name in there]
     kept = needed_by_others(system, gone)
     for verb, names in (
@@ -67,7 +67,7 @@ def purge(
         ("remove", [name for name in gone if name not in kept and name in left]),
     ):
         if names:
-            done = apt.run_apt(system, (verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
+            done = dpkg.run_apt(system, (verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
             finish(done, f"{', '.join(names)} could not be removed")
 
 
@@ -95,7 +95,7 @@ def _taken_along(system: System, names: Sequence[str]) -> set[str]:
 
 def lasting_of_purge(system: System, added: Sequence[str], left: Sequence[str]) -> tuple[str, ...]:
     """Return, a sentence each, what purging takes along or has to leave."""
-    there = {one.name for one in apt.query(system) if one.present}
+    there = {one.name for one in dpkg.query(system) if one.present}
     gone = [name for name in added if name in there]
     kept = needed_by_others(system, gone)
     told = [f"{name} stays: {', '.join(others)}, installed since, needs it" for name, others in kept.items()]

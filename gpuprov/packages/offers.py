@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from gpuprov.core.changes import Change
 from gpuprov.core.system import System
-from gpuprov.package_managers.interface import PackageManager
-from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging.package_lock import LOCK_SECONDS
+from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.package_lock import LOCK_SECONDS
+from gpuprov.packages.registry import manager_of
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 

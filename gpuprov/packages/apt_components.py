@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpuprov.packaging.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
+from gpuprov.packages.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
 from gpuprov.protocol.errors import Problem
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import ClassVar, Protocol
 from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
-from gpuprov.packaging.rpm_failures import finish
-from gpuprov.packaging.rpm_packages import gather_keys, installed_rpms, package_name, run_rpm
+from gpuprov.packages.package_lock import LOCK_SECONDS, tell_nobody
+from gpuprov.packages.rpm_failures import finish
+from gpuprov.packages.rpm_packages import gather_keys, installed_rpms, package_name, run_rpm
 from gpuprov.protocol.errors import GpuprovError
 
 COPIES = f"{STATE_DIRECTORY}/removed"
@@ -21,7 +21,7 @@ _SECONDS = 600
 
 
 class RpmProgram(Protocol):
-    """The facts about dnf or zypper that a removal needs; package_managers/rpm.py explains the fields."""
+    """The facts about dnf or zypper that a removal needs; packages/rpm.py explains the fields."""
 
     def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]: ...
 

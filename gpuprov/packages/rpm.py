@@ -7,18 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from gpuprov.bundle import use_rpm
-from gpuprov.bundle.manifest import BundlePackage, Manifest
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
-from gpuprov.package_managers.interface import Commands, Installation
-from gpuprov.packaging import retired, rpm_locks, rpm_packages, rpm_remove, rpm_repos
-from gpuprov.packaging.apt_packages import PackageFacts, pinned
-from gpuprov.packaging.keys import place_keys, with_placed_keys
-from gpuprov.packaging.pgp import armored
-from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import Host, InstallRpmKey
+from gpuprov.packages import retired, rpm_bundle, rpm_locks, rpm_packages, rpm_remove, rpm_repos
+from gpuprov.packages.apt_packages import PackageFacts, pinned
+from gpuprov.packages.interface import Commands, Installation
+from gpuprov.packages.keys import place_keys, with_placed_keys
+from gpuprov.packages.pgp import armored
+from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm_repos import Host, InstallRpmKey
 from gpuprov.protocol.spec import HostSpec
 
 QUERY_SECONDS = 600
@@ -118,8 +116,8 @@ class RpmManager(ABC):
     def version_names(self, version: str) -> set[str]:
         return rpm_packages.versions(version, rebuilds=self.rebuilds)
 
-    def bundled_versions(self, package: BundlePackage) -> set[str]:
-        return self.version_names(f"{package.version}.{package.architecture}")
+    def bundled_versions(self, version: str, architecture: str) -> set[str]:
+        return self.version_names(f"{version}.{architecture}")
 
     def typed(self, name: str) -> str:
         return shlex.quote(name.replace("=", self.version_joint, 1))
@@ -178,7 +176,9 @@ class RpmManager(ABC):
         apart = tuple(name for name in names if more and name in wanted.limited_names)
         together = tuple(name for name in names if name not in apart)
         return (
-            *use_rpm.plan_keys(wanted.bundle, packages.trusted_keys),
+            *rpm_bundle.plan_keys(
+                wanted.bundle.vendor_keys if wanted.bundle is not None else (), packages.trusted_keys
+            ),
             *lift,
             *(self._installation(together, wanted, options) if together else ()),
             *(self._installation(apart, replace(wanted, units=()), more) if apart else ()),
@@ -193,8 +193,8 @@ class RpmManager(ABC):
             InstallRpmPackages(self, names, wanted.units, wanted.lock_timeout, options, wanted.advice),
         )
 
-    def open_bundle(self, system: System, manifest: Manifest) -> None:
-        use_rpm.prepare(system, manifest, use_rpm.source_text(self.bundle_lines))
+    def open_bundle(self, system: System, repository_key: str) -> None:
+        rpm_bundle.prepare(system, repository_key, rpm_bundle.source_text(self.bundle_lines))
 
 
 def collected(pairs: Iterable[tuple[str, str]]) -> Versions:

@@ -1,0 +1,1 @@
+"""Packages of apt, dnf and zypper: repositories, keys, installation, holds, locks, and a class for each manager."""

@@ -1,1 +1,0 @@
-"""Package managers: repositories' keys, indexes, packages, holds, locks, and what the managers say."""
