@@ -139,5 +139,5 @@ def require_room(system: System, path: str, ratio: int, place: str, what: str) -
             raise GpuprovError(
                 f"not enough room on the file system of {folder} to install {what}",
                 f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
-                f"make room: df -h {folder}",
+                f"make room: {system.df(folder)}",
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gpuprov import __version__
 from gpuprov.bundle.manifest import CUDA, BundleFile, BundleImage, BundlePackage, Manifest
@@ -16,11 +17,12 @@ from gpuprov.bundle_create.recipe import Collection, RunFile
 from gpuprov.bundle_create.repository_apt import collect_apt
 from gpuprov.bundle_create.repository_key import new_key
 from gpuprov.bundle_create.repository_rpm import collect_rpm
+from gpuprov.core.disk import make_user_folder
 from gpuprov.core.download import fetch, trusted_sha256
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_runfile, installer
 from gpuprov.engines.image_identity import image_identity
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
 
 _DOWNLOAD_SECONDS = 7200
@@ -130,7 +132,12 @@ def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
             f"there is no {masked(url)}.sha256sum",
             "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)",
         )
-    to.system.make_directory(cache, 0o700)
+    try:
+        make_user_folder(Path(cache))
+    except OSError as error:
+        raise from_os_error(
+            f"downloads can't be kept in {cache}", error, "set HOME to a folder that is there"
+        ) from None
     place = f"{cache}/{sha256}.run"
     fetch(to.system, url, place, sha256=sha256, tell=to.tell)
     return place

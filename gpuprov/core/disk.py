@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import shlex
@@ -49,6 +50,14 @@ def write_whole(place: Path, content: bytes, mode: int, owner: tuple[int, int] |
     sync_path(place.parent)
 
 
+def make_user_folder(place: Path) -> None:
+    """Make a folder for this user alone, with its missing parents, but never the home directory. Raises OSError."""
+    home = Path("~").expanduser()
+    if home in place.parents and not home.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no home directory", str(home))
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def write_refusal(place: Path) -> tuple[str, str]:
     """Return why root can't write a file, and how to correct that; ("", "") if it can, or the file need not exist.
 
@@ -69,11 +78,16 @@ def write_refusal(place: Path) -> tuple[str, str]:
             f"{one} is immutable (chattr +i)",
             f"lsattr -d {shlex.quote(str(one))}; chattr -i {shlex.quote(str(one))}",
         )
-    left = os.statvfs(folder)
-    if left.f_files and left.f_favail < _FEWEST_INODES:
-        mount = _mount_of(folder)
+    if df(folder) == "-i":
+        left, mount = os.statvfs(folder), _mount_of(folder)
         return f"{mount} has {left.f_favail} of {left.f_files} inodes left", f"df -i {shlex.quote(mount)}; remove files"
     return "", ""
+
+
+def df(place: Path) -> str:
+    """Return the option of df(1) that shows what an existing place's file system is short of: bytes, or inodes."""
+    left = os.statvfs(place)
+    return "-i" if left.f_files and left.f_favail < _FEWEST_INODES else "-h"
 
 
 def mounted_noexec(place: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Callable, TypeVar
 
 from gpuprov.core.changes import Tell
@@ -28,6 +28,12 @@ _PASSING = (408, 429, 500, 502, 503, 504)
 _CHUNK = 1 << 16
 _LONGEST_SEEN = 400
 _SMALL = 1 << 20
+_SMALL_SECONDS = 300
+# Limits where the server does not say how much will come: several times the largest .run, and a slow line's night.
+_LARGEST = 16 << 30
+_LONGEST_SECONDS = 8 * 3600
+# Such a download leaves this much room to others.
+_LEAST_ROOM = 256 << 20
 _PROGRESS_SECONDS = 0.5
 
 
@@ -92,7 +98,7 @@ def _read_small(system: System, url: str) -> bytes:
     def attempt() -> bytes:
         content = b""
         with _get(system, url, 0) as response:
-            for chunk in response.iter_content(_CHUNK):
+            for chunk in _pieces(system, response, url, _SMALL_SECONDS):
                 content += chunk
                 if len(content) > _SMALL:
                     break
@@ -216,12 +222,48 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
         _require_room(system, part, max(total - have, 0), url)
         told = system.now()
         with system.path(part).open("ab" if resumed else "wb") as file:
-            for chunk in response.iter_content(_CHUNK):
+            for chunk in response.iter_content(_CHUNK) if total else _endless(system, response, part, url):
                 file.write(chunk)
                 have += len(chunk)
                 if system.now() - told > _PROGRESS_SECONDS:
                     tell("downloading", have, total)
                     told = system.now()
+
+
+def _pieces(system: System, response: requests.Response, url: str, seconds: float) -> Iterator[bytes]:
+    """Yield the content in pieces, for at most so many seconds: a server may send a byte a minute."""
+    import requests
+    import urllib3
+
+    end, piece = system.now() + seconds, b""
+    try:
+        while read := response.raw.read1(_CHUNK):
+            piece += read
+            if system.now() > end:
+                raise GpuprovError(f"{masked(url)} takes too long", f"no end after {seconds:.0f} s", "try again later")
+            if len(piece) >= _CHUNK:
+                yield piece[:_CHUNK]
+                piece = piece[_CHUNK:]
+    except urllib3.exceptions.HTTPError as error:
+        raise requests.ConnectionError(error) from None
+    if piece:
+        yield piece
+
+
+def _endless(system: System, response: requests.Response, part: str, url: str) -> Iterator[bytes]:
+    """Yield the pieces of a content of unknown length, within the limits of time, size and room."""
+    size = 0
+    for piece in _pieces(system, response, url, _LONGEST_SECONDS):
+        size += len(piece)
+        if size > _LARGEST:
+            system.remove(part)
+            raise GpuprovError(
+                f"{masked(url)} is larger than expected", f"more than {_LARGEST >> 30} GiB", "check the URL"
+            )
+        if system.free_bytes(part) < _LEAST_ROOM:
+            system.remove(part)
+            _require_room(system, part, _LEAST_ROOM, url)
+        yield piece
 
 
 def _get(system: System, url: str, start: int) -> requests.Response:
@@ -258,7 +300,7 @@ def _require_room(system: System, path: str, size: int, url: str) -> None:
         raise GpuprovError(
             f"not enough room for {masked(url)}",
             f"{size // 2**20} MiB to come, {free // 2**20} MiB free for {path}",
-            f"make room: df -h {path.rpartition('/')[0]}",
+            f"make room: {system.df(path.rpartition('/')[0])}",
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gpuprov.core.disk import make_user_folder
 from gpuprov.core.download import fetch_small
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
@@ -51,7 +52,7 @@ def save_advisories(data: Mapping[str, Any]) -> Path:
     path = advisories_path()
     temporary = path.with_suffix(".new")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_user_folder(path.parent)
         temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

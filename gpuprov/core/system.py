@@ -143,10 +143,16 @@ class System:
 
     def free_bytes(self, path: str) -> int:
         """Return the free space, in bytes, of the file system that holds `path` (or its nearest existing parent)."""
+        return shutil.disk_usage(self._existing(path)).free
+
+    def df(self, path: str) -> str:
+        """Return the command that shows what the file system of `path` is short of: `df -h PATH`, or `df -i PATH`."""
+        return f"df {disk.df(self._existing(path))} {path}"
+
+    def _existing(self, path: str) -> Path:
+        """Return the place of `path`, or of its nearest existing parent."""
         place = self.path(path)
-        while not place.exists():
-            place = place.parent
-        return shutil.disk_usage(place).free
+        return next(one for one in (place, *place.parents) if one.exists())
 
     def which(self, program: str) -> str | None:
         """Return the absolute path of a program of the machine, or None."""

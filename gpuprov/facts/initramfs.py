@@ -100,7 +100,7 @@ def rebuild(system: System, image: Image) -> None:
     system.require(
         rebuild_command(system, image),
         f"{image.path} could not be rebuilt",
-        "is there room in /boot (df -h /boot)? fix what the command names, then run the same command again",
+        f"is there room in /boot ({system.df('/boot')})? fix what the command names, then run the same command again",
         timeout=_REBUILD_SECONDS,
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 import gpuprov
+from gpuprov.core.disk import make_user_folder
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.protocol.errors import GpuprovError
 
@@ -246,7 +247,7 @@ def _digest_of(main: str, files: dict[str, bytes]) -> str:
 def _keep(path: Path, content: bytes) -> None:
     """Store the result for the next run; an unwritable cache only costs time."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_user_folder(path.parent)
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
         temporary.chmod(0o600)

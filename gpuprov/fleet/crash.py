@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from gpuprov import __version__
-from gpuprov.fleet.history import require_home
+from gpuprov.core.disk import make_user_folder
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.secrets import masked
 
@@ -20,8 +20,7 @@ def write_log(error: BaseException) -> Problem:
     folder = (Path(state) / "gpuprov" / "log").expanduser()
     path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
-        require_home()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_user_folder(folder)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(handle, "a", encoding="utf-8") as file:
             file.write(f"gpuprov {__version__}\n" + masked("".join(traceback.format_exception(error))) + "\n")

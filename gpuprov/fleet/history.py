@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import calendar
 import collections
-import errno
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov import __version__
+from gpuprov.core.disk import make_user_folder
 from gpuprov.fleet.result import Drain, HostResult, MadeChange, overall_exit_code
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, PlannedChange
@@ -67,13 +67,6 @@ def folder() -> Path:
     return (Path(state) / "gpuprov" / "runs").expanduser()
 
 
-def require_home() -> None:
-    """Raise FileNotFoundError if this account has no home directory: gpuprov does not make one."""
-    home = Path("~").expanduser()
-    if not os.environ.get("XDG_STATE_HOME") and not home.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no home directory", str(home))
-
-
 def new_identifier(now: float) -> str:
     """Return a name, in UTC, for the run that began at that time (seconds since the epoch)."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{os.getpid()}"
@@ -98,8 +91,7 @@ def moment(now: float) -> str:
 def save(run: Run, secrets: Iterable[str] = ()) -> Path:
     """Write the run, readable by its user only, and delete the oldest beyond 50. Raises OSError on failure."""
     place = folder()
-    require_home()
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_user_folder(place)
     place.chmod(0o700)
     path = place / f"{run.identifier}.json"
     text = json.dumps(without_secrets(to_json(run), secrets), ensure_ascii=False, separators=(",", ":"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core import download
 from gpuprov.core.download import fetch, fetch_small, unreachable
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem
@@ -99,6 +100,36 @@ def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site
     (problem,) = caught.value.problems
     assert problem.evidence == "2 MiB to come, 0 MiB free for /var/cache/f.part"
     assert problem.next_step == "make room: df -h /var/cache"
+
+
+@pytest.mark.parametrize(
+    "limit, what, evidence",
+    [
+        ({"_LARGEST": 1 << 20}, "is larger than expected", "more than 0 GiB"),
+        ({"_LONGEST_SECONDS": 3.0}, "takes too long", "no end after 3 s"),
+        ({"_LEAST_ROOM": 11 << 30}, "not enough room for", "11264 MiB to come, 10240 MiB free"),
+    ],
+)
+def test_a_file_of_unknown_length_has_an_end(
+    tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch, limit: dict[str, float], what: str, evidence: str
+) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"], site.lengths = CONTENT, False
+    for name, value in limit.items():
+        monkeypatch.setattr(download, name, value)
+    with pytest.raises(GpuprovError) as caught:
+        progress(system, f"{site.url}/f")
+    assert what in str(caught.value) and evidence in str(caught.value)
+    assert system.status("/file") is None
+    # What can't be resumed does not stay on a disk that it fills.
+    assert (system.status("/file.part") is None) == ("_LONGEST_SECONDS" not in limit)
+
+
+def test_a_small_file_that_comes_byte_by_byte_has_an_end(tmp_path: Path, site: Site) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"], system.seconds = b"x", 600.0
+    with pytest.raises(GpuprovError, match="takes too long"):
+        fetch_small(system, f"{site.url}/f")
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
