@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from gpuprov.cdi import other_devices
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
-from gpuprov.cdi.generate import PATH, difference, specification
-from gpuprov.cdi.in_short import in_short
+from gpuprov.cdi.generate import PATH, difference, in_short, specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import (
     Change,

@@ -53,7 +53,7 @@ class BundlePackage:
 
 @dataclass(frozen=True)
 class BundleImage:
-    """A container image as `docker save` wrote it: its name, its identity (engines/image_identity.py), its file."""
+    """A container image as `docker save` wrote it: its name, its identity (engines/containers.py), its file."""
 
     reference: str
     identity: str

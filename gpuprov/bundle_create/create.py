@@ -21,7 +21,7 @@ from gpuprov.core.disk import make_user_folder
 from gpuprov.core.download import fetch, trusted_sha256
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_runfile, installer
-from gpuprov.engines.image_identity import image_identity
+from gpuprov.engines.containers import image_identity
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
 

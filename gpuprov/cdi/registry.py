@@ -12,9 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuprov.cdi.documents import SUFFIXES, parse
-from gpuprov.cdi.specification import Device, Specification, render_json
-from gpuprov.cdi.validation import problems
+from gpuprov.cdi.specification import (
+    SUFFIXES,
+    Device,
+    Specification,
+    parse,
+    problems,
+    render_json,
+)
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.edits import apply_edits, merge_edits

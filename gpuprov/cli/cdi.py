@@ -70,8 +70,7 @@ def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
       gpuprov cdi validate /etc/cdi/nvidia.json other.yaml
       gpuprov cdi generate | gpuprov cdi validate -
     """
-    from gpuprov.cdi.documents import parse
-    from gpuprov.cdi.validation import problems
+    from gpuprov.cdi.specification import parse, problems
 
     faults = []
     for name in files:
@@ -145,7 +144,7 @@ def transform_root(source: str, target: str, name: str, output: str, form: str |
       gpuprov cdi transform root --from / --to /host --input nvidia.yaml --output nvidia-host.yaml
       gpuprov cdi transform root --input nvidia.yaml --format json --output nvidia.json
     """
-    from gpuprov.cdi.documents import is_yaml, parse
+    from gpuprov.cdi.specification import is_yaml, parse
     from gpuprov.cdi.transform import with_root
 
     content = _read(name)

@@ -175,7 +175,7 @@ def _chosen(
 ) -> Specification:  # fmt: skip
     from dataclasses import replace
 
-    from gpuprov.cdi.choice import chosen_devices
+    from gpuprov.cdi.transform import chosen_devices
 
     devices = chosen_devices(found, strategies=strategies, ids=ids, no_all_device=no_all_device)
     hooks = () if "all" in disabled and not enabled else found.edits.hooks
@@ -191,8 +191,7 @@ def _form_of(output: str) -> str:
 
 def write_specification(found: Specification, output: str, form: str) -> None:
     """Write a specification to a file or standard output. Raises GpuprovError if it is not valid."""
-    from gpuprov.cdi.documents import render
-    from gpuprov.cdi.validation import problems
+    from gpuprov.cdi.specification import problems, render
 
     wrong = problems(found)
     if wrong:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from gpuprov.cdi.loader_cache import CACHE
+from gpuprov.cdi.files import CACHE
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Rule

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpuprov.cdi.discover import DriverFacts, missing_nodes
-from gpuprov.cdi.files import LIBRARY_DIRECTORIES
+from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
-from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.checks.cuda.judgement import gather_hiding
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.image_system import BOOTED

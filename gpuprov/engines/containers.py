@@ -1,10 +1,13 @@
-"""Find the recorded decision of a running container by name or id; docker and podman resolve the id. Reader only."""
+"""Containers and images that docker and podman know: the recorded decision of a running container, an image's identity.
+
+Reader only.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpuprov.core.system import System
+from gpuprov.core.system import System, sha256_of
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.runtime_hook import record
 
@@ -80,3 +83,18 @@ def _identifier(system: System, container: str, known: list[str]) -> tuple[str, 
                 return words[0], engine, words[1] == "true"
     begun = [one for one in known if one.startswith(container)]
     return begun[0] if len(begun) == 1 else "", "", False
+
+
+# Not docker's image id: that depends on how a daemon stores images (with containerd's store it is another). In podman's
+# template the time is a value, which only JSON shows as docker does.
+_IDENTITY = {
+    "docker": "{{.Created}} {{json .RootFS.Layers}}",
+    "podman": "{{json .Created}} {{json .RootFS.Layers}}",
+}
+
+
+def image_identity(system: System, reference: str, engine: str = "docker") -> str:
+    """Return an identity that is the same wherever the image is loaded, or "" if docker or podman does not have it."""
+    done = system.run((engine, "image", "inspect", "--format", _IDENTITY[engine], reference))
+    created, blank, layers = done.stdout.strip().partition(" ")
+    return sha256_of(f"{created.strip(chr(34))}{blank}{layers}".encode()) if done.ok else ""

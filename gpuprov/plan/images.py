@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.engines.image_identity import image_identity
+from gpuprov.engines.containers import image_identity
 from gpuprov.plan.with_bundle import image_engine
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec

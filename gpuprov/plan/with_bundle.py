@@ -19,7 +19,7 @@ from gpuprov.core.changes import Change
 from gpuprov.core.places import FOLDER, KEYS, REPOSITORY
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_runfile
-from gpuprov.engines.image_identity import image_identity
+from gpuprov.engines.containers import image_identity
 from gpuprov.machine.distros import find_distribution
 from gpuprov.packages import rpm_bundle
 from gpuprov.packages.interface import PackageManager

@@ -1,6 +1,6 @@
 """The types of the keys in a CDI specification that this runtime uses, and what is wrong with a document.
 
-Not a validation of CDI (gpuprov.cdi.validation is that, on the host side): what passes here breaks nothing later.
+Not a validation of CDI (gpuprov.cdi.specification is that, on the host side): what passes here breaks nothing later.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.cdi.files import CACHE, parse_cache
 from gpuprov.checks.cuda.trees import Tree, chain, read_start
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")

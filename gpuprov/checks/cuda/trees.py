@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from gpuprov.cdi.loader_cache import CACHE
+from gpuprov.cdi.files import CACHE
 from gpuprov.runtime_hook import ldcache
 from gpuprov.runtime_hook.compat import compatibility_libraries
 from gpuprov.runtime_hook.equipment import choose

@@ -16,7 +16,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import sha256_of
-from gpuprov.engines.image_identity import image_identity
+from gpuprov.engines.containers import image_identity
 from gpuprov.plan.images import LoadImage
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned

@@ -17,12 +17,11 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
+from gpuprov.cdi.files import CachedLibrary, parse_cache
 from gpuprov.cdi.generate import difference, host_facts, specification
-from gpuprov.cdi.loader_cache import CachedLibrary, parse_cache
 from gpuprov.cdi.nodes import Node, expected_nodes
 from gpuprov.cdi.nvml import GpuAnswer, parse_answers, sysfs_bus_id
-from gpuprov.cdi.specification import render_json
-from gpuprov.cdi.validation import problems
+from gpuprov.cdi.specification import problems, render_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree

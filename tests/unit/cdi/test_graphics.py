@@ -11,7 +11,7 @@ import pytest
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.nodes import Node
-from gpuprov.cdi.validation import problems
+from gpuprov.cdi.specification import problems
 from gpuprov.core.system import System
 from tests import simgpu
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpuprov.cdi.in_short import in_short
+from gpuprov.cdi.generate import in_short
 from gpuprov.fleet.progress import PlainLines, Plans
 from gpuprov.protocol.events import Planned, PlannedChange
 from gpuprov.runtime_hook.driver_files import HOOK_PATH

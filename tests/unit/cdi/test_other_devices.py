@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov import toolkit
 from gpuprov.cdi.other_devices import MODES, PATHS, specification_of, specifications
-from gpuprov.cdi.validation import problems
+from gpuprov.cdi.specification import problems
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu

@@ -19,9 +19,9 @@ from gpuprov.cdi.specification import (
     Specification,
     minimum_version,
     parse_json,
+    problems,
     render_json,
 )
-from gpuprov.cdi.validation import problems
 from gpuprov.protocol.errors import GpuprovError
 
 NODE = DeviceNode("/dev/nvidia0", 195, 0)

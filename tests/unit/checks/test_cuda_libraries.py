@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi.loader_cache import parse_cache
+from gpuprov.cdi.files import parse_cache
 from gpuprov.checks.cuda.judgement import least_driver
 from gpuprov.checks.cuda.results import RESULTS, result_of
 from gpuprov.checks.cuda.search import Program, processor_levels, read_elf
