@@ -95,8 +95,7 @@ docs: setup  ## Write the references of configuration and command line, the page
 	$(BIN)/python -m tests.doctor_page
 	$(BIN)/python -m tools.cli_page
 	$(BIN)/python -m tools.ansible_page
-	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
-	printf '`gpuprov/protocol/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
+	@sed -i '/^<!-- written by make docs/q' docs/configuration.md && $(BIN)/gpuprov options --markdown >>docs/configuration.md
 
 pictures: demo  ## Write the README's pictures from the demo's own output; needs chromium.
 	$(BIN)/python -m tools.pictures docs/pictures

@@ -26,8 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
-# Its tests type the pages in docs/tutorials, block by block.
+# Its tests type the pages in docs/tutorials, block by block, and the first section of the page on bundles.
 TUTORIALS = ROOT / "tests/integration/test_tutorials.py"
+TYPED = (*sorted((ROOT / "docs/tutorials").glob("*.md")), ROOT / "docs/air-gapped.md")
 _FENCE = re.compile(r" *```(\w*)")
 _MARK = re.compile(r"<!-- example: (.+) -->")
 _PROMPT = re.compile(r"[\w-]*[$#] ")
@@ -223,7 +224,7 @@ def commands(page: Path) -> Iterator[Command]:
         if fence[1] in ("", "sh", "console"):
             above = next((line for line in reversed(lines[: number - 1]) if line.strip()), "")
             mark = _MARK.fullmatch(above)
-            is_typed = fence[1] == "console" and page.parent.name == "tutorials"
+            is_typed = fence[1] == "console" and page in TYPED
             example = "typed by the tutorials' tests" if is_typed else mark[1] if mark else ""
             yield from _of_block(page.name, number + 1, lines[number:end], example)
         number = end + 1

@@ -1,4 +1,4 @@
-"""Writes docs/ansible-reference.md: the collection's module as ansible-doc tells it, and its roles with their tasks.
+"""Writes the end of docs/ansible.md: the collection's module as ansible-doc tells it, and its roles with their tasks.
 
 python -m tools.ansible_page
 """
@@ -17,27 +17,22 @@ from typing import Any
 import yaml
 
 _CLONE = Path(__file__).resolve().parents[1]
-PAGE = _CLONE / "docs/ansible-reference.md"
+PAGE = _CLONE / "docs/ansible.md"
 _PLAYBOOKS = _CLONE / "playbooks"
 _MODULE = "gpuprov.host.agent"
 # In the order of site.yml.
 _ROLES = ("preflight", "repos", "driver", "toolkit", "engine", "verify")
-_HEAD = f"""\
-# The Ansible collection: module and roles
-
-Written by `make docs` from what `ansible-doc` says of the module, and from the roles. How to use them:
-[ansible.md](ansible.md). The roles take the variables in [configuration.md](configuration.md).
-
-## Module `{_MODULE}`
-"""
+_MARK = "<!-- written by make docs -->\n"
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the page: what people wrote, then the module and the roles."""
     found = _module()
     doc = found["doc"]
     return "\n".join((
-        _HEAD,
+        PAGE.read_text(encoding="utf-8").partition(_MARK)[0] + _MARK,
+        f"### Module `{_MODULE}`",
+        "",
         f"{doc['short_description']}.",
         "",
         *(f"- {_text(line)}" for line in doc["description"]),

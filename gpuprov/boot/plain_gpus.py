@@ -16,7 +16,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.explain import explain
 from gpuprov.runtime_hook.settings import read_settings
 
-# What flags never provide on any host; docs/docker-args.md explains.
+# What flags never provide on any host; docs/engines.md explains.
 NEVER = (
     "no loader cache is written: an image whose loader searches neither /usr/lib/MULTIARCH nor /usr/lib64 needs "
     "LD_LIBRARY_PATH",

@@ -1,6 +1,6 @@
 """Each client of a container engine, on provisioned hosts of two releases: how it asks for GPUs, and what it gets.
 
-docs/clients.md is the same as a page for users. The clients are Debian's own, unpacked: installing them with all that
+docs/engines.md has the same as a page for users. The clients are Debian's own, unpacked: installing them with all that
 they recommend would take a minute for each host.
 """
 

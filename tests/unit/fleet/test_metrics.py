@@ -99,7 +99,7 @@ def test_drift_has_an_exit_code_for_those_who_ask(
 
 def test_the_alerts_of_the_page_ask_for_metrics_that_exist() -> None:
     """promtool is not here (100 MB): the rules are read as YAML, their metrics are looked up in the table."""
-    rules = re.findall(r"```yaml\n(groups:.*?)```", (DOCS / "watch.md").read_text(), re.DOTALL)
+    rules = re.findall(r"```yaml\n(groups:.*?)```", (DOCS / "fleets.md").read_text(), re.DOTALL)
     alerts = [rule for group in yaml.safe_load(rules[0])["groups"] for rule in group["rules"]]
     documented = set(re.findall(r"^\| `(gpuprov_\w+)` \|", (DOCS / "fleets.md").read_text(), re.MULTILINE))
     assert len(alerts) == 4
