@@ -1,13 +1,15 @@
 """Detect one machine under two names of an inventory, and explain it; used by both ways to a host.
 
 Boot id and machine id must both match: clones share the machine id, containers share their host's boot id. The PID
-namespace distinguishes containers of one host whose images share a machine id.
+namespace distinguishes containers of one host whose images share a machine id. A host sends these itself, and may send
+another's: they alone never keep a run from a host.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from gpuprov.core.system import System
@@ -17,6 +19,8 @@ from gpuprov.protocol.request import Request
 _MACHINE_ID = "/etc/machine-id"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NAMESPACE = "/proc/self/ns/pid"
+_SSHD = "/etc/ssh"
+_PUBLIC_KEY = re.compile(r"ssh_host_\w+_key\.pub")
 # One line of the probe; `local_machine` returns the same for this machine.
 SCRIPT = f'echo "machine $(cat {_MACHINE_ID} 2>/dev/null) $(cat {_BOOT_ID}) $(readlink {_NAMESPACE})"'
 
@@ -45,9 +49,21 @@ def changes_the_host(request: Request) -> bool:
     return request.command in ("install", "rollback", "uninstall") or (request.command == "doctor" and request.fix)
 
 
+def local_host_keys(system: System) -> frozenset[str]:
+    """Return this machine's public SSH host keys, in base64."""
+    paths = (f"{_SSHD}/{name}" for name in system.list_directory(_SSHD) if _PUBLIC_KEY.fullmatch(name))
+    keys = ((system.read_text(path) or "").split() for path in paths)
+    return frozenset(words[1] for words in keys if len(words) > 1)
+
+
 def sentence(name: str, other: str) -> str:
     """Return the note for a case in which both names may be served: nothing is changed."""
     return f"{name} is the same machine as {other}: it is counted once"
+
+
+def unproven(name: str, other: str) -> str:
+    """Return the warning about a host that only says so: any host can send the machine id of another one."""
+    return f"{name} has the machine id and the boot id of {other}: if they are one machine, take out one name"
 
 
 def problem(name: str, other: str, machine: str) -> Problem:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpuprov.core.disk import make_user_folder
 from gpuprov.protocol.errors import Problem
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
@@ -135,11 +136,11 @@ class KnownHosts:
         return tuple(key for path in (*self.user_files, *self.system_files) for key in _keys_in(path, name))
 
     def store(self, name: str, key_type: str, key: bytes) -> None:
-        """Append a key to the user's file."""
+        """Append a key to the user's file. Raises OSError."""
         path = Path(self.user_files[0]).expanduser()
         line = f"{name} {key_type} {base64.b64encode(key).decode()}\n"
         with _WRITING:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_user_folder(path.parent)
             handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             with os.fdopen(handle, "r+") as file:
                 text = file.read() if path.is_file() else ""
@@ -181,7 +182,15 @@ class KeyCheck:
             raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "host key changed"))
         if not self.accept_new:
             raise HostKeyRefusedError(_unknown(self.name, key_type, offered, self.known))
-        self.known.store(self.name, key_type, offered)
+        try:
+            self.known.store(self.name, key_type, offered)
+        except OSError as error:
+            raise HostKeyRefusedError(
+                Problem(
+                    f"the host key of {self.name} can't be stored", str(error),
+                    "name a file that can be written, by UserKnownHostsFile in ansible_ssh_common_args",
+                )
+            ) from None  # fmt: skip
 
 
 def _unknown(name: str, key_type: str, key: bytes, known: KnownHosts) -> Problem:

@@ -18,6 +18,7 @@ from gpuprov.protocol.words import counted
 EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 _TOO_LARGE = 1 << 20
 _SHOWN = 3
+_UNWRAPPED = 100_000  # columns
 _WARNING = "[WARNING]: "
 _REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin: (?P<reason>.+)")
 
@@ -29,11 +30,13 @@ def ansible_said() -> Iterator[list[str]]:
 
     said: list[str] = []
     display = Display()
+    columns, display.columns = display.columns, _UNWRAPPED
     display.display = lambda msg, *_, **__: said.append(_marked(str(msg)))
     try:
         yield said
     finally:
         del display.display
+        display.columns = columns
 
 
 @contextlib.contextmanager

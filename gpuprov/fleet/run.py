@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuprov.agent import same_machine
-from gpuprov.agent.same_machine import local_machine
+from gpuprov.agent.same_machine import local_host_keys, local_machine
 from gpuprov.agent.worker import StopFlag
 from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
@@ -40,6 +40,9 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import spec_to_json
 from gpuprov.protocol.words import counted
+
+if TYPE_CHECKING:
+    from fabric import Connection
 
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
@@ -81,8 +84,8 @@ class Fleet:
         self._lock = threading.Lock()
         self._alone = True
         self._here = False
-        # Machine → the name under which it was met first; name → the other name of its machine.
-        self._machines: dict[str, str] = {}
+        # Machine → the name under which it was met first, and its SSH host keys; name → the other name of its machine.
+        self._machines: dict[str, tuple[str, frozenset[str]]] = {}
         self._same_as: dict[str, str] = {}
         self._drains: dict[str, Drain] = {}
         self._rebooted: set[str] = set()
@@ -115,7 +118,7 @@ class Fleet:
         def run(target: HostTarget, sink: Sink) -> None:
             wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
-                self._claim(target.name, local_machine(System()), wanted, sink)
+                self._claim(target.name, local_machine(System()), local_host_keys(System()), wanted, sink)
             if target.connection == "chroot":
                 stop = self._is_interrupted if self._here else self._is_cut
                 run_in_root(target.address, wanted, agent(), sink, stop)
@@ -211,14 +214,20 @@ class Fleet:
                 connection, target, request, agent, _all_but_the_last(sink), stoppable=stoppable,
                 bootstrap_python=self.settings.options.bootstrap_python,
                 host_timeout=self.settings.options.host_timeout,
-                claim=lambda machine: self._claim(target.name, machine, claims, sink),
+                claim=lambda machine: self._claim(target.name, machine, _host_keys(connection), claims, sink),
             )  # fmt: skip
 
-    def _claim(self, name: str, machine: str, request: Request, sink: Sink) -> None:
-        """Record that this host is this machine. Raises GpuprovError if another host is too and it would be changed."""
+    def _claim(self, name: str, machine: str, keys: frozenset[str], request: Request, sink: Sink) -> None:
+        """Record that this host is this machine. Raises GpuprovError if another host is too and it would be changed.
+
+        Any host can send the identity of another one, but only the machine itself proves one of its host keys.
+        """
         with self._lock:
-            other = self._machines.setdefault(machine, name) if machine else name
+            other, known = self._machines.setdefault(machine, (name, keys)) if machine else (name, keys)
         if other == name:
+            return
+        if not keys & known:
+            sink(Note(same_machine.unproven(name, other), "warning"))
             return
         self._same_as[name] = other
         if same_machine.changes_the_host(request):
@@ -340,6 +349,11 @@ def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request
     here = target.connection == "local"
     spec = replace(target.spec, reboot="never") if here and not alone else target.spec
     return replace(request, spec=spec_to_json(spec), caller_returns=not here, tables=for_request(spec))
+
+
+def _host_keys(connection: Connection) -> frozenset[str]:
+    """Return the key that the server has proved to have, in base64."""
+    return frozenset((connection.transport.get_remote_server_key().get_base64(),))
 
 
 def _all_but_the_last(sink: Sink) -> Sink:

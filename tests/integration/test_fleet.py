@@ -395,7 +395,27 @@ def test_a_machine_under_two_names_is_changed_under_one_and_counted_once(
         assert any(isinstance(note, Note) and note.level == "warning" and said in note.message for note in notes)
 
 
-def test_this_machine_and_itself_over_ssh_are_one(target: HostTarget) -> None:
+def test_a_host_that_sends_the_ids_of_another_gets_no_host_refused(target: HostTarget, tmp_path: Path) -> None:
+    # The same machine with another host key stands for a host that has learned the ids of `target`.
+    with serving() as foreign:
+        liar = dataclasses.replace(
+            target, name="liar", port=foreign.port, identity_file=str(foreign.identity),
+            ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts_of_liar")),),
+        )  # fmt: skip
+        notes: list[Event] = []
+        body = "tell(event='Finished', exit_code=0, changed=1)"
+        fleet = Fleet(RunSettings(lambda: fake_agent(body), dataclasses.replace(PATIENT, forks=1)))
+        results = fleet.run([liar, target], Request("install"), lambda host, event: notes.append(event))
+    assert [(int(one.exit_code), one.same_as) for one in results] == [(0, ""), (0, "")]
+    assert any(isinstance(note, Note) and "lab-a has the machine id" in note.message for note in notes)
+
+
+def test_this_machine_and_itself_over_ssh_are_one(
+    target: HostTarget, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("host_key", "other_host_key"):
+        (tmp_path / f"ssh_host_{kind}_key.pub").write_text((server.folder / f"{kind}.pub").read_text())
+    monkeypatch.setattr("gpuprov.agent.same_machine._SSHD", str(tmp_path))
     local = dataclasses.replace(target, name="here", connection="local")
     fleet = Fleet(RunSettings(lambda: fake_agent(DONE), dataclasses.replace(PATIENT, command="facts", forks=1)))
     results = fleet.run([target, local], Request("facts"), lambda host, event: None)

@@ -261,7 +261,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)
         if problem is not None:
             raise GpuprovError.several((problem,))
-        self._claim(probe.machine, request, self._task.delegate_to or task_vars.get("inventory_hostname", "host"))
+        self._warn_of_twin(probe.machine, self._task.delegate_to or task_vars.get("inventory_hostname", "host"))
         if probe.agent_digest != digest:
             stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
             next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
@@ -270,19 +270,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             request = replace(request, bundle=self._bring_bundle(request))
         return probe, request
 
-    def _claim(self, machine: str, request: Any, name: str) -> None:
-        """Leave a machine alone that the play reaches under another name too; only reading it is no more than odd."""
+    def _warn_of_twin(self, machine: str, name: str) -> None:
+        """Warn of a machine that the play reaches under another name too; the host's lock lets one run at a time."""
         from gpuprov.agent import same_machine
-        from gpuprov.protocol.errors import ExitCode, GpuprovError
 
-        # A name that is only read keeps no other from changing the machine.
-        changes = same_machine.changes_the_host(request)
-        folder = f"gpuprov-machines-{'changed' if changes else 'read'}"
-        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / folder, name, machine)
-        if other and changes:
-            raise GpuprovError.several((same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE)
+        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov-machines", name, machine)
         if other:
-            self._warnings.append(same_machine.sentence(name, other))
+            self._warnings.append(same_machine.unproven(name, other))
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""

@@ -60,6 +60,12 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, agent: Agent) 
     assert build_agent(tmp_path / "file" / "cache") == agent
 
 
+def test_missing_home_directory_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))
+    assert build_agent() == agent
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dependencies_are_those_marked_in_pyproject() -> None:
     marked = re.findall(r'"([a-z0-9-]+)[^"]*",\s+# \[host\]', PYPROJECT.read_text())
     assert sorted(HOST_DEPENDENCIES) == sorted(marked)

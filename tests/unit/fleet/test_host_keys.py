@@ -162,6 +162,14 @@ def test_the_users_files_are_below_the_home_directory(tmp_path: Path, monkeypatc
     assert [key.key for key in KnownHosts(system_files=()).keys(NAME)] == [FIRST.asbytes(), SECOND.asbytes()]
 
 
+def test_a_key_is_refused_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))
+    with pytest.raises(HostKeyRefusedError, match=f"host key of {NAME} can't be stored") as caught:
+        KeyCheck(KnownHosts(system_files=()), NAME, accept_new=True).missing_host_key(None, "", FIRST)
+    assert "no home directory" in caught.value.problem.evidence
+    assert not (tmp_path / "nonexistent").exists()
+
+
 def test_a_file_that_changed_since_is_read_again(user: Path, system: Path) -> None:
     known = KnownHosts((str(user),), ())
     assert known.keys(NAME) == ()

@@ -305,6 +305,8 @@ def test_ansibles_own_warnings_are_told(tmp_path: Path) -> None:
     found = read_inventory((str(tmp_path / "inventory"),))
     assert [host.name for host in found.hosts] == ["gpu1"]
     assert any("Invalid section entry: '[a b]'" in warning for warning in found.warnings)
+    # Ansible itself would wrap this line, in the middle of the path too.
+    assert f"Unable to parse {tmp_path}/inventory/bad.ini as an inventory source" in found.warnings
     assert read_inventory((str(_EXAMPLE),)).warnings == ()
 
 

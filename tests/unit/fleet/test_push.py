@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,40 @@ def test_root_runs_its_own_copy_of_what_the_user_stored(account: Account) -> Non
     kept.write_bytes(AGENT[:10])
     account.stored.write_bytes(AGENT)
     assert account.run().stdout == ran
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("place", ["FIFO", "FIFO with a writer", "/dev/zero"])
+def test_root_reads_regular_files_only(account: Account, place: str) -> None:
+    account.store()
+    account.stored.unlink()
+    with contextlib.ExitStack() as stack:
+        if place == "/dev/zero":
+            account.stored.symlink_to(place)
+        else:
+            os.mkfifo(account.stored)
+            if place == "FIFO with a writer":
+                stack.callback(os.close, os.open(account.stored, os.O_RDWR))
+        done = account.run()
+    assert (done.returncode, done.stdout) == (126, "")
+    assert "the stored agent is not the one that was sent" in done.stderr
+
+
+@pytest.mark.root
+def test_old_agents_are_removed_from_both_homes(account: Account) -> None:
+    mine = account.root / ".cache/gpuprov"
+    mine.mkdir(parents=True)
+    account.stored.parent.mkdir(parents=True)
+    month = time.time() - 32 * 86400
+    for folder in (account.stored.parent, mine):
+        for name, age in (("agent-old.pyz", month), ("agent-new.pyz", time.time()), ("bundle-old.tar", month)):
+            (folder / name).write_text("")
+            os.utime(folder / name, (age, age))
+    account.store()
+    assert account.run().returncode == 0
+    for folder in (account.stored.parent, mine):
+        kept = {path.name for path in folder.iterdir()}
+        assert kept == {"agent-new.pyz", "bundle-old.tar", account.stored.name}
 
 
 @pytest.mark.root
