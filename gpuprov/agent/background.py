@@ -10,11 +10,13 @@ import json
 import os
 import signal
 import threading
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable
 
 from gpuprov.agent.worker import start_worker
+from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, EventReader, Finished
 from gpuprov.protocol.request import Request
@@ -31,7 +33,7 @@ class Job:
     folder: str
     command: str
     seconds: float
-    local_facts: dict[str, Any] = field(default_factory=dict)
+    local_facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -45,16 +47,11 @@ class Job:
 _REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
 
 
-def job_to_line(job: Job) -> str:
-    """Return a job as one line for the host."""
-    return json.dumps(asdict(job))
-
-
 def job_from_line(line: str) -> Job:
     """Return the job of a line. Raises GpuprovError for an id that is no safe file name."""
     try:
-        job = Job(**json.loads(line))
-    except (ValueError, TypeError, RecursionError) as error:
+        job = load(Job, parse(line), trusted=True, exact=True)
+    except WrongDataError as error:
         raise GpuprovError("this is no job", str(error), _REPORT, exit_code=ExitCode.USAGE) from None
     if not job.id.replace(".", "").isalnum() or job.id.startswith("."):
         raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), _REPORT, exit_code=ExitCode.USAGE)

@@ -7,7 +7,7 @@ from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.system import System
-from gpuprov.protocol.events import Note, Sink
+from gpuprov.protocol.events import Level, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 
@@ -28,6 +28,6 @@ class RunContext:
     stop_requested: StopRequested = lambda: False
     bundle: OpenBundle | None = None
 
-    def note(self, message: str, level: str = "info") -> None:
+    def note(self, message: str, level: Level = "info") -> None:
         """Tell the user one sentence."""
         self.sink(Note(message, level))

@@ -62,7 +62,7 @@ def check(run: RunContext) -> Finished:
 def install(run: RunContext) -> Finished:
     """Bring the host to the spec. Raises GpuprovError or Stopped; the journal then says what was done."""
     forget_resume(run.system)
-    if run.request.undisturbed and undo_disturbs(run.system, CHANGE_KINDS):
+    if run.request.require_drained and undo_disturbs(run.system, CHANGE_KINDS):
         raise GpuprovError(
             "the host is not drained, and to undo what an earlier run was cut off in disturbs containers",
             "",
@@ -195,7 +195,7 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
 def _require_drained(run: RunContext, plan: Plan) -> None:
     """Raise GpuprovError if the plan disturbs containers of a host that the caller has not drained for it."""
     disturbing = [item.change.summary() for item in plan.changes if item.change.disturbs]
-    if run.request.undisturbed and disturbing:
+    if run.request.require_drained and disturbing:
         raise GpuprovError(
             "the host is not drained, and what is left to do disturbs containers",
             "\n".join(disturbing),

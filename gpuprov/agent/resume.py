@@ -10,7 +10,8 @@ from gpuprov.core.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, WANTS
-from gpuprov.protocol.request import Request, request_to_line
+from gpuprov.protocol.codec import dump
+from gpuprov.protocol.request import Request
 
 UNIT = "gpuprov-resume.service"
 _REQUEST = f"{STATE_DIRECTORY}/resume.json"
@@ -46,7 +47,7 @@ def leave_resume(system: System, request: Request) -> None:
     # Only root may read them: the unit may hold a proxy's password, the request a repository's.
     system.make_directory(STATE_DIRECTORY, 0o700)
     system.make_directory(WANTS)
-    system.write(_REQUEST, f"{request_to_line(request)}\n".encode(), mode=0o600)
+    system.write(_REQUEST, f"{dump(request)}\n".encode(), mode=0o600)
     system.write(f"{UNITS}/{UNIT}", text.encode(), mode=0o600)
     system.make_link(f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}")
     system.run(("systemctl", "daemon-reload"))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gpuprov.core.places import KEYS, REPOSITORY_KEY
+from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import GpuprovError
 
 # 2: the repository is signed. 3: the CUDA toolkit may be included.
@@ -29,7 +30,6 @@ _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._~-]*(?:/[A-Za-z0-9][A-Za-z0-9+._~-]
 LONGEST_PATH = 100
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
-_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -120,25 +120,16 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
 def manifest_from_bytes(content: bytes) -> Manifest:
     """Return the manifest in these bytes. Raises GpuprovError if they are not a valid and consistent manifest."""
     try:
-        data = json.loads(content)
-        if not isinstance(data, dict):
-            raise ValueError("it is not a mapping")
-        found = data.pop("format", None)
+        data = parse(content)
+        found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
-            raise ValueError(f"its format is {found!s:.20}, this gpuprov reads {FORMAT} alone")
-        rows: dict[str, Any] = {
-            "packages": _rows(data.pop("packages"), BundlePackage),
-            "images": _rows(data.pop("images"), BundleImage),
-            "files": _rows(data.pop("files"), BundleFile),
-            "inputs": data.pop("inputs"),
-        }
-        if not isinstance(rows["inputs"], dict):
-            raise ValueError("its inputs are no mapping")
-        manifest = Manifest(**_texts(data), **rows)
+            raise WrongDataError(f"its format is {found!s:.20}, this gpuprov reads {FORMAT} alone")
+        # As they are: a path without its control characters would be another.
+        manifest = load(Manifest, data, trusted=True)
         _require_sound(manifest)
         if manifest_to_bytes(manifest) != content:
-            raise ValueError("it is not written as gpuprov writes manifests")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise WrongDataError("it is not written as gpuprov writes manifests, or has keys that it does not know")
+    except WrongDataError as error:
         raise GpuprovError(
             "the bundle's manifest is damaged or not gpuprov's",
             f"{MANIFEST}: {str(error)[:200]}",
@@ -147,44 +138,26 @@ def manifest_from_bytes(content: bytes) -> Manifest:
     return manifest
 
 
-def _texts(data: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in data.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is no text")
-    return dict(data)
-
-
-def _rows(rows: Any, kind: type[_Row]) -> tuple[_Row, ...]:
-    """Return rows of JSON as dataclasses; every field must be present and of its type."""
-    wanted = {one.name: int if one.type == "int" else str for one in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(rows, list):
-        raise ValueError(f"no list of {kind.__name__}")
-    for row in rows:
-        if not isinstance(row, dict) or {name: type(value) for name, value in row.items()} != wanted:
-            raise ValueError(f"not a {kind.__name__}: {str(row)[:80]}")
-    return tuple(kind(**row) for row in rows)
-
-
 def _require_sound(manifest: Manifest) -> None:
-    """Raise ValueError if paths could lead out of the bundle, or name files that it does not contain."""
+    """Raise WrongDataError if paths could lead out of the bundle, or name files that it does not contain."""
     paths = [one.path for one in manifest.files]
     for one in manifest.files:
         if not is_safe_path(one.path) or one.path in (MANIFEST, SIGNATURE):
-            raise ValueError(f"{one.path[:120]!r} is no path for a bundle")
+            raise WrongDataError(f"{one.path[:120]!r} is no path for a bundle")
         if one.size < 0 or not _SHA256.fullmatch(one.sha256):
-            raise ValueError(f"size or digest of {one.path} is none")
+            raise WrongDataError(f"size or digest of {one.path} is none")
     if paths != sorted(set(paths)):
-        raise ValueError("its files are not in order, or one is there twice")
+        raise WrongDataError("its files are not in order, or one is there twice")
     # A file where another path needs a folder can't be unpacked.
     folders = {path.rpartition("/")[0] for path in paths}
     if any(folder == path or folder.startswith(f"{path}/") for folder in folders for path in paths if folder):
-        raise ValueError("a file is named like a folder")
+        raise WrongDataError("a file is named like a folder")
     named = [one.file for one in manifest.packages] + [one.file for one in manifest.images]
     named += filter(None, (manifest.driver_file, manifest.cuda_file))
     if manifest.packages:
         named.append(REPOSITORY_KEY)
         if not _FINGERPRINT.fullmatch(manifest.repository_key):
-            raise ValueError("it has packages, and no full fingerprint of the key that signed their repository")
+            raise WrongDataError("it has packages, and no full fingerprint of the key that signed their repository")
     for path in named:
         if path not in paths:
-            raise ValueError(f"it names {path[:120]!r}, which it does not list")
+            raise WrongDataError(f"it names {path[:120]!r}, which it does not list")

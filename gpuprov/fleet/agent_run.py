@@ -24,9 +24,10 @@ from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import EventReader, Finished, Note, Sink, Started
-from gpuprov.protocol.request import Request, request_to_line
+from gpuprov.protocol.request import Request
 
 if TYPE_CHECKING:
     from fabric import Connection
@@ -94,7 +95,7 @@ def run_agent(
             if isinstance(event, Started):
                 stoppable(lambda: later(STOP.encode() + b"\n"))
 
-    line = _line(request_to_line(request))
+    line = _line(dump(request))
     later = remote.Later()
     done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout, later=later)
     if not finished:

@@ -19,13 +19,14 @@ from gpuprov.fleet.host_command import HostCommands, parse_host_commands, requir
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.standard_streams import say, say_text
+from gpuprov.fleet.standard_streams import say
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
 from gpuprov.protocol.image_options import IMAGE
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import parse_spec, spec_to_json
+from gpuprov.protocol.words import line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,7 +194,7 @@ def _run(
     settings = RunSettings(
         _agent,
         options,
-        lambda text: console.print(text) if not options.json else say_text(text, err=True),
+        lambda text: console.print(line(text)) if not options.json else say(text, err=True),
         rollout,
         commands,
     )

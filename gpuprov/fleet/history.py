@@ -15,20 +15,19 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from gpuprov import __version__
 from gpuprov.core.disk import make_user_folder
-from gpuprov.fleet.result import Drain, HostResult, MadeChange, overall_exit_code
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.events import CheckDone, PlannedChange
+from gpuprov.fleet.result import HostResult, overall_exit_code
+from gpuprov.protocol import codec
+from gpuprov.protocol.codec import WrongDataError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 MOST_RUNS = 50
-_FORMAT = 2
-# Format 1's names of a check's fields: `host` had two meanings there.
-_RENAMED = {"host": "on_host", "container": "in_container"}
+_FORMAT = 2  # Format 1 had other names of a check's fields
 # Names of earlier versions, without Z, are in the local time of then.
 _IDENTIFIER = re.compile(r"(\d{8}T\d{6})(Z?)-\d+")
 _HIDDEN = "•••"
@@ -36,6 +35,9 @@ _SHORTEST_SECRET = 4  # shorter ones would mask half of every sentence
 _LONGEST_TEXT = 20_000
 _GONE, _NEW = "not in this run", "new in this run"
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
+
+
+_Signal = Optional[ExitCode]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Run:
     inventory: tuple[str, ...] = ()
     limit: str = ""
     version: str = __version__
-    ended_by: ExitCode | None = None
+    ended_by: _Signal = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -133,7 +135,7 @@ def load(identifier: str = "") -> Run:
     path = folder() / f"{found[0]}.json"
     try:
         return from_json(json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _usage(f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}") from None
 
 
@@ -168,26 +170,12 @@ def to_json(run: Run) -> dict[str, Any]:
     return {"format": _FORMAT, **asdict(run), "exit_code": int(run.exit_code), "results": results}
 
 
-def from_json(data: Mapping[str, Any]) -> Run:
-    """Return the run that JSON holds; raises ValueError, TypeError or KeyError for anything else."""
-    if data["format"] not in (1, _FORMAT):
-        raise ValueError(f"format {data['format']} is not known to gpuprov {__version__}")
-    values = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
-    results = tuple(_result(one, _RENAMED if data["format"] == 1 else {}) for one in data["results"])
-    ended_by = ExitCode(data["ended_by"]) if data.get("ended_by") else None
-    return Run(**{**values, "inventory": tuple(data["inventory"]), "results": results, "ended_by": ended_by})
-
-
-def _result(data: Mapping[str, Any], renamed: Mapping[str, str]) -> HostResult:
-    parts: Mapping[str, type[Any]] = {
-        "problems": Problem, "checks": CheckDone, "plan": PlannedChange, "made": MadeChange,
-    }  # fmt: skip
-    checks = [{renamed.get(name, name): value for name, value in check.items()} for check in data["checks"]]
-    built = {key: tuple(cls(**one) for one in {**data, "checks": checks}[key]) for key, cls in parts.items()}
-    # Additional fields of a newer version are ignored.
-    known = {name: data[name] for name in (field.name for field in fields(HostResult)) if name in data}
-    drain = Drain(**data["drain"]) if data.get("drain") else None
-    return HostResult(**{**known, **built, "drain": drain, "exit_code": ExitCode(data["exit_code"])})
+def from_json(data: Any) -> Run:
+    """Return the run that JSON holds; raises WrongDataError for anything else."""
+    found = data.get("format") if isinstance(data, Mapping) else None
+    if found not in (1, _FORMAT):
+        raise WrongDataError(f"format {found!s:.20} is not known to gpuprov {__version__}")
+    return codec.load(Run, data, trusted=True)
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 from gpuprov.protocol.errors import ExitCode, Problem, worst
 from gpuprov.protocol.events import CheckDone, PlannedChange
 
+# Written so because they are read at run time (protocol/codec.py), which Python 3.9 can't do with `X | None`.
+_Seconds = Optional[float]
+_Facts = Optional[Mapping[str, Any]]
 DrainState = Literal["foreseen", "failed", "drained", "undrained"]
 
 
@@ -19,7 +22,7 @@ class MadeChange:
     key: str
     step: str
     summary: str
-    seconds: float | None = None
+    seconds: _Seconds = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Drain:
         return self.state in ("drained", "failed")
 
 
+_Drain = Optional[Drain]
+
+
 @dataclass(frozen=True)
 class HostResult:
     """The result of one host. `changed` counts the changes made, or predicted with --check; `seconds` is wall time.
@@ -61,10 +67,10 @@ class HostResult:
     checks: tuple[CheckDone, ...] = ()
     plan: tuple[PlannedChange, ...] = ()
     made: tuple[MadeChange, ...] = ()
-    facts: Mapping[str, Any] | None = None
+    facts: _Facts = None
     begun: bool = True
     same_as: str = ""
-    drain: Drain | None = None
+    drain: _Drain = None
 
     @property
     def has_failed(self) -> bool:

@@ -23,14 +23,14 @@ CarryOut = Callable[[Request, Sink], Finished]
 class Rolling:
     """The drain of one host. `keep` is called with each new state; `stopped` returns why no further host may start.
 
-    `cut` is true once running commands must end too (the second Ctrl-C).
+    `interruptions` returns how often Ctrl-C came: the first one ends a drain, the second one every command.
     """
 
     target: HostTarget
     commands: HostCommands
     keep: Callable[[Drain], None]
     stopped: Callable[[], Problem | None]
-    cut: Callable[[], bool]
+    interruptions: Callable[[], int]
 
     def run(self, request: Request, sink: Sink, carry_out: CarryOut) -> Finished:
         """Carry the request out, draining the host if its plan disturbs containers; return the last event.
@@ -47,7 +47,7 @@ class Rolling:
         if stopped is not None:
             raise GpuprovError.several((stopped,))
         if not look.disturbs:
-            return carry_out(replace(request, undisturbed=True), sink)
+            return carry_out(replace(request, require_drained=True), sink)
         begun = time.monotonic()
         self._drain(sink)
         try:
@@ -70,7 +70,9 @@ class Rolling:
         self._keep("failed")
         sink(Note(f"draining: {self._words(self.commands.before)}"))
         begun = time.monotonic()
-        ended = run_host_command(for_host(self.commands.before, self.target), self.commands.timeout, self.cut)
+        ended = run_host_command(
+            for_host(self.commands.before, self.target), self.commands.timeout, lambda: self.interruptions() > 0
+        )
         if ended.trouble:
             raise GpuprovError(
                 "the command before the change failed, so the host was not changed",
@@ -95,7 +97,9 @@ class Rolling:
         if verified.exit_code != ExitCode.DONE:
             problem = Problem("verify is not green, so the host stays drained", verified.summary, self._once_right())
             return replace(finished, exit_code=int(ExitCode.FAILED), problems=(*verified.problems, problem))
-        ended = run_host_command(for_host(self.commands.after, self.target), self.commands.timeout, self.cut)
+        ended = run_host_command(
+            for_host(self.commands.after, self.target), self.commands.timeout, lambda: self.interruptions() > 1
+        )
         if ended.trouble:
             problem = Problem(
                 "the command after the change failed, so the host stays drained",

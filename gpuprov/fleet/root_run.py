@@ -23,9 +23,10 @@ from gpuprov.agent.probe import PYTHONS
 from gpuprov.agent.same_machine import changes_the_host
 from gpuprov.core.commands import run_command
 from gpuprov.fleet.agent_run import Agent
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import EventReader, Finished, Sink
-from gpuprov.protocol.request import Request, request_to_line
+from gpuprov.protocol.request import Request
 
 _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")
@@ -202,7 +203,7 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
             ),
             timeout=_SECONDS,
             env={},
-            stdin=f"{request_to_line(inside)}\n".encode(),
+            stdin=f"{dump(inside)}\n".encode(),
             on_line=on_line,
         )  # fmt: skip
     if refused:

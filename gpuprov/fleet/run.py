@@ -134,7 +134,7 @@ class Fleet:
                 return
             rolling = Rolling(
                 target, self.settings.commands, lambda drain: self._drains.update({target.name: drain}),
-                lambda: self.stopped, self._is_cut,
+                lambda: self.stopped, lambda: self.interruptions,
             )  # fmt: skip
             sink(rolling.run(wanted, sink, carry_out))
 
@@ -405,6 +405,6 @@ def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:
     )
 
 
-_ONCE = "no further host begins; hosts whose changes have begun finish (Ctrl-C again leaves them, and ends a drain)"
+_ONCE = "no further host begins, and a drain ends; hosts whose changes have begun finish (Ctrl-C again leaves them)"
 _HERE_ONCE = "stopping: a change that has begun is finished, no further one begins"
 _STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")

@@ -1,17 +1,19 @@
 """JSON to frozen dataclasses: each field's annotation says its type and its limit, and nothing else gets in. Pure.
 
-Control characters are removed from texts on the way. What does not fit is refused with the path of the field; unknown
-keys are skipped, so that an older reader understands a newer writer.
+What does not fit is refused with the path of the field. Unknown keys are skipped, so that an older reader understands a
+newer writer. From a writer that is not trusted, such as a host, sizes are limited, and control characters are removed.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gpuprov.protocol.words import line, plain
 
@@ -26,13 +28,6 @@ class Limit:
     lines: bool = False
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """The words that a text may be."""
-
-    words: tuple[str, ...]
-
-
 # A name, a sentence, text of several lines, a file's diff.
 _LINE = Limit(10_000)
 Name = Annotated[str, Limit(500)]
@@ -43,98 +38,145 @@ LongText = Annotated[str, Limit(4_000_000, lines=True)]
 _NUMBER, _PARTS, _TREE_TEXT, _DEPTH = Limit(1 << 53), Limit(10_000), Limit(1_000_000, lines=True), 30
 # `X | None`; Python 3.9 knows the first form alone.
 _UNIONS = (Union, getattr(types, "UnionType", Union))
+# Key of a field's metadata: the name that the field had in earlier versions.
+FORMER_NAME = "former name"
 
 
 class WrongDataError(ValueError):
     """Data that is not what the annotations say; the message names the field."""
 
 
-def load(cls: type[T], data: Any, path: str = "") -> T:
-    """Return an instance of the dataclass with the values of a JSON object. Raises WrongDataError."""
-    made: Any = cls
-    path = path or cls.__name__
-    if not isinstance(data, Mapping):
-        raise WrongDataError(f"{path} is not an object")
-    values: dict[str, Any] = {}
-    for name, hint, required in _fields_of(made):
-        if name in data:
-            values[name] = _value(hint, data[name], f"{path}.{name}")
-        elif required:
-            raise WrongDataError(f"{path}.{name} is missing")
-    return cls(**values)
+def dump(value: Any, **more: Any) -> str:
+    """Return a dataclass as one line of JSON in ASCII, after the keys of `more`."""
+    return json.dumps({**more, **asdict(value)}, separators=(",", ":"))
+
+
+def parse(text: str | bytes) -> Any:
+    """Return the values of a text of JSON. Raises WrongDataError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise WrongDataError("a line is nested too deep") from None
+    except ValueError as error:
+        raise WrongDataError(str(error)) from None
+
+
+def load(cls: type[T], data: Any, *, trusted: bool = False, exact: bool = False) -> T:
+    """Return an instance of the dataclass with the values of a JSON object. Raises WrongDataError.
+
+    `trusted`: texts and sizes are taken as they are, from a writer that is gpuprov or is checked elsewhere.
+    `exact`: other keys are refused.
+    """
+    made: T = _Reader(trusted, exact).object(cls, data, cls.__name__)
+    return made
 
 
 @functools.cache
-def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Return (name, annotation, whether it has no default) of each field."""
+def _fields_of(cls: Any) -> tuple[tuple[str, str, Any, bool], ...]:
+    """Return (name, former name, annotation, whether it has no default) of each field."""
     hints = get_type_hints(cls, include_extras=True)
     return tuple(
-        (one.name, hints[one.name], one.default is MISSING and one.default_factory is MISSING) for one in fields(cls)
-    )
+        (
+            one.name, one.metadata.get(FORMER_NAME, one.name), hints[one.name],
+            one.default is MISSING and one.default_factory is MISSING,
+        )
+        for one in fields(cls)
+    )  # fmt: skip
 
 
-def _value(hint: Any, value: Any, path: str) -> Any:
-    limit = None
-    if get_origin(hint) is Annotated:
-        hint, limit = get_args(hint)
-    kind: Any = get_origin(hint) or hint
-    parts = get_args(hint)
-    if hint is Any:
-        return _tree(value, path, _DEPTH)
-    if kind in _UNIONS:
-        (inner,) = (part for part in parts if part is not type(None))
-        return None if value is None else _value(inner, value, path)
-    if isinstance(limit, OneOf):
-        if value not in limit.words:
-            raise WrongDataError(f"{path} is none of {', '.join(limit.words)}")
+@dataclass(frozen=True)
+class _Reader:
+    trusted: bool
+    exact: bool
+
+    def object(self, cls: Any, data: Any, path: str) -> Any:
+        if not isinstance(data, Mapping):
+            raise WrongDataError(f"{path} is not an object")
+        known = _fields_of(cls)
+        values: dict[str, Any] = {}
+        for name, former, hint, required in known:
+            if name in data or former in data:
+                values[name] = self.value(hint, data[name if name in data else former], f"{path}.{name}")
+            elif required:
+                raise WrongDataError(f"{path}.{name} is missing")
+        if self.exact and (others := data.keys() - {name for row in known for name in row[:2]}):
+            raise WrongDataError(f"{path} has no {line(', '.join(sorted(others)))[:200]}")
+        return cls(**values)
+
+    def value(self, hint: Any, value: Any, path: str) -> Any:
+        limit = None
+        if get_origin(hint) is Annotated:
+            hint, limit = get_args(hint)
+        kind: Any = get_origin(hint) or hint
+        parts = get_args(hint)
+        if hint is Any:
+            return value if self.trusted else self.tree(value, path, _DEPTH)
+        if kind in _UNIONS:
+            (inner,) = (part for part in parts if part is not type(None))
+            return None if value is None else self.value(inner, value, path)
+        if kind is Literal:
+            return _one_of(parts, value, path)
+        if is_dataclass(kind):
+            return self.object(kind, value, path)
+        if kind is tuple:
+            self.check(value, (list, tuple), limit or _PARTS, path)
+            return tuple(self.value(parts[0], one, f"{path}[{number}]") for number, one in enumerate(value))
+        if issubclass(kind, Mapping):
+            self.check(value, (Mapping,), limit or _PARTS, path)
+            return {
+                self.value(parts[0], key, path): self.value(parts[1], one, f"{path}.{key:.40}")
+                for key, one in value.items()
+            }
+        if issubclass(kind, Enum):
+            return kind(_one_of(tuple(one.value for one in kind), value, path))
+        return self.scalar(kind, value, limit, path)
+
+    def scalar(self, kind: type[Any], value: Any, limit: Limit | None, path: str) -> Any:
+        if kind is bool:
+            self.check(value, (bool,), _NUMBER, path)
+        elif kind is str:
+            limit = limit or _TREE_TEXT
+            self.check(value, (str,), limit, path)
+            return value if self.trusted else plain(value) if limit.lines else line(value)
+        else:
+            # In Python a bool is an int; in JSON it is not.
+            self.check(value, (int, float) if kind is float else (int,), limit or _NUMBER, path, not_bool=True)
         return value
-    if is_dataclass(kind):
-        return load(kind, value, path)  # type: ignore[arg-type]
-    if kind is tuple:
-        _check(value, (list, tuple), limit or _PARTS, path)
-        return tuple(_value(parts[0], one, f"{path}[{number}]") for number, one in enumerate(value))
-    if issubclass(kind, Mapping):
-        _check(value, (Mapping,), limit or _PARTS, path)
-        return {_value(parts[0], key, path): _value(parts[1], one, f"{path}.{key:.40}") for key, one in value.items()}
-    return _scalar(kind, value, limit, path)
+
+    def check(
+        self, value: Any, kinds: tuple[type[Any], ...], limit: Limit, path: str, *, not_bool: bool = False
+    ) -> None:
+        if not isinstance(value, kinds) or (not_bool and isinstance(value, bool)):
+            raise WrongDataError(f"{path} is not {_NAMES[kinds[0]]}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise WrongDataError(f"{path} is no number that JSON has")
+        size = abs(value) if isinstance(value, (int, float)) else len(value)
+        if size > limit.most and not self.trusted:
+            raise WrongDataError(f"{path} is larger than {limit.most}")
+
+    def tree(self, value: Any, path: str, depth: int) -> Any:
+        """Return JSON of any form, checked: not too deep, each list, text and number within its limit."""
+        if depth == 0:
+            raise WrongDataError(f"{path} is nested too deep")
+        if isinstance(value, Mapping):
+            self.check(value, (Mapping,), _PARTS, path)
+            return {
+                self.scalar(str, key, _LINE, path): self.tree(one, f"{path}.{key:.40}", depth - 1)
+                for key, one in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            self.check(value, (list, tuple), _PARTS, path)
+            return [self.tree(one, f"{path}[{number}]", depth - 1) for number, one in enumerate(value)]
+        return value if value is None else self.scalar(type(value), value, None, path)
 
 
-def _scalar(kind: type[Any], value: Any, limit: Limit | None, path: str) -> Any:
-    if kind is bool:
-        _check(value, (bool,), _NUMBER, path)
-    elif kind is str:
-        _check(value, (str,), limit or _TREE_TEXT, path)
-        return plain(value) if (limit or _TREE_TEXT).lines else line(value)
-    else:
-        # In Python a bool is an int; in JSON it is not.
-        _check(value, (int, float) if kind is float else (int,), limit or _NUMBER, path, not_bool=True)
+def _one_of(allowed: tuple[Any, ...], value: Any, path: str) -> Any:
+    """Return a value that is one of those allowed."""
+    if not isinstance(value, type(allowed[0])) or isinstance(value, bool) or value not in allowed:
+        raise WrongDataError(f"{path} is none of {', '.join(map(str, allowed))}")
     return value
-
-
-def _check(value: Any, kinds: tuple[type[Any], ...], limit: Limit, path: str, *, not_bool: bool = False) -> None:
-    if not isinstance(value, kinds) or (not_bool and isinstance(value, bool)):
-        raise WrongDataError(f"{path} is not {_NAMES[kinds[0]]}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise WrongDataError(f"{path} is no number that JSON has")
-    if (abs(value) if isinstance(value, (int, float)) else len(value)) > limit.most:
-        raise WrongDataError(f"{path} is larger than {limit.most}")
 
 
 _NAMES = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", Mapping: "an object"
 }  # fmt: skip
-
-
-def _tree(value: Any, path: str, depth: int) -> Any:
-    """Return JSON of any form, checked: not too deep, each list, text and number within its limit."""
-    if depth == 0:
-        raise WrongDataError(f"{path} is nested too deep")
-    if isinstance(value, Mapping):
-        _check(value, (Mapping,), _PARTS, path)
-        return {
-            _scalar(str, key, _LINE, path): _tree(one, f"{path}.{key:.40}", depth - 1) for key, one in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        _check(value, (list, tuple), _PARTS, path)
-        return [_tree(one, f"{path}[{number}]", depth - 1) for number, one in enumerate(value)]
-    return value if value is None else _scalar(type(value), value, None, path)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Callable, ClassVar, Union, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Callable, ClassVar, Literal, Union, get_args
 
-from gpuprov.protocol.codec import Limit, Line, LongText, Name, OneOf, Text, WrongDataError, load
+from gpuprov.protocol.codec import FORMER_NAME, Limit, Line, LongText, Name, Text, WrongDataError, dump, load
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.words import plain
 
+Level = Literal["info", "warning", "debug"]
+Status = Literal["ok", "failed", "skipped"]
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1
 
@@ -37,7 +39,7 @@ class Note:
     """A sentence for the person who watches: `level` is info or warning."""
 
     message: Text
-    level: Annotated[str, OneOf(("info", "warning", "debug"))] = "info"
+    level: Level = "info"
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ class CheckDone:
 
     MOST: ClassVar[int] = 1_000
     name: Name
-    status: Annotated[str, OneOf(("ok", "failed", "skipped"))]
-    on_host: Line = ""
-    in_container: Line = ""
+    status: Status
+    on_host: Line = field(default="", metadata={FORMER_NAME: "host"})
+    in_container: Line = field(default="", metadata={FORMER_NAME: "container"})
     reason: Text = ""
     engine: Name = ""
 
@@ -179,7 +181,7 @@ _MOST_EVENTS = 10_000
 
 def to_line(event: Event) -> str:
     """Return the event as one line of JSON, without the line end."""
-    return json.dumps({"event": type(event).__name__, **asdict(event)}, separators=(",", ":"), ensure_ascii=True)
+    return dump(event, event=type(event).__name__)
 
 
 class EventReader:

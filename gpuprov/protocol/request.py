@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from gpuprov.protocol.codec import FORMER_NAME, WrongDataError, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
@@ -27,7 +27,7 @@ class Request:
     manifest must have, empty for any. `tables`: tables that count instead of the agent's own (protocol/tables.py).
     `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
     `agent`: the path of the agent's own file on the host, which gpuprov_watch keeps; the agent names its own.
-    `undisturbed`: the host is not drained; an installation stops before it would disturb containers.
+    `require_drained`: the host is not drained; an installation stops before it would disturb containers.
     """
 
     command: str
@@ -43,21 +43,16 @@ class Request:
     tables: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     fix: bool = False
-    undisturbed: bool = False
+    require_drained: bool = field(default=False, metadata={FORMER_NAME: "undisturbed"})
     agent: str = ""
-
-
-def request_to_line(request: Request) -> str:
-    """Return the request as one line of JSON."""
-    return json.dumps(asdict(request), separators=(",", ":"))
 
 
 def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
     try:
-        request = Request(**json.loads(line))
-        request = replace(request, steps=tuple(request.steps), spec={**request.spec}, arguments={**request.arguments})
-    except (ValueError, TypeError, RecursionError) as error:
+        # A misspelt `check` must not become an installation.
+        request = load(Request, parse(line), trusted=True, exact=True)
+    except WrongDataError as error:
         raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:
         raise GpuprovError(

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.driver.kernel import dkms_states
-from gpuprov.protocol.request import Request, request_to_line
+from gpuprov.protocol.codec import dump
+from gpuprov.protocol.request import Request
 from tests import simgpu
 from tests.lab import Host, HostRequest
 from tests.lab.fixtures import DRIVER, GPUPROV
@@ -181,7 +182,7 @@ def packages(host: Host) -> set[str]:
 def test_packages_of_the_driver_go_with_a_rollback(installed: dict[str, Installed]) -> None:
     host = installed[_FROM_PACKAGES].host
     for _ in host.ssh("ls /var/lib/gpuprov/runs").stdout.split():
-        host.ssh("python3 /root/agent.pyz", stdin=request_to_line(Request("rollback")) + "\n", timeout=600)
+        host.ssh("python3 /root/agent.pyz", stdin=dump(Request("rollback")) + "\n", timeout=600)
     left = "dpkg-query -W -f '${Package} ${Status}\n' '*nvidia*' dkms; find /lib/modules /usr/src /etc -name '*nvidia*'"
     assert [line for line in host.ssh(left, check=False).stdout.splitlines() if "not-installed" not in line] == []
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.protocol.request import Request, request_to_line
+from gpuprov.protocol.codec import dump
+from gpuprov.protocol.request import Request
 from tests.disk import MEMORY, Disk
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
@@ -42,7 +43,7 @@ class Steps:
         line = f"cd {REPOSITORY} && exec .venv/bin/python -m tests.stepping"
         argv = (*site.hosts[_NAME].ssh_argv(), line)
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._say(request_to_line(Request("install", spec)))
+        self._say(dump(Request("install", spec)))
 
     def __iter__(self) -> Iterator[Stop]:
         """Yield the stops; the run goes on when the next one is asked for."""

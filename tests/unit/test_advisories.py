@@ -39,10 +39,11 @@ from gpuprov.protocol.advisories import (
     table_of,
     vulnerabilities,
 )
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.csaf import parse_csaf
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note
-from gpuprov.protocol.request import Request, request_from_line, request_to_line
+from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.verify import installed_versions, known_holes
 from tests import simgpu
@@ -289,7 +290,7 @@ def checked(host: FakeHost, bundle: str = "", sent: Mapping[str, object] | None 
     events: list[Event] = []
     spec = {"driver_version": simgpu.DRIVER_VERSION, "packages": ["site-gpu-tools"], **values}
     request = Request("install", spec, check=True, bundle=bundle, tables=sent or {})
-    run_request(request_from_line(request_to_line(request)), events.append, host)
+    run_request(request_from_line(dump(request)), events.append, host)
     return events
 
 

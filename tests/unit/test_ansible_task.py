@@ -27,6 +27,7 @@ from gpuprov.agent.playbook_task import (
     task_result,
 )
 from gpuprov.plan.steps import STEPS
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
     ChangeDone,
@@ -40,7 +41,7 @@ from gpuprov.protocol.events import (
     Started,
     to_line,
 )
-from gpuprov.protocol.request import Request, request_from_line, request_to_line
+from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import PLAY_VARIABLES, parse_spec
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
@@ -54,7 +55,7 @@ def test_a_request_holds_the_spec_of_the_variables_and_survives_the_wire() -> No
     request = task_request("install", VARIABLES, steps=["driver", "cdi"], diff=True, run_id="one play")
     assert parse_spec(request.spec).driver_version == "550.163.01"
     assert (request.check, request.diff, request.steps, request.run_id) == (False, True, ("driver", "cdi"), "one play")
-    assert request_from_line(request_to_line(request)) == request
+    assert request_from_line(dump(request)) == request
 
 
 @pytest.mark.parametrize(("command", "given"), [("plan", True), ("install", True), ("verify", False), ("facts", False)])
@@ -67,7 +68,15 @@ def test_an_older_controllers_request_is_for_all_steps() -> None:
     assert request_from_line('{"command": "install"}') == Request("install")
 
 
-@pytest.mark.parametrize("line", ["", "[]", '{"command": "boom"}', '{"command": "facts", "spec": [1]}', '{"x": 1}'])
+def test_a_request_that_an_earlier_version_stored_is_read() -> None:
+    assert request_from_line('{"command": "install", "undisturbed": true}') == Request("install", require_drained=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "[]", '{"command": "boom"}', '{"command": "facts", "spec": [1]}', '{"x": 1}',
+     '{"command": "install", "checks": true}', '{"command": "install", "check": "false"}'],
+)  # fmt: skip
 def test_what_is_no_request_is_told_with_one_that_is(line: str) -> None:
     with pytest.raises(GpuprovError) as caught:
         request_from_line(line)

@@ -165,7 +165,7 @@ def undrained(host: FakeHost, *, check: bool = False) -> tuple[Finished, list[Ev
     host.available["docker.io"] = "26.1"
     events: list[Event] = []
     spec = spec_to_json(parse_spec({"driver_version": "550.163.01", "packages": ["docker.io=26.1"]}))
-    request = Request("install", spec, check=check, steps=("packages",), undisturbed=not check)
+    request = Request("install", spec, check=check, steps=("packages",), require_drained=not check)
     run_request(request, events.append, host)
     assert isinstance(events[-1], Finished)
     return events[-1], events

@@ -11,8 +11,9 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.agent.background import Job, begin, job_from_line, job_to_line
+from gpuprov.agent.background import Job, begin, job_from_line
 from gpuprov.agent.playbook_task import for_a_job, task_request
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, FactsGathered, Finished, to_line
 from gpuprov.protocol.request import Request
@@ -74,13 +75,13 @@ def test_a_job_whose_process_dies_has_failed(tmp_path: Path) -> None:
 
 def test_a_job_survives_the_wire() -> None:
     job = Job("j1.2", "~/.ansible_async", "verify", 30, {"a": [1]})
-    assert job_from_line(job_to_line(job)) == job
+    assert job_from_line(dump(job)) == job
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "j1;rm"])
 def test_a_jobs_id_is_no_path(name: str) -> None:
     with pytest.raises(GpuprovError):
-        job_from_line(job_to_line(Job(name, "~", "facts", 1)))
+        job_from_line(dump(Job(name, "~", "facts", 1)))
     with pytest.raises(GpuprovError):
         job_from_line("{}")
 

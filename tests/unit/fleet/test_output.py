@@ -33,6 +33,7 @@ from gpuprov.protocol.events import (
     Planned,
     PlannedChange,
     Started,
+    Status,
 )
 from gpuprov.protocol.words import one_line, plain
 
@@ -259,7 +260,7 @@ ILL = HostResult("lab-e", ExitCode.FAILED, problems=(FAULT,), summary="causes fo
 GONE = HostResult("lab-d", ExitCode.UNREACHABLE, problems=(Problem("no answer"),))
 
 
-def seen(host: str, count: str, status: str = "ok", engine: str = "docker") -> HostResult:
+def seen(host: str, count: str, status: Status = "ok", engine: str = "docker") -> HostResult:
     code = ExitCode.DONE if status == "ok" else ExitCode.FAILED
     checks = (
         CheckDone("nvidia-smi", "ok", "550", "550"),
@@ -372,7 +373,7 @@ def test_the_whole_of_a_hosts_facts_is_for_those_who_ask(verbose: bool) -> None:
 def test_report_trusts_no_host() -> None:
     evil = HostResult(
         EVIL, ExitCode.FAILED, problems=(Problem(EVIL, EVIL, EVIL),), summary=EVIL, facts={"os": {"name": EVIL}},
-        checks=(CheckDone(EVIL, EVIL, EVIL, EVIL, EVIL),),
+        checks=(CheckDone(EVIL, "failed", EVIL, EVIL, EVIL),),
     )  # fmt: skip
     text = report("facts", (evil, evil))
     assert "owned" not in text

@@ -200,7 +200,7 @@ def test_nothing_that_a_host_says_becomes_markup() -> None:
     evil = HostResult(
         EVIL, ExitCode.FAILED, 1, 1.0, (Problem(EVIL, EVIL, EVIL),), EVIL,
         {"driver": EVIL, EVIL: EVIL, "gpus": EVIL, "mig": f"0: {EVIL}"},
-        (CheckDone(EVIL, EVIL, EVIL, EVIL, EVIL), CheckDone(EVIL, "failed", EVIL, EVIL, EVIL)),
+        (CheckDone(EVIL, "failed", EVIL, EVIL, EVIL), CheckDone(EVIL, "failed", EVIL, EVIL, EVIL)),
         (PlannedChange(EVIL, EVIL, EVIL, EVIL),), (MadeChange(EVIL, EVIL, EVIL, 1.0), MadeChange("b", EVIL, EVIL)),
     )  # fmt: skip
     page = render(replace(run(evil, replace(evil, exit_code=ExitCode.DONE)), check=True), run(replace(evil, checks=())))
