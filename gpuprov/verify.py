@@ -10,9 +10,10 @@ from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks.cuda.judgement import gather_hiding
 from gpuprov.checks.engine_checks import Subject, check_engines
 from gpuprov.checks.outcome import Checks, Failed, Shown, Verdict
-from gpuprov.checks.smi import SmiReport, parse_smi
+from gpuprov.checks.smi import EXITS, LOOK, Exit, SmiReport, exit_code, parse_smi
 from gpuprov.checks.without_gpu import verify_copy
 from gpuprov.core.changes import parent_of
+from gpuprov.core.commands import NOT_FOUND
 from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric
@@ -28,20 +29,8 @@ from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 
 _SMI_SECONDS = 120
-# nvidia-smi's exit codes and what to do; its message comes on stdout.
-_SMI_HINTS = {
-    4: "it needs root here: sudo gpuprov verify",
-    6: "the driver serves no GPU: lspci -d 10de:; dmesg | grep -i nvrm",
-    9: "the driver is not loaded: modprobe nvidia; dmesg | grep -i nvrm",
-    12: "libnvidia-ml.so.1 is missing: run gpuprov install",
-    15: "a GPU has fallen off the bus: reboot; if it comes back, look at power and seating",
-    18: "libraries and kernel modules are of different versions: run gpuprov install, which says if a reboot is needed",
-    124: "a GPU may hang: dmesg | grep -i -e nvrm -e xid",
-    127: "nvidia-smi is not installed: run gpuprov install",
-}
-
 # Tasks of the kernel, which a system container does not have.
-_OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|bus: reboot")
+_OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|reboot|poweroff")
 
 
 def verify(system: System, spec: HostSpec, sink: Sink) -> Verdict:
@@ -87,7 +76,10 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
             commands = manager_on(system).commands
             raise Failed(f"{path} exited {done.returncode}: {said}; {hidden[0].what}: {hidden[0].reason}; "
                          f"{hidden[0].way_out(commands)}")  # fmt: skip
-        hint = _SMI_HINTS.get(done.returncode, "run nvidia-smi on the host")
+        known = EXITS.get(exit_code(done.returncode), Exit("nvidia-smi fails", LOOK))
+        hint = f"{known.what}: {known.next_step or 'gpuprov doctor'}"
+        if done.returncode == NOT_FOUND:
+            hint = "nvidia-smi is not installed: run gpuprov install"
         raise Failed(f"{path} exited {done.returncode}: {said}; {_where(system, hint)}")
     if not done.stdout.lstrip().startswith("<"):
         raise Failed(f"{path} prints no report, but: {said}; is it the driver's own program? run gpuprov doctor")

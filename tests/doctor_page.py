@@ -8,9 +8,8 @@ import tempfile
 from pathlib import Path
 
 from gpuprov.cli import explain
-from gpuprov.doctor.finding import AREAS, Finding, Rule
-from gpuprov.doctor.remedy import CACHE, FILES, MODULES, NODE_MODES, STEPS, UNITS, WHOLE
-from gpuprov.doctor.rules import RULES
+from gpuprov.doctor.examine import RULES
+from gpuprov.doctor.finding import AREAS, CACHE, FILES, MODULES, NODE_MODES, STEPS, UNITS, WHOLE, Finding, Rule
 from tests.unit.doctor.host import examined, healthy
 from tests.unit.doctor.test_rules import CONSEQUENCES, ROWS
 

@@ -10,11 +10,10 @@ from gpuprov.agent.context import RunContext
 from gpuprov.core.apply import Applied, apply_changes, resume_run
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
-from gpuprov.doctor.examine import tell, tell_causes
-from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.examine import Cause, diagnose, report, report_causes
 from gpuprov.doctor.fix import Fix, needs_install, plan_fix, spec_as_found
 from gpuprov.doctor.gather import gather
-from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
@@ -29,7 +28,7 @@ _MOST_ROUNDS = 3
 class _Look:
     """One examination of the host, and the fixes that gpuprov can make for its findings."""
 
-    x: Examined
+    x: HostSnapshot
     causes: tuple[Cause, ...]
     fix: Fix
 
@@ -51,7 +50,7 @@ class _Work:
 def check(run: RunContext) -> Finished:
     """Report the causes, and the changes that would fix them."""
     look = _look(run)
-    finished = tell(look.x, look.causes, run.sink)
+    finished = report(look.x, look.causes, run.sink)
     _announce(run, look.fix.changes, _Work())
     _tell_left(run, look.fix)
     count = len(look.fix.changes)
@@ -67,7 +66,7 @@ def fix(run: RunContext) -> Finished:
         journal = resume_run(run.system, CHANGE_KINDS, run.sink)
         look = _look(run) if journal is not None else look
     if look.fix.changes:
-        tell_causes(look.causes, run.sink)
+        report_causes(look.causes, run.sink)
         journal = journal or journal_for(run.system, run.request.command, run.request.run_id)
     if journal is not None:
         look = _rounds(run, journal, look, work)
@@ -106,7 +105,7 @@ def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Loo
 
 
 def _told(run: RunContext, look: _Look, work: _Work) -> Finished:
-    finished = tell(look.x, look.causes, run.sink)
+    finished = report(look.x, look.causes, run.sink)
     if not work.planned:
         _announce(run, (), work)
     _tell_left(run, look.fix)
@@ -123,7 +122,7 @@ def _look(run: RunContext) -> _Look:
     return _Look(x, causes, plan_fix(x, causes, _installation(run, x) if needs_install(causes) else None))
 
 
-def _installation(run: RunContext, x: Examined) -> Plan:
+def _installation(run: RunContext, x: HostSnapshot) -> Plan:
     """Return the plan of a whole installation; what prevents it is among its problems."""
     try:
         spec = resolve(run.system, spec_as_found(x), None)

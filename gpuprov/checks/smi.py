@@ -1,14 +1,52 @@
-"""What `nvidia-smi -q -x` says, and where two such reports differ. Pure; the text may come from a hostile image."""
+"""nvidia-smi's exit codes, its report, and where two reports differ. Pure; the text may come from a hostile image."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20
 _LOOK = "look at it: nvidia-smi -q -x"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """An exit code of nvidia-smi: its meaning, and the next command; "" if that depends on the host."""
+
+    what: str
+    next_step: str = ""
+
+
+# Not nvidia-caps, a folder, which nobody could enter then.
+OPEN_NODES = "chmod 0666 /dev/nvidia[0-9]* /dev/nvidiactl /dev/nvidia-uvm*"
+LOOK = "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
+# nvidia-smi's manual, "RETURN VALUE", and recorded runs; its message comes on stdout.
+EXITS: Mapping[int, Exit] = {
+    3: Exit("nvidia-smi and the driver do not fit together (an operation that this GPU does not have)"),
+    4: Exit("nvidia-smi may not open the devices", f"ls -l /dev/nvidia*; {OPEN_NODES}"),
+    6: Exit("the driver serves no GPU", "dmesg | grep -i nvrm"),
+    8: Exit("a GPU lacks its power cable", "poweroff  # then connect the GPU's power cables"),
+    9: Exit("nvidia-smi does not reach the driver", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
+    10: Exit("the kernel has trouble with a GPU's interrupts", "dmesg | grep -i -e nvrm -e irq; systemctl reboot"),
+    12: Exit(
+        "libnvidia-ml.so.1 can't be loaded", "ldconfig; ldconfig -p | grep libnvidia-ml  # lists none: gpuprov install"
+    ),
+    13: Exit("libnvidia-ml.so.1 is of another version than nvidia-smi"),
+    14: Exit("a GPU's infoROM is corrupted", "nvidia-bug-report.sh  # replace the GPU (RMA)"),
+    15: Exit("a GPU is lost: it has fallen off the bus", "systemctl reboot  # if it comes back: power, seating, heat"),
+    17: Exit("the driver could not take the GPU's memory or its interrupts", "dmesg | grep -i nvrm; systemctl reboot"),
+    18: Exit("libraries and kernel module are of different versions"),
+    124: Exit("nvidia-smi hangs: a GPU does not answer", "dmesg | grep -i -e nvrm -e xid; systemctl reboot"),
+    255: Exit("nvidia-smi fails in a way that it has no number for", LOOK),
+}
+
+
+def exit_code(returncode: int) -> int:
+    """Return the manual's code: nvidia-smi exits with NVML's, 11 (NVML_ERROR_IRQ_ISSUE) for the manual's 10."""
+    return {11: 10}.get(returncode, returncode)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rules about CDI specifications: missing, broken, stale, conflicting. Pure."""
+"""CDI specifications: missing, broken, stale, conflicting. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import re
 import shlex
 
 from gpuprov.cdi.generate import PATH
-from gpuprov.doctor import words
 from gpuprov.doctor.docker_rules import in_daemon
 from gpuprov.doctor.driver_rules import ROOTS
-from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
-from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
+from gpuprov.doctor.finding import CDI, CERTAIN, LIKELY, WARNING, Finding, Rules, remove, restart, steps
 from gpuprov.doctor.parse import host_paths
-from gpuprov.doctor.remedy import remove, restart, steps
+from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, HostSnapshot
+from gpuprov.doctor.suggested_commands import (
+    gpuprov_install,
+    has_unit,
+    is_gpuprovs,
+    refresh_specification,
+    restart_docker,
+)
 from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+
+RULES = Rules()
 
 # NVIDIA's toolkit has this unit since 1.18.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
@@ -23,39 +30,43 @@ _OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
-def specifications(x: Examined) -> dict[str, str]:
+def specifications(x: HostSnapshot) -> dict[str, str]:
     """Return path → text of the specifications that name NVIDIA's devices or can't be read."""
     texts = {path: text for path, text in x.texts.items() if path.startswith(SPECIFICATION_FOLDERS)}
     named = {path: text for path, text in texts.items() if path.endswith(_SUFFIXES)}
     return {path: text for path, text in named.items() if path == PATH or "nvidia" in text}
 
 
-def _correction(x: Examined, path: str) -> str:
+def _correction(x: HostSnapshot, path: str) -> str:
     """Return the command that corrects or removes a specification; gpuprov writes only its own."""
     if path == PATH:
-        return words.refresh_specification(x)
-    if words.has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
+        return refresh_specification(x)
+    if has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
         return f"systemctl restart {NVIDIAS_REFRESH}"
     if PATH in x.there:
         return f"rm {shlex.quote(path)}"
     if "/usr/bin/nvidia-ctk" in x.there:
         return f"nvidia-ctk cdi generate --output={shlex.quote(path)}"
-    return f"rm {shlex.quote(path)}; {words.refresh_specification(x)}"
+    return f"rm {shlex.quote(path)}; {refresh_specification(x)}"
 
 
-def _missing(x: Examined) -> Finding | None:
+@RULES.add(
+    "cdi-missing", CDI, "gpuprov's runtime (or podman alone), and no specification in /etc/cdi or /var/run/cdi", ROOTS
+)
+def _cdi_missing(x: HostSnapshot) -> Finding | None:
     wanted = in_daemon(x) == LAUNCHER_PATH or (not x.host.docker.installed and "/usr/bin/podman" in x.there)
     if not wanted or specifications(x) or not x.driver.library_version:
         return None
     return Finding(
         "there is no CDI specification, so no container can be given a GPU",
         "\n".join(f"{folder}: nothing of NVIDIA's" for folder in SPECIFICATION_FOLDERS),
-        words.refresh_specification(x),
+        refresh_specification(x),
         remedies=_OURS,
     )
 
 
-def _broken(x: Examined) -> Finding | None:
+@RULES.add("cdi-broken", CDI, "a specification is invalid JSON")
+def _cdi_broken(x: HostSnapshot) -> Finding | None:
     for path, text in specifications(x).items():
         try:
             if path.endswith(".json"):
@@ -74,18 +85,25 @@ def _broken(x: Examined) -> Finding | None:
     return None
 
 
-def _stale(x: Examined) -> Finding | None:
-    if not x.specification_fault or _broken(x) is not None:
+@RULES.add("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", ROOTS)
+def _cdi_stale(x: HostSnapshot) -> Finding | None:
+    if not x.specification_fault or _cdi_broken(x) is not None:
         return None
     return Finding(
         f"the CDI specification is out of date: {x.specification_fault}",
         f"{PATH}:1: {x.specification_fault}",
-        words.refresh_specification(x),
+        refresh_specification(x),
         remedies=_OURS,
     )
 
 
-def _names_absent(x: Examined) -> Finding | None:
+@RULES.add(
+    "cdi-names-absent-files",
+    CDI,
+    "a specification names files or nodes that are not there",
+    (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing"),
+)
+def _cdi_names_absent_files(x: HostSnapshot) -> Finding | None:
     for path, text in specifications(x).items():
         absent = [(named, line) for named, line in host_paths(text) if named in x.absent]
         if absent:
@@ -109,7 +127,22 @@ def _devices(text: str) -> tuple[str, frozenset[str]]:
     return compact[1] if compact else "", frozenset(names)
 
 
-def _conflict(x: Examined) -> Finding | None:
+@RULES.add("cdi-closed", CDI, "a mode of /etc/cdi, /var/run/cdi or a specification there keeps others out")
+def _cdi_closed(x: HostSnapshot) -> Finding | None:
+    if not x.closed:
+        return None
+    folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
+    files = [path for path in x.closed if path not in folders]
+    steps = (f"chmod a+rx {shlex.join(folders)}" if folders else "", f"chmod a+r {shlex.join(files)}" if files else "")
+    return Finding(
+        f"only root can read {' and '.join(x.closed)}: engines of other users (rootless docker) find no devices",
+        "\n".join(f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items()),
+        "; ".join(filter(None, steps)), LIKELY, remedies=_OURS if {*x.closed} <= {"/etc/cdi", PATH} else (),
+    )  # fmt: skip
+
+
+@RULES.add("cdi-conflict", CDI, "two specifications in one folder have the same devices")
+def _cdi_conflict(x: HostSnapshot) -> Finding | None:
     seen: dict[tuple[str, str], tuple[str, frozenset[str]]] = {}
     for path, text in sorted(specifications(x).items()):
         kind, names = _devices(text)
@@ -129,7 +162,8 @@ def _conflict(x: Examined) -> Finding | None:
     return None
 
 
-def _covered(x: Examined) -> Finding | None:
+@RULES.add("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's")
+def _cdi_covered(x: HostSnapshot) -> Finding | None:
     later = [path for path in specifications(x) if path.startswith("/var/run/cdi/")]
     if PATH not in x.there or not later or _devices(x.texts[later[0]])[0] != "nvidia.com/gpu":
         return None
@@ -137,52 +171,30 @@ def _covered(x: Examined) -> Finding | None:
         return None  # another rule reports this
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}",
-        f"rm {shlex.quote(later[0])}", ASIDE, (remove(later[0]),),
+        f"rm {shlex.quote(later[0])}", WARNING, (remove(later[0]),),
     )  # fmt: skip
 
 
-def _closed(x: Examined) -> Finding | None:
-    if not x.closed:
-        return None
-    folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
-    files = [path for path in x.closed if path not in folders]
-    steps = (f"chmod a+rx {shlex.join(folders)}" if folders else "", f"chmod a+r {shlex.join(files)}" if files else "")
-    return Finding(
-        f"only root can read {' and '.join(x.closed)}: engines of other users (rootless docker) find no devices",
-        "\n".join(f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items()),
-        "; ".join(filter(None, steps)), LIKELY, remedies=_OURS if {*x.closed} <= {"/etc/cdi", PATH} else (),
-    )  # fmt: skip
-
-
-def _docker_without(x: Examined) -> Finding | None:
+@RULES.add(
+    "cdi-off-in-docker",
+    CDI,
+    "docker ≥ 25, and `docker info` has no CDISpecDirs",
+    ("runtime-unregistered", "daemon-json-broken"),
+)
+def _cdi_off_in_docker(x: HostSnapshot) -> Finding | None:
     docker = x.host.docker
     if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
         return None
     # A host whose runtime is not gpuprov's does not need it, unless a user switched it off.
     off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
-    if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
+    if in_daemon(x) and is_to_be_set and not is_gpuprovs(x):
         return None
-    by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.restart_docker(x)}  # "features": {{"cdi": true}}'
+    by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {restart_docker(x)}  # "features": {{"cdi": true}}'
     waits = docker_cdi.waits_for_containers(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
-        by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.restart_docker(x),
-        ASIDE if waits else LIKELY,
+        by_hand if off else gpuprov_install(x) if is_to_be_set else restart_docker(x),
+        WARNING if waits else LIKELY,
         () if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
     )
-
-
-RULES = (
-    Rule("cdi-missing", CDI, "gpuprov's runtime (or podman alone), and no specification in /etc/cdi or /var/run/cdi",
-         _missing, ROOTS),
-    Rule("cdi-broken", CDI, "a specification is invalid JSON", _broken),
-    Rule("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", _stale, ROOTS),
-    Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
-         (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),
-    Rule("cdi-closed", CDI, "a mode of /etc/cdi, /var/run/cdi or a specification there keeps others out", _closed),
-    Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
-    Rule("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's", _covered),
-    Rule("cdi-off-in-docker", CDI, "docker ≥ 25, and `docker info` has no CDISpecDirs",
-         _docker_without, ("runtime-unregistered", "daemon-json-broken")),
-)  # fmt: skip

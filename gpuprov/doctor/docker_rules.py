@@ -1,18 +1,19 @@
-"""Rules about docker: missing, stopped, without the registered runtime, or not restarted since. Pure."""
+"""Docker: missing, stopped, without the runtime, not restarted since, another docker, denied devices. Pure."""
 
 from __future__ import annotations
 
 import re
 
-from gpuprov.doctor import words
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
+from gpuprov.doctor.finding import CERTAIN, DOCKER, LIKELY, POSSIBLE, WARNING, Finding, Rule, Rules, restart, steps
 from gpuprov.doctor.parse import find_in_log
-from gpuprov.doctor.remedy import restart, steps
+from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.doctor.suggested_commands import gpuprov_install, is_gpuprovs, reinstall_packages, restart_docker
 from gpuprov.engines.docker_config import parse_config
-from gpuprov.engines.docker_unit import decisive_lines
+from gpuprov.engines.docker_unit import decisive_lines, listens_at
 from gpuprov.protocol.errors import Problem
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
+
+RULES = Rules()
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
@@ -26,53 +27,56 @@ _STEP, _RESTART = (steps("docker"),), (restart(_UNIT),)
 _NO_DRIVER = r"could not select device driver"
 
 
-def in_file(x: Examined) -> str:
+def in_file(x: HostSnapshot) -> str:
     """Return the path of runtime nvidia in daemon.json, "" if it is not registered."""
     entry = (x.host.docker.config.get("runtimes") or {}).get(_RUNTIME)
     return str(entry.get("path") or "") if isinstance(entry, dict) else ""
 
 
-def in_daemon(x: Examined) -> str:
+def in_daemon(x: HostSnapshot) -> str:
     """Return the path of runtime nvidia in the running docker, "" if it is not registered."""
     return (x.host.docker.runtimes or {}).get(_RUNTIME, "")
 
 
-def _line_of(x: Examined, word: str) -> str:
+def _line_of(x: HostSnapshot, word: str) -> str:
     lines = (x.host.docker.config_text or "").splitlines()
     number = next((number for number, line in enumerate(lines, 1) if word in line), 1)
     return f"{x.host.docker.config_path}:{number}"
 
 
-def _start(x: Examined) -> str:
-    return f"systemctl reset-failed docker; {words.restart_docker(x)}"
+def _start(x: HostSnapshot) -> str:
+    return f"systemctl reset-failed docker; {restart_docker(x)}"
 
 
-def _wrong(x: Examined) -> tuple[Problem, ...]:
+def _wrong(x: HostSnapshot) -> tuple[Problem, ...]:
     """Return what gpuprov can't read in docker's file; docker may still be able to read it."""
     docker = x.host.docker
     return parse_config(docker.config_text, docker.config_path, docker.version)[1]
 
 
-def _absent(x: Examined) -> Finding | None:
+@RULES.add("docker-missing", DOCKER, "no dockerd, and no other engine in its place")
+def _docker_missing(x: HostSnapshot) -> Finding | None:
     # docker needs containerd, which stays when docker is removed.
     others = _OTHER_ENGINES & x.there or ("containerd" in x.spec.engines and "/usr/bin/containerd" in x.there)
     if x.host.docker.installed or x.host.docker.snap or (others and not in_file(x)):
         return None
     left = [f"{x.host.docker.config_path}: runtime nvidia is {in_file(x)}"] if in_file(x) else []
     what = "docker is not installed" if left or "/usr/bin/containerd" in x.there else "no container engine is installed"
-    return Finding(what, "\n".join(["command -v dockerd: nothing", *left]), words.gpuprov_install(x))
+    return Finding(what, "\n".join(["command -v dockerd: nothing", *left]), gpuprov_install(x))
 
 
-def _snap(x: Examined) -> Finding | None:
+@RULES.add("docker-snap", DOCKER, "/snap/bin/docker, and no dockerd")
+def _docker_snap(x: HostSnapshot) -> Finding | None:
     if not x.host.docker.snap:
         return None
     return Finding(
         "docker comes from snap, which keeps it from the host's driver and runtime", "/snap/bin/docker, and no dockerd",
-        f"snap remove docker; {words.gpuprov_install(x)}",
+        f"snap remove docker; {gpuprov_install(x)}",
     )  # fmt: skip
 
 
-def _broken(x: Examined) -> Finding | None:
+@RULES.add("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it")
+def _daemon_json_broken(x: HostSnapshot) -> Finding | None:
     docker, path = x.host.docker, x.host.docker.config_path
     wrong, said = _wrong(x), _refused(x)
     if not docker.installed or not (wrong or said or docker.config_kind) or _FLAGS_TWICE in said:
@@ -90,17 +94,18 @@ def _broken(x: Examined) -> Finding | None:
         return Finding(f"docker can't read its configuration: {what}", "\n".join([f"dockerd: {said}", *ours]),
                        f"${{EDITOR:-vi}} {place}; {_start(x)}")  # fmt: skip
     return Finding(f"docker takes its configuration, gpuprov can't edit it: {wrong[0].what}", ours[0],
-                   f"${{EDITOR:-vi}} {place}", ASIDE)  # fmt: skip
+                   f"${{EDITOR:-vi}} {place}", WARNING)  # fmt: skip
 
 
-def _refused(x: Examined) -> str:
+def _refused(x: HostSnapshot) -> str:
     """Return why dockerd refuses its file: its answer now, or its log of the failed start."""
     found = find_in_log(x.docker_log, r"unable to configure the Docker daemon with file \S+: (?P<why>.*\S)")
     logged = found[0]["why"] if found is not None and not x.host.docker.active else ""
     return x.host.docker.refused or logged
 
 
-def _twice(x: Examined) -> Finding | None:
+@RULES.add("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file")
+def _docker_flags_twice(x: HostSnapshot) -> Finding | None:
     pattern = r"specified both as a flag and in the configuration file: (?P<names>[^\"]*?)(?:\(|$|\")"
     found = find_in_log(x.docker_log, pattern)
     asked = re.search(pattern, x.host.docker.refused)
@@ -116,7 +121,8 @@ def _twice(x: Examined) -> Finding | None:
     )
 
 
-def _masked(x: Examined) -> Finding | None:
+@RULES.add("docker-masked", DOCKER, "the unit is masked")
+def _docker_masked(x: HostSnapshot) -> Finding | None:
     unit = x.units.get(_UNIT)
     if unit is None or unit.load != "masked":
         return None
@@ -124,7 +130,8 @@ def _masked(x: Examined) -> Finding | None:
                    f"systemctl unmask {_UNIT}; systemctl start docker")  # fmt: skip
 
 
-def _disabled(x: Examined) -> Finding | None:
+@RULES.add("docker-disabled", DOCKER, "the unit is disabled")
+def _docker_disabled(x: HostSnapshot) -> Finding | None:
     unit, docker = x.units.get(_UNIT), x.host.docker
     if not docker.installed or unit is None or unit.load != "loaded" or unit.enabled != "disabled":
         return None
@@ -133,15 +140,16 @@ def _disabled(x: Examined) -> Finding | None:
     evidence = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}"
     if docker.unit.on_demand:
         what = "docker is disabled: after a boot nothing runs until docker.socket starts it"
-        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", WARNING, _STEP)
     if docker.active or unit.active == "active":
         what = "docker is disabled: it does not run after the next boot"
-        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", WARNING, _STEP)
     what = "docker is disabled, so nothing started it"
     return Finding(what, evidence, f"systemctl enable --now {_UNIT}", remedies=_STEP)
 
 
-def _unreachable(x: Examined) -> Finding | None:
+@RULES.add("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer")
+def _docker_unreachable(x: HostSnapshot) -> Finding | None:
     docker, unit = x.host.docker, x.units.get(_UNIT)
     if not docker.installed or docker.active or unit is None or unit.active != "active":
         return None
@@ -154,7 +162,13 @@ def _unreachable(x: Examined) -> Finding | None:
     )
 
 
-def _down(x: Examined) -> Finding | None:
+@RULES.add(
+    "docker-down",
+    DOCKER,
+    "`docker info` gets no answer, and the unit is not active",
+    ("daemon-json-broken", "docker-flags-twice", "docker-masked", "docker-disabled", "default-runtime-unknown"),
+)
+def _docker_down(x: HostSnapshot) -> Finding | None:
     docker, unit = x.host.docker, x.units.get(_UNIT)
     if not docker.installed or docker.active or (unit is not None and unit.active == "active"):
         return None
@@ -170,14 +184,15 @@ def _down(x: Examined) -> Finding | None:
     )
 
 
-def _unit_changed(x: Examined) -> Finding | None:
+@RULES.add("docker-unit-changed", DOCKER, "the running dockerd reads another file than its unit names")
+def _docker_unit_changed(x: HostSnapshot) -> Finding | None:
     unit = x.host.docker.unit
     if not x.host.docker.active or not unit.is_outdated:
         return None
     return Finding(
         "docker has not been restarted since its unit changed: it reads another configuration file",
         f"systemctl show {_UNIT}: {' '.join(unit.command)}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}",
-        words.restart_docker(x),
+        restart_docker(x),
         remedies=_RESTART,
     )
 
@@ -187,7 +202,13 @@ def _reason(line: str) -> str:
     return (found[1] if found else line)[:200]
 
 
-def _not_restarted(x: Examined) -> Finding | None:
+@RULES.add(
+    "docker-not-restarted",
+    DOCKER,
+    "daemon.json has runtime nvidia, `docker info` has not, or another path",
+    ("docker-unit-changed",),
+)
+def _docker_not_restarted(x: HostSnapshot) -> Finding | None:
     wanted, has = in_file(x), in_daemon(x)
     if not x.host.docker.active or not wanted or wanted == has:
         return None
@@ -195,29 +216,33 @@ def _not_restarted(x: Examined) -> Finding | None:
     return Finding(
         "docker has not been restarted since its configuration changed",
         f"{_line_of(x, wanted)}: runtime nvidia is {wanted}\ndocker info: the running docker {known}",
-        words.restart_docker(x),
+        restart_docker(x),
         remedies=_STEP,
     )
 
 
-def _unregistered(x: Examined) -> Finding | None:
+@RULES.add(
+    "runtime-unregistered", DOCKER, "neither daemon.json nor `docker info` has runtime nvidia", ("toolkit-missing",)
+)
+def _runtime_unregistered(x: HostSnapshot) -> Finding | None:
     if not x.host.docker.active or in_file(x) or in_daemon(x) or _wrong(x):
         return None
-    docker, step = x.host.docker, words.gpuprov_install(x)
-    if not words.is_gpuprovs(x):
-        step = f"nvidia-ctk runtime configure --runtime=docker; {words.restart_docker(x)}"
+    docker, step = x.host.docker, gpuprov_install(x)
+    if not is_gpuprovs(x):
+        step = f"nvidia-ctk runtime configure --runtime=docker; {restart_docker(x)}"
     return Finding(
         "docker does not know the runtime nvidia",
         f"{docker.config_path}: {'no runtimes.nvidia' if docker.config_text is not None else 'No such file'}\n"
         f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
         step,
         # `--device nvidia.com/gpu=all` works without the runtime.
-        ASIDE if docker.cdi and not words.is_gpuprovs(x) else CERTAIN,
+        WARNING if docker.cdi and not is_gpuprovs(x) else CERTAIN,
         _STEP,
     )
 
 
-def _unsaved(x: Examined) -> Finding | None:
+@RULES.add("runtime-unsaved", DOCKER, "`docker info` has runtime nvidia, daemon.json and dockerd's flags have not")
+def _runtime_unsaved(x: HostSnapshot) -> Finding | None:
     by_flag = "add-runtime" in x.docker_unit or "add-runtime" in x.texts.get("/etc/default/docker", "")
     by_flag = by_flag or _RUNTIME in x.host.docker.unit.flag_runtimes
     if not in_daemon(x) or in_file(x) or by_flag or _wrong(x):
@@ -225,13 +250,14 @@ def _unsaved(x: Examined) -> Finding | None:
     return Finding(
         "the runtime nvidia is gone from docker's configuration; docker forgets it at its next start",
         f"docker info: runtime nvidia is {in_daemon(x)}\n{x.host.docker.config_path}: no runtimes.nvidia",
-        words.gpuprov_install(x),
+        gpuprov_install(x),
         LIKELY,
         _STEP,
     )
 
 
-def _default_unknown(x: Examined) -> Finding | None:
+@RULES.add("default-runtime-unknown", DOCKER, "daemon.json: default-runtime names one that is not configured")
+def _default_runtime_unknown(x: HostSnapshot) -> Finding | None:
     config = x.host.docker.config
     name = str(config.get("default-runtime") or "")
     if not name or name == "runc" or name in (config.get("runtimes") or {}) or name.startswith("io.containerd"):
@@ -243,23 +269,30 @@ def _default_unknown(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _hook_missing(x: Examined) -> Finding | None:
+@RULES.add(
+    "hook-missing",
+    DOCKER,
+    "runtime nvidia is configured, nvidia-container-runtime-hook is not there",
+    ("toolkit-missing", "runtime-files-missing"),
+)
+def _hook_missing(x: HostSnapshot) -> Finding | None:
     if not x.host.docker.active or NVIDIA_HOOK_PATH in x.there or x.programs.get("nvidia-container-runtime-hook"):
         return None
     if not in_daemon(x) and not in_file(x):
         return None
     # Not the package that has the runtime, nvidia-container-toolkit-base.
     packaged = "nvidia-container-toolkit" in x.host.packages.installed
-    again = words.reinstall_packages(x, "nvidia-container-toolkit") if packaged else words.gpuprov_install(x)
+    again = reinstall_packages(x, "nvidia-container-toolkit") if packaged else gpuprov_install(x)
     return Finding(
         "`docker run --gpus` has no hook to give containers GPUs by",
         f"ls {NVIDIA_HOOK_PATH}: No such file or directory",
-        f"{again}; {words.restart_docker(x)}",
+        f"{again}; {restart_docker(x)}",
         remedies=() if packaged else (steps("toolkit"), *_RESTART),
     )
 
 
-def _hook_unseen(x: Examined) -> Finding | None:
+@RULES.add("hook-unseen", DOCKER, "docker's log: could not select device driver, and the hook is there now")
+def _hook_unseen(x: HostSnapshot) -> Finding | None:
     found = find_in_log(x.docker_log, _NO_DRIVER)
     hook, begun = x.modified.get(NVIDIA_HOOK_PATH, 0.0), x.modified.get(_PID_FILE, 0.0)
     if NVIDIA_HOOK_PATH not in x.there or not x.host.docker.active:
@@ -268,50 +301,139 @@ def _hook_unseen(x: Examined) -> Finding | None:
         return Finding(
             "`docker run --gpus` finds no hook: docker looks for it when it starts, and it was not there then",
             f"journalctl -u docker: {found[1][0]}\nls {NVIDIA_HOOK_PATH}: it is there now",
-            words.restart_docker(x),
+            restart_docker(x),
             remedies=_RESTART,
         )
     if not begun or hook <= begun:
         return None
     return Finding(
         "the hook of `docker run --gpus` is newer than the running docker, which looks for it when it starts",
-        f"stat {NVIDIA_HOOK_PATH} {_PID_FILE}", words.restart_docker(x), ASIDE,
+        f"stat {NVIDIA_HOOK_PATH} {_PID_FILE}", restart_docker(x), WARNING,
     )  # fmt: skip
 
 
-def _hook_not_on_path(x: Examined) -> Finding | None:
+@RULES.add("hook-not-on-path", DOCKER, "dockerd's PATH is set in its unit, without /usr/bin")
+def _hook_not_on_path(x: HostSnapshot) -> Finding | None:
     # Of several drop-ins the last one counts.
     path = re.findall(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit)
     if not path or "/usr/bin" in path[-1].split(":"):
         return None
     return Finding(
         "dockerd's PATH is set without /usr/bin, where the hook of `docker run --gpus` is",
-        f"systemctl cat docker: PATH={path[-1]}", f"systemctl edit docker; {words.restart_docker(x)}", LIKELY,
+        f"systemctl cat docker: PATH={path[-1]}", f"systemctl edit docker; {restart_docker(x)}", LIKELY,
     )  # fmt: skip
 
 
-RULES = (
-    Rule("docker-missing", DOCKER, "no dockerd, and no other engine in its place", _absent),
-    Rule("docker-snap", DOCKER, "/snap/bin/docker, and no dockerd", _snap),
-    Rule("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it", _broken),
-    Rule("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file", _twice),
-    Rule("docker-masked", DOCKER, "the unit is masked", _masked),
-    Rule("docker-disabled", DOCKER, "the unit is disabled", _disabled),
-    Rule("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer", _unreachable),
-    Rule("docker-down", DOCKER, "`docker info` gets no answer, and the unit is not active", _down,
-         ("daemon-json-broken", "docker-flags-twice", "docker-masked", "docker-disabled", "default-runtime-unknown")),
-    Rule("docker-unit-changed", DOCKER, "the running dockerd reads another file than its unit names", _unit_changed),
-    Rule("docker-not-restarted", DOCKER, "daemon.json has runtime nvidia, `docker info` has not, or another path",
-         _not_restarted, ("docker-unit-changed",)),
-    Rule("runtime-unregistered", DOCKER, "neither daemon.json nor `docker info` has runtime nvidia", _unregistered,
-         ("toolkit-missing",)),
-    Rule("runtime-unsaved", DOCKER, "`docker info` has runtime nvidia, daemon.json and dockerd's flags have not",
-         _unsaved),
-    Rule("default-runtime-unknown", DOCKER, "daemon.json: default-runtime names one that is not configured",
-         _default_unknown),
-    Rule("hook-missing", DOCKER, "runtime nvidia is configured, nvidia-container-runtime-hook is not there",
-         _hook_missing, ("toolkit-missing", "runtime-files-missing")),
-    Rule("hook-unseen", DOCKER, "docker's log: could not select device driver, and the hook is there now",
-         _hook_unseen),
-    Rule("hook-not-on-path", DOCKER, "dockerd's PATH is set in its unit, without /usr/bin", _hook_not_on_path),
+@RULES.add("docker-is-podman", DOCKER, "package podman-docker")
+def _docker_is_podman(x: HostSnapshot) -> Finding | None:
+    if "podman-docker" not in x.host.packages.installed:
+        return None
+    return Finding(
+        "`docker` is podman here: it takes --device nvidia.com/gpu=all, and older ones no --gpus",
+        "package podman-docker is installed", "docker run --rm --device nvidia.com/gpu=all IMAGE nvidia-smi -L",
+        WARNING,
+    )  # fmt: skip
+
+
+@RULES.add("docker-host", DOCKER, "/etc/environment: DOCKER_HOST is another docker's")
+def _docker_host(x: HostSnapshot) -> Finding | None:
+    found = re.search(
+        r"""^\s*(?:export )?DOCKER_HOST=["']?([^"'\s]+)""", x.texts.get("/etc/environment", ""), re.MULTILINE
+    )
+    docker = x.host.docker
+    if found is None or not docker.installed or not docker.unit.load:
+        return None
+    if _place(found[1]) in {
+        _place(one) for one in (docker.address, *listens_at(docker.unit, docker.config.get("hosts")))
+    }:
+        return None
+    return Finding(
+        f"docker's clients talk to another docker than this host's: DOCKER_HOST is {found[1]}",
+        f"/etc/environment: DOCKER_HOST={found[1]}\nthis host's docker listens at {docker.address}",
+        "sed -i '/^\\s*DOCKER_HOST=/d' /etc/environment  # then log in again", LIKELY,
+    )  # fmt: skip
+
+
+@RULES.add("docker-context", DOCKER, "/root/.docker/config.json: currentContext is not default")
+def _docker_context(x: HostSnapshot) -> Finding | None:
+    found = re.search(r'"currentContext"\s*:\s*"([^"]+)"', x.texts.get("/root/.docker/config.json", ""))
+    if found is None or found[1] == "default":
+        return None
+    return Finding(
+        f"root's docker client talks to another docker: context {found[1]}",
+        f"/root/.docker/config.json: currentContext is {found[1]}", "docker context use default", LIKELY,
+    )  # fmt: skip
+
+
+def _place(address: str) -> str:
+    """Return an address without the names of this host's own interfaces."""
+    address = re.sub(r"^tcp://(?:127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1?\])", "tcp://", address)
+    return address.replace("unix:///var/run/", "unix:///run/")
+
+
+@RULES.add("docker-rootless", DOCKER, "/run/user/UID/docker.sock is there")
+def _docker_rootless(x: HostSnapshot) -> Finding | None:
+    if not x.rootless:
+        return None
+    user = x.rootless[0].split("/")[3]
+    return Finding(
+        f"user {user} has a rootless docker of its own, which knows nothing of this one's runtimes",
+        x.rootless[0],
+        "${EDITOR:-vi} ~/.config/docker/daemon.json; systemctl --user restart docker  # as that user, with `runtimes` "
+        "as in /etc/docker/daemon.json",
+        WARNING,
+    )
+
+
+@RULES.add("selinux-denies", DOCKER, "Enforcing, and `avc: denied` with nvidia or xserver_misc_device_t")
+def _selinux_denies(x: HostSnapshot) -> Finding | None:
+    pattern = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
+    found = find_in_log((*x.kernel_log, *x.audit_log), pattern)
+    if found is None or x.selinux != "Enforcing":
+        return None
+    return Finding(
+        "SELinux denies containers the GPUs' devices", "\n".join(found[1]),
+        "setsebool -P container_use_devices 1  # or per container: --security-opt=label=disable",
+        LIKELY if x.container_use_devices == "off" else POSSIBLE,
+    )  # fmt: skip
+
+
+@RULES.add("apparmor-denies", DOCKER, 'the kernel\'s log: apparmor="DENIED" with nvidia')
+def _apparmor_denies(x: HostSnapshot) -> Finding | None:
+    found = find_in_log(x.kernel_log, r"apparmor=\"DENIED\".*?(?:nvidia|libcuda)")
+    if found is None:
+        return None
+    return Finding(
+        "AppArmor denies something of NVIDIA's", "\n".join(found[1]), "aa-status; dmesg | grep DENIED", POSSIBLE
+    )
+
+
+# Messages in docker's log about containers that did not start, mostly past ones: words, pattern, meaning, next command.
+_CONTAINER_ERRORS = (
+    ("bpf-refused", "bpf_prog_query(BPF_CGROUP_DEVICE) failed",
+     r"bpf_prog_query\(BPF_CGROUP_DEVICE\) failed|bpf_prog_attach\S* failed",
+     "a container could not be given its devices: the engine runs without the rights to a device cgroup (rootless)",
+     "gpuprov cdi list  # ask by CDI, or set no-cgroups = true for the rootless user"),
+    ("library-not-loaded", "load library failed",
+     r"load library failed: (?P<library>\S+?):",
+     "NVIDIA's toolkit could not load a library of the driver", "ldconfig; ldconfig -p | grep -e nvidia-ml -e libcuda"),
+    ("cdi-unresolved", "unresolvable CDI devices",
+     r"unresolvable CDI devices? (?P<device>\S+)",
+     "a container asked for a CDI device that no specification has", "gpuprov cdi list"),
+    ("requirement-unmet", "unsatisfied condition",
+     r"unsatisfied condition: (?P<condition>[^,\"]+)|gpuprov: requires (?P<wanted>[^,]+)",
+     "an image needs another driver than this host's", "nvidia-smi  # take an image for this driver"),
 )  # fmt: skip
+
+
+def _log_rule(name: str, said: str, pattern: str, what: str, step: str) -> Rule:
+    def look(x: HostSnapshot) -> Finding | None:
+        found = find_in_log(x.docker_log, pattern)
+        if found is None:
+            return None
+        return Finding(what, f"journalctl -u docker: {found[1][0][:300]}", step, WARNING)
+
+    return Rule(name, DOCKER, f"docker's log: `{said}`", look)
+
+
+RULES += (_log_rule(*row) for row in _CONTAINER_ERRORS)

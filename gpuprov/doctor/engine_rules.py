@@ -1,44 +1,65 @@
-"""Rules about engines besides docker, and about the units that keep a host up to date. Pure."""
+"""Engines besides docker, Kubernetes nodes, units that keep a host up to date, running containers. Pure."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from gpuprov import toolkit
-from gpuprov.doctor import words
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
-from gpuprov.doctor.remedy import restart, steps
+from gpuprov.doctor.containers import Loaded
+from gpuprov.doctor.finding import (
+    CERTAIN,
+    CONTAINERS,
+    ENGINES,
+    LIKELY,
+    POSSIBLE,
+    WARNING,
+    Finding,
+    Rules,
+    restart,
+    steps,
+)
+from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.doctor.suggested_commands import gpuprov_install, install_packages
+from gpuprov.engines.containerd import MAIN
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import OF_THE_HOST
-from gpuprov.engines.other_engines import Registration, registrations, restart_command
+from gpuprov.engines.kubernetes import KUBELET, KUBELET_CONFIG, own_engines
+from gpuprov.engines.other_engines import Registration, kept_running, registrations, restart_command
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
+from gpuprov.protocol.words import counted
+
+RULES = Rules()
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 _PACKAGES = {"crio": "cri-o"}
 
 
-def _not_installed(x: Examined) -> Finding | None:
+@RULES.add("engine-missing", ENGINES, "an engine of gpuprov_engines is not installed, or none at all")
+def _engine_missing(x: HostSnapshot) -> Finding | None:
     name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
     if x.spec.docker == "none" and not x.host.engines and not x.host.kubernetes:
         seen = f"command -v {' '.join(KNOWN[name].program for name in OF_THE_HOST)}: nothing"
-        return Finding("no container engine is installed", seen, words.install_packages(x, "podman"))
+        return Finding("no container engine is installed", seen, install_packages(x, "podman"))
     if not name:
         return None
     return Finding(
         f"{name} is asked for (gpuprov_engines) and not installed", f"command -v {KNOWN[name].program}: nothing",
-        words.install_packages(x, _PACKAGES.get(name, name)),
+        install_packages(x, _PACKAGES.get(name, name)),
     )  # fmt: skip
 
 
-def registered(x: Examined) -> Mapping[str, Registration]:
+def registered(x: HostSnapshot) -> Mapping[str, Registration]:
     """Return engine → changes that its files need for the runtime of the specification."""
     return registrations(x.host.engines, toolkit.runtime_path(x.spec), set_default=x.spec.default_runtime)
 
 
-def _unreadable(x: Examined) -> Finding | None:
+@RULES.add("engine-unreadable", ENGINES, "an engine's configuration can't be read")
+def _engine_unreadable(x: HostSnapshot) -> Finding | None:
     found = registered(x)
     problem = next((one.problem for one in found.values() if one.problem is not None), None)
     if problem is None:
@@ -48,17 +69,19 @@ def _unreadable(x: Examined) -> Finding | None:
     return Finding(problem.what, problem.evidence, f"{correct}  # {problem.next_step}")
 
 
-def _unconfigured(x: Examined) -> Finding | None:
+@RULES.add("engine-unconfigured", ENGINES, "an engine's configuration lacks runtime nvidia")
+def _engine_unconfigured(x: HostSnapshot) -> Finding | None:
     found = registered(x)
     name = next((name for name, one in found.items() if one.edits), "")
     if not name:
         return None
     path = found[name].edits[0].path
     return Finding(f"{name} does not know the runtime nvidia", f"{path}: not as `gpuprov runtime configure` writes it",
-                   words.gpuprov_install(x), remedies=(steps("engines"),))  # fmt: skip
+                   gpuprov_install(x), remedies=(steps("engines"),))  # fmt: skip
 
 
-def _down(x: Examined) -> Finding | None:
+@RULES.add("engine-down", ENGINES, "an engine's unit has failed, or is not active")
+def _engine_down(x: HostSnapshot) -> Finding | None:
     for name, facts in x.host.engines.items():
         name_of_unit = facts.unit or KNOWN[name].unit
         unit = x.units.get(name_of_unit)
@@ -71,27 +94,30 @@ def _down(x: Examined) -> Finding | None:
     return None
 
 
-def _old_podman(x: Examined) -> Finding | None:
+@RULES.add("podman-without-cdi", ENGINES, "podman before 4.1")
+def _podman_without_cdi(x: HostSnapshot) -> Finding | None:
     version = re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", ""))
     if not version or version_numbers(version) >= _FIRST_PODMAN_WITH_CDI:
         return None
     return Finding(
         f"podman {version} knows no CDI, so it can't give containers GPUs", f"package podman: {version}",
-        words.install_packages(x, "podman"), LIKELY if "podman" in x.host.engines else ASIDE,
+        install_packages(x, "podman"), LIKELY if "podman" in x.host.engines else WARNING,
     )  # fmt: skip
 
 
-def _refresh_failed(x: Examined) -> Finding | None:
+@RULES.add("refresh-unit-failed", ENGINES, "gpuprov-refresh.service has failed")
+def _refresh_unit_failed(x: HostSnapshot) -> Finding | None:
     unit = x.units.get(REFRESH)
     if unit is None or unit.active != "failed":
         return None
     return Finding(
         "the CDI specification is not kept up to date", f"systemctl show {REFRESH}: {unit.active}, {unit.result}",
-        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", ASIDE, (restart(REFRESH),),
+        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", WARNING, (restart(REFRESH),),
     )  # fmt: skip
 
 
-def _persistence_failed(x: Examined) -> Finding | None:
+@RULES.add("persistenced-failed", ENGINES, "nvidia-persistenced.service has failed")
+def _persistenced_failed(x: HostSnapshot) -> Finding | None:
     unit = x.units.get(PERSISTENCE)
     if unit is None or unit.active != "failed":
         return None
@@ -99,17 +125,149 @@ def _persistence_failed(x: Examined) -> Finding | None:
         "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
         f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
         f"systemctl reset-failed {PERSISTENCE}; systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
-        ASIDE,
+        WARNING,
         (restart(PERSISTENCE),),
     )
 
 
-RULES = (
-    Rule("engine-missing", ENGINES, "an engine of gpuprov_engines is not installed, or none at all", _not_installed),
-    Rule("engine-unreadable", ENGINES, "an engine's configuration can't be read", _unreadable),
-    Rule("engine-unconfigured", ENGINES, "an engine's configuration lacks runtime nvidia", _unconfigured),
-    Rule("engine-down", ENGINES, "an engine's unit has failed, or is not active", _down),
-    Rule("podman-without-cdi", ENGINES, "podman before 4.1", _old_podman),
-    Rule("refresh-unit-failed", ENGINES, "gpuprov-refresh.service has failed", _refresh_failed),
-    Rule("persistenced-failed", ENGINES, "nvidia-persistenced.service has failed", _persistence_failed),
-)  # fmt: skip
+_OF_KUBELETS = ("containerd", "crio")
+# These detect NVIDIA's runtime by themselves.
+_FIND_IT = ("k3s", "rke2")
+
+
+@RULES.add("node-engine-unnamed", ENGINES, "a Kubernetes node whose engine gpuprov does not configure")
+def _node_engine_unnamed(x: HostSnapshot) -> Finding | None:
+    missing = [name for name in own_engines(x.host.kubernetes) if name not in x.host.engines]
+    if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in _OF_KUBELETS):
+        missing.append("crio" if "/usr/bin/crio" in x.there else "containerd")
+    if "/usr/bin/nvidia-container-runtime" in x.there:
+        missing = [name for name in missing if name not in _FIND_IT]
+    if not missing:
+        return None
+    return Finding(
+        f"this is a Kubernetes node, and gpuprov does not configure its engine {missing[0]}: pods get no GPU",
+        f"kubernetes: {', '.join(x.host.kubernetes)}; gpuprov_engines: {', '.join(x.spec.engines) or 'not set'}",
+        f"{gpuprov_install(x)}  # with gpuprov_engines: [{missing[0]}]",
+        LIKELY if x.spec.docker == "none" else WARNING,
+    )
+
+
+@RULES.add("engine-not-restarted", ENGINES, "an engine runs without the handler that its files name")
+def _engine_not_restarted(x: HostSnapshot) -> Finding | None:
+    found = registered(x)
+    kept = kept_running(x.host.engines, x.host.kubernetes, x.spec)
+    for name, facts in x.host.engines.items():
+        if facts.running is not None and facts.has_not_read_its_files and found.get(name) == Registration():
+            return Finding(
+                f"{name} runs and has not read its files: pods that name the handler nvidia do not start",
+                f"CRI Status at {KNOWN[name].socket}: handlers {', '.join(facts.running.handlers)}",
+                restart_command(name, facts),
+                WARNING if name in kept else CERTAIN,
+                () if name in kept else (restart(facts.unit or KNOWN[name].unit),),
+            )
+    return None
+
+
+def _written(x: HostSnapshot) -> Mapping[str, Any]:
+    """Return the CRI plugin's table in the files of the host's containerd; empty if they can't be read."""
+    from gpuprov.engines import containerd_files
+
+    facts = x.host.engines.get("containerd")
+    if facts is None or not facts.program:
+        return {}
+    try:
+        return containerd_files.written(facts)
+    except GpuprovError:
+        return {}
+
+
+@RULES.add("containerd-cri-off", ENGINES, "`disabled_plugins` has cri on a node with a kubelet")
+def _containerd_cri_off(x: HostSnapshot) -> Finding | None:
+    facts = x.host.engines.get("containerd")
+    text = facts.files.get(MAIN, b"").decode("utf-8", "replace") if facts is not None else ""
+    found = re.search(r"^\s*disabled_plugins\s*=.*\bcri\b.*$", text, re.MULTILINE)
+    if found is None or KUBELET not in x.host.kubernetes:
+        return None
+    return Finding(
+        "containerd's CRI plugin is switched off, so the kubelet can't use it", f"{MAIN}: {found[0].strip()}",
+        f"${{EDITOR:-vi}} {MAIN}; systemctl restart containerd",
+    )  # fmt: skip
+
+
+@RULES.add("containerd-cdi-off", ENGINES, "`enable_cdi = false` in containerd's configuration")
+def _containerd_cdi_off(x: HostSnapshot) -> Finding | None:
+    if _written(x).get("enable_cdi") is not False:
+        return None
+    return Finding(
+        "containerd does not read CDI specifications: pods that ask for CDI devices get none",
+        f"{MAIN} or a file that it imports: enable_cdi = false",
+        f"${{EDITOR:-vi}} {MAIN}; systemctl restart containerd  # enable_cdi = true",
+        WARNING,
+    )
+
+
+@RULES.add("cgroup-drivers-differ", ENGINES, "kubelet's cgroupDriver is systemd, containerd's is not")
+def _cgroup_drivers_differ(x: HostSnapshot) -> Finding | None:
+    wanted = re.search(r"^cgroupDriver:\s*\"?(\w+)", x.texts.get(KUBELET_CONFIG, ""), re.MULTILINE)
+    table = _written(x)
+    if wanted is None or wanted[1] != "systemd" or "containerd" not in x.host.engines:
+        return None
+    runtimes = table.get("containerd", {}).get("runtimes", {})
+    default = str(table.get("containerd", {}).get("default_runtime_name") or "runc")
+    if runtimes.get(default, {}).get("options", {}).get("SystemdCgroup") is True:
+        return None
+    return Finding(
+        "kubelet and containerd use different cgroup drivers: pods are unstable, and GPUs vanish from them",
+        f"{KUBELET_CONFIG}: cgroupDriver: systemd\n{MAIN}: no SystemdCgroup = true for {default}",
+        f"${{EDITOR:-vi}} {MAIN}; {gpuprov_install(x)}  # SystemdCgroup = true in the options of {default}",
+        POSSIBLE,
+    )
+
+
+_MOST_SHOWN = 5
+
+
+@RULES.add(
+    "container-library",
+    CONTAINERS,
+    "a running container of docker or podman with GPUs loads a libcuda.so.1 or libnvidia-ml.so.1 of another "
+    "version, CUDA's stub, or a file that is no library; read from outside",
+    ("version-mismatch", "driver-damaged", "driver-incomplete"),
+)
+def _container_library(x: HostSnapshot) -> Finding | None:
+    ill = [one for one in x.containers.examined if one.findings]
+    if not ill:
+        return None
+    first = ill[0].findings[0]
+    results = f" (CUDA result {', '.join(map(str, first.results))})" if first.results else ""
+    more = f"; the same of {counted(len(ill) - 1, 'more container')}" if len(ill) > 1 else ""
+    seen = [_seen(one) for one in ill[:_MOST_SHOWN]]
+    if len(ill) > _MOST_SHOWN:
+        seen.append(f"and {counted(len(ill) - _MOST_SHOWN, 'more container')}")
+    return Finding(
+        f"the container {ill[0].name} loads a library that does not fit the driver: {first.what}{results}{more}",
+        "\n".join(seen),
+        f"{_command(ill[0])}  # {first.next_step}",
+    )
+
+
+def _seen(one: Loaded) -> str:
+    finding = one.findings[0]
+    return f"{one.name} ({one.engine}): {finding.evidence}"
+
+
+def _command(one: Loaded) -> str:
+    return f"gpuprov cuda {shlex.quote(one.name)}"
+
+
+@RULES.add("containers-left-out", CONTAINERS, "more running containers with GPUs than are examined, or no time left")
+def _containers_left_out(x: HostSnapshot) -> Finding | None:
+    found = x.containers
+    if not found.why:
+        return None
+    return Finding(
+        f"not all running containers with GPUs were examined: {found.why}",
+        f"examined: {len(found.examined)}, left out: {found.left or 'not known'}",
+        "gpuprov cuda CONTAINER  # for each of the others",
+        WARNING,
+    )

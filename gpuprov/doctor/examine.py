@@ -1,31 +1,88 @@
-"""Examine a host once and report it as events: what was examined, and each cause, the first to fix first."""
+"""Examine a host once: apply all rules, order the causes, and report them as events, the first to fix first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.core.system import System
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import AREAS, ASIDE, unknown_areas
+from gpuprov.doctor import (
+    cdi_rules,
+    docker_rules,
+    driver_rules,
+    engine_rules,
+    gpu_rules,
+    module_rules,
+    toolkit_rules,
+)
+from gpuprov.doctor.finding import (
+    ANY_ROOT,
+    AREAS,
+    CDI,
+    CERTAIN,
+    CONFIDENCES,
+    CONTAINERS,
+    DOCKER,
+    DRIVER,
+    ENGINES,
+    GPUS,
+    MODULE,
+    NODES,
+    POSSIBLE,
+    STEPS,
+    TOOLKIT,
+    WARNING,
+    WHOLE,
+    Finding,
+    Rule,
+    unknown_areas,
+)
 from gpuprov.doctor.gather import gather
-from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED, RUN_ALIVE
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CauseFound, CheckDone, Finished, Note, Sink
 from gpuprov.protocol.spec import HostSpec
 
+RULES: tuple[Rule, ...] = (
+    *gpu_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES,
+    *docker_rules.RULES, *engine_rules.RULES,
+)  # fmt: skip
 _UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
+_ANSWERS = ", nvidia-smi answers"
+# Summary of an area without findings, in a few words.
+_SUMMARIES: dict[str, Callable[[HostSnapshot], str]] = {
+    GPUS: lambda x: f"{len(x.host.gpus)} on the PCI bus",
+    MODULE: lambda x: f"{x.driver.kernel_version or 'none'} loaded",
+    DRIVER: lambda x: f"{x.driver.library_version or 'none'}{f'; {x.smi.reason}' if x.smi.reason else _ANSWERS}",
+    NODES: lambda x: f"{len(x.driver.present)} present",
+    TOOLKIT: lambda x: (x.host.docker.runtimes or {}).get("nvidia") or "none for docker",
+    CDI: lambda x: ", ".join(name for name in x.texts if name.startswith(("/etc/cdi/", "/var/run/cdi/"))) or "none",
+    DOCKER: lambda x: x.host.docker.version or "none",
+    ENGINES: lambda x: ", ".join(sorted(x.host.engines)) or "none asked for",
+    CONTAINERS: lambda x: f"{len(x.containers.examined)} running with GPUs",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The finding of a rule. `follows`: the rule that explains it, if it is only a consequence."""
+
+    rule: Rule
+    finding: Finding
+    follows: str = ""
 
 
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     """Examine the host, report the findings, and return the final event."""
     x = gather(system, spec)
-    return tell(x, diagnose(x), sink)
+    return report(x, diagnose(x), sink)
 
 
-def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
+def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     """Report a whole examination, and return the final event."""
-    troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
+    troubles = tuple(cause for cause in causes if cause.finding.confidence != WARNING)
     for area in AREAS:
         if x.lacks_gpus_yet and area in unknown_areas(x):
             sink(CheckDone(area, "skipped", reason=_UNKNOWN))
@@ -34,7 +91,7 @@ def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
         sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", _SUMMARIES[area](x)))
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
-        if cause.finding.confidence == ASIDE:
+        if cause.finding.confidence == WARNING:
             sink(Note(f"{cause.finding.what}; {cause.finding.next_step}", "warning"))
     if x.kernel_log_error:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
@@ -44,7 +101,7 @@ def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
     return Finished(int(ExitCode.DONE), summary=f"nothing found wrong{rest}")
 
 
-def tell_causes(causes: Sequence[Cause], sink: Sink) -> None:
+def report_causes(causes: Sequence[Cause], sink: Sink) -> None:
     """Report only the causes, before they are fixed."""
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
@@ -59,7 +116,7 @@ def _event(rank: int, cause: Cause) -> CauseFound:
 
 
 def _problems(causes: Sequence[Cause]) -> tuple[Problem, ...]:
-    return tuple(Problem(_told(cause), cause.finding.evidence, _next_step(cause, causes)) for cause in causes)
+    return tuple(Problem(_text(cause), cause.finding.evidence, _next_step(cause, causes)) for cause in causes)
 
 
 def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
@@ -71,7 +128,7 @@ def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
     return own if wanted == own else f"first: {wanted}"
 
 
-def _told(cause: Cause) -> str:
+def _text(cause: Cause) -> str:
     """Return the cause with its confidence; a consequence is marked as one."""
     sure = (
         f"{cause.finding.confidence}; a consequence of {cause.follows}" if cause.follows else cause.finding.confidence
@@ -79,45 +136,62 @@ def _told(cause: Cause) -> str:
     return f"{cause.finding.what} ({sure})"
 
 
-def _gpus(x: Examined) -> str:
-    return f"{len(x.host.gpus)} on the PCI bus"
+def diagnose(x: HostSnapshot, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
+    """Return the causes: independent ones first, the most certain first, in the order of dependence."""
+    # A docker that the specification leaves alone is not examined.
+    looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
+    if x.lacks_gpus_yet:
+        looked = [rule for rule in looked if rule.area not in unknown_areas(x)]
+    found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
+    if not any(
+        _installs(finding)
+        for rule, finding in found
+        if rule.name != INSTALL_OBSTRUCTED and finding.confidence != WARNING
+    ):
+        # A host that needs no installation may have a full or read-only disk.
+        found = [(rule, finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED]
+    if x.runs_now and any(finding.confidence != WARNING for _, finding in found):
+        found = [(rule, _during_a_run(rule, finding)) for rule, finding in found]
+    roots = [rule for rule, finding in found if finding.confidence != WARNING]
+    causes = (Cause(rule, finding, _obstacle(rule, finding, roots) or _root(rule, roots)) for rule, finding in found)
+    return tuple(sorted(causes, key=_rank))
 
 
-def _module(x: Examined) -> str:
-    return f"{x.driver.kernel_version or 'none'} loaded"
+def _during_a_run(rule: Rule, finding: Finding) -> Finding:
+    """Return the finding of a host on which a run works: what that has not done yet looks as missing."""
+    if rule.name == RUN_ALIVE:
+        return replace(finding, confidence=CERTAIN)
+    return finding if finding.confidence == WARNING else replace(finding, confidence=POSSIBLE)
 
 
-def _libraries(x: Examined) -> str:
-    asked = f"; {x.smi.reason}" if x.smi.reason else ", nvidia-smi answers"
-    return f"{x.driver.library_version or 'none'}{asked}"
+def _installs(finding: Finding) -> bool:
+    return "gpuprov install" in finding.next_step or any(one.kind in (STEPS, WHOLE) for one in finding.remedies)
 
 
-def _nodes(x: Examined) -> str:
-    return f"{len(x.driver.present)} present"
+def _obstacle(rule: Rule, finding: Finding, roots: Sequence[Rule]) -> str:
+    """Return the rule that prevents an installation from repairing this, "" if none does."""
+    obstructed = rule.name != INSTALL_OBSTRUCTED and any(root.name == INSTALL_OBSTRUCTED for root in roots)
+    return INSTALL_OBSTRUCTED if obstructed and _installs(finding) else ""
 
 
-def _toolkit(x: Examined) -> str:
-    return (x.host.docker.runtimes or {}).get("nvidia") or "none for docker"
+def _in_its_place(x: HostSnapshot, rule: Rule, finding: Finding) -> Finding:
+    """Return the finding with the place for its command: a system container's kernel belongs to the host."""
+    inside = bool(x.host.kernel.container) and rule.area in (GPUS, MODULE)
+    if not inside or "on the host" in finding.next_step:
+        return finding
+    step, _, comment = finding.next_step.partition("  # ")
+    return replace(finding, next_step=f"{step}  # on the host" + (f"; {comment}" if comment else ""))
 
 
-def _specification(x: Examined) -> str:
-    names = [name for name in x.texts if name.startswith(("/etc/cdi/", "/var/run/cdi/"))]
-    return ", ".join(names) or "none"
+def _root(rule: Rule, found: Sequence[Rule]) -> str:
+    """Return the rule that explains another one, "" if it is independent."""
+    if rule.follows == ANY_ROOT:
+        area = AREAS.index(rule.area)
+        return next((o.name for o in found if o.follows != ANY_ROOT and AREAS.index(o.area) <= area), "")
+    names = {one.name for one in found}
+    return next((name for name in rule.follows if name in names), "")
 
 
-def _docker(x: Examined) -> str:
-    return x.host.docker.version or "none"
-
-
-def _engines(x: Examined) -> str:
-    return ", ".join(sorted(x.host.engines)) or "none asked for"
-
-
-def _containers(x: Examined) -> str:
-    return f"{len(x.containers.examined)} running with GPUs"
-
-
-# Summary of an area without findings, in a few words.
-_SUMMARIES: dict[str, Callable[[Examined], str]] = dict(
-    zip(AREAS, (_gpus, _module, _libraries, _nodes, _toolkit, _specification, _docker, _engines, _containers))
-)
+def _rank(cause: Cause) -> tuple[bool, bool, int, int]:
+    confidence = CONFIDENCES.index(cause.finding.confidence)
+    return cause.finding.confidence == WARNING, cause.follows != "", confidence, AREAS.index(cause.rule.area)

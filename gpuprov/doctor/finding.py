@@ -1,15 +1,14 @@
-"""A rule of the doctor and its finding: a cause, its evidence, its confidence, and the next command."""
+"""A rule of the doctor, its finding (a cause, its evidence, the next command), and what gpuprov can do about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Callable, Optional
 
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.remedy import Remedy
+from gpuprov.doctor.snapshot import HostSnapshot
 
-# The confidence of a finding. An aside prevents no container from using its GPUs now: a warning only.
-CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible", "aside")
+# The confidence of a finding. A warning (`aside` in JSON) prevents no container from using its GPUs now.
+CERTAIN, LIKELY, POSSIBLE, WARNING = CONFIDENCES = ("certain", "likely", "possible", "aside")
 
 # The examined areas, in the order in which they depend on each other.
 AREAS = (
@@ -19,10 +18,53 @@ AREAS = (
 GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES, CONTAINERS = AREAS
 
 
-def unknown_areas(x: Examined) -> frozenset[str]:
+def unknown_areas(x: HostSnapshot) -> frozenset[str]:
     """Return the areas that need a GPU or a running engine: an image that is not booted has neither."""
     of_gpus = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
     return of_gpus if x.is_booted else of_gpus | {TOOLKIT, DOCKER, ENGINES, CONTAINERS}
+
+
+# Kinds: steps of an installation's plan (`names`), the whole plan, restart of units, removal of files, modes of device
+# nodes as the driver sets them, the loader's cache, the driver's kernel modules.
+STEPS, WHOLE, UNITS, FILES, NODE_MODES, CACHE, MODULES = (
+    "steps", "install", "restart", "remove", "node modes", "loader cache", "load modules",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One remedy: its kind, and its subjects (steps, units or paths)."""
+
+    kind: str
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {', '.join(self.names)}" if self.names else self.kind
+
+
+INSTALL = Remedy(WHOLE)
+LOADER_CACHE = Remedy(CACHE)
+LOAD_MODULES = Remedy(MODULES)
+
+
+def steps(*names: str) -> Remedy:
+    """Return the remedy that runs these steps of an installation's plan."""
+    return Remedy(STEPS, names)
+
+
+def restart(unit: str) -> Remedy:
+    """Return the remedy that restarts a unit."""
+    return Remedy(UNITS, (unit,))
+
+
+def remove(*paths: str) -> Remedy:
+    """Return the remedy that removes files."""
+    return Remedy(FILES, paths)
+
+
+def open_nodes(*paths: str) -> Remedy:
+    """Return the remedy that sets the modes of device nodes."""
+    return Remedy(NODE_MODES, paths)
 
 
 ANY_ROOT = ("*",)
@@ -42,7 +84,7 @@ class Finding:
     remedies: tuple[Remedy, ...] = ()
 
 
-Look = Callable[[Examined], Optional[Finding]]
+Look = Callable[[HostSnapshot], Optional[Finding]]
 
 
 @dataclass(frozen=True)
@@ -58,3 +100,16 @@ class Rule:
     sign: str
     look: Look
     follows: tuple[str, ...] = ()
+
+
+class Rules(list[Rule]):
+    """The rules of one file, in the order in which equals are told."""
+
+    def add(self, name: str, area: str, sign: str, follows: tuple[str, ...] = ()) -> Callable[[Look], Look]:
+        """Return the decorator that makes a function the rule of this name."""
+
+        def register(look: Look) -> Look:
+            self.append(Rule(name, area, sign, look, follows))
+            return look
+
+        return register

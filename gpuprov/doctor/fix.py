@@ -10,9 +10,9 @@ from gpuprov.boot.reboot import Reboot
 from gpuprov.core.changes import Change, RemoveFile
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.doctor.docker_rules import in_daemon, in_file
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.remedy import CACHE, FILES, INSTALL, MODULES, NODE_MODES, STEPS, UNITS, Remedy
-from gpuprov.doctor.rules import Cause
+from gpuprov.doctor.examine import Cause
+from gpuprov.doctor.finding import CACHE, FILES, INSTALL, MODULES, NODE_MODES, STEPS, UNITS, Remedy
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.driver.packaged import LoadDriver
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
@@ -47,7 +47,7 @@ class Fix:
     whole: bool = False
 
 
-def spec_as_found(x: Examined) -> HostSpec:
+def spec_as_found(x: HostSnapshot) -> HostSpec:
     """Return the specification that keeps the host's driver release and toolkit, unless they are specified."""
     spec, version = x.spec, x.driver.kernel_version or x.driver.library_version
     if spec.driver == "runfile" and not spec.driver_version:
@@ -61,7 +61,7 @@ def needs_install(causes: Sequence[Cause]) -> bool:
     return any(INSTALL in cause.finding.remedies for cause in causes)
 
 
-def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) -> Fix:
+def plan_fix(x: HostSnapshot, causes: Sequence[Cause], install: Plan | None = None) -> Fix:
     """Return the fix. `install`: the plan of the whole installation, if a cause needs it.
 
     A consequence is left if the cause that explains it is left: it would return.
@@ -102,7 +102,7 @@ def _in_order(whole: Sequence[StepChange], changes: Sequence[StepChange]) -> tup
     return tuple(found.values())
 
 
-def _install_refused(x: Examined, install: Plan | None) -> str:
+def _install_refused(x: HostSnapshot, install: Plan | None) -> str:
     """Return why a person must run the whole installation, "" if gpuprov may."""
     if not _is_set_up(x):
         return _NOT_OURS
@@ -115,12 +115,12 @@ def _install_refused(x: Examined, install: Plan | None) -> str:
     return ""
 
 
-def _is_set_up(x: Examined) -> bool:
+def _is_set_up(x: HostSnapshot) -> bool:
     """Say whether gpuprov has set this host up before: its runtime or its units exist."""
     return LAUNCHER_PATH in x.there or PROGRAM in x.host.files
 
 
-def _refused(x: Examined, remedy: Remedy) -> str:
+def _refused(x: HostSnapshot, remedy: Remedy) -> str:
     """Return why this remedy is not applied now, "" if it is."""
     facts = x.host
     if remedy.kind == STEPS:
@@ -147,14 +147,14 @@ def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tu
     return found
 
 
-def _changes(x: Examined, remedy: Remedy) -> tuple[StepChange, ...]:
+def _changes(x: HostSnapshot, remedy: Remedy) -> tuple[StepChange, ...]:
     if remedy.kind == STEPS:
         planned = (step for step in PLAN_STEPS if step.name in remedy.names)
         return tuple(StepChange(step.name, change) for step in planned for change in step.plan(x.host, x.spec))
     return tuple(StepChange(STEP, change) for change in _own_changes(x, remedy))
 
 
-def _own_changes(x: Examined, remedy: Remedy) -> tuple[Change, ...]:
+def _own_changes(x: HostSnapshot, remedy: Remedy) -> tuple[Change, ...]:
     """Return the changes that are not part of an installation."""
     names = remedy.names
     if remedy.kind == UNITS:

@@ -21,8 +21,8 @@ from gpuprov.core.lock import LOCK_PATH, other_run
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
 from gpuprov.doctor.containers import gather_containers
-from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, OtherSmi, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
+from gpuprov.doctor.snapshot import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, HostSnapshot, OtherSmi, Smi
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
 from gpuprov.engines.kubernetes import KUBELET_CONFIG
@@ -68,7 +68,7 @@ _WATCHED = (
 )  # fmt: skip
 
 
-def gather(system: System, spec: HostSpec) -> Examined:
+def gather(system: System, spec: HostSpec) -> HostSnapshot:
     """Return everything that the rules examine."""
     host = gather_host(system, other_engines.names(system, spec))
     host = replace(host, hiding=gather_hiding(system, host.driver_loaded_version))
@@ -80,7 +80,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
     smi = _smi(system, host.driver, own if is_other else "nvidia-smi")
     texts = _texts(system)
     specification = system.read_bytes(PATH)
-    return Examined(
+    return HostSnapshot(
         host=host,
         spec=spec,
         kernel_log=log,

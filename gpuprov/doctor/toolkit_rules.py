@@ -1,4 +1,4 @@
-"""Rules about the container toolkit, gpuprov's own or NVIDIA's: missing programs, wrong settings. Pure."""
+"""The container toolkit, gpuprov's own or NVIDIA's, remains of nvidia-docker, and the watch. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import re
 import shlex
 
 from gpuprov import toolkit
-from gpuprov.doctor import words
 from gpuprov.doctor.docker_rules import in_daemon, in_file
-from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
-from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
+from gpuprov.doctor.finding import CERTAIN, DOCKER, INSTALL, LIKELY, TOOLKIT, WARNING, Finding, Remedy, Rules, steps
 from gpuprov.doctor.parse import lines_that_match
-from gpuprov.doctor.remedy import INSTALL, Remedy, steps
+from gpuprov.doctor.snapshot import OPERATORS_RUNTIME, HostSnapshot
+from gpuprov.doctor.suggested_commands import comment_out, gpuprov_install, install_packages, reinstall_packages
 from gpuprov.facts.interpreter import MISSING, packages_of_pythons
+from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
+from gpuprov.facts.watch import SERVICE, TIMER
+from gpuprov.packages import retired
 from gpuprov.plan import preflight
+from gpuprov.plan.migration import VARIABLE
 from gpuprov.protocol import advisories
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+
+RULES = Rules()
 
 INSTALL_OBSTRUCTED, RUN_ALIVE = "install-obstructed", "run-alive"
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
@@ -28,18 +33,73 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def _again(x: Examined, path: str) -> str:
+def _again(x: HostSnapshot, path: str) -> str:
     """Return the command that restores a program of the toolkit."""
     ours = path == LAUNCHER_PATH or "nvidia-container-toolkit-base" not in x.host.packages.installed
-    return words.gpuprov_install(x) if ours else words.reinstall_packages(x, "nvidia-container-toolkit-base")
+    return gpuprov_install(x) if ours else reinstall_packages(x, "nvidia-container-toolkit-base")
 
 
-def _uses_nvidias(x: Examined) -> bool:
+def _uses_nvidias(x: HostSnapshot) -> bool:
     """Say whether docker's runtime nvidia is NVIDIA's own, so that NVIDIA's settings apply."""
     return (in_daemon(x) or in_file(x)).endswith("nvidia-container-runtime")
 
 
-def _runtime_missing(x: Examined) -> Finding | None:
+@RULES.add(
+    INSTALL_OBSTRUCTED,
+    TOOLKIT,
+    "something must be installed, and a file system is full or read-only, or the clock was never set",
+)
+def _install_obstructed(x: HostSnapshot) -> Finding | None:
+    problems = (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host))
+    return Finding(problems[0].what, problems[0].evidence, problems[0].next_step) if problems else None
+
+
+@RULES.add(RUN_ALIVE, TOOLKIT, "a process holds gpuprov's lock, /run/gpuprov.lock")
+def _run_alive(x: HostSnapshot) -> Finding | None:
+    found = re.search(r"pid (\d+): (gpuprov [\w-]+)", x.runs_now)
+    if found is None:
+        return None
+    return Finding(
+        f"a run is working on this host ({found[2]}): what it has not done yet looks as missing", x.runs_now,
+        f"tail --pid={found[1]} -f /dev/null; gpuprov doctor  # the first ends when that run does", WARNING,
+    )  # fmt: skip
+
+
+@RULES.add("run-cut-off", TOOLKIT, "gpuprov's journal has a run without an end")
+def _run_cut_off(x: HostSnapshot) -> Finding | None:
+    if not x.open_run or x.runs_now:
+        return None
+    return Finding(
+        f"a run of gpuprov was cut off{x.open_run}", "/var/lib/gpuprov/runs", gpuprov_install(x), LIKELY,
+        (INSTALL,),
+    )  # fmt: skip
+
+
+@RULES.add("reboot-asked-for", TOOLKIT, "gpuprov has asked for a reboot, and there was none since")
+def _reboot_asked_for(x: HostSnapshot) -> Finding | None:
+    reboot = x.host.reboot
+    if not reboot.asked_in or reboot.asked_in != reboot.boot_id:
+        return None
+    return Finding(
+        "gpuprov waits for a reboot of this host", f"/var/lib/gpuprov: {'; '.join(reboot.asked_for)}",
+        f"systemctl reboot  # then {gpuprov_install(x)}", CERTAIN if not x.driver.kernel_version else LIKELY,
+    )  # fmt: skip
+
+
+@RULES.add("toolkit-missing", TOOLKIT, "neither gpuprov's runtime nor NVIDIA's is there")
+def _toolkit_missing(x: HostSnapshot) -> Finding | None:
+    there = {LAUNCHER_PATH, _NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk", OPERATORS_RUNTIME} & x.there
+    if there or in_daemon(x) or in_file(x) or x.host.docker.snap:
+        return None
+    return Finding(
+        "no container toolkit is installed, neither gpuprov's nor NVIDIA's",
+        f"ls {LAUNCHER_PATH} {_NVIDIA_RUNTIME}: No such file or directory",
+        gpuprov_install(x),
+    )
+
+
+@RULES.add("runtime-missing", TOOLKIT, "the program that docker has as runtime nvidia is not there")
+def _runtime_missing(x: HostSnapshot) -> Finding | None:
     named = (("docker info", in_daemon(x)), (x.host.docker.config_path, in_file(x)))
     source, path = next(((source, path) for source, path in named if path in x.absent), ("", ""))
     if not path:
@@ -55,7 +115,22 @@ def _runtime_missing(x: Examined) -> Finding | None:
     )
 
 
-def _not_executable(x: Examined) -> Finding | None:
+def _another_python(x: HostSnapshot) -> str:
+    """Return the command that records a suitable Python, and first installs one if the host has none."""
+    if x.host.interpreter.path:
+        return gpuprov_install(x)
+    row = x.host.distribution
+    names = packages_of_pythons(x.host.packages.installed)
+    again = reinstall_packages(x, *names) if names else ""
+    return f"{again or install_packages(x, row.pythons[0] if row else 'python3')}; {gpuprov_install(x)}"
+
+
+def _with_python(x: HostSnapshot) -> tuple[Remedy, ...]:
+    return (steps("toolkit", "boot"),) if x.host.interpreter.path else ()
+
+
+@RULES.add("runtime-not-executable", TOOLKIT, "docker's runtime nvidia may not be executed")
+def _runtime_not_executable(x: HostSnapshot) -> Finding | None:
     path = in_daemon(x) or in_file(x)
     if path not in x.not_executable:
         return None
@@ -65,18 +140,13 @@ def _not_executable(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _toolkit_missing(x: Examined) -> Finding | None:
-    there = {LAUNCHER_PATH, _NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk", OPERATORS_RUNTIME} & x.there
-    if there or in_daemon(x) or in_file(x) or x.host.docker.snap:
-        return None
-    return Finding(
-        "no container toolkit is installed, neither gpuprov's nor NVIDIA's",
-        f"ls {LAUNCHER_PATH} {_NVIDIA_RUNTIME}: No such file or directory",
-        words.gpuprov_install(x),
-    )
-
-
-def _files_missing(x: Examined) -> Finding | None:
+@RULES.add(
+    "runtime-files-missing",
+    TOOLKIT,
+    "files in /usr/lib/gpuprov are missing, or of another version",
+    ("run-cut-off", "python-missing", "python-unfit"),
+)
+def _runtime_files_missing(x: HostSnapshot) -> Finding | None:
     if LAUNCHER_PATH not in x.there:
         return None
     change = next(iter(toolkit.plan_runtime(x.host, HostSpec())), None)
@@ -86,15 +156,22 @@ def _files_missing(x: Examined) -> Finding | None:
     if missing:
         return Finding(
             f"gpuprov's container runtime lacks {counted(len(missing), 'file')}", f"ls {missing[0]}: No such file",
-            words.gpuprov_install(x), remedies=_OURS,
+            gpuprov_install(x), remedies=_OURS,
         )  # fmt: skip
     return Finding(
         "gpuprov's container runtime on this host is of another version than this gpuprov", LIBRARY_PATH,
-        words.gpuprov_install(x), ASIDE, _OURS,
+        gpuprov_install(x), WARNING, _OURS,
     )  # fmt: skip
 
 
-def _python_missing(x: Examined) -> Finding | None:
+def _setting(x: HostSnapshot, pattern: str) -> tuple[str, str] | None:
+    """Return the place and the line of a setting, in the file that applies."""
+    files = {path: text for path, text in x.texts.items() if path in (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)}
+    return next(iter(lines_that_match(files, rf"^\s*{pattern}")), None)
+
+
+@RULES.add("python-missing", TOOLKIT, "the Python that the launcher or the boot units name is not there")
+def _python_missing(x: HostSnapshot) -> Finding | None:
     python = x.host.interpreter
     if python.fault != MISSING:
         return None
@@ -104,7 +181,8 @@ def _python_missing(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _python_unfit(x: Examined) -> Finding | None:
+@RULES.add("python-unfit", TOOLKIT, "that Python is older than 3.9, does not run, or others than root can write it")
+def _python_unfit(x: HostSnapshot) -> Finding | None:
     python = x.host.interpreter
     if python.fault in ("", MISSING):
         return None
@@ -114,32 +192,20 @@ def _python_unfit(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _another_python(x: Examined) -> str:
-    """Return the command that records a suitable Python, and first installs one if the host has none."""
-    if x.host.interpreter.path:
-        return words.gpuprov_install(x)
-    row = x.host.distribution
-    names = packages_of_pythons(x.host.packages.installed)
-    again = words.reinstall_packages(x, *names) if names else ""
-    return f"{again or words.install_packages(x, row.pythons[0] if row else 'python3')}; {words.gpuprov_install(x)}"
-
-
-def _with_python(x: Examined) -> tuple[Remedy, ...]:
-    return (steps("toolkit", "boot"),) if x.host.interpreter.path else ()
-
-
-def _no_low_level(x: Examined) -> Finding | None:
+@RULES.add("low-level-runtime-missing", TOOLKIT, "docker or a package of runc is there, neither runc nor crun is")
+def _low_level_runtime_missing(x: HostSnapshot) -> Finding | None:
     if any(x.programs.get(name) for name in ("runc", "crun")):
         return None
     # A package stays installed if its program was removed by hand; containerd.io contains runc.
     owner = next((name for name in ("runc", "crun", "containerd.io") if name in x.host.packages.installed), "")
     if not x.host.docker.installed and not owner:
         return None
-    step = words.reinstall_packages(x, owner) if owner else words.install_packages(x, "runc")
+    step = reinstall_packages(x, owner) if owner else install_packages(x, "runc")
     return Finding("neither runc nor crun is there", "command -v runc crun: nothing", step)
 
 
-def _settings_broken(x: Examined) -> Finding | None:
+@RULES.add("settings-broken", TOOLKIT, f"`{SETTINGS_PATH}` or `{NVIDIA_SETTINGS_PATH}` can't be read")
+def _settings_broken(x: HostSnapshot) -> Finding | None:
     if not x.settings_fault:
         return None
     path = SETTINGS_PATH if SETTINGS_PATH in x.settings_fault else NVIDIA_SETTINGS_PATH
@@ -153,13 +219,14 @@ def _settings_broken(x: Examined) -> Finding | None:
     )
 
 
-def _setting(x: Examined, pattern: str) -> tuple[str, str] | None:
-    """Return the place and the line of a setting, in the file that applies."""
-    files = {path: text for path, text in x.texts.items() if path in (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)}
-    return next(iter(lines_that_match(files, rf"^\s*{pattern}")), None)
+def _if_nvidias(x: HostSnapshot) -> str:
+    """Return the confidence of a problem with a setting that only NVIDIA's runtime reads: remains prevent nothing."""
+    there = _NVIDIA_RUNTIME in x.there or OPERATORS_RUNTIME in x.there
+    return CERTAIN if _uses_nvidias(x) and there else WARNING
 
 
-def _no_cgroups(x: Examined) -> Finding | None:
+@RULES.add("no-cgroups", TOOLKIT, "no-cgroups = true, and docker runs as root with NVIDIA's runtime")
+def _no_cgroups(x: HostSnapshot) -> Finding | None:
     found = _setting(x, r"no-cgroups\s*=\s*true")
     # gpuprov's hook also reads NVIDIA's settings.
     hook_alone = in_daemon(x) == LAUNCHER_PATH
@@ -168,50 +235,48 @@ def _no_cgroups(x: Examined) -> Finding | None:
     which = "each container of `docker run --gpus`" if hook_alone else "every container of a docker that runs as root"
     return Finding(
         f"no-cgroups = true keeps the devices closed in {which} (NVML: Unknown Error): only rootless engines need it",
-        f"{found[0]}: {found[1]}", words.comment_out(found[0]), LIKELY,
+        f"{found[0]}: {found[1]}", comment_out(found[0]), LIKELY,
     )  # fmt: skip
 
 
-def _environment_refused(x: Examined) -> Finding | None:
+@RULES.add("environment-refused", TOOLKIT, "accept-nvidia-visible-devices-envvar-when-unprivileged = false")
+def _environment_refused(x: HostSnapshot) -> Finding | None:
     found = _setting(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false")
     if found is None:
         return None
     return Finding(
         "NVIDIA_VISIBLE_DEVICES and --gpus are ignored for every container that is not privileged, as the settings ask",
         f"{found[0]}: {found[1]}",
-        f"{words.comment_out(found[0])}  # or ask for devices by volume mounts or CDI, as the site wants it",
+        f"{comment_out(found[0])}  # or ask for devices by volume mounts or CDI, as the site wants it",
         LIKELY,
     )
 
 
-def _few_capabilities(x: Examined) -> Finding | None:
+@RULES.add("capabilities-left-out", TOOLKIT, "supported-driver-capabilities without compute or utility")
+def _capabilities_left_out(x: HostSnapshot) -> Finding | None:
     found = _setting(x, r"supported-driver-capabilities\s*=")
     if found is None or re.search(r"\ball\b", found[1]) or {"compute", "utility"} <= set(re.findall(r"\w+", found[1])):
         return None
     return Finding(
         "containers get neither nvidia-smi nor CUDA: the settings leave out `compute` or `utility`",
-        f"{found[0]}: {found[1]}", words.comment_out(found[0]), LIKELY,
+        f"{found[0]}: {found[1]}", comment_out(found[0]), LIKELY,
     )  # fmt: skip
 
 
-def _driver_root(x: Examined) -> Finding | None:
+@RULES.add("driver-root-missing", TOOLKIT, "config.toml: root names a folder that is not there")
+def _driver_root_missing(x: HostSnapshot) -> Finding | None:
     found = _setting(x, r'root\s*=\s*"/[^"]')
     path = found[1].partition('"')[2].partition('"')[0] if found else ""
     if found is None or path not in x.absent:
         return None
     return Finding(
         f"NVIDIA's toolkit looks for the driver below {path}, which is not there",
-        f"{found[0]}: {found[1]}", words.comment_out(found[0]), _if_nvidias(x),
+        f"{found[0]}: {found[1]}", comment_out(found[0]), _if_nvidias(x),
     )  # fmt: skip
 
 
-def _if_nvidias(x: Examined) -> str:
-    """Return the confidence of a problem with a setting that only NVIDIA's runtime reads: remains prevent nothing."""
-    there = _NVIDIA_RUNTIME in x.there or OPERATORS_RUNTIME in x.there
-    return CERTAIN if _uses_nvidias(x) and there else ASIDE
-
-
-def _ldconfig(x: Examined) -> Finding | None:
+@RULES.add("ldconfig-missing", TOOLKIT, "config.toml: ldconfig names a program that is not there")
+def _ldconfig_missing(x: HostSnapshot) -> Finding | None:
     found = _setting(x, r'ldconfig\s*=\s*"@?/')
     path = re.sub(r'.*?"@?(/[^"]*)".*', r"\1", found[1]) if found else ""
     if found is None or path not in x.absent:
@@ -224,7 +289,8 @@ def _ldconfig(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _old_toolkit(x: Examined) -> Finding | None:
+@RULES.add("toolkit-old", TOOLKIT, "nvidia-container-toolkit has known security holes")
+def _toolkit_old(x: HostSnapshot) -> Finding | None:
     version = x.host.packages.installed.get(advisories.TOOLKIT_PACKAGE, "")
     found = advisories.vulnerabilities(advisories.TOOLKIT, version)
     if found is None:
@@ -232,80 +298,127 @@ def _old_toolkit(x: Examined) -> Finding | None:
     return Finding(
         f"{found}",
         f"package {advisories.TOOLKIT_PACKAGE}: {version}; the advisories are of {advisories.updated()}",
-        words.install_packages(x, *(name for name in _PACKAGES if name in x.host.packages.installed)),
-        ASIDE,
+        install_packages(x, *(name for name in _PACKAGES if name in x.host.packages.installed)),
+        WARNING,
     )
 
 
-def _mixed_toolkit(x: Examined) -> Finding | None:
+@RULES.add("toolkit-mixed", TOOLKIT, "the toolkit's four packages are not of one version")
+def _toolkit_mixed(x: HostSnapshot) -> Finding | None:
     found = {name: x.host.packages.installed[name] for name in _PACKAGES if name in x.host.packages.installed}
     if len({version.partition("-")[0] for version in found.values()}) < 2:
         return None
     return Finding(
         "the toolkit's packages are of different versions", "\n".join(f"{name}: {v}" for name, v in found.items()),
-        words.install_packages(x, *found), LIKELY,
+        install_packages(x, *found), LIKELY,
     )  # fmt: skip
 
 
-def _obstructed(x: Examined) -> Finding | None:
-    problems = (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host))
-    return Finding(problems[0].what, problems[0].evidence, problems[0].next_step) if problems else None
+def _migrate(x: HostSnapshot, comment: str = "") -> str:
+    """Return the command that removes the remains; not the package manager's, which would also remove daemon.json."""
+    install = gpuprov_install(x)
+    return f"{install} -e {VARIABLE}=true" + (f"  # {comment}" if comment else "")
 
 
-def _run_alive(x: Examined) -> Finding | None:
-    found = re.search(r"pid (\d+): (gpuprov [\w-]+)", x.runs_now)
-    if found is None:
+@RULES.add("toolkit-retired", TOOLKIT, "nvidia-docker2 or a package older than it")
+def _toolkit_retired(x: HostSnapshot) -> Finding | None:
+    found = retired.retired_packages(x.host.packages.installed)
+    if not found:
+        return None
+    kept = "keeps daemon.json, which the package manager would remove with it" if found[0] == "nvidia-docker2" else ""
+    return Finding(
+        f"{found[0]} is retired, and its repository clashes with the toolkit's", f"package {found[0]} is installed",
+        _migrate(x, kept), WARNING,
+    )  # fmt: skip
+
+
+@RULES.add("nvidia-docker-plugin", TOOLKIT, "nvidia-docker 1's programs, unit, user or folder, of no package")
+def _nvidia_docker_plugin(x: HostSnapshot) -> Finding | None:
+    found = x.host.leftovers
+    if not found.has_plugin or PLUGIN in x.host.packages.installed:
+        return None
+    account = f"/etc/passwd: user {PLUGIN}" if found.account else ""
+    unit = f"systemctl is-active {UNIT}: {found.unit}" if found.unit else ""
+    seen = (*found.files, FOLDER if found.folder else "", account, unit)
+    return Finding("nvidia-docker 1's plugin is left", "\n".join(filter(None, seen)), _migrate(x), WARNING)
+
+
+@RULES.add("nvidia-docker-repository", TOOLKIT, "a source of packages names one of NVIDIA's retired repositories")
+def _nvidia_docker_repository(x: HostSnapshot) -> Finding | None:
+    found = retired.retired_sources(x.host.files)
+    if not found:
         return None
     return Finding(
-        f"a run is working on this host ({found[2]}): what it has not done yet looks as missing", x.runs_now,
-        f"tail --pid={found[1]} -f /dev/null; gpuprov doctor  # the first ends when that run does", ASIDE,
+        "a repository that NVIDIA has retired is configured: it offers old packages of the toolkit's names",
+        "\n".join(found), _migrate(x), WARNING,
     )  # fmt: skip
 
 
-def _cut_off(x: Examined) -> Finding | None:
-    if not x.open_run or x.runs_now:
+@RULES.add("nvidia-docker-key", TOOLKIT, "their key is in apt's keyrings for all repositories")
+def _nvidia_docker_key(x: HostSnapshot) -> Finding | None:
+    found = retired.key_files(x.host.files, x.spec.toolkit_key_fingerprint)
+    if not found or retired.retired_sources(x.host.files):
         return None
     return Finding(
-        f"a run of gpuprov was cut off{x.open_run}", "/var/lib/gpuprov/runs", words.gpuprov_install(x), LIKELY,
-        (INSTALL,),
+        "apt trusts the key of NVIDIA's retired repositories, and no repository needs it", "\n".join(found),
+        _migrate(x), WARNING,
     )  # fmt: skip
 
 
-def _reboot_asked(x: Examined) -> Finding | None:
-    reboot = x.host.reboot
-    if not reboot.asked_in or reboot.asked_in != reboot.boot_id:
+@RULES.add("nvidia-docker-settings", TOOLKIT, "/etc/nvidia-container-runtime has config.toml.dpkg-old and the like")
+def _nvidia_docker_settings(x: HostSnapshot) -> Finding | None:
+    found = [path for path in x.host.leftovers.settings if path != NVIDIA_SETTINGS_PATH]
+    if not found:
+        return None
+    return Finding("old copies of config.toml are left", "\n".join(found), _migrate(x), WARNING)
+
+
+@RULES.add("nvidia-docker-volumes", DOCKER, "docker has volumes named nvidia_driver_VERSION")
+def _nvidia_docker_volumes(x: HostSnapshot) -> Finding | None:
+    found = x.host.leftovers.volumes or ()
+    if not found:
+        return None
+    seen = [f"docker volume ls: {one.name}" + (f", used by {', '.join(one.containers)}" if one.containers else "")
+            for one in found]  # fmt: skip
+    used = any(one.containers for one in found)
+    comment = "a volume that a container refers to stays" if used else ""
+    what = f"nvidia-docker 1 has left {counted(len(found), 'volume')}"
+    return Finding(what, "\n".join(seen), _migrate(x, comment), WARNING)
+
+
+@RULES.add("nvidia-docker-runtimes", DOCKER, "daemon.json names a runtime of NVIDIA's, not `nvidia`, that is missing")
+def _nvidia_docker_runtimes(x: HostSnapshot) -> Finding | None:
+    found, docker = x.host.leftovers.dead_runtimes, x.host.docker
+    if not found:
+        return None
+    runtimes = docker.config.get("runtimes") or {}
+    seen = [f"{docker.config_path}: runtime {name} is {runtimes[name].get('path')}, which is missing" for name in found]
+    return Finding(
+        f"docker has runtimes without a program: {', '.join(found)}", "\n".join(seen), _migrate(x), WARNING
+    )  # fmt: skip
+
+
+@RULES.add("watch-failed", TOOLKIT, f"{SERVICE} ended with an error")
+def _watch_failed(x: HostSnapshot) -> Finding | None:
+    unit = x.units.get(SERVICE)
+    if unit is None or unit.active != "failed":
         return None
     return Finding(
-        "gpuprov waits for a reboot of this host", f"/var/lib/gpuprov: {'; '.join(reboot.asked_for)}",
-        f"systemctl reboot  # then {words.gpuprov_install(x)}", CERTAIN if not x.driver.kernel_version else LIKELY,
-    )  # fmt: skip
+        f"{SERVICE} has failed: this host's metrics are old",
+        f"systemctl show {SERVICE}: Result={unit.result}",
+        f"journalctl -u {SERVICE}; systemctl start {SERVICE}",
+        WARNING,
+    )
 
 
-RULES = (
-    Rule(INSTALL_OBSTRUCTED, TOOLKIT, "something must be installed, and a file system is full or read-only, or the "
-         "clock was never set", _obstructed),
-    Rule(RUN_ALIVE, TOOLKIT, "a process holds gpuprov's lock, /run/gpuprov.lock", _run_alive),
-    Rule("run-cut-off", TOOLKIT, "gpuprov's journal has a run without an end", _cut_off),
-    Rule("reboot-asked-for", TOOLKIT, "gpuprov has asked for a reboot, and there was none since", _reboot_asked),
-    Rule("toolkit-missing", TOOLKIT, "neither gpuprov's runtime nor NVIDIA's is there", _toolkit_missing),
-    Rule("runtime-missing", TOOLKIT, "the program that docker has as runtime nvidia is not there", _runtime_missing),
-    Rule("runtime-not-executable", TOOLKIT, "docker's runtime nvidia may not be executed", _not_executable),
-    Rule("runtime-files-missing", TOOLKIT, "files in /usr/lib/gpuprov are missing, or of another version",
-         _files_missing, ("run-cut-off", "python-missing", "python-unfit")),
-    Rule("python-missing", TOOLKIT, "the Python that the launcher or the boot units name is not there",
-         _python_missing),
-    Rule("python-unfit", TOOLKIT, "that Python is older than 3.9, does not run, or others than root can write it",
-         _python_unfit),
-    Rule("low-level-runtime-missing", TOOLKIT, "docker or a package of runc is there, neither runc nor crun is",
-         _no_low_level),
-    Rule("settings-broken", TOOLKIT, f"`{SETTINGS_PATH}` or `{NVIDIA_SETTINGS_PATH}` can't be read", _settings_broken),
-    Rule("no-cgroups", TOOLKIT, "no-cgroups = true, and docker runs as root with NVIDIA's runtime", _no_cgroups),
-    Rule("environment-refused", TOOLKIT, "accept-nvidia-visible-devices-envvar-when-unprivileged = false",
-         _environment_refused),
-    Rule("capabilities-left-out", TOOLKIT, "supported-driver-capabilities without compute or utility",
-         _few_capabilities),
-    Rule("driver-root-missing", TOOLKIT, "config.toml: root names a folder that is not there", _driver_root),
-    Rule("ldconfig-missing", TOOLKIT, "config.toml: ldconfig names a program that is not there", _ldconfig),
-    Rule("toolkit-old", TOOLKIT, "nvidia-container-toolkit has known security holes", _old_toolkit),
-    Rule("toolkit-mixed", TOOLKIT, "the toolkit's four packages are not of one version", _mixed_toolkit),
-)  # fmt: skip
+@RULES.add("watch-stopped", TOOLKIT, f"{TIMER} is there and not active")
+def _watch_stopped(x: HostSnapshot) -> Finding | None:
+    unit = x.units.get(TIMER)
+    if unit is None or unit.load != "loaded" or unit.active == "active":
+        return None
+    return Finding(
+        f"{TIMER} is installed and does not run: this host is not watched",
+        f"systemctl show {TIMER}: ActiveState={unit.active}",
+        f"systemctl start {TIMER}",
+        WARNING,
+    )

@@ -115,7 +115,7 @@ class RunOptions:
     )  # fmt: skip
     fix: bool = _option(
         "--fix", is_flag=True, commands=("doctor",),
-        help="Do about the causes what gpuprov can do, then look again. `gpuprov rollback` undoes it.",
+        help="Fix what gpuprov can fix, then check again. `gpuprov rollback` undoes it.",
     )  # fmt: skip
     detailed_exitcode: bool = _option(
         "--detailed-exitcode", is_flag=True, commands=("install",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.doctor.rules import RULES
+from gpuprov.doctor.examine import RULES
 from tests.integration.doctor_excuses import EXCUSES, KINDS
 from tests.integration.test_doctor import GROUPS, TROUBLES
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from gpuprov.doctor.rules import RULES
+from gpuprov.doctor.examine import RULES
 from gpuprov.fleet.agent_build import _HOST_FILES, _HOST_FOLDERS
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS

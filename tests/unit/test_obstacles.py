@@ -16,10 +16,10 @@ from gpuprov.core.changes import file_diff, text_diff
 from gpuprov.core.journal import new_journal
 from gpuprov.core.lock import other_run
 from gpuprov.core.repairs import SetMode
-from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.examine import Cause, diagnose
 from gpuprov.doctor.gather import gather as examine
 from gpuprov.doctor.gather import runs_now
-from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import CHANGE_KINDS, make_plan
@@ -68,7 +68,7 @@ def facts_for(host: DoctorHost, spec: HostSpec) -> HostFacts:
     return gather_for(host, spec, None, (), ignore)
 
 
-def causes(x: Examined) -> list[Cause]:
+def causes(x: HostSnapshot) -> list[Cause]:
     """Return what the doctor finds, but for the age of the simulated driver."""
     return [cause for cause in diagnose(x) if cause.rule.name != "driver-old"]
 

@@ -167,11 +167,11 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", ""), "modprobe nvidia"),
-        ((12, "", "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."), "run gpuprov install"),
+        ((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", ""), "modprobe -a"),
+        ((12, "", "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."), "lists none: gpuprov install"),
         (
             (18, "Failed to initialize NVML: Driver/library version mismatch\n", ""),
-            "of different versions: run gpuprov install",
+            "of different versions: gpuprov doctor",
         ),
         ((127, "", "nvidia-smi: command not found"), "nvidia-smi is not installed"),
         ((1, "", ""), "(silent)"),

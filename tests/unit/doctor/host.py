@@ -10,9 +10,9 @@ from typing import Any
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.commands import Completed
-from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.examine import Cause, diagnose
 from gpuprov.doctor.gather import gather
-from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
@@ -67,28 +67,28 @@ def healthy_tree(root: Path) -> DoctorHost:
     return host
 
 
-def examined(host: DoctorHost) -> Examined:
+def examined(host: DoctorHost) -> HostSnapshot:
     return gather(host, SPEC)
 
 
-def first(x: Examined) -> Cause:
+def first(x: HostSnapshot) -> Cause:
     """Return the cause to fix first."""
     causes = diagnose(x)
     assert causes, "nothing found"
     return causes[0]
 
 
-def names(x: Examined) -> list[str]:
+def names(x: HostSnapshot) -> list[str]:
     return [cause.rule.name for cause in diagnose(x)]
 
 
-def with_driver(x: Examined, **changes: Any) -> Examined:
+def with_driver(x: HostSnapshot, **changes: Any) -> HostSnapshot:
     return replace(x, host=replace(x.host, driver=replace(x.host.driver, **changes)))
 
 
-def with_docker(x: Examined, **changes: Any) -> Examined:
+def with_docker(x: HostSnapshot, **changes: Any) -> HostSnapshot:
     return replace(x, host=replace(x.host, docker=replace(x.host.docker, **changes)))
 
 
-def with_kernel(x: Examined, **changes: Any) -> Examined:
+def with_kernel(x: HostSnapshot, **changes: Any) -> HostSnapshot:
     return replace(x, host=replace(x.host, kernel=replace(x.host.kernel, **changes)))

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
-from gpuprov.doctor.examined import Examined, Smi
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
+from gpuprov.doctor.snapshot import HostSnapshot, Smi
 from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.facts.fabric import FabricFacts
 from gpuprov.facts.hiding import HidingLibrary
@@ -18,7 +18,7 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import SMI, with_docker, with_driver, with_kernel
 from tests.unit.fake_host import RELEASE
 
-Change = Callable[[Examined], Examined]
+Change = Callable[[HostSnapshot], HostSnapshot]
 DOCKER_START = 'Sat Nov 21 docker: level=info msg="Starting up"'
 NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 
@@ -52,7 +52,7 @@ def log(*lines: str) -> Change:
     return lambda x: replace(x, kernel_log=lines, smi=Smi(6, "No devices were found"))
 
 
-def metal(x: Examined, **more: Any) -> Examined:
+def metal(x: HostSnapshot, **more: Any) -> HostSnapshot:
     """A machine of its own, with the module built and not loaded."""
     x = with_driver(
         with_kernel(x, container="", takes_modules=True),
@@ -84,7 +84,7 @@ def kernel_says(*lines: str) -> Change:
 
 
 def bound_to(driver: str) -> Change:
-    def change(x: Examined) -> Examined:
+    def change(x: HostSnapshot) -> HostSnapshot:
         x = metal(x)
         return replace(x, host=replace(x.host, gpus=tuple(replace(gpu, driver=driver) for gpu in x.host.gpus)))
 
@@ -105,7 +105,7 @@ def registered(engine: str) -> dict[str, EngineFacts]:
 def installed(**packages: str) -> Change:
     """More packages; `_` in a name stands for `-`."""
 
-    def change(x: Examined) -> Examined:
+    def change(x: HostSnapshot) -> HostSnapshot:
         names = {**x.host.packages.installed, **{name.replace("_", "-"): v for name, v in packages.items()}}
         return replace(x, host=replace(x.host, packages=replace(x.host.packages, installed=names)))
 
@@ -143,7 +143,7 @@ def docker_says(*lines: str) -> Change:
 
 
 def both(*changes: Change) -> Change:
-    def change(x: Examined) -> Examined:
+    def change(x: HostSnapshot) -> HostSnapshot:
         for one in changes:
             x = one(x)
         return x
@@ -151,7 +151,7 @@ def both(*changes: Change) -> Change:
     return change
 
 
-def nvidias(x: Examined) -> Examined:
+def nvidias(x: HostSnapshot) -> HostSnapshot:
     """NVIDIA's own toolkit in place of gpuprov's."""
     config = json.dumps({"runtimes": {"nvidia": {"path": NVIDIA_RUNTIME, "args": []}}})
     x = with_docker(x, runtimes={"runc": "runc", "nvidia": NVIDIA_RUNTIME}, config_text=config)
@@ -172,7 +172,7 @@ def hidden(reason: str = "/etc/ld.so.conf.d/libc.conf:2 names /usr/local/lib", p
     )
 
 
-def divided_without_instances(x: Examined) -> Examined:
+def divided_without_instances(x: HostSnapshot) -> HostSnapshot:
     return replace(x, smi=Smi(0, SMI.replace("<current_mig>Disabled", "<current_mig>Enabled", 1)))
 
 
@@ -184,7 +184,7 @@ def gpu_ids(device_id: str, module_license: str = "NVIDIA") -> Change:
     )  # fmt: skip
 
 
-def mismatched(x: Examined) -> Examined:
+def mismatched(x: HostSnapshot) -> HostSnapshot:
     """`nvidia-smi` of 550 after an upgrade under the loaded module (nvidia-smi's own words; dpkg.log of Debian 12)."""
     line = "/var/log/dpkg.log:812:2026-11-20 06:12:44 upgrade libnvidia-ml1:amd64 550.163.01-2 550.200.01-1"
     x = with_driver(x, library_version="550.200.01")

@@ -10,8 +10,8 @@ import json
 from dataclasses import replace
 
 from gpuprov.cdi.generate import PATH
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE, LIKELY
+from gpuprov.doctor.finding import LIKELY, WARNING
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -32,7 +32,7 @@ from tests.unit.doctor.ill import (
 from tests.unit.doctor.rows_leftovers import LEFTOVER_ROWS
 
 
-def _without_package(x: Examined, name: str) -> Examined:
+def _without_package(x: HostSnapshot, name: str) -> HostSnapshot:
     names = {one: version for one, version in x.host.packages.installed.items() if one != name}
     return replace(x, host=replace(x.host, packages=replace(x.host.packages, installed=names)))
 
@@ -108,7 +108,7 @@ CONTAINER_ROWS = (
         ),
         "pid 4711",
         "tail --pid=4711 -f /dev/null",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "runtime-not-executable",
@@ -124,7 +124,7 @@ CONTAINER_ROWS = (
         "decision.py",
         "gpuprov install",
     ),
-    Row("runtime-files-missing", host(bytecode_current=False), "/usr/lib/gpuprov", "gpuprov install", ASIDE),
+    Row("runtime-files-missing", host(bytecode_current=False), "/usr/lib/gpuprov", "gpuprov install", WARNING),
     Row(
         "python-missing",
         host(interpreter=Interpreter("/usr/bin/python3.13", deployed="/usr/bin/python3.11", fault=MISSING)),
@@ -211,7 +211,7 @@ CONTAINER_ROWS = (
         text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('root = "/run/nvidia/driver"'), "/run/nvidia/driver"),
         f"{NVIDIA_SETTINGS_PATH}:2",
         "sed -i '2s/^/#/'",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "ldconfig-missing",
@@ -222,7 +222,7 @@ CONTAINER_ROWS = (
         "ldconfig.real",
         """= "@/sbin/ldconfig"|' """,
     ),
-    Row("toolkit-old", installed(nvidia_container_toolkit="1.14.3-1"), "1.14.3-1", "apt-get install -y", ASIDE),
+    Row("toolkit-old", installed(nvidia_container_toolkit="1.14.3-1"), "1.14.3-1", "apt-get install -y", WARNING),
     Row(
         "toolkit-mixed",
         installed(nvidia_container_toolkit="1.19.0-1", libnvidia_container1="1.18.2-1"),
@@ -236,9 +236,9 @@ CONTAINER_ROWS = (
         unit("gpuprov-watch.service", active="failed", result="timeout"),
         "Result=timeout",
         "journalctl -u gpuprov-watch.service",
-        ASIDE,
+        WARNING,
     ),
-    Row("watch-stopped", unit("gpuprov-watch.timer", active="inactive"), "ActiveState=inactive", "start", ASIDE),
+    Row("watch-stopped", unit("gpuprov-watch.timer", active="inactive"), "ActiveState=inactive", "start", WARNING),
     # -- CDI specification
     Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
     Row(
@@ -313,7 +313,7 @@ CONTAINER_ROWS = (
         text("/var/run/cdi/nvidia.yaml", 'kind: nvidia.com/gpu\ndevices:\n- name: "0"\n'),
         "/var/run/cdi",
         "rm /var/run/cdi/nvidia.yaml",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "cdi-off-in-docker",
@@ -351,13 +351,13 @@ CONTAINER_ROWS = (
         )(x),
         "docker has not been restarted since features.cdi was set",
         "systemctl restart docker",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "runtime-unregistered",
         both(nvidias, docker(version="28.5.2", config_text="{}", runtimes={"runc": "runc"}, cdi=True)),
         "docker info: runtimes runc",
         "nvidia-ctk runtime configure --runtime=docker",
-        ASIDE,
+        WARNING,
     ),
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuprov.doctor.examined import OtherSmi, Smi
-from gpuprov.doctor.finding import ASIDE, LIKELY
+from gpuprov.doctor.finding import LIKELY, WARNING
+from gpuprov.doctor.snapshot import OtherSmi, Smi
 from tests.unit.doctor.host import SMI, with_driver, with_kernel
 from tests.unit.doctor.ill import (
     FABRIC,
@@ -99,7 +99,7 @@ DRIVER_ROWS = (
         text("/etc/ld.so.conf.d/cuda.conf", "/usr/local/cuda/compat\n"),
         "cuda.conf:1",
         "ldconfig",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "drivers-mixed",
@@ -113,14 +113,14 @@ DRIVER_ROWS = (
         lambda x: with_driver(x, kernel_version="535.261.03", library_version="535.261.03"),
         "libnvidia-ml.so.1: 535.261.03; the advisories are of ",
         "gpuprov install -e gpuprov_driver_version=5",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "drivers-several",
         lambda x: replace(x, library_files={**x.library_files, f"{LIBRARIES}/libcuda.so.535.261.03": "535.261.03"}),
         "libcuda.so.535.261.03: 535.261.03",
         f"rm {LIBRARIES}/libcuda.so.535.261.03; ldconfig",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "nvidia-smi-missing",
@@ -181,7 +181,7 @@ DRIVER_ROWS = (
         report("<compute_mode>Default", "<compute_mode>Exclusive_Process"),
         "compute_mode",
         "-c DEFAULT",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "row-remap-failed",
@@ -201,7 +201,7 @@ DRIVER_ROWS = (
         ),
         "pending",
         "--gpu-reset",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "fabric-state",
@@ -357,7 +357,7 @@ DRIVER_ROWS = (
         lambda x: replace(x, smi_path="/usr/bin/nvidia-smi", other_smi=OtherSmi("/usr/local/bin/nvidia-smi", x.smi)),
         "command -v nvidia-smi: /usr/local/bin/nvidia-smi",
         "mv /usr/local/bin/nvidia-smi",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "nvidia-smi-replaced",

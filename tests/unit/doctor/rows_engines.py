@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
+from gpuprov.doctor.finding import LIKELY, POSSIBLE, WARNING
 from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import DockerUnit
@@ -57,7 +57,7 @@ ENGINE_ROWS = (
         "/snap/bin/docker",
         "snap remove docker",
     ),
-    Row("docker-is-podman", installed(podman_docker="4.3.1"), "podman-docker", "--device nvidia.com/gpu=all", ASIDE),
+    Row("docker-is-podman", installed(podman_docker="4.3.1"), "podman-docker", "--device nvidia.com/gpu=all", WARNING),
     Row(
         "daemon-json-broken",
         docker(config_text='{\n  "runtimes": {,\n}\n', refused="invalid character ',' looking for beginning of string"),
@@ -70,7 +70,7 @@ ENGINE_ROWS = (
         lambda x: docker(config_text=f"{x.host.docker.config_text} x")(x),
         "Extra data",
         "/etc/docker/daemon.json",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "daemon-json-broken",
@@ -103,7 +103,7 @@ ENGINE_ROWS = (
         "systemctl show docker.service: disabled, inactive",
         "systemctl enable --now docker.service",
     ),
-    Row("docker-disabled", unit("docker.service", enabled="disabled"), "disabled, active", "systemctl enable", ASIDE),
+    Row("docker-disabled", unit("docker.service", enabled="disabled"), "disabled, active", "systemctl enable", WARNING),
     Row(
         "docker-unreachable",
         docker(active=False, runtimes=None, address="tcp://127.0.0.1:2376", error="client sent an HTTP request"),
@@ -223,7 +223,7 @@ ENGINE_ROWS = (
         lambda x: replace(x, modified={NVIDIA_HOOK_PATH: 20.0, "/run/docker.pid": 10.0}),
         "stat",
         "systemctl restart docker",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "hook-not-on-path",
@@ -244,7 +244,7 @@ ENGINE_ROWS = (
         lambda x: replace(x, rootless=("/run/user/1000/docker.sock",)),
         "/run/user/1000",
         "systemctl --user restart docker",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "selinux-denies",
@@ -280,7 +280,7 @@ ENGINE_ROWS = (
         ),
         "bpf_prog_query",
         "CDI",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "library-not-loaded",
@@ -290,21 +290,21 @@ ENGINE_ROWS = (
         ),
         "libnvidia-ml",
         "ldconfig",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "cdi-unresolved",
         docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
         "gpu=7",
         "gpuprov cdi list",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "requirement-unmet",
         docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
         "cuda>=13.0",
         "image",
-        ASIDE,
+        WARNING,
     ),
     # -- other engines
     Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y cri-o"),
@@ -347,7 +347,7 @@ ENGINE_ROWS = (
         host(kubernetes=("kubelet",)),
         "kubernetes: kubelet; gpuprov_engines: not set",
         "with gpuprov_engines: [containerd]",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "node-engine-unnamed",
@@ -371,7 +371,7 @@ ENGINE_ROWS = (
         ),
         "CRI Status at /run/containerd/containerd.sock",
         "systemctl restart containerd",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "containerd-cri-off",
@@ -384,7 +384,7 @@ ENGINE_ROWS = (
         host(engines=containerd(CRI + b"enable_cdi = false\n")),
         "enable_cdi = false",
         "systemctl restart containerd",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "cgroup-drivers-differ",
@@ -408,13 +408,13 @@ ENGINE_ROWS = (
         unit("gpuprov-refresh.service", active="failed", result="exit-code"),
         "exit-code",
         "systemctl start gpuprov-refresh",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "persistenced-failed",
         unit("nvidia-persistenced.service", active="failed", result="signal"),
         "signal",
         "systemctl reset-failed nvidia-persistenced.service; systemctl restart nvidia-persistenced.service; ",
-        ASIDE,
+        WARNING,
     ),
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuprov.doctor.examined import KEYS
-from gpuprov.doctor.finding import ASIDE, LIKELY
+from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.parse import ModuleFile
+from gpuprov.doctor.snapshot import KEYS
 from gpuprov.facts.initramfs import BLACKLIST
 from gpuprov.facts.kernels import InstalledKernel
 from tests.unit.doctor.host import with_driver, with_kernel
@@ -83,7 +83,7 @@ KERNEL_ROWS = (
         ),
         "/proc/driver/nvidia/params:1",
         "grep -rn NVreg_ExcludedGpus /etc/modprobe.d; update-initramfs",
-        ASIDE,
+        WARNING,
     ),
     Row(
         "gpu-unbound",

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 from gpuprov.core.changes import FileFact
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE
+from gpuprov.doctor.finding import WARNING
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.leftovers import FOLDER, Leftovers, Volume
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.keys import key_fingerprint, key_packet
@@ -20,13 +20,13 @@ _RUNTIMES = {"nvidia": {"path": LAUNCHER_PATH}, "nvidia-experimental": {"path": 
 
 
 def _file(path: str, content: bytes) -> Change:
-    def change(x: Examined) -> Examined:
+    def change(x: HostSnapshot) -> HostSnapshot:
         return replace(x, host=replace(x.host, files={**x.host.files, path: FileFact(content, 0o644, 0, 0)}))
 
     return change
 
 
-def _own_key(x: Examined) -> Examined:
+def _own_key(x: HostSnapshot) -> HostSnapshot:
     return replace(x, spec=replace(x.spec, toolkit_key_fingerprint=key_fingerprint(1)))
 
 
@@ -35,42 +35,44 @@ def _left(**values: object) -> Change:
 
 
 LEFTOVER_ROWS = (
-    Row("toolkit-retired", installed(nvidia_docker2="2.13.0-1"), "nvidia-docker2", f"{_MIGRATE}  # keeps", ASIDE),
-    Row("toolkit-retired", installed(nvidia_container_runtime="3.4.0-1"), "nvidia-container-runtime", _MIGRATE, ASIDE),
+    Row("toolkit-retired", installed(nvidia_docker2="2.13.0-1"), "nvidia-docker2", f"{_MIGRATE}  # keeps", WARNING),
+    Row(
+        "toolkit-retired", installed(nvidia_container_runtime="3.4.0-1"), "nvidia-container-runtime", _MIGRATE, WARNING
+    ),
     Row(
         "nvidia-docker-plugin",
         _left(files=("/usr/bin/nvidia-docker-plugin",), unit="active", account="nvidia-docker:x:", folder=True),
         f"/usr/bin/nvidia-docker-plugin\n{FOLDER}\n/etc/passwd: user nvidia-docker\nsystemctl is-active nvidia-docker",
         _MIGRATE,
-        ASIDE,
+        WARNING,
     ),
     Row(
         "nvidia-docker-volumes",
         _left(volumes=(Volume("nvidia_driver_375.26", "nvidia-docker", ("job (Exited (0) 2 years ago)",)),)),
         "nvidia_driver_375.26, used by job (Exited",
         "stays",
-        ASIDE,
+        WARNING,
     ),
-    Row("nvidia-docker-repository", _file(_LIST, _TEXT), _LIST, _MIGRATE, ASIDE),
+    Row("nvidia-docker-repository", _file(_LIST, _TEXT), _LIST, _MIGRATE, WARNING),
     Row(
         "nvidia-docker-key",
         both(_file("/etc/apt/trusted.gpg", key_packet(1) + key_packet(2)), _own_key),
         "/etc/apt/trusted.gpg",
         _MIGRATE,
-        ASIDE,
+        WARNING,
     ),
     Row(
         "nvidia-docker-runtimes",
         both(docker(config_text=json.dumps({"runtimes": _RUNTIMES})), _left(dead_runtimes=("nvidia-experimental",))),
         "runtime nvidia-experimental is /usr/bin/nvidia-container-runtime.x",
         _MIGRATE,
-        ASIDE,
+        WARNING,
     ),
     Row(
         "nvidia-docker-settings",
         _left(settings=("/etc/nvidia-container-runtime/config.toml.dpkg-old",)),
         "config.toml.dpkg-old",
         _MIGRATE,
-        ASIDE,
+        WARNING,
     ),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpuprov.checks.cuda.judgement import Finding
 from gpuprov.doctor.containers import Containers, Loaded
-from gpuprov.doctor.finding import ASIDE
+from gpuprov.doctor.finding import WARNING
 from tests.unit.doctor.ill import Change, Row
 
 # As test_cuda_libraries.py has it of an image with a libcuda of its own.
@@ -42,6 +42,6 @@ LIBRARY_ROWS = (
         lambda x: replace(x, containers=Containers((Loaded("docker", "a"),), 7, "not done after 20 s")),
         "examined: 1",
         "gpuprov cuda CONTAINER",
-        ASIDE,
+        WARNING,
     ),
 )

@@ -9,9 +9,8 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.doctor import examine
-from gpuprov.doctor.examine import tell
+from gpuprov.doctor.examine import diagnose, report
 from gpuprov.doctor.finding import AREAS
-from gpuprov.doctor.rules import diagnose
 from gpuprov.engines.docker_unit import last_words
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
@@ -165,7 +164,7 @@ def test_nothing_is_typed_against_a_consequence_before_its_first_cause_is_gone(h
     ill = both(without(LAUNCHER_PATH), FAILED)(x)
     told: list[Event] = []
     found = diagnose(ill)
-    problems = tell(ill, found, told.append).problems
+    problems = report(ill, found, told.append).problems
     steps = {cause.rule.name: problem.next_step for cause, problem in zip(found, problems)}
     followed = {cause.rule.name: cause.follows for cause in found}
     assert followed["docker-down"] == "daemon-json-broken"

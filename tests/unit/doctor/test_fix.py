@@ -16,8 +16,8 @@ from gpuprov.agent.run import run_request
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
+from gpuprov.doctor.examine import diagnose
 from gpuprov.doctor.fix import plan_fix, spec_as_found
-from gpuprov.doctor.rules import diagnose
 from gpuprov.plan.steps import Plan, StepChange
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import (

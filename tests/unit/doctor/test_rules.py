@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpuprov.doctor.examine import tell
-from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, CONFIDENCES, TOOLKIT, Finding, Rule
-from gpuprov.doctor.rules import RULES, diagnose
+from gpuprov.doctor.examine import RULES, diagnose, report
+from gpuprov.doctor.finding import ANY_ROOT, CERTAIN, CONFIDENCES, TOOLKIT, WARNING, Finding, Rule
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -44,7 +43,7 @@ ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS, *LIBRARY_ROWS
 
 
 @pytest.fixture(scope="module")
-def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
+def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSnapshot]:
     """A host with two GPUs on which nothing is wrong."""
     yield examined(healthy(tmp_path_factory.mktemp("host")))
 
@@ -104,7 +103,7 @@ def test_every_rule_is_tried() -> None:
     assert len(RULES) >= 40
 
 
-def test_nothing_is_wrong_with_the_host_that_all_rows_start_from(x: Examined) -> None:
+def test_nothing_is_wrong_with_the_host_that_all_rows_start_from(x: HostSnapshot) -> None:
     assert diagnose(x) == ()
 
 
@@ -118,13 +117,13 @@ READ_BY_DOCKER = (
 
 
 @pytest.mark.parametrize(("version", "beginning"), READ_BY_DOCKER)
-def test_a_file_that_docker_reads_is_no_trouble(x: Examined, version: str, beginning: str) -> None:
+def test_a_file_that_docker_reads_is_no_trouble(x: HostSnapshot, version: str, beginning: str) -> None:
     text = beginning + (x.host.docker.config_text or "")[1:]
     assert diagnose(docker(config_text=text, version=version, cdi=True)(x)) == ()
 
 
 @pytest.mark.parametrize("address", ["unix:///run/docker.sock", "tcp://localhost:2375", "tcp://127.0.0.1:2375"])
-def test_a_docker_host_that_leads_to_this_docker_is_no_trouble(x: Examined, address: str) -> None:
+def test_a_docker_host_that_leads_to_this_docker_is_no_trouble(x: HostSnapshot, address: str) -> None:
     both_ways = DockerUnit(load="loaded", command=("dockerd", "-H", "fd://", "-H", "tcp://0.0.0.0:2375"))
     ill = both(
         docker(unit=both_ways, address="unix:///run/docker.sock"),
@@ -134,7 +133,7 @@ def test_a_docker_host_that_leads_to_this_docker_is_no_trouble(x: Examined, addr
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
-def test_the_trouble_comes_first(x: Examined, row: Row) -> None:
+def test_the_trouble_comes_first(x: HostSnapshot, row: Row) -> None:
     causes = diagnose(row.change(x))
     told = [(cause.rule.name, cause.follows, cause.finding) for cause in causes]
     assert causes, "nothing found"
@@ -146,19 +145,19 @@ def test_the_trouble_comes_first(x: Examined, row: Row) -> None:
 
 
 @pytest.mark.parametrize(("rule", "change", "root"), CONSEQUENCES, ids=[row[0] for row in CONSEQUENCES])
-def test_a_consequence_comes_after_its_root(x: Examined, rule: str, change: Change, root: str) -> None:
+def test_a_consequence_comes_after_its_root(x: HostSnapshot, rule: str, change: Change, root: str) -> None:
     causes = diagnose(change(x))
     assert causes[0].rule.name == root, [cause.rule.name for cause in causes]
     assert {cause.rule.name: cause.follows for cause in causes}[rule] == root
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.rule.startswith("xid-")], ids=lambda row: row.rule)
-def test_a_line_of_the_past_is_an_aside_where_all_gpus_are_served(x: Examined, row: Row) -> None:
+def test_a_line_of_the_past_is_an_aside_where_all_gpus_are_served(x: HostSnapshot, row: Row) -> None:
     causes = diagnose(replace(row.change(x), smi=x.smi))
-    assert [(cause.rule.name, cause.finding.confidence) for cause in causes] == [(row.rule, ASIDE)]
+    assert [(cause.rule.name, cause.finding.confidence) for cause in causes] == [(row.rule, WARNING)]
 
 
-def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: Examined) -> None:
+def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: HostSnapshot) -> None:
     ill = both(docker(runtimes={"runc": "runc"}), unit("gpuprov-refresh.service", active="failed"),
                lambda x: replace(x, not_executable={LAUNCHER_PATH: 0o644}, open_run=" in: x"))(x)  # fmt: skip
     found = diagnose(ill)
@@ -169,13 +168,13 @@ def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: Examin
     ]  # fmt: skip
 
 
-def test_what_obstructs_an_installation_does_not_follow_from_itself(x: Examined) -> None:
+def test_what_obstructs_an_installation_does_not_follow_from_itself(x: HostSnapshot) -> None:
     finding = Finding("the disk is full", "df: 100 %", "make room, then: gpuprov install", CERTAIN)
     rules = [Rule(name, TOOLKIT, "…", lambda _: finding) for name in (INSTALL_OBSTRUCTED, "toolkit-missing")]
     causes = diagnose(x, rules)
     assert [cause.follows for cause in causes] == ["", INSTALL_OBSTRUCTED]
     events: list[Any] = []
-    done = tell(x, causes, events.append)
+    done = report(x, causes, events.append)
     assert done.problems[1].next_step == finding.next_step
 
 
@@ -196,22 +195,22 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
-def test_what_to_type_is_a_line_that_a_shell_takes(x: Examined, row: Row) -> None:
+def test_what_to_type_is_a_line_that_a_shell_takes(x: HostSnapshot, row: Row) -> None:
     step = diagnose(row.change(x))[0].finding.next_step
     subprocess.run(("sh", "-n", "-c", step), check=True, timeout=300)
     commands = re.split(r"; | \| ", step.partition("  # ")[0])
     assert {command.split()[0] for command in commands} <= PROGRAMS
 
 
-def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: Examined) -> None:
+def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: HostSnapshot) -> None:
     first, second = x.host.gpus
     shared = (first, replace(second, driver="vfio-pci"))
     half = replace(with_driver(x, gpus=x.driver.gpus[:1]), host=replace(x.host, gpus=shared))
     half = replace(half, host=replace(half.host, driver=replace(x.driver, gpus=x.driver.gpus[:1])))
-    assert [(cause.rule.name, cause.finding.confidence) for cause in diagnose(half)] == [("gpu-vfio", ASIDE)]
+    assert [(cause.rule.name, cause.finding.confidence) for cause in diagnose(half)] == [("gpu-vfio", WARNING)]
 
 
-def test_what_concerns_the_kernel_is_typed_outside_of_a_system_container(x: Examined) -> None:
+def test_what_concerns_the_kernel_is_typed_outside_of_a_system_container(x: HostSnapshot) -> None:
     ill = replace(x, host=replace(x.host, gpus=tuple(replace(gpu, driver="nouveau") for gpu in x.host.gpus)))
     step = diagnose(ill)[0].finding.next_step
     assert step.endswith("; systemctl reboot  # on the host")

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpuprov.doctor import words
-from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.doctor.suggested_commands import (
+    firmware_setup,
+    gpuprov_install,
+    headers_package,
+    list_gpus,
+    rebuild_initramfs,
+    reinstall_packages,
+)
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.protocol.spec import HostSpec
 from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
@@ -17,11 +24,11 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture(scope="module")
-def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
+def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSnapshot]:
     yield examined(healthy(tmp_path_factory.mktemp("host")))
 
 
-def on(x: Examined, name: str, version: str, manager: str, kernel: str) -> Examined:
+def on(x: HostSnapshot, name: str, version: str, manager: str, kernel: str) -> HostSnapshot:
     os = OperatingSystem(name, version, "", (), name)
     host = replace(x.host, os=os, packages=replace(x.host.packages, manager=manager))
     return with_kernel(replace(x, host=host), release=kernel)
@@ -42,31 +49,29 @@ def on(x: Examined, name: str, version: str, manager: str, kernel: str) -> Exami
     ],
 )  # fmt: skip
 def test_packages(
-    x: Examined, name: str, version: str, manager: str, kernel: str, headers: str, again: str, initramfs: str
+    x: HostSnapshot, name: str, version: str, manager: str, kernel: str, headers: str, again: str, initramfs: str
 ) -> None:
     there = on(x, name, version, manager, kernel)
-    assert words.headers_package(there).startswith(headers)
-    assert words.reinstall_packages(there, "p") == again
-    assert words.rebuild_initramfs(there) == initramfs
+    assert headers_package(there).startswith(headers)
+    assert reinstall_packages(there, "p") == again
+    assert rebuild_initramfs(there) == initramfs
 
 
-def test_an_installation_names_the_driver_where_the_inventory_does_not(x: Examined) -> None:
+def test_an_installation_names_the_driver_where_the_inventory_does_not(x: HostSnapshot) -> None:
     plain = replace(x, spec=HostSpec())
-    assert words.gpuprov_install(plain) == "gpuprov install -e gpuprov_driver_version=550.163.01"
-    assert words.gpuprov_install(replace(x, spec=HostSpec(driver_version="580.95.05"))) == "gpuprov install"
-    assert words.gpuprov_install(replace(x, spec=HostSpec(driver="packages"))) == "gpuprov install"
+    assert gpuprov_install(plain) == "gpuprov install -e gpuprov_driver_version=550.163.01"
+    assert gpuprov_install(replace(x, spec=HostSpec(driver_version="580.95.05"))) == "gpuprov install"
+    assert gpuprov_install(replace(x, spec=HostSpec(driver="packages"))) == "gpuprov install"
     nothing = with_driver(plain, kernel_version="", library_version="")
-    assert words.gpuprov_install(nothing) == "gpuprov install"
+    assert gpuprov_install(nothing) == "gpuprov install"
 
 
-def test_only_efi_firmware_is_told_to_show_its_setup(x: Examined) -> None:
-    assert words.firmware_setup(with_kernel(x, secure_boot="disabled"), "do") == (
-        "systemctl reboot --firmware-setup  # do"
-    )
-    bios = words.firmware_setup(with_kernel(x, secure_boot="no-efi"), "do")
+def test_only_efi_firmware_is_told_to_show_its_setup(x: HostSnapshot) -> None:
+    assert firmware_setup(with_kernel(x, secure_boot="disabled"), "do") == ("systemctl reboot --firmware-setup  # do")
+    bios = firmware_setup(with_kernel(x, secure_boot="no-efi"), "do")
     assert bios == "systemctl reboot  # and in the firmware's setup: do"
 
 
-def test_the_bus_is_listed_by_what_the_host_has(x: Examined) -> None:
-    assert words.list_gpus(replace(x, programs={"lspci": "/usr/bin/lspci"})) == "lspci -d 10de:"
-    assert words.list_gpus(replace(x, programs={})).startswith("grep -l 0x10de /sys/bus/pci/devices/")
+def test_the_bus_is_listed_by_what_the_host_has(x: HostSnapshot) -> None:
+    assert list_gpus(replace(x, programs={"lspci": "/usr/bin/lspci"})) == "lspci -d 10de:"
+    assert list_gpus(replace(x, programs={})).startswith("grep -l 0x10de /sys/bus/pci/devices/")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.checks.smi import exit_code
 from gpuprov.doctor.containers import Containers
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.facts.host import HostFacts
@@ -29,6 +30,11 @@ class Smi:
     reason: str = ""
 
     @property
+    def code(self) -> int:
+        """The exit code as nvidia-smi's manual has it."""
+        return exit_code(self.returncode)
+
+    @property
     def is_report(self) -> bool:
         """Whether it succeeded and printed its report and nothing before it."""
         return self.returncode == 0 and self.text.lstrip().startswith("<")
@@ -47,7 +53,7 @@ class OtherSmi:
 
 
 @dataclass(frozen=True)
-class Examined:
+class HostSnapshot:
     """The data about a host that the rules examine.
 
     `kernel_log`: relevant lines of this boot; `docker_log`: of the daemon that runs or failed last. `node_errors`: node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.initramfs import BLACKLIST
@@ -12,57 +12,55 @@ from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RESTART_DOCKER = "systemctl restart docker"
-# Not nvidia-caps, a folder, which nobody could enter then.
-OPEN_NODES = "chmod 0666 /dev/nvidia[0-9]* /dev/nvidiactl /dev/nvidia-uvm*"
 
 
-def install_packages(x: Examined, *names: str) -> str:
+def install_packages(x: HostSnapshot, *names: str) -> str:
     """Return the command that installs packages."""
     return f"{x.host.package_manager.commands.install} {' '.join(names)}"
 
 
-def reinstall_packages(x: Examined, *names: str) -> str:
+def reinstall_packages(x: HostSnapshot, *names: str) -> str:
     """Return the command that restores the files of installed packages."""
     return f"{x.host.package_manager.commands.reinstall} {' '.join(names)}"
 
 
-def remove_packages(x: Examined, *names: str) -> str:
+def remove_packages(x: HostSnapshot, *names: str) -> str:
     """Return the command that removes packages."""
     return f"{x.host.package_manager.commands.remove} {' '.join(names)}"
 
 
-def headers_package(x: Examined) -> str:
+def headers_package(x: HostSnapshot) -> str:
     """Return the command that installs the running kernel's headers."""
     row = x.host.distribution
     names = kernel_headers(row, x.host.kernel.release) if row is not None else ()
     return install_packages(x, *(names or (f"linux-headers-{x.host.kernel.release}",)))
 
 
-def rebuild_initramfs(x: Examined) -> str:
+def rebuild_initramfs(x: HostSnapshot) -> str:
     """Return the command that rebuilds the initramfs of all kernels."""
     row = x.host.distribution
     return " ".join(row.initramfs) if row is not None else "update-initramfs -u -k all"
 
 
-def gpuprov_install(x: Examined) -> str:
+def gpuprov_install(x: HostSnapshot) -> str:
     """Return the installation command that fixes gpuprov's own parts; it must know which driver to install."""
     version = x.driver.kernel_version or x.driver.library_version
     known = x.spec.driver_version or x.spec.driver != "runfile" or not version
     return "gpuprov install" if known else f"gpuprov install -e gpuprov_driver_version={version}"
 
 
-def is_gpuprovs(x: Examined) -> bool:
+def is_gpuprovs(x: HostSnapshot) -> bool:
     """Say whether gpuprov set this host up, or NVIDIA's toolkit did not."""
     return LAUNCHER_PATH in x.there or has_unit(x, REFRESH) or "/usr/bin/nvidia-ctk" not in x.there
 
 
-def has_unit(x: Examined, name: str) -> bool:
+def has_unit(x: HostSnapshot, name: str) -> bool:
     """Say whether a unit of that name exists and can be started."""
     unit = x.units.get(name)
     return unit is not None and unit.load == "loaded"
 
 
-def refresh_specification(x: Examined) -> str:
+def refresh_specification(x: HostSnapshot) -> str:
     """Return the command that rewrites the CDI specification."""
     if has_unit(x, REFRESH):
         return f"systemctl start {REFRESH}"
@@ -71,7 +69,7 @@ def refresh_specification(x: Examined) -> str:
     return "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 
 
-def restart_docker(x: Examined) -> str:
+def restart_docker(x: HostSnapshot) -> str:
     """Return the command that restarts docker or, without systemd, the one that shows how it was started."""
     unit = x.units.get("docker.service")
     if unit is None or unit.load != "not-found":
@@ -79,7 +77,7 @@ def restart_docker(x: Examined) -> str:
     return "ps -o args= -p $(cat /run/docker.pid)  # restart docker as it was started: systemd has no docker.service"
 
 
-def make_nodes(x: Examined) -> str:
+def make_nodes(x: HostSnapshot) -> str:
     """Return the command that makes missing device nodes, and their links in /dev/char."""
     if has_unit(x, NODES):
         return f"systemctl restart {NODES}"
@@ -95,14 +93,14 @@ def comment_out(place: str) -> str:
     return f"sed -i '{line}s/^/#/' {shlex.quote(path)}"
 
 
-def driver_again(x: Examined) -> str:
+def driver_again(x: HostSnapshot) -> str:
     """Return the command that restores the driver's files: from its package or the .run."""
     if x.host.driver_packaged:
         return reinstall_packages(x, x.host.driver_packaged)
     return gpuprov_install(x)
 
 
-def smi_again(x: Examined) -> str:
+def smi_again(x: HostSnapshot) -> str:
     """Return the command that replaces another nvidia-smi with the driver's own."""
     names = ("nvidia-utils", "nvidia-smi", "nvidia-compute-utils")
     package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
@@ -111,7 +109,7 @@ def smi_again(x: Examined) -> str:
     return f"mv {x.smi_path} {x.smi_path}.old; {driver_again(x)}"
 
 
-def rebuild_module(x: Examined) -> str:
+def rebuild_module(x: HostSnapshot) -> str:
     """Return the command that builds or installs the driver's module for the running kernel."""
     kernel = x.host.kernel.release
     compiled = module_package(x.host.packages.installed, kernel)
@@ -124,7 +122,7 @@ def rebuild_module(x: Examined) -> str:
     return gpuprov_install(x)
 
 
-def keep_nouveau_out(x: Examined) -> str:
+def keep_nouveau_out(x: HostSnapshot) -> str:
     """Return the commands that prevent nouveau from using the GPUs from the next boot on."""
     if BLACKLIST in x.host.files:
         return f"{rebuild_initramfs(x)}; systemctl reboot"
@@ -132,19 +130,19 @@ def keep_nouveau_out(x: Examined) -> str:
     return f"{lines} > {BLACKLIST}; {rebuild_initramfs(x)}; systemctl reboot"
 
 
-def list_gpus(x: Examined) -> str:
+def list_gpus(x: HostSnapshot) -> str:
     """Return the command that lists NVIDIA's devices on the PCI bus; not every host has lspci."""
     return "lspci -d 10de:" if x.programs.get("lspci") else "grep -l 0x10de /sys/bus/pci/devices/*/vendor"
 
 
-def firmware_setup(x: Examined, do: str) -> str:
+def firmware_setup(x: HostSnapshot, do: str) -> str:
     """Return the command that reboots into the firmware's setup; only EFI can be told to. `do`: what to do there."""
     if x.host.kernel.secure_boot == "no-efi":
         return f"systemctl reboot  # and in the firmware's setup: {do}"
     return f"systemctl reboot --firmware-setup  # {do}"
 
 
-def same_versions(x: Examined) -> str:
+def same_versions(x: HostSnapshot) -> str:
     """Return the commands after which module and libraries have the same version."""
     if x.host.kernel.container:
         # The kernel and its module belong to the host: the libraries must follow.
