@@ -83,12 +83,13 @@ class InstallRuntime(Change):
         return {"files": [capture_path(system, path) for path in paths]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        for path in self.stale:
-            system.remove(path)
         # The launcher comes last: it must not start what is half there.
         for path, mode, content in sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH):
             system.make_directory(parent_of(path))
             system.write(path, content, mode=mode, owner=(0, 0))
+        # Only now: the launcher of the older version may have named them.
+        for path in self.stale:
+            system.remove(path)
         compile_bytecode(system, self.python, _HOOK_DIRECTORY)
         return {}
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.runtime_hook.low_level import CACHE
 from gpuprov.runtime_hook.record import FOLDER
-from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from gpuprov.runtime_hook.settings import LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 PYTHON = "/usr/bin/python3"
 _PROGRAMS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
@@ -65,8 +64,8 @@ def deploy_below(folder: Path, low_level: str = "runc", python: str = PYTHON) ->
     for place in (made.specification, made.settings, made.nvidia_settings):
         place.parent.mkdir(parents=True, exist_ok=True)
     paths = {
-        SETTINGS_PATH: made.settings, NVIDIA_SETTINGS_PATH: made.nvidia_settings, CACHE: folder / "run/low-level",
-        FOLDER: folder / "run/containers",
+        SETTINGS_PATH: made.settings, NVIDIA_SETTINGS_PATH: made.nvidia_settings,
+        LOW_LEVEL_CACHE: folder / "run/low-level", FOLDER: folder / "run/containers",
         SETTINGS_PATH.rpartition("/")[0]: made.settings.parent,
         NVIDIA_SETTINGS_PATH.rpartition("/")[0]: made.nvidia_settings.parent, "/etc/cdi": made.specifications,
         "/var/run/cdi": folder / "run-cdi", HOOK_PATH: made.hook,

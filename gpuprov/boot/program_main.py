@@ -17,7 +17,7 @@ from gpuprov.driver.load import load_driver
 from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.runtime_hook.dev_char import link_nodes
+from gpuprov.runtime_hook.device_nodes import link_nodes
 
 
 def main() -> None:

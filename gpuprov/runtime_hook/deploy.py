@@ -15,9 +15,8 @@ from pathlib import Path
 from types import CodeType
 
 from .driver_files import HOOK_PATH
-from .low_level import CACHE, FOLDERS
 from .record import FOLDER as RECORDS
-from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from .settings import FOLDERS, LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
@@ -143,7 +142,9 @@ except Exception as error:
     fault = type(error).__name__ + ": " + str(error)
     sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
 """
-_KEEP = 'sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep(sys.argv[1:])'
+_KEEP = (
+    'sys.path.insert(0, "{library}"); from runtime_hook.settings import keep_low_level; keep_low_level(sys.argv[1:])'
+)
 # What that file begins with. Modules that only some containers need are in it as bytes, unmarshalled when a function
 # imports them. It is code in the file and not text in the launcher, because text is compiled at every start.
 _STARTER = """\
@@ -176,7 +177,7 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
     return _LAUNCHER.format(
         candidates=" ".join(candidates), python=python, missing=_MISSING.format(python=python),
         start=_load("main", library), keep=_NEW_ENOUGH + _KEEP.format(library=library),
-        settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
+        settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
         words=_WORDS, keys=_KEYS, records=RECORDS,
     )  # fmt: skip
@@ -231,6 +232,7 @@ def compile_bytecode(directory: str) -> None:
     for source in sorted(folder.glob("*.py")):
         py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
+    written = {Path(importlib.util.cache_from_source(str(source))) for source in folder.glob("*.py")}
     # The entries share most modules.
     compiled = {name: _compiled(folder / f"{name}.py") for name in trees}
     starter = _without_lines(compile(_STARTER, "starter", "exec", dont_inherit=True, optimize=2))
@@ -245,7 +247,10 @@ def compile_bytecode(directory: str) -> None:
         temporary = _bundle(folder, f"{entry}.new")
         temporary.write_bytes(_digest(folder) + marshal.dumps(parts))
         temporary.replace(_bundle(folder, entry))
-        (folder / f"__pycache__/{entry}.{sys.implementation.cache_tag}").unlink(missing_ok=True)  # of the first format
+        written.add(_bundle(folder, entry))
+    # Of modules, formats and Pythons of earlier versions.
+    for other in set((folder / "__pycache__").iterdir()) - written:
+        other.unlink()
 
 
 def bytecode_is_current(directory: str) -> bool:

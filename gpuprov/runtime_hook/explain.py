@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from . import compat
-from .decision import owner_of, root_of
-from .edits import merge_edits
-from .equipment import Equipment, choose
+from .config import owner_of, root_of
+from .edits import Equipment, choose, merge_edits
 from .errors import Refused
-from .links import CACHE, statement_on_loader
+from .links import CACHE, COMPAT_CONFIGURATION, compatibility_libraries, statement_on_loader
 from .request import DeviceRequest, parse_request
 from .requirements import require
 from .rootfs import Root
@@ -79,8 +77,8 @@ def _in_volumes(root: Root, equipment: Equipment, *, cuda_compat: bool) -> list[
     for target, path in equipment.links:
         if _covered(root, path) and not root.has_link(path, target):
             raise Refused(_refusal(root, path))
-    folder, _ = compat.compatibility_libraries(root, equipment.host_driver) if cuda_compat else ("", [])
-    for path in (compat.CONFIGURATION, CACHE) if folder else ():
+    folder, _ = compatibility_libraries(root, equipment.host_driver) if cuda_compat else ("", [])
+    for path in (COMPAT_CONFIGURATION, CACHE) if folder else ():
         if _covered(root, path):
             raise Refused(_refusal(root, path))
     if (equipment.links or equipment.libraries) and _covered(root, CACHE):

@@ -12,15 +12,14 @@ import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal
 import posix
 import sys
 
-from . import config_keys, jsonio, log, record
-from .decision import config_id, decide, load_config, owner_of, root_of
-from .dev_char import link_nodes
-from .edits import has_user_namespace
-from .equipment import Equipment
+from . import jsonio, record
+from .config import STATE, config_id, duplicate, has_user_namespace, load_config, odd_key, owner_of, root_of
+from .decision import decide
+from .device_nodes import link_nodes, masked_copy
+from .edits import Equipment
 from .errors import Refused
 from .links import prepare_root
 from .main import failure, printable
-from .params import masked_copy
 from .rootfs import Root
 from .settings import read_settings
 from .volumes import volumes_of, watch
@@ -85,7 +84,7 @@ def _state() -> dict[str, Any]:
         state = jsonio.loads(content.decode("utf-8", "replace"), jsonio.noting_duplicates(twice))
     except ValueError as error:
         raise Refused(f"standard input holds no OCI state: {error}") from None
-    odd = config_keys.duplicate(twice) or config_keys.odd_key(state, config_keys.STATE)
+    odd = duplicate(twice) or odd_key(state, STATE)
     if odd:
         raise Refused(f"standard input holds no OCI state: it has {odd}")
     if not isinstance(state, dict) or not isinstance(state.get("bundle", ""), str):
@@ -111,7 +110,7 @@ def _equip(state: dict[str, Any]) -> int:
         raise Refused("the OCI state on standard input names no process")
     from .prestart import equip  # with `_ctypes`, which no other stage needs
 
-    log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
+    record.log(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
     # Before this process is in the container's mount namespace, where /run may be another.
     identifier = str(state.get("id", ""))

@@ -3,19 +3,36 @@
 Made in the root folder itself, before runc starts, or by the hook in engines that read CDI themselves. What is right
 already is not written: nothing piles up in a container that starts many times. In volumes nothing is made. The cache is
 a file and not a mount, because the image's own ldconfig replaces it by a rename, which fails on a mount (EBUSY).
+
+CUDA's forward compatibility: libraries in the image let a newer CUDA run on this host's older driver. They count when,
+and only when, they are of a later driver branch than the host's: an older libcuda than the kernel's modules does not
+work. The folder is the image's: only names that NVIDIA's cuda-compat packages have enter the loader's cache, or an
+image could replace libc.so.6 for every program. Source: NVIDIA, "CUDA Compatibility", Forward Compatibility.
 """
 
 from __future__ import annotations
 
 import posix
 
-from . import compat, ldcache
+from . import ldcache
 from .errors import Refused
 from .rootfs import Root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .equipment import Equipment
+    from typing import Protocol
+
+    from .edits import Equipment
+
+    class HasNames(Protocol):
+        """A container's root, or what stands for it."""
+
+        def names(self, path: str, most: int) -> list[str]:
+            """Return what is in a folder."""
+
+        def real_path(self, path: str) -> str:
+            """Return a folder's path without links."""
+
 
 CACHE = "/etc/ld.so.cache"
 _EXDEV = 18
@@ -25,6 +42,18 @@ _64_BIT_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/
 _32_BIT_FOLDERS = ("/usr/lib/i386-linux-gnu", "/usr/lib32", "/usr/lib")
 _MUSL = ("/lib/ld-musl-x86_64.so.1", "/lib/ld-musl-aarch64.so.1")
 _GLIBC = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
+_COMPAT_FOLDER = "/usr/local/cuda/compat"
+# So that the image's own ldconfig keeps finding them; a name of its own, which sorts first and never piles up.
+COMPAT_CONFIGURATION = "/etc/ld.so.conf.d/00-gpuprov-compat.conf"
+_LIBCUDA = "libcuda.so."
+# NVIDIA's have some twenty files.
+_MOST_COMPAT_FILES = 100
+# What the packages cuda-compat-11-0 to cuda-compat-13-1 install, up to `.so`.
+_COMPAT_NAMES = (
+    "libcuda", "libcudadebugger", "libnvidia-fatbinaryloader", "libnvidia-gpucomp", "libnvidia-nvvm",
+    "libnvidia-nvvm70", "libnvidia-pkcs11", "libnvidia-pkcs11-openssl3", "libnvidia-ptxjitcompiler",
+    "libnvidia-tileiras",
+)  # fmt: skip
 
 
 def prepare_root(root: Root, equipment: Equipment, *, cuda_compat: bool = True) -> None:
@@ -35,8 +64,8 @@ def prepare_root(root: Root, equipment: Equipment, *, cuda_compat: bool = True) 
     try:
         for target, path in equipment.links:
             root.make_link(path, target)
-        folder, names = compat.compatibility_libraries(root, equipment.host_driver) if cuda_compat else ("", [])
-        path = compat.CONFIGURATION
+        folder, names = compatibility_libraries(root, equipment.host_driver) if cuda_compat else ("", [])
+        path = COMPAT_CONFIGURATION
         if folder:
             _write(root, path, f"{folder}\n".encode())
             equipment.decisions.append(f"the image's {folder} is newer than driver {equipment.host_driver}: it is used")
@@ -102,3 +131,35 @@ def _remove(root: Root, path: str) -> None:
 def _write(root: Root, path: str, content: bytes) -> None:
     if root.read_file(path, len(content)) != content:
         root.write_file(path, content, 0o644)
+
+
+def compatibility_libraries(root: HasNames, host_driver: str) -> tuple[str, list[str]]:
+    """Return the folder in the container, free of links, and its libraries' names; nothing if they don't count."""
+    host = _major(host_driver)
+    there = [name for name in root.names(_COMPAT_FOLDER, _MOST_COMPAT_FILES) if name.isascii()]
+    versions = [name[len(_LIBCUDA) :] for name in there if _is_versioned(name)]
+    # Several are as good as none: nobody can say which is meant.
+    if not host or len(versions) != 1 or _major(versions[0]) <= host:
+        return "", []
+    folder = root.real_path(_COMPAT_FOLDER)
+    # It will be a line of a configuration file.
+    if not (folder.isascii() and folder.isprintable()):
+        return "", []
+    return folder, [name for name in there if _is_nvidias(name)]
+
+
+def _is_nvidias(name: str) -> bool:
+    """Say whether this is a library's name of NVIDIA's: libcuda.so, libcuda.so.1, libcuda.so.550.54.15."""
+    stem, so, version = name.partition(".so")
+    numbers = version[1:].split(".") if version else []
+    return bool(so) and stem in _COMPAT_NAMES and version[:1] in ("", ".") and all(one.isdigit() for one in numbers)
+
+
+def _is_versioned(name: str) -> bool:
+    """Say whether this is libcuda.so.550.54.15: libcuda.so.1 is a link to it."""
+    return name.startswith(_LIBCUDA) and "." in name[len(_LIBCUDA) :]
+
+
+def _major(version: str) -> int:
+    text = version.partition(".")[0]
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0

@@ -6,13 +6,14 @@ import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal
 import posix
 import sys
 
-from . import jsonio, log, record
-from .decision import SETTINGS, Decision, config_id, decide
-from .dev_char import link_nodes
+from . import jsonio, record
+from .config import config_id
+from .decision import SETTINGS, Decision, decide
+from .device_nodes import link_nodes, masking_hook
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
+from .files import replace_file
 from .links import prepare_root
-from .params import masking_hook
 from .volumes import mounts_to_make
 
 TYPE_CHECKING = False
@@ -27,7 +28,6 @@ _OTHER_COMMANDS = (
     "update",
 )  # fmt: skip
 _LONGEST_LINE = 2000
-_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
 def main(low_level: str, arguments: list[str]) -> NoReturn:
@@ -88,7 +88,7 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
     decision = decide(bundle, settings_paths)
     if decision is None:
         return
-    config, equipment = decision.config, decision.equipment
+    config, equipment, path = decision.config, decision.equipment, f"{bundle}/config.json"
     if equipment.edits.get("mounts"):
         equipment.edits["mounts"] = mounts_to_make(decision.root, decision.volumes, equipment.edits["mounts"])
     prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
@@ -99,11 +99,12 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
     drop_nvidia_hooks(config)
     link_nodes(equipment.edits.get("deviceNodes") or [])
     try:
-        write(f"{bundle}/config.json", jsonio.dumps(config))
+        status = posix.stat(path)
+        replace_file(path, jsonio.dumps(config), status.st_mode & 0o7777, (status.st_uid, status.st_gid), ".gpuprov")
     except OSError as error:
-        raise Refused(f"{bundle}/config.json can't be written: {error.strerror}") from None
+        raise Refused(f"{path} can't be written: {error.strerror}") from None
     except ValueError as error:
-        raise Refused(f"{bundle}/config.json can't be written: {error}") from None
+        raise Refused(f"{path} can't be written: {error}") from None
     _log(decision, bundle)
     record.keep(container, bundle, decision, "runtime")
 
@@ -111,31 +112,11 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
 def _log(decision: Decision, bundle: str) -> None:
     request, devices = decision.request, decision.request.devices
     given = ",".join(devices or ()) or "driver files, no device"
-    log.write(
+    record.log(
         decision.settings, "info",
         f"{config_id(bundle)}: {given}; {','.join(sorted(request.capabilities)) or 'no capability'}; "
         + "; ".join([*request.decisions, *decision.equipment.decisions]),
     )  # fmt: skip
-
-
-def write(path: str, text: str) -> None:
-    """Replace a file whole, its mode and owner kept."""
-    status = posix.stat(path)
-    temporary = f"{path}.gpuprov"
-    handle = posix.open(temporary, _CREATE, 0o600)
-    try:
-        try:
-            posix.fchown(handle, status.st_uid, status.st_gid)
-            posix.fchmod(handle, status.st_mode & 0o7777)
-            content = text.encode()
-            while content:
-                content = content[posix.write(handle, content) :]
-        finally:
-            posix.close(handle)
-        posix.rename(temporary, path)
-    except OSError:
-        posix.unlink(temporary)
-        raise
 
 
 def refuse(arguments: list[str], message: str) -> NoReturn:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import posix
 import sys
 
-from . import log
+from . import record
+from .config import has_own_proc
 from .device_cgroup import allow, read_proc
+from .device_nodes import PARAMS, is_rootless, masked_copy
 from .edits import node_identity
 from .errors import Refused
 from .links import prepare_root
-from .mounts import act_as, bind, enter_mount_namespace
-from .params import PARAMS, has_own_proc, is_rootless, masked_copy
 from .rootfs import Root
 from .scope import scope_of, tell, wait
+from .system_calls import act_as, bind, enter_mount_namespace
 from .volumes import is_same_file, watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .bus import Bus
     from .decision import Decision
+    from .scope import Bus
     from .settings import Settings
 
 _TYPE = 0o170000
@@ -87,7 +88,7 @@ def _allow(pid: int, identifier: str, nodes: list[dict[str, Any]], settings: Set
         return tell(scope, nodes)
     except OSError as error:
         said = f"systemd was not told of the devices of {scope}, and takes them away at `systemctl daemon-reload`"
-        log.write(settings, "warning", f"{said}: {error.strerror or error}")
+        record.log(settings, "warning", f"{said}: {error.strerror or error}")
         return None
 
 

@@ -1,8 +1,9 @@
-"""Record what each running container was given, in a root-owned file, for `gpuprov hook explain`. Never fails a start.
+"""What is kept of a start: what each running container was given, and a line in the log. Never fails a start.
 
-config.json no longer says it: the runtime has rewritten it by then. No value of the container's environment is kept,
-for it may hold secrets: names of this host's devices and files alone. `delete` removes the file; so does the next start
-where a container has gone without it (plain runc with the prestart hook, a killed engine).
+The record is for `gpuprov hook explain`, in a root-owned file, because config.json no longer says it: the runtime has
+rewritten it by then. No value of the container's environment is kept, for it may hold secrets: names of this host's
+devices and files alone. `delete` removes the file; so does the next start where a container has gone without it (plain
+runc with the prestart hook, a killed engine). The log, off by default, goes where the settings say.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import posix
 
 from . import jsonio
+from .files import make_folder, replace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from .decision import Decision
+    from .settings import Settings
 
 FOLDER = "/run/gpuprov/containers"
 FORMAT = 1
@@ -23,7 +26,12 @@ _LONGEST_NAME = 128
 # At one start: each is read and parsed.
 _MOST_LOOKED_AT = 8
 _MOST_BYTES = 1 << 20
-_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
+_JOURNAL = "/run/systemd/journal/socket"
+_LONGEST_LINE = 4000
+_ORDER = {"debug": 0, "info": 1, "warning": 2, "error": 3}
+# As syslog(3) counts.
+_PRIORITIES = (7, 6, 4, 3)
+_APPEND = posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_NOFOLLOW | posix.O_CLOEXEC | posix.O_NONBLOCK
 _READ = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
 
 
@@ -33,10 +41,10 @@ def keep(container: str, bundle: str, decision: Decision, way: str) -> None:
         return
     bundle = bundle if bundle.startswith("/") else f"{posix.getcwd()}/{bundle}"
     try:
-        _write(
-            container,
-            jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **_told(decision, way)}),
-        )
+        make_folder(FOLDER.rpartition("/")[0])
+        make_folder(FOLDER, 0o700)
+        text = jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **_told(decision, way)})
+        replace_file(f"{FOLDER}/{container}", text, 0o600)
         _sweep(container)
     except (OSError, ValueError):
         pass  # a full disk, or a rootless engine: the container is none the worse for it
@@ -99,27 +107,6 @@ def _content(path: str) -> str:
         posix.close(handle)
 
 
-def _write(container: str, text: str) -> None:
-    for folder, mode in ((FOLDER.rpartition("/")[0], 0o755), (FOLDER, 0o700)):
-        try:
-            posix.mkdir(folder, mode)
-        except FileExistsError:
-            pass
-    temporary = f"{FOLDER}/.{container}.{posix.getpid()}"
-    handle = posix.open(temporary, _CREATE, 0o600)
-    try:
-        try:
-            content = text.encode()
-            while content:
-                content = content[posix.write(handle, content) :]
-        finally:
-            posix.close(handle)
-        posix.rename(temporary, f"{FOLDER}/{container}")
-    except OSError:
-        posix.unlink(temporary)
-        raise
-
-
 def _sweep(own: str) -> None:
     """Remove the files of containers whose bundle is gone; where there are many, some at each start."""
     others = [name for name in names() if name != own]
@@ -136,3 +123,43 @@ def _sweep(own: str) -> None:
                 posix.unlink(f"{FOLDER}/{name}")
             except FileNotFoundError:
                 pass
+
+
+def log(settings: Settings, level: str, text: str) -> None:
+    """Add one line, if the settings want a log, and lines of this level in it."""
+    if not settings.debug or _ORDER[level] < _ORDER[settings.log_level]:
+        return
+    # What containers ask for stands in it, and they may start again and again.
+    text = text[:_LONGEST_LINE]
+    line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    try:
+        if settings.debug == "journal":
+            _to_journal(_PRIORITIES[_ORDER[level]], line)
+        else:
+            _to_file(settings.debug, level, line)
+    except (OSError, ValueError):
+        pass  # a full disk, or a path that can't be one, must not keep containers from starting
+
+
+def _to_file(path: str, level: str, line: str) -> None:
+    import time
+
+    handle = posix.open(path, _APPEND, 0o600)
+    try:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        posix.write(handle, f"{stamp} {level} {line}\n".encode("utf-8", "replace"))
+    finally:
+        posix.close(handle)
+
+
+def _to_journal(priority: int, line: str) -> None:
+    """Send one datagram in the journal's own protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL)."""
+    import _socket
+
+    fields = f"MESSAGE={line}\nPRIORITY={priority}\nSYSLOG_IDENTIFIER=gpuprov-container-runtime\n"
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+    try:
+        connection.setblocking(False)
+        connection.sendto(fields.encode("utf-8", "replace"), _JOURNAL)
+    finally:
+        connection.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import driver_files
 from .errors import Refused
-from .paths import normal_path
+from .files import normal_path
 from .settings import SETTINGS_PATH, Settings
 from .specification import kind_of
 

@@ -1,11 +1,16 @@
 """The runtime's configuration: NVIDIA's config.toml, its keys and their meaning, and a file of our own over it.
 
-Both are read at every start of a container that may want GPUs: an edit takes effect at the next one.
+Both are read at every start of a container that may want GPUs: an edit takes effect at the next one. Which program does
+the containers' work (runc, crun, or what the settings name) is kept for the launcher.
 """
 
 from __future__ import annotations
 
+import posix
+import sys
+
 from . import driver_files
+from .files import make_folder, replace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -13,6 +18,9 @@ if TYPE_CHECKING:
 
 SETTINGS_PATH = "/etc/gpuprov/container-runtime.toml"
 NVIDIA_SETTINGS_PATH = "/etc/nvidia-container-runtime/config.toml"
+LOW_LEVEL_CACHE = "/run/gpuprov/low-level"
+# Where root's programs are; a caller's PATH decides nothing.
+FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 _RUNTIME = "nvidia-container-runtime"
 # NVIDIA's names, in any case of letters, and ours; it takes a name that it does not know for info.
@@ -158,3 +166,38 @@ def _items(text: str) -> list[str]:
 def _capabilities(text: str) -> tuple[str, ...]:
     asked = _items(text)
     return driver_files.ALL if "all" in asked else tuple(sorted(set(asked)))
+
+
+def find_low_level(names: tuple[str, ...]) -> str:
+    """Return the path of the first low-level runtime that is there, nothing for none; a name with a slash is a path."""
+    for name in names:
+        for path in [name] if "/" in name else [f"{folder}/{name}" for folder in FOLDERS]:
+            if posix.access(path, posix.X_OK):
+                return path
+    return ""
+
+
+def keep_low_level(arguments: list[str], cache: str = LOW_LEVEL_CACHE) -> None:
+    """Print which low-level runtime it is, and write it for a shell; end with a sentence if there is none.
+
+    `arguments`: what stood behind the runtime's name; they say where the engine looks for that sentence.
+    """
+    settings, _ = read_settings()
+    path = find_low_level(settings.runtimes)
+    if not path:
+        names = ", ".join(settings.runtimes)
+        from .main import refuse  # here alone: most starts need no more than a path
+
+        refuse(
+            arguments,
+            f"gpuprov: none of the low-level runtimes {names} is installed: install one, "
+            f"or change runtimes in {SETTINGS_PATH}",
+        )
+    try:
+        make_folder(cache.rpartition("/")[0])
+        quoted = path.replace("'", "'\\''")
+        # A shell of root's reads it: nobody else may write it.
+        replace_file(cache, f"low_level='{quoted}'\n", 0o644)
+    except OSError:
+        pass  # a full disk, or a rootless engine: then the next start looks for it again
+    sys.stdout.write(f"{path}\n")

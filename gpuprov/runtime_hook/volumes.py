@@ -10,8 +10,8 @@ from __future__ import annotations
 import posix
 
 from .errors import Refused
-from .paths import normal_path
-from .root_walk import mount_id
+from .files import normal_path
+from .rootfs import mount_id
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -129,7 +129,7 @@ SOFTWARE_GROUPS = (
     ),
     Group(
         "files that gpuprov deployed are gone",
-        ("rm /usr/lib/gpuprov/runtime_hook/mounts.py",),
+        ("rm /usr/lib/gpuprov/runtime_hook/system_calls.py",),
         frozenset({"runtime-files-missing", "cdi-missing"}),
         then={"runtime-files-missing": "systemctl stop gpuprov-refresh.path; rm /etc/cdi/nvidia.json"},
     ),

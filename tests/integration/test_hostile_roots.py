@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuprov.runtime_hook.equipment import Equipment
+from gpuprov.runtime_hook.edits import Equipment
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import prepare_root
 from gpuprov.runtime_hook.rootfs import Root

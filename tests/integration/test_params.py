@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook import deploy, params
+from gpuprov.runtime_hook import deploy, device_nodes
 from tests.integration.container_bench import NAME, Bench, low_level_runtime
 from tests.integration.test_start_details import host_nodes, in_user_namespace
 
@@ -28,14 +28,14 @@ SCRIPT = f"cat {STANDS_FOR_PARAMS}; grep {STANDS_FOR_PARAMS} /proc/mounts; (echo
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
     library = made.folder / "deployed/host" / deploy.LIBRARY_PATH.lstrip("/") / "runtime_hook"
-    text = (library / "params.py").read_text()
+    text = (library / "device_nodes.py").read_text()
     for before, after in (
-        (params.PARAMS, STANDS_FOR_PARAMS), (r"ModifyDeviceFiles: 1\n", r"Linux\n"),
-        (params._COPY, str(made.folder / "run/params")),
+        (device_nodes.PARAMS, STANDS_FOR_PARAMS), (r"ModifyDeviceFiles: 1\n", r"Linux\n"),
+        (device_nodes._COPY, str(made.folder / "run/params")),
     ):  # fmt: skip
         assert before in text
         text = text.replace(before, after)
-    (library / "params.py").write_text(text)
+    (library / "device_nodes.py").write_text(text)
     deploy.compile_bytecode(str(library))
     yield made
     made.delete()
@@ -120,20 +120,20 @@ def test_a_relative_bundle_and_root_are_found(bench: Bench, monkeypatch: pytest.
 def test_a_procfs_without_the_driver_and_a_user_namespace_do_without(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(params, "masked_copy", lambda: "/copy")
-    monkeypatch.setattr(params, "PARAMS", "/proc/version")
+    monkeypatch.setattr(device_nodes, "masked_copy", lambda: "/copy")
+    monkeypatch.setattr(device_nodes, "PARAMS", "/proc/version")
     config = {"linux": bench.pristine["linux"], "mounts": bench.pristine["mounts"]}
-    hook = params.masking_hook(config, "/root")
+    hook = device_nodes.masking_hook(config, "/root")
     assert hook is not None
-    assert hook["args"][-2:] == ["/copy", f"/root{params.PARAMS}"]
+    assert hook["args"][-2:] == ["/copy", f"/root{device_nodes.PARAMS}"]
     pids = [
         {**one, "options": ["subset=pid"]} if one["destination"] == "/proc" else one for one in bench.pristine["mounts"]
     ]
     of_the_host = [{"destination": "/proc", "type": "bind", "source": "/proc", "options": ["rbind"]}]
     for mounts in (pids, of_the_host, []):
-        assert params.masking_hook({**config, "mounts": mounts}, "/root") is None
+        assert device_nodes.masking_hook({**config, "mounts": mounts}, "/root") is None
     linux, mounts = in_user_namespace(bench)
-    assert params.masking_hook({"linux": linux, "mounts": mounts}, "/root") is None
+    assert device_nodes.masking_hook({"linux": linux, "mounts": mounts}, "/root") is None
     # Mounted over the host's procfs, as in a simulation: no container's own procfs has it.
-    monkeypatch.setattr(params, "PARAMS", "/etc/passwd")
-    assert params.masking_hook(config, "/root") is None
+    monkeypatch.setattr(device_nodes, "PARAMS", "/etc/passwd")
+    assert device_nodes.masking_hook(config, "/root") is None

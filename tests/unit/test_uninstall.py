@@ -20,6 +20,7 @@ from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
+from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from tests import simgpu
@@ -92,9 +93,34 @@ def test_a_runtime_that_was_upgraded_leaves_nothing(host: FakeHost) -> None:
     """The upgrade captures byte code that the first run compiled, and that was not there before it."""
     before = whole_tree(host)
     done(carry_out(host, "install"))
-    older = host.root / "usr/lib/gpuprov/runtime_hook/log.py"
+    older = host.root / "usr/lib/gpuprov/runtime_hook/record.py"
     older.write_text("# of an older version\n")
     assert done(carry_out(host, "install")).changed == 1
+    done(carry_out(host, "uninstall"))
+    assert whole_tree(host) == before
+
+
+def test_modules_of_other_names_are_removed_by_an_upgrade_and_come_back_by_a_rollback(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions had more modules; none of them, nor its byte code, may stay importable."""
+    before = whole_tree(host)
+    folder = host.root / LIBRARY_PATH.lstrip("/") / "runtime_hook"
+    names = ("root_walk", "low_level", "equipment")
+    more = tuple((f"{LIBRARY_PATH}/runtime_hook/{name}.py", 0o644, f"# {name}\n".encode()) for name in names)
+    now = deploy.deployed_files
+    with monkeypatch.context() as earlier:
+        earlier.setattr(deploy, "deployed_files", lambda *words, **named: (*now(*words, **named), *more))
+        done(carry_out(host, "install"))
+    older = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    assert {f"{name}.py" for name in names} < {path.name for path in older}
+    assert done(carry_out(host, "install")).changed == 1
+    newer = {path for path in folder.rglob("*.*") if path.is_file()}
+    assert older.keys() - newer == {path for path in older if path.name.startswith(names)} and newer <= older.keys()
+    assert done(carry_out(host, "install")).changed == 0
+    done(carry_out(host, "rollback"))
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == older
+    done(carry_out(host, "install"))
     done(carry_out(host, "uninstall"))
     assert whole_tree(host) == before
 

@@ -34,7 +34,7 @@ from gpuprov.checks.cuda.trees import AddedTree, ArchiveTree, RootTree, Tree, ad
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
-from gpuprov.runtime_hook.decision import owner_of, root_of
+from gpuprov.runtime_hook.config import owner_of, root_of
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.request import parse_request
 from gpuprov.runtime_hook.rootfs import Root

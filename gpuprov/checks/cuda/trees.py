@@ -17,10 +17,9 @@ from typing import BinaryIO, Protocol
 
 from gpuprov.cdi.files import CACHE
 from gpuprov.runtime_hook import ldcache
-from gpuprov.runtime_hook.compat import compatibility_libraries
-from gpuprov.runtime_hook.equipment import choose
+from gpuprov.runtime_hook.edits import choose
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.links import cache_entries
+from gpuprov.runtime_hook.links import cache_entries, compatibility_libraries
 from gpuprov.runtime_hook.request import DeviceRequest
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import Settings, read_settings

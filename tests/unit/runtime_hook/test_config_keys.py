@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.runtime_hook import config_keys, hook_main
+from gpuprov.runtime_hook import config, hook_main
 from gpuprov.runtime_hook.errors import Refused
 from tests.unit.runtime_hook.test_main import Bundle
 
@@ -89,15 +89,15 @@ def test_a_state_with_such_a_key_is_none(state: str, says: str, monkeypatch: pyt
         hook_main.serve(["prestart"])
 
 
-@given(st.sampled_from(sorted(config_keys.CONFIG)), st.data())
+@given(st.sampled_from(sorted(config.CONFIG)), st.data())
 def test_a_known_key_is_found_in_every_case_of_letters(name: str, data: st.DataObject) -> None:
     variants = {"s": f"sS{LONG_S}", "k": f"kK{KELVIN}"}
     key = "".join(data.draw(st.sampled_from(variants.get(one.lower(), one.lower() + one.upper()))) for one in name)
-    odd = config_keys.odd_key({key: None}, config_keys.CONFIG)
+    odd = config.odd_key({key: None}, config.CONFIG)
     assert odd == ("" if key == name else f"the key {key!r}, which runc reads as {name!r}")
 
 
 @given(st.text())
 def test_a_key_in_other_letters_is_unknown(key: str) -> None:
-    if key.casefold() not in {name.casefold() for name in config_keys.CONFIG}:
-        assert config_keys.odd_key({key: None}, config_keys.CONFIG) == ""
+    if key.casefold() not in {name.casefold() for name in config.CONFIG}:
+        assert config.odd_key({key: None}, config.CONFIG) == ""

@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.runtime_hook.edits import apply_edits, drop_nvidia_hooks, merge_edits
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.paths import normal_path
+from gpuprov.runtime_hook.files import normal_path
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuprov.runtime_hook import driver_files
-from gpuprov.runtime_hook.equipment import Equipment, choose
+from gpuprov.runtime_hook.edits import Equipment, choose
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.request import parse_request
 from gpuprov.runtime_hook.rootfs import Root

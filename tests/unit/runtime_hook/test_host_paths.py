@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook.host_paths import is_trusted
+from gpuprov.runtime_hook.files import is_trusted
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: files of other users")]
 

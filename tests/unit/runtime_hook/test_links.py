@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook.compat import CONFIGURATION
-from gpuprov.runtime_hook.equipment import Equipment
+from gpuprov.runtime_hook.edits import Equipment
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.links import prepare_root, statement_on_loader
+from gpuprov.runtime_hook.links import COMPAT_CONFIGURATION, prepare_root, statement_on_loader
 from gpuprov.runtime_hook.rootfs import Root
 
 pytestmark = pytest.mark.root
@@ -115,7 +114,7 @@ def test_compatibility_libraries_count_when_and_only_when_they_are_newer(
     prepare(tmp_path, given)
     found = cached(tmp_path)["libcuda.so.1"]
     assert found == (f"/{COMPAT}/libcuda.so.1" if used else f"{MULTIARCH}/libcuda.so.1")
-    assert (tmp_path / CONFIGURATION.lstrip("/")).exists() is used
+    assert (tmp_path / COMPAT_CONFIGURATION.lstrip("/")).exists() is used
 
 
 def test_compatibility_can_be_turned_off_and_goes_again_after_a_driver_update(tmp_path: Path) -> None:
@@ -123,10 +122,10 @@ def test_compatibility_can_be_turned_off_and_goes_again_after_a_driver_update(tm
     prepare(tmp_path, equipment(), cuda_compat=False)
     assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
     prepare(tmp_path, equipment())
-    assert (tmp_path / CONFIGURATION.lstrip("/")).read_text() == f"/{COMPAT}\n"
+    assert (tmp_path / COMPAT_CONFIGURATION.lstrip("/")).read_text() == f"/{COMPAT}\n"
     prepare(tmp_path, equipment("580.95.05"))
     assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
-    assert not (tmp_path / CONFIGURATION.lstrip("/")).exists()
+    assert not (tmp_path / COMPAT_CONFIGURATION.lstrip("/")).exists()
 
 
 def test_of_the_images_compatibility_folder_nvidias_names_alone_are_found_by_the_loader(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_a_folder_that_no_line_of_a_file_can_name_does_not_count(tmp_path: Path,
     (tmp_path / "etc/alternatives/cuda").symlink_to(f"/{folder}")
     prepare(tmp_path, equipment())
     assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
-    assert not (tmp_path / CONFIGURATION.lstrip("/")).exists()
+    assert not (tmp_path / COMPAT_CONFIGURATION.lstrip("/")).exists()
 
 
 def test_a_folder_of_thousands_of_files_is_no_compatibility_folder(tmp_path: Path) -> None:

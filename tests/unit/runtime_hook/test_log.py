@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook import log
+from gpuprov.runtime_hook import record
 from gpuprov.runtime_hook.settings import Settings
 
 RUNTIME = "nvidia-container-runtime"
@@ -19,8 +19,8 @@ def settings(debug: str, level: str = "info") -> Settings:
 
 
 def test_it_is_off_by_default_and_for_the_null_device(tmp_path: Path) -> None:
-    log.write(Settings({}), "error", "x")
-    log.write(settings("/dev/null"), "error", "x")
+    record.log(Settings({}), "error", "x")
+    record.log(settings("/dev/null"), "error", "x")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -33,47 +33,47 @@ def test_it_is_off_by_default_and_for_the_null_device(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_lines_below_the_level_are_left_out(tmp_path: Path, wanted: str, written: list[str]) -> None:
     for level in ("debug", "info", "warning", "error"):
-        log.write(settings(str(tmp_path / "log"), wanted), level, "text")
+        record.log(settings(str(tmp_path / "log"), wanted), level, "text")
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line.split()[1] for line in lines] == written
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w+ text", line) for line in lines)
 
 
 def test_an_images_words_forge_no_line_and_command_no_terminal(tmp_path: Path) -> None:
-    log.write(settings(str(tmp_path / "log")), "info", "a\n2026 error forged\r\x1b[2J\udcff é")
+    record.log(settings(str(tmp_path / "log")), "info", "a\n2026 error forged\r\x1b[2J\udcff é")
     assert (tmp_path / "log").read_text().partition(" info ")[2] == "a 2026 error forged [2J é\n"
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "\n" * 1_000_000 + "x"])
 def test_a_request_of_megabytes_fills_no_disk(tmp_path: Path, text: str) -> None:
-    log.write(settings(str(tmp_path / "log")), "info", text)
+    record.log(settings(str(tmp_path / "log")), "info", text)
     assert (tmp_path / "log").stat().st_size < 5000
 
 
 def test_the_journal_gets_one_datagram_in_its_own_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "socket"
-    monkeypatch.setattr(log, "_JOURNAL", str(path))
+    monkeypatch.setattr(record, "_JOURNAL", str(path))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(path))
-        log.write(settings("journal"), "error", "GPU\nPRIORITY=0")
+        record.log(settings("journal"), "error", "GPU\nPRIORITY=0")
         assert journal.recv(1000).decode() == (
             "MESSAGE=GPU PRIORITY=0\nPRIORITY=3\nSYSLOG_IDENTIFIER=gpuprov-container-runtime\n"
         )
 
 
 def test_a_new_file_is_for_root_alone_and_an_old_one_keeps_its_lines(tmp_path: Path) -> None:
-    log.write(settings(str(tmp_path / "new")), "info", "x")
+    record.log(settings(str(tmp_path / "new")), "info", "x")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
     (tmp_path / "old").write_text("first\n")
     mode = (tmp_path / "old").stat().st_mode
-    log.write(settings(str(tmp_path / "old")), "info", "second")
+    record.log(settings(str(tmp_path / "old")), "info", "second")
     assert [line.split()[-1] for line in (tmp_path / "old").read_text().splitlines()] == ["first", "second"]
     assert (tmp_path / "old").stat().st_mode == mode
 
 
 def test_without_a_journal_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_JOURNAL", str(tmp_path / "none"))
-    log.write(settings("journal"), "error", "x")
+    monkeypatch.setattr(record, "_JOURNAL", str(tmp_path / "none"))
+    record.log(settings("journal"), "error", "x")
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "missing folder", "no path"])
@@ -82,5 +82,5 @@ def test_where_it_cannot_be_written_nothing_happens(tmp_path: Path, kind: str) -
     places = {"folder": tmp_path, "link": tmp_path / "link", "missing folder": tmp_path / "none/log", "no path": "/\0"}
     place = places[kind]
     (tmp_path / "link").symlink_to("victim")
-    log.write(settings(str(place)), "error", "x")
+    record.log(settings(str(place)), "error", "x")
     assert (tmp_path / "victim").read_text() == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook import low_level
+from gpuprov.runtime_hook import settings
 from gpuprov.runtime_hook.settings import read_settings
 from tests.deployed import Deployed, deploy_below
 
@@ -20,15 +20,15 @@ def program(path: Path) -> str:
 
 
 def test_the_first_that_is_there_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_level, "FOLDERS", (str(tmp_path / "a"), str(tmp_path / "b")))
+    monkeypatch.setattr(settings, "FOLDERS", (str(tmp_path / "a"), str(tmp_path / "b")))
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     second, other = program(tmp_path / "b/second"), program(tmp_path / "other")
     (tmp_path / "a/second").write_text("no program")
-    assert low_level.find(("first", "second")) == second
-    assert low_level.find((other, "second")) == other
-    assert low_level.find((f"{tmp_path}/none", "second")) == second
-    assert low_level.find(("first",)) == ""
+    assert settings.find_low_level(("first", "second")) == second
+    assert settings.find_low_level((other, "second")) == other
+    assert settings.find_low_level((f"{tmp_path}/none", "second")) == second
+    assert settings.find_low_level(("first",)) == ""
 
 
 def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path, monkeypat
     own = tmp_path / "own.toml"
     own.write_text(f'[nvidia-container-runtime]\nruntimes = ["{runtime}"]\n')
     monkeypatch.setattr(read_settings, "__defaults__", (str(own), str(tmp_path / "none")))
-    low_level.keep([], str(tmp_path / "run/low-level"))
+    settings.keep_low_level([], str(tmp_path / "run/low-level"))
     told = subprocess.run(
         ("sh", "-c", '. "$1"; printf %s "$low_level"', "sh", tmp_path / "run/low-level"), capture_output=True,
         text=True, check=True, cwd=tmp_path,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.runtime_hook.decision import owner_of, root_of
+from gpuprov.runtime_hook.config import owner_of, root_of
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.main import bundle_of, failure, is_create, prepare
 

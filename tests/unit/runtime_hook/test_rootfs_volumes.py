@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook import root_walk
-from gpuprov.runtime_hook.root_walk import mount_id
-from gpuprov.runtime_hook.rootfs import Root
+from gpuprov.runtime_hook import rootfs
+from gpuprov.runtime_hook.rootfs import Root, mount_id
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: mounts")]
 ENOENT, EXDEV = 2, 18
@@ -173,7 +172,7 @@ def test_each_folder_is_looked_at_once(tree: Path, monkeypatch: pytest.MonkeyPat
         looked.append(handle)
         return mount_id(handle)
 
-    monkeypatch.setattr(root_walk, "mount_id", counted)
+    monkeypatch.setattr(rootfs, "mount_id", counted)
     root = Root(str(tree))
     for number in range(5):
         root.write_file(f"/etc/{number}", b"", 0o644)

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook import bus, prestart, scope
-from gpuprov.runtime_hook.bus import unit_path
-from gpuprov.runtime_hook.scope import properties, scope_of
+from gpuprov.runtime_hook import prestart, scope
+from gpuprov.runtime_hook.scope import properties, scope_of, unit_path
 from gpuprov.runtime_hook.settings import read_settings
 
 ID = "4f5c" * 16
@@ -70,7 +69,7 @@ class Systemd:
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[Systemd] = []
-    monkeypatch.setattr(bus, "SOCKETS", (str(tmp_path / "bus"), str(tmp_path / "private")))
+    monkeypatch.setattr(scope, "SOCKETS", (str(tmp_path / "bus"), str(tmp_path / "private")))
 
     def make(*answers: bytes, name: str = "private", welcome: bytes = b"OK 1234\r\n") -> Systemd:
         made.append(Systemd(tmp_path / name, list(answers), welcome))
@@ -180,8 +179,8 @@ def test_signals_that_another_user_sends_do_not_hide_the_answer(systemd: Any) ->
 
 def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time, and all of them together do not: without a limit for all, the last line is read."""
-    monkeypatch.setattr(bus, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
-    monkeypatch.setattr(bus, "_SECONDS", 0.3)
+    monkeypatch.setattr(scope, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
+    monkeypatch.setattr(scope, "_SECONDS", 0.3)
     ended = threading.Event()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "private"))
@@ -199,7 +198,7 @@ def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch:
         thread.start()
         try:
             with pytest.raises(OSError, match=r"in time|timed out"):
-                bus.Bus()
+                scope.Bus()
         finally:
             ended.set()
             thread.join(10)

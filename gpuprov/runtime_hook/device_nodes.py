@@ -1,27 +1,57 @@
-"""Keeps NVIDIA's libraries from making device nodes inside containers, as every variant of NVIDIA's toolkit does.
+"""Device nodes beside those in config.json: links by which systemd knows them, and libraries that must make none.
 
-They look into /proc/driver/nvidia/params: where ModifyDeviceFiles is 0, they make none. Containers see a copy that
-says so. runc mounts nothing below /proc from config.json: mount(8) does it as a hook, before the root is entered.
+runc tells systemd of devices by /dev/char/MAJOR:MINOR, and systemd forgets those that are not there as soon as it reads
+its units again (`systemctl daemon-reload`): running containers then lose their GPUs. udev makes no such links for
+NVIDIA's nodes, which sysfs does not know. Source: nvidia-container-toolkit, "system create-dev-char-symlinks"; runc
+issue 3708.
+
+NVIDIA's libraries look into /proc/driver/nvidia/params: where ModifyDeviceFiles is 0, they make no nodes. Containers
+see a copy that says so, as with every variant of NVIDIA's toolkit. runc mounts nothing below /proc from config.json:
+mount(8) does it as a hook, before the root is entered.
 """
 
 from __future__ import annotations
 
 import posix
 
-from .edits import has_user_namespace
+from .config import has_own_proc, has_user_namespace
 from .errors import Refused
+from .files import make_folder, replace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+_FOLDER = "/dev/char"
+_CHARACTER = 0o020000
+_TYPE = 0o170000
 PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers.
 _COPY = "/run/gpuprov/params"
 _MOUNT_PROGRAMS = ("/usr/bin/mount", "/bin/mount")
 # Root in the container is root on the host: the copy is everybody's.
 _OPTIONS = "bind,ro,nosuid,nodev,noexec"
-_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
+
+
+def link_nodes(nodes: list[dict[str, Any]]) -> None:
+    """Make the links that are missing; where that can't be done the container starts all the same."""
+    for node in nodes:
+        path = node.get("hostPath") or node["path"]
+        try:
+            status = posix.stat(path)
+            if status.st_mode & _TYPE == _CHARACTER and path.startswith("/dev/"):
+                name = f"{posix.major(status.st_rdev)}:{posix.minor(status.st_rdev)}"
+                _link(f"..{path[len('/dev') :]}", f"{_FOLDER}/{name}")
+        except OSError:
+            continue  # there already, or no such node
+
+
+def _link(target: str, path: str) -> None:
+    try:
+        posix.symlink(target, path)
+    except FileNotFoundError:
+        posix.mkdir(_FOLDER, 0o755)
+        posix.symlink(target, path)
 
 
 def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | None:
@@ -45,21 +75,6 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
         "hookName": "createContainer", "path": program, "args": ["mount", "-n", "-o", _OPTIONS, copy, target],
         "env": ["PATH=/usr/bin:/bin"],
     }  # fmt: skip
-
-
-def has_own_proc(config: dict[str, Any]) -> bool:
-    """Say whether /proc is a procfs that the low-level runtime mounts for this container."""
-    mounts = config.get("mounts")
-    found = [
-        mount
-        for mount in (mounts if isinstance(mounts, list) else ())
-        if isinstance(mount, dict) and str(mount.get("destination", "")).rstrip("/") == "/proc"
-    ]
-    if not found or found[-1].get("type") != "proc":
-        return False
-    options = found[-1].get("options")
-    # proc(5), subset=pid: no driver is seen there.
-    return not any(str(one).startswith("subset=") for one in (options if isinstance(options, list) else ()))
 
 
 def _is_the_kernels() -> bool:
@@ -90,30 +105,13 @@ def masked_copy() -> str:
     except OSError:
         pass
     try:
-        _write(changed)
+        make_folder(_COPY.rpartition("/")[0])
+        replace_file(_COPY, changed, 0o644)  # every container reads it and none writes it
     except OSError as error:
         if is_rootless():
             return ""
         raise Refused(f"{_COPY} can't be written: {error.strerror}") from None
     return _COPY
-
-
-def _write(text: str) -> None:
-    try:
-        posix.mkdir(_COPY.rpartition("/")[0], 0o755)
-    except FileExistsError:
-        pass
-    temporary = f"{_COPY}.{posix.getpid()}"
-    # Every container reads it and none writes it, whatever the caller's umask is.
-    handle = posix.open(temporary, _CREATE, 0o644)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        posix.chmod(temporary, 0o644)
-        posix.rename(temporary, _COPY)
-    except OSError:
-        posix.unlink(temporary)
-        raise
 
 
 def is_rootless() -> bool:

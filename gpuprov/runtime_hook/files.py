@@ -1,4 +1,4 @@
-"""Check host paths outside the driver: whether only root controls their content.
+"""Paths as text, and files of the host: replaced whole, or checked whether only root controls them.
 
 /tmp/nvidia-mps is in a folder where every user may create files. A user could create it first, and have his own folder
 or link mounted into other users' containers.
@@ -15,6 +15,18 @@ _MOST_COMPONENTS = 100
 # numbered below the users' (login.defs(5)).
 _PERSISTENCED = "/run/nvidia-persistenced/socket"
 _FIRST_USER = 1000
+_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
+
+
+def normal_path(path: str) -> str:
+    """Return a path without `.`, `..` and doubled slashes, as Go's filepath.Clean does."""
+    parts: list[str] = []
+    for part in path.split("/"):
+        if part == ".." and parts and parts[-1] != "..":
+            parts.pop()
+        elif part not in ("", ".") and not (part == ".." and path.startswith("/")):
+            parts.append(part)
+    return ("/" if path.startswith("/") else "") + "/".join(parts) or "."
 
 
 def is_trusted(path: str) -> bool:
@@ -58,3 +70,36 @@ def is_trusted(path: str) -> bool:
 def _is_services(owners: list[int]) -> bool:
     *above, folder, socket = owners
     return not any(above) and folder in (0, socket) and socket < _FIRST_USER
+
+
+def replace_file(path: str, text: str, mode: int, owner: tuple[int, int] | None = None, suffix: str = "") -> None:
+    """Replace a file whole: what reads it meanwhile sees the old one. Raises OSError.
+
+    `suffix` is of the name under which it is written first; without one, that name is hidden and this process's own.
+    """
+    folder, _, name = path.rpartition("/")
+    temporary = f"{path}{suffix}" if suffix else f"{folder}/.{name}.{posix.getpid()}"
+    handle = posix.open(temporary, _CREATE, 0o600)
+    try:
+        try:
+            if owner:
+                posix.fchown(handle, *owner)
+            # Whatever the caller's umask is.
+            posix.fchmod(handle, mode)
+            content = text.encode()
+            while content:
+                content = content[posix.write(handle, content) :]
+        finally:
+            posix.close(handle)
+        posix.rename(temporary, path)
+    except OSError:
+        posix.unlink(temporary)
+        raise
+
+
+def make_folder(path: str, mode: int = 0o755) -> None:
+    """Make a folder unless it is there. Raises OSError."""
+    try:
+        posix.mkdir(path, mode)
+    except FileExistsError:
+        pass

@@ -1,0 +1,226 @@
+"""Read config.json as a low-level runtime reads it, and what it says of the root, the users and the mounts.
+
+runc is written in Go: encoding/json takes a known key in any case of letters, and merges a key that is given twice.
+crun takes the exact key alone. What one program judges, the other would not run: no GPU container gets by with that.
+"""
+
+from __future__ import annotations
+
+import posix
+
+from . import jsonio
+from .errors import Refused
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Optional
+
+    Shape = dict[str, Optional["Shape"]]
+
+_HOOK: Shape = dict.fromkeys(("path", "args", "env", "timeout"))
+_MAPPING: Shape = dict.fromkeys(("containerID", "hostID", "size"))
+_DEVICE: Shape = dict.fromkeys(
+    ("path", "type", "major", "minor", "fileMode", "uid", "gid", "allow", "access")
+)  # fmt: skip
+# The objects that this runtime reads or changes. What lies in others stays as it is, in its order: every reader makes
+# of it what it did before.
+CONFIG: Shape = {
+    "ociVersion": None, "hostname": None, "domainname": None, "annotations": None, "solaris": None, "windows": None,
+    "vm": None, "zos": None,
+    "process": {
+        "terminal": None, "consoleSize": None, "args": None, "commandLine": None, "env": None, "cwd": None,
+        "rlimits": None, "noNewPrivileges": None, "apparmorProfile": None, "oomScoreAdj": None, "scheduler": None,
+        "selinuxLabel": None, "ioPriority": None, "execCPUAffinity": None,
+        "user": dict.fromkeys(("uid", "gid", "umask", "additionalGids", "username")),
+        "capabilities": dict.fromkeys(("bounding", "effective", "inheritable", "permitted", "ambient")),
+    },
+    "root": dict.fromkeys(("path", "readonly")),
+    "mounts": dict.fromkeys(("destination", "type", "source", "options", "uidMappings", "gidMappings")),
+    "hooks": dict.fromkeys(
+        ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"), _HOOK
+    ),
+    "linux": {
+        **dict.fromkeys((
+            "sysctl", "cgroupsPath", "netDevices", "seccomp", "rootfsPropagation", "maskedPaths", "readonlyPaths",
+            "mountLabel", "intelRdt", "personality", "timeOffsets", "memoryPolicy",
+        )),
+        "uidMappings": _MAPPING, "gidMappings": _MAPPING, "namespaces": dict.fromkeys(("type", "path")),
+        "devices": _DEVICE,
+        "resources": {
+            **dict.fromkeys((
+                "memory", "cpu", "pids", "blockIO", "hugepageLimits", "network", "rdma", "unified",
+            )),
+            "devices": _DEVICE,
+        },
+    },
+}  # fmt: skip
+STATE: Shape = dict.fromkeys(("ociVersion", "id", "status", "pid", "bundle", "bundlePath", "annotations", "root"))
+
+
+def load_config(path: str) -> dict[str, Any] | None:
+    """Return a GPU container's config.json, None if it is missing or no object: runc reads it next, and says so.
+
+    Raises Refused for what is not JSON: runc takes some things for it that are none (something after the end), and a
+    GPU container must not slip by; and for keys that runc reads in another way.
+    """
+    config, odd, _ = read_config(path)
+    if odd:
+        raise Refused(ambiguous(path, odd))
+    return config
+
+
+def read_config(path: str) -> tuple[dict[str, Any] | None, str, str]:
+    """Return the configuration, what is odd about one of its keys ("" for nothing), and its text."""
+    twice: list[str] = []
+    try:
+        # runc too reads what is no UTF-8 as U+FFFD.
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        config = jsonio.loads(text, jsonio.noting_duplicates(twice))
+    except OSError:
+        return None, "", ""
+    except ValueError as error:
+        raise Refused(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        return None, "", ""
+    return config, duplicate(twice) or odd_key(config, CONFIG), text
+
+
+def ambiguous(path: str, odd: str) -> str:
+    """Return why a GPU container with such a key is refused."""
+    return f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
+
+
+def odd_key(document: Any, shape: Shape) -> str:
+    """Return what is odd about the first known key that is not in its own letters, nothing if there is none."""
+    if isinstance(document, list):
+        return next(filter(None, (odd_key(item, shape) for item in document)), "")
+    if not isinstance(document, dict):
+        return ""
+    for key, value in document.items():
+        inner = shape.get(key)
+        if inner:
+            found = odd_key(value, inner)
+            if found:
+                return found
+        elif key not in shape:
+            known = next((name for name in shape if _folded(name) == _folded(key)), "")
+            if known:
+                return f"the key {key!r}, which runc reads as {known!r}"
+    return ""
+
+
+def duplicate(keys: list[str]) -> str:
+    """Return what is odd about keys that an object has twice, nothing for none."""
+    return f"the key {keys[0]!r} twice in one object" if keys else ""
+
+
+def as_runc_reads(text: str) -> Any:
+    """Return config.json with known keys in their own letters and what is given twice merged, as runc has it."""
+    known = {_folded(name): name for name in _names(CONFIG)}
+
+    def merged(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            _merge(found, known.get(_folded(key), key), value)
+        return found
+
+    return jsonio.loads(text, merged)
+
+
+def _merge(found: dict[str, Any], key: str, value: Any) -> None:
+    before = found.get(key)
+    if isinstance(before, dict) and isinstance(value, dict):
+        for name, inner in value.items():
+            _merge(before, name, inner)
+    elif value is not None or key not in found:
+        found[key] = value
+
+
+def _names(shape: Shape) -> list[str]:
+    return [name for key, inner in shape.items() for name in (key, *(_names(inner) if inner else ()))]
+
+
+def _folded(key: str) -> str:
+    """Return a key as encoding/json compares it: of what is not ASCII, two letters alone stand for an ASCII one."""
+    return key.lower().replace("\u017f", "s")  # lower() makes k of the Kelvin sign
+
+
+def root_of(config: dict[str, Any], bundle: str) -> str:
+    """Return the folder of the container's root file system."""
+    root = config.get("root")
+    path = root.get("path", "") if isinstance(root, dict) else ""
+    return path if str(path).startswith("/") else f"{_real_folder(bundle)}/{path}"
+
+
+def _real_folder(bundle: str) -> str:
+    """Return a bundle's folder without links: runc takes a relative path from there."""
+    try:
+        handle = posix.open(bundle, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
+    except (OSError, ValueError):
+        return bundle
+    try:
+        return posix.readlink(f"/proc/self/fd/{handle}")
+    finally:
+        posix.close(handle)
+
+
+def owner_of(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the host's numbers for the container's root user and group: what we make there shall be theirs."""
+    linux = config.get("linux")
+    mappings = linux if isinstance(linux, dict) else {}
+    return _mapped(mappings.get("uidMappings")), _mapped(mappings.get("gidMappings"))
+
+
+def _mapped(mappings: Any) -> int:
+    for mapping in mappings if isinstance(mappings, list) else ():
+        if isinstance(mapping, dict) and mapping.get("containerID", 0) == 0 and isinstance(mapping.get("hostID"), int):
+            return int(mapping["hostID"])
+    return 0
+
+
+def config_id(bundle: str) -> str:
+    """Return by what a container is named in the log: engines call the bundle's folder by its id."""
+    return bundle.rstrip("/").rpartition("/")[2]
+
+
+def has_user_namespace(config: dict[str, Any]) -> bool:
+    """Say whether the container has a user namespace of its own."""
+    linux = config.get("linux")
+    namespaces = list_of(linux, "namespaces", dict) if isinstance(linux, dict) else ()
+    return any(one.get("type") == "user" for one in namespaces)
+
+
+def has_own_proc(config: dict[str, Any]) -> bool:
+    """Say whether /proc is a procfs that the low-level runtime mounts for this container."""
+    mounts = config.get("mounts")
+    found = [
+        mount
+        for mount in (mounts if isinstance(mounts, list) else ())
+        if isinstance(mount, dict) and str(mount.get("destination", "")).rstrip("/") == "/proc"
+    ]
+    if not found or found[-1].get("type") != "proc":
+        return False
+    options = found[-1].get("options")
+    # proc(5), subset=pid: no driver is seen there.
+    return not any(str(one).startswith("subset=") for one in (options if isinstance(options, list) else ()))
+
+
+def object_of(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an object of the configuration, made if it is missing or null. Raises Refused for anything else."""
+    if parent.get(name) is None:
+        parent[name] = {}
+    found = parent[name]
+    if not isinstance(found, dict):
+        raise Refused(f"config.json: {name} is no object")
+    return found
+
+
+def list_of(parent: dict[str, Any], name: str, kind: type) -> list[Any]:
+    """Return a copy of a list of the configuration, nothing for none. Raises Refused for anything but such a list."""
+    found = parent.get(name)
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        raise Refused(f"config.json: {name} is no list of what belongs there")
+    return list(found)
