@@ -1,4 +1,4 @@
-"""The tables in docs/doctor.md and the texts of `gpuprov doctor --explain`, written from the rules: `make docs`."""
+"""The lists in docs/doctor.md and the texts of `gpuprov doctor --explain`, written from the rules: `make docs`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ _FIXES = {
     CACHE: "rewrites the loader's cache",
     MODULES: "loads the driver's kernel modules",
 }
-_TABLES = re.compile(r"(?<=<!-- tables -->\n).*(?=<!-- end of the tables -->)", re.DOTALL)
+_LISTS = re.compile(r"(?<=<!-- lists -->\n).*(?=<!-- end of the lists -->)", re.DOTALL)
 
 
-def with_tables(page: str) -> str:
-    """Return the page with the tables that the rules give; what people wrote around them stays."""
-    return _TABLES.sub(lambda _: _tables(), page)
+def with_lists(page: str) -> str:
+    """Return the page with the lists that the rules give; what people wrote around them stays."""
+    return _LISTS.sub(lambda _: _lists(), page)
 
 
-def _tables() -> str:
+def _lists() -> str:
     lines = []
     for area in AREAS:
-        lines += [f"### {area}", "", "| cause | sign |", "|---|---|"]
-        signs = {rule.name: rule.sign.replace("|", chr(92) + "|") for rule in RULES if rule.area == area}
-        lines += [*(f"| `{name}` | {sign} |" for name, sign in signs.items()), ""]
+        lines += [f"### {area}", "", *(f"- `{one.name}`: {one.sign}" for one in RULES if one.area == area), ""]
     return "\n".join(lines)
 
 
@@ -78,5 +76,5 @@ def _findings() -> dict[str, Finding]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    PAGE.write_text(with_lists(PAGE.read_text()))
     EXPLANATIONS.write_text(explanations())

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md: the help of each command, as click prints it.
+"""Writes docs/cli.md: the help of each command, as click prints it; the options of runs over hosts once.
 
 python -m tools.cli_page
 """
@@ -17,27 +17,54 @@ _WIDTH = 110
 _HEAD = """\
 # Command line
 
-The help of each command, written by `make docs`. Exit codes: [README](../README.md). The variables of `-e`:
+The help of each command, written by `make docs`. [Exit codes](fleets.md#exit-codes). The variables of `-e`:
 [configuration.md](configuration.md).
 """
+_SHARED = "Options of runs over hosts"
+# These two have all of them; a command with one of them has the same option.
+_RUN, _OTHER_RUN = "facts", "cuda"
 
 
 def page() -> str:
     """Return the page: one section for each command that is not hidden, in alphabetical order."""
-    return "\n".join((_HEAD, *_sections(cli, click.Context(cli, info_name="gpuprov", max_content_width=_WIDTH))))
+    shared = [one for one in cli.commands[_RUN].params if _key(one) in map(_key, cli.commands[_OTHER_RUN].params)]
+    context = click.Context(cli, info_name="gpuprov", max_content_width=_WIDTH)
+    context.terminal_width = _WIDTH
+    options = click.Command(_SHARED, params=list(shared), add_help_option=False).get_help(context)
+    sections = _sections(cli, context, frozenset(map(_key, shared)))
+    return "\n".join(
+        (_HEAD, *sections, f"## {_SHARED}\n\n```\n{options.partition('Options:')[2].strip(chr(10))}\n```\n")
+    )
 
 
-def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
+def _key(parameter: click.Parameter) -> tuple[str, str]:
+    return "/".join(parameter.opts), getattr(parameter, "help", None) or ""
+
+
+def _sections(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> Iterator[str]:
     # A width of the terminal would make another page on each machine.
     context.terminal_width = _WIDTH
-    yield f"## {context.command_path}\n\n```\n{command.get_help(context).strip()}\n```\n"
+    yield f"## {context.command_path}\n\n```\n{_help(command, context, shared)}\n```\n"
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             child = command.get_command(context, name)
             if child and not child.hidden:
                 yield from _sections(
-                    child, click.Context(child, info_name=name, parent=context, max_content_width=_WIDTH)
+                    child, click.Context(child, info_name=name, parent=context, max_content_width=_WIDTH), shared
                 )
+
+
+def _help(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> str:
+    """Return a command's help; a line stands for the options that all runs over hosts have."""
+    params = command.params
+    left = [one for one in params if _key(one) not in shared]
+    if len(params) - len(left) < len(shared):
+        return command.get_help(context).strip()
+    command.params = left
+    try:
+        return f"{command.get_help(context).strip()}\n\n  Also all {_SHARED[0].lower()}{_SHARED[1:]} (below)."
+    finally:
+        command.params = params
 
 
 if __name__ == "__main__":

@@ -40,8 +40,7 @@ def advisories(context: click.Context, as_json: bool) -> None:
 @advisories.command(short_help="Read security bulletins of NVIDIA's.")
 @click.option("--from", "source", metavar="FILE|DIR|URL", required=True, help="CSAF documents of NVIDIA's, or a table "
               "that another gpuprov has.")  # fmt: skip
-@click.option("--sha256", metavar="DIGEST", default="", help="The digest that FILE or URL must have. Default: the one "
-              "in the file SOURCE.sha256, which a URL must have.")  # fmt: skip
+@click.option("--sha256", metavar="DIGEST", default="", help="The digest of FILE or URL. Default: in SOURCE.sha256.")
 def update(source: str, sha256: str) -> None:
     """Read security bulletins; later runs send them to the hosts. Documents: github.com/NVIDIA/product-security.
 

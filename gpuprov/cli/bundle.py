@@ -60,46 +60,45 @@ def bundle() -> None:
     "--driver-file",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False),
-    help="A .run file that is here already, and that you trust.",
+    help="A trusted .run file on this machine.",
 )
 @click.option(
     "--cuda-file",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False),
-    help="The CUDA toolkit's .run that is here already, and that you trust; -e gpuprov_cuda=… says which version.",
+    help="A trusted .run file of the CUDA toolkit; give its version by -e gpuprov_cuda=…",
 )
 @click.option(
     "--fabric-manager",
     is_flag=True,
-    help="NVIDIA's fabric manager of the driver's version, from its CUDA repository: for hosts with NVSwitches.",
+    help="Add NVIDIA's fabric manager, for hosts with NVSwitches.",
 )
 @click.option(
     "--kernel",
     "kernels",
     metavar="RELEASE",
     multiple=True,
-    help="A kernel (`uname -r`) of the hosts: its headers and the compiler come along. Once for each.",
+    help="Add headers and a compiler for this kernel (`uname -r`); repeatable.",
 )
-@click.option("--package", "packages", metavar="NAME", multiple=True, help="One more package. Once for each.")
+@click.option("--package", "packages", metavar="NAME", multiple=True, help="Add a package; repeatable.")
 @click.option(
     "--image",
     "images",
     metavar="IMAGE",
     multiple=True,
-    help="A container image, pulled if docker here does not have it.",
+    help="Add a container image, pulled if docker here lacks it; repeatable.",
 )
 @click.option(
     "--source",
     "sources",
     metavar="LINE",
     multiple=True,
-    help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf and zypper, instead of the "
-    "distribution's own servers. Once for each.",
+    help="Use this instead of the distribution's servers: a line of sources.list, or 'URL KEY-URL FINGERPRINT' for "
+    "dnf and zypper; repeatable.",
 )
-@text_option("--mirror", metavar="URL", help="The mirror of Debian or Ubuntu that packages come from. Default: the one "
-             "that this machine's apt uses.")  # fmt: skip
+@text_option("--mirror", metavar="URL", help="The mirror of Debian or Ubuntu. Default: the one of this machine's apt.")
 @text_option("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
-@options_of_inventories(help_of_hosts="Take along what these hosts ask for: driver, toolkit, repositories, packages.")
+@options_of_inventories(help_of_hosts="Add what these hosts' variables ask for.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
 def create(sign_key: str, output: str, **options: Any) -> None:

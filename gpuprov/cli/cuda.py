@@ -21,14 +21,14 @@ _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_
 
 @click.command(short_help="Say which libcuda programs load, and what CUDA's results mean.")
 @click.option("--env", "-e", "variables", metavar="NAME=VALUE", multiple=True,
-              help="As with docker run: a variable of the call, such as LD_LIBRARY_PATH.")  # fmt: skip
+              help="Set a variable of the call, as docker run does.")  # fmt: skip
 @click.option(
     "--program",
     metavar="PATH",
     default="",
-    help="A program or library there: its RUNPATH or RPATH counts too, and its libraries'.",
+    help="Start from this program or library: RUNPATH and RPATH count.",
 )
-@click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name, instead.")
+@click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name.")
 @click.argument("subject", metavar="[IMAGE|CONTAINER]", default="")
 @options_of("cuda")
 @password_options

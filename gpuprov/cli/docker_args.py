@@ -28,8 +28,7 @@ _FORMATS = ("shell", "json", "compose", "quadlet")
 def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: bool) -> None:
     """Print flags of `docker run` and `podman run` that give a container GPUs: devices, read-only mounts, environment.
 
-    Nothing has to be installed or configured but the driver. With a runtime or CDI a container gets more; use this
-    where neither may be set up, and for tools that only take flags.
+    It needs the driver only. A runtime or CDI gives a container more: use this if you can set up neither.
 
     \b
     Examples:

@@ -26,18 +26,21 @@ def kubernetes() -> None:
 
 @kubernetes.command()
 @click.option("--mode", type=click.Choice(["plugin", "operator", "dra"]), default="plugin", show_default=True,
-              help="plugin: NVIDIA's device plugin; operator: values for the chart of NVIDIA's GPU operator; "
-              "dra: claims for NVIDIA's DRA driver.")  # fmt: skip
+              help="Print NVIDIA's device plugin, values for the GPU operator's chart, or DRA claims.")  # fmt: skip
 @click.option("--strategy", type=click.Choice(["environment", "cdi", "cdi-annotations"]), default="environment",
-              show_default=True, help="How containers get the devices: by the runtime nvidia, or by the engine's CDI; "
-              "cdi-annotations before Kubernetes 1.29.")  # fmt: skip
+              show_default=True, help="Give devices by the runtime nvidia, or by CDI "
+              "(cdi-annotations before Kubernetes 1.29).")  # fmt: skip
 @text_option("--namespace", metavar="NAME", help="Default: kube-system, gpu-operator or dra-driver-nvidia-gpu.")
 @text_option("--image-mirror", metavar="REGISTRY[/PATH]", help="Take images from this registry.")
 @click.option("--mig", type=click.Choice(["none", "single", "mixed"]), default="none", show_default=True,
               help="How MIG devices become resources.")  # fmt: skip
-@click.option("--node-selector", "selectors", metavar="KEY=VALUE", multiple=True,
-              help="Nodes for the device plugin. Default: nvidia.com/gpu.present=true or Node Feature Discovery's "
-              "label.")  # fmt: skip
+@click.option(
+    "--node-selector",
+    "selectors",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Nodes for the device plugin. Default: nvidia.com/gpu.present=true, or Node Feature Discovery's.",
+)
 @click.option("--resource-api", type=click.Choice(["v1", "v1beta2", "v1beta1"]), default="v1", show_default=True,
               help="For --mode dra: the cluster's version of resource.k8s.io (Kubernetes 1.34, 1.33, 1.32)."
               )  # fmt: skip

@@ -70,8 +70,8 @@ def cli() -> None:
 
 
 @cli.command(short_help="Bring hosts to what the inventory says.")
-@click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
-              "rebooted; the run then goes on by itself. Default: what gpuprov_reboot says.")  # fmt: skip
+@click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Reboot a host that needs it, "
+              "then continue. Default: gpuprov_reboot.")  # fmt: skip
 @_run_options("install")
 def install(reboot: str | None, **options: Any) -> None:
     """Bring driver, docker and container toolkit to what the inventory says.
@@ -90,15 +90,15 @@ def install(reboot: str | None, **options: Any) -> None:
 
 
 @cli.command(short_help="Compare what containers see with what the host has.")
-@text_option("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
-              "host's own; with --kubernetes, ubuntu:22.04.")  # fmt: skip
-@text_option("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
-@text_option("--tensorflow-image", metavar="IMAGE", help="Also ask TensorFlow in this image for its GPUs.")
+@text_option("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: one made of the "
+              "host's files; with --kubernetes, ubuntu:22.04.")  # fmt: skip
+@text_option("--torch-image", metavar="IMAGE", help="Also check PyTorch in this image.")
+@text_option("--tensorflow-image", metavar="IMAGE", help="Also check TensorFlow in this image.")
 @click.option("--kubernetes", is_flag=True, help="Verify a cluster's nodes with a pod on each, by your own kubectl.")
 @text_option("--context", metavar="NAME", help="With --kubernetes: the kubeconfig's context.")
 @text_option("--kubeconfig", metavar="FILE", type=FILE, help="With --kubernetes: the kubeconfig.")
 @text_option("--namespace", metavar="NAME", help="With --kubernetes: an existing namespace for the pods. Default: "
-             "a new one, removed afterwards.")  # fmt: skip
+             "a new one.")  # fmt: skip
 @click.option("--pod-timeout", metavar="SECONDS", type=click.FloatRange(1, 3600), default=300.0, show_default=True,
               help="With --kubernetes: how long pods may take.")  # fmt: skip
 @_run_options("verify")
@@ -130,8 +130,7 @@ def verify(
 
 
 @cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")
-@text_option("--explain", metavar="NAME", shell_complete=complete, help="Explain one cause, on no host: what "
-             "it means, its sign, what to type, what --fix does.")  # fmt: skip
+@text_option("--explain", metavar="NAME", shell_complete=complete, help="Explain one cause; examine no host.")
 @_run_options("doctor")
 def doctor(explain: str, **options: Any) -> None:
     """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.

@@ -76,7 +76,7 @@ def runtime() -> None:
     "engine",
     type=click.Choice(_ENGINES),
     default=None,
-    help="The engine; k3s, rke2 and microk8s are containerd in their own folders. Default: docker, with a hook podman.",
+    help="The engine. Default: docker; with --config-mode hook, podman.",
 )
 @click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
 @click.option(
@@ -84,7 +84,7 @@ def runtime() -> None:
     "drop_in",
     type=FILE,
     default=None,
-    help="A file of its own for the runtime; empty: the main file takes it. Default: the engine's usual one.",
+    help="The runtime's own file; empty: use the main file. Default: the engine's usual one.",
 )
 @click.option(
     "--config-source",
@@ -92,7 +92,7 @@ def runtime() -> None:
     type=click.Choice(["file", "command"]),
     default="file",
     show_default=True,
-    help="What the runtime's options are copied from: the files, or what the engine says it uses.",
+    help="Copy the runtime's options from the files or from the engine's answer.",
 )
 @click.option(
     "--executable-path",
@@ -107,7 +107,7 @@ def runtime() -> None:
     type=click.Choice(["config-file", "config", "hook", "oci-hook"]),
     default="config-file",
     show_default=True,
-    help="hook: an OCI hook for podman and CRI-O instead of a runtime.",
+    help="With hook: write an OCI hook for podman and CRI-O instead of a runtime.",
 )
 @click.option(
     "--hook-path",
@@ -142,7 +142,7 @@ def runtime() -> None:
     help="Make it the engine's default runtime.",
 )
 @click.option("--cdi.enabled", "--cdi.enable", "--enable-cdi", "cdi", is_flag=True, help="Let the engine read CDI.")
-@click.option("--unset", is_flag=True, help="Take out what was put in, and nothing else.")
+@click.option("--unset", is_flag=True, help="Remove what gpuprov added, and nothing else.")
 @click.option("--dry-run", is_flag=True, help="Print the files as they would be; write nothing.")
 @click.option("--diff", is_flag=True, help="Show what changes.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
@@ -151,7 +151,7 @@ def runtime() -> None:
     type=click.Choice(["none"]),
     default="none",
     show_default=True,
-    help="No engine is ever restarted; the command that does it is told.",
+    help="gpuprov restarts no engine; it prints the command.",
 )
 def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **options: Any) -> None:  # fmt: skip
     """Register the runtime with an engine. Run twice, it changes no byte the second time.

@@ -72,7 +72,7 @@ class SshSettings:
 
     accept_new_host_keys: bool = _option(
         "--accept-new-host-keys", is_flag=True,
-        help="Store host keys seen for the first time; changed ones are refused all the same.",
+        help="Store host keys seen for the first time; changed keys are still refused.",
     )  # fmt: skip
     connect_timeout: float = _option(
         "--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10.0,
@@ -99,23 +99,23 @@ class RunOptions:
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
     image: bool = _option(
         "--image", is_flag=True, commands=("install", "rollback", "uninstall"),
-        help="This machine's disk becomes an image (gpuprov_target: image); no GPU is needed.",
+        help="Treat this machine's disk as an image; no GPU is needed.",
     )  # fmt: skip
     root: str = _option(
         "--root", type=FOLDER, metavar="DIR", commands=("install", "verify", "doctor", "rollback", "uninstall"),
-        help="Work in the root file system of an image, mounted at DIR. Implies --image.",
+        help="Work in an image's root file system, mounted at DIR; implies --image.",
     )  # fmt: skip
     check: bool = _option(
         "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
-        help="Say what would change; change nothing.",
+        help="Show what would change; change nothing.",
     )  # fmt: skip
     diff: bool = _option(
         "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
-        help="Show the changes to files; with -v long ones as a whole, too.",
+        help="Show the changes to files; with -v in full.",
     )  # fmt: skip
     fix: bool = _option(
         "--fix", is_flag=True, commands=("doctor",),
-        help="Fix what gpuprov can fix, then check again. `gpuprov rollback` undoes it.",
+        help="Fix what gpuprov can fix, then check again.",
     )  # fmt: skip
     detailed_exitcode: bool = _option(
         "--detailed-exitcode", is_flag=True, commands=("install",),
@@ -123,7 +123,7 @@ class RunOptions:
     )  # fmt: skip
     bundle: str = _option(
         "--bundle", type=FILE, commands=("install",),
-        help="Install from this file alone, without a network (`gpuprov bundle create` makes it).",
+        help="Install from this file of `gpuprov bundle create` alone, without a network.",
     )  # fmt: skip
     bundle_key: str = _option(
         "--bundle-key", metavar="FINGERPRINT", commands=("install",), help="The key that must have signed the bundle."
@@ -133,42 +133,39 @@ class RunOptions:
     )
     serial: str = _option(
         "--serial", metavar="N|N%|1,5,20%",
-        help="In batches of so many hosts, as Ansible's serial: the next begins when one is through.",
+        help="Process hosts in batches of this size, as Ansible's serial.",
     )  # fmt: skip
     max_fail: str = _option(
-        "--max-fail", metavar="N|N%", help="Begin no further host once more of a batch have failed."
+        "--max-fail", metavar="N|N%", help="Begin no further host once more hosts of a batch failed."
     )
     canary: str = _option(
         "--canary", metavar="HOST|N",
-        help="These hosts, or the first N, before all others; if one fails, nothing else begins.",
+        help="Process these hosts, or the first N, before all others, and stop if one fails.",
     )  # fmt: skip
     before_host: str = _option(
         "--before-host", metavar="COMMAND", commands=("install", "rollback", "uninstall"),
-        help="Run this here before a host is changed in a way that stops containers, such as 'kubectl drain {host}'; "
-        "no shell.",
+        help="Run this here, without a shell, before a change that stops containers: 'kubectl drain {host}'.",
     )  # fmt: skip
     after_host: str = _option(
         "--after-host", metavar="COMMAND", commands=("install", "rollback"),
-        help="Run this once verify is green on a host that --before-host drained, such as 'kubectl uncordon {host}'.",
+        help="Run this once a drained host is verified: 'kubectl uncordon {host}'.",
     )  # fmt: skip
     host_command_timeout: float = _option(
         "--host-command-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=1800.0,
-        commands=("install", "rollback", "uninstall"), help="Time for each of these two commands.",
+        commands=("install", "rollback", "uninstall"), help="Time limit of each of these two commands.",
     )  # fmt: skip
     # Longer than the longest command on a host may be quiet (packages/apt_packages.py: 3900).
     host_timeout: float = _option(
         "--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500.0,
-        help="Give up on a host that says nothing for so long.",
+        help="Give up on a host that sends nothing for this long.",
     )  # fmt: skip
     bootstrap_python: bool = _option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none.")
-    report: str = _option(
-        "--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."
-    )
+    report: str = _option("--report", type=FILE, metavar="FILE.html", help="Also write the results as one HTML page.")
     metrics: str = _option(
-        "--metrics", type=FILE, metavar="FILE.prom", help="Also write the run for node_exporter's textfile collector."
+        "--metrics", type=FILE, metavar="FILE.prom", help="Also write metrics for node_exporter's textfile collector."
     )
     json: bool = _option("--json", is_flag=True, help="Print events as JSON lines, a summary last.")
-    verbose: bool = _option("--verbose", "-v", is_flag=True, help="Tell more.")
+    verbose: bool = _option("--verbose", "-v", is_flag=True, help="Show more.")
     password: str = field(default="", repr=False)
     become_password: str = field(default="", repr=False)
     overrides: tuple[tuple[str, str], ...] = ()

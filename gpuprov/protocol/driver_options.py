@@ -120,16 +120,18 @@ class DriverOptions:
     module_signing_certificate: str = text("", "The certificate (DER) of that key, a path on the host.", PATH)
     reboot: str = choice(
         "never",
-        "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
-        "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
+        "Allow gpuprov to reboot a host that needs it, and to continue afterwards: `if-needed`, or `never` (the run "
+        "ends with exit code 3 and says why). A run over other hosts never reboots this machine.",
         "never", "if-needed",
     )  # fmt: skip
     stop_containers: bool = flag(
         False,
-        "Whether containers that use a GPU may be stopped while a loaded driver is replaced; they are started again. "
-        "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
+        "Allow gpuprov to stop containers that use a GPU while it replaces a loaded driver, and start them again. The "
+        "driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
     )
-    stop_display_manager: bool = flag(False, "Whether the display manager may be stopped for it, and started again.")
+    stop_display_manager: bool = flag(
+        False, "Allow gpuprov to stop the display manager while it replaces a loaded driver, and start it again."
+    )
     fabric_manager: str = choice(
         "auto",
         "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "

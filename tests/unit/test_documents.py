@@ -37,7 +37,7 @@ def test_the_page_on_distributions_is_the_tables_own() -> None:
 @pytest.mark.root
 def test_the_page_of_the_doctor_is_the_rules_own() -> None:
     text = doctor_page.PAGE.read_text()
-    assert "| `gpu-nouveau` |" in text and doctor_page.with_tables(text) == text, "next: make docs"
+    assert "- `gpu-nouveau`: " in text and doctor_page.with_lists(text) == text, "next: make docs"
     assert doctor_page.EXPLANATIONS.read_text() == doctor_page.explanations(), "next: make docs"
 
 

@@ -310,16 +310,9 @@ def result_lines(result: Result) -> Iterator[str]:
 
 
 def results_markdown() -> str:
-    """Return the table of CUDA's results for docs/cuda.md."""
-    lines = ["| result | name | cause | evidence | remedy |", "|---|---|---|---|---|"]
-    for one in RESULTS:
-        codes = ", ".join(map(str, one.codes))
-        names = "<br>".join(f"`{name}`" for name in one.names)
-        cells = (one.cause, one.evidence, one.remedy)
-        lines.append(
-            f"| {codes} | {names} {one.meaning} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        )
-    return "\n".join(lines)
+    """Return the list of CUDA's results for docs/cuda.md."""
+    rows = ((", ".join(map(str, one.codes)), ", ".join(f"`{name}`" for name in one.names), one) for one in RESULTS)
+    return "\n".join(f"- **{codes}** {names}: {one.meaning}" for codes, names, one in rows)
 
 
 def _described(one: Candidate) -> str:
