@@ -30,7 +30,7 @@ from gpuprov.fleet.inventory_messages import (
     with_origins,
     worth_telling,
 )
-from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
+from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import spec_from_variables

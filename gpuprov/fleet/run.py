@@ -23,12 +23,11 @@ from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.host_command import HostCommands
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import Drain, HostResult
 from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.root_run import run_in_root
-from gpuprov.fleet.ssh import close, connected
+from gpuprov.fleet.ssh import close, connected, wait_for_boot
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (

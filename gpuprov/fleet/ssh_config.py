@@ -1,11 +1,16 @@
-"""The ssh_config(5) that one connection sees: the inventory's options first, then the user's and the system's files."""
+"""What ssh(1) makes of its configuration files, by `ssh -G`, and of the arguments for it that an inventory holds."""
 
 from __future__ import annotations
 
 import functools
-import glob
+import os
+import pwd
 import re
+import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,52 +18,124 @@ from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
-    from paramiko import SSHConfig
+    from paramiko.config import SSHConfigDict
 
-USER_FILE = "~/.ssh/config"
-SYSTEM_FILE = "/etc/ssh/ssh_config"
-_INCLUDE = re.compile(r"\s*include[\s=]+(.+)", re.IGNORECASE)
-_DEEPEST = 16  # ssh(1) stops there as well
+_SECONDS = 60  # `Match exec` runs commands
+# ssh answers with all its default keys where none is configured.
+_DEFAULT_KEY = re.compile(r"identityfile ~/\.ssh/id_(rsa|dsa|ecdsa|ecdsa_sk|ed25519|ed25519_sk|xmss)")
+# ssh_config(5) keywords that the connection heeds, by their lower-case form.
+HEEDED = {
+    keyword.lower(): keyword
+    for keyword in (
+        "HostKeyAlias", "Hostname", "IdentitiesOnly", "IdentityFile", "Port", "ProxyCommand", "ProxyJump",
+        "StrictHostKeyChecking", "User", "UserKnownHostsFile",
+    )
+}  # fmt: skip
+# Common in Ansible inventories and without a meaning here: one connection serves the whole run, and it says by itself
+# when it breaks. Passing over these deserves no warning.
+_NEEDLESS = frozenset(
+    ("batchmode", "controlmaster", "controlpath", "controlpersist", "connecttimeout", "forwardagent", "loglevel",
+     "passwordauthentication", "kbdinteractiveauthentication", "preferredauthentications", "serveralivecountmax",
+     "serveraliveinterval", "compression")
+)  # fmt: skip
+_FLAGS_WITH_KEYWORD = {"-J": "ProxyJump", "-i": "IdentityFile", "-p": "Port", "-l": "User"}
+_NEEDLESS_FLAGS = frozenset("46AaCnqTtvx")
 
 
-def config_for(target: HostTarget) -> SSHConfig:
-    """Return the configuration for one host. Raises GpuprovError (exit code 2) if it cannot be read.
+@dataclass(frozen=True)
+class SshArguments:
+    """What the arguments ask for, in ssh_config(5)'s words; `warnings` name those that have no effect."""
 
-    The inventory's options bind this host alone, not the hosts it is reached through: just as with ssh(1).
+    options: tuple[tuple[str, str], ...] = ()
+    config_file: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def parse_ssh_arguments(text: str) -> SshArguments:
+    """Return what a line of arguments for ssh(1) asks for. Raises ValueError where quotes do not close."""
+    options: list[tuple[str, str]] = []
+    warnings: list[str] = []
+    config_file = ""
+    for flag, value in _pairs(shlex.split(text)):
+        if flag == "-F":
+            config_file = value
+        elif flag in _FLAGS_WITH_KEYWORD:
+            options.append((_FLAGS_WITH_KEYWORD[flag], value))
+        elif flag == "-o":
+            keyword, _, setting = value.replace("=", " ", 1).strip().partition(" ")
+            heeded = HEEDED.get(keyword.lower())
+            if heeded is not None and "\n" not in setting:
+                options.append((heeded, setting.strip()))
+            elif keyword.lower() not in _NEEDLESS:
+                warnings.append(f"the SSH option {keyword} has no effect here")
+        elif flag.lstrip("-") == "" or not set(flag[1:]) <= _NEEDLESS_FLAGS:
+            warnings.append(f"the SSH argument {flag} has no effect here")
+    return SshArguments(tuple(options), config_file, tuple(warnings))
+
+
+def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (flag, value), with the value empty for flags that take none; `-oX=y` and `-o X=y` are the same."""
+    waiting = iter(words)
+    for word in waiting:
+        if word[:2] in ("-o", "-F", *_FLAGS_WITH_KEYWORD):
+            yield word[:2], word[2:] or next(waiting, "")
+        else:
+            yield word, ""
+
+
+@dataclass(frozen=True)
+class SshConfiguration:
+    """The configuration for one host and the hosts it is reached through; Fabric calls `lookup` for each.
+
+    The inventory's options bind the host alone, its configuration file all of them: just as with ssh(1).
     """
-    from paramiko import SSHConfig
-    from paramiko.ssh_exception import ConfigParseError
 
-    files = (target.ssh_config_file,) if target.ssh_config_file else (USER_FILE, SYSTEM_FILE)
-    options = "\n".join(f"  {keyword} {value}" for keyword, value in target.ssh_options)
-    try:
-        texts = [expanded(path) for path in files]
-        return SSHConfig.from_text("\n".join((f"Host {target.address}", options, "Host *", *texts)))
-    except (ConfigParseError, OSError) as error:
-        raise GpuprovError(
-            f"the SSH configuration {' or '.join(files)} cannot be read",
-            str(error),
-            f"fix it: ssh -G {target.address} says where",
-            exit_code=ExitCode.USAGE,
-        ) from None
+    target: HostTarget
+
+    def lookup(self, host: str) -> SSHConfigDict:
+        """Return the options for a host. Raises GpuprovError (exit code 2) if ssh refuses its configuration."""
+        from paramiko import SSHConfig
+
+        one = self.target
+        login = (("User", one.user), ("Port", str(one.port or "")))
+        options = (*((name, value) for name, value in login if value), *one.ssh_options) if host == one.address else ()
+        lines = _answers(host, options, one.ssh_config_file)
+        # paramiko replaces what ssh leaves to its later steps: ~, %h, %p and %r in keys and in ProxyCommand.
+        found = SSHConfig.from_text("\n".join(("Host *", *lines))).lookup(host)
+        # In a name it would take the network interface of fe80::1%hsi0 for such a placeholder.
+        found |= (line.split(" ", 1) for line in lines if line.startswith("hostname "))
+        return found
 
 
 @functools.cache
-def expanded(path: str) -> str:
-    """Return a configuration file with its Include lines carried out, which paramiko passes over; empty if missing."""
-    return "\n".join(_lines(Path(path).expanduser(), 0))
+def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tuple[str, ...]:
+    """Return the lines of `ssh -G` that are heeded; without ssh, or a name for this user, the options themselves."""
+    if shutil.which("ssh") is None or not _home():
+        return tuple(f"{keyword} {value}" for keyword, value in options)
+    path = file if file in ("", "none") else str(Path(file).expanduser().absolute())
+    named = ("-F", path) if path else ()
+    words = ("ssh", "-G", "-T", *named, *(f"-o{keyword}={value}" for keyword, value in options), "--", host)
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False)
+        failure = f"exit code {done.returncode}\n{done.stderr.decode('utf-8', 'replace')}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        raise GpuprovError(
+            "ssh refuses its configuration", failure, f"fix it: {shlex.join(words)} says where",
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
+    lines = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.split(" ")[0] in HEEDED]
+    keys = [line for line in lines if line.startswith("identityfile ")]
+    unset = {f"userknownhostsfile {_home()}/.ssh/known_hosts {_home()}/.ssh/known_hosts2"}
+    if len(keys) > 2 and all(map(_DEFAULT_KEY.fullmatch, keys)):
+        unset |= set(keys)
+    return tuple(line for line in lines if line not in unset)
 
 
-def _lines(path: Path, depth: int) -> Iterator[str]:
-    if depth > _DEEPEST or not path.is_file():
-        return
-    for line in path.read_text("utf-8", "replace").splitlines():
-        include = _INCLUDE.fullmatch(line)
-        if include is None:
-            yield line
-            continue
-        for pattern in include.group(1).split():
-            # A relative name means the folder of the including file's kind: ~/.ssh, or /etc/ssh.
-            base = Path("/etc/ssh") if path.is_relative_to("/etc/ssh") else Path("~/.ssh").expanduser()
-            for name in sorted(glob.glob(str(base / Path(pattern.strip('"')).expanduser()))):  # noqa: PTH207
-                yield from _lines(Path(name), depth + 1)
+def _home() -> str:
+    """Return the home directory that ssh takes, "" for a user without a name, whom ssh refuses."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""

@@ -122,7 +122,8 @@ def _prepare(server: Server, path: str) -> None:
     (folder / "banner").write_text("Authorized use only\n")
     Path("/run/sshd").mkdir(exist_ok=True)
     settings = (
-        f"Port {server.port}", "ListenAddress 127.0.0.1", "PidFile none", f"HostKey {folder}/host_key",
+        f"Port {server.port}", "ListenAddress 127.0.0.1", "ListenAddress ::1", "PidFile none",
+        f"HostKey {folder}/host_key",
         f"HostKey {folder}/other_host_key", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
         "PermitRootLogin yes", "MaxStartups 100", "LogLevel VERBOSE", f"SetEnv PATH={path}",
         f"Banner {folder}/banner",

@@ -15,6 +15,7 @@ import pytest
 
 from gpuprov.fleet.agent_build import build_agent, pack
 from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.result import machines
 from gpuprov.fleet.run import Fleet, RunSettings
@@ -164,6 +165,20 @@ def test_jump_host_is_gone_through_and_its_key_checked(server: Server, target: H
         f"[127.0.0.1]:{server.port}", f"[localhost]:{server.port}",
     ]  # fmt: skip
     assert "Accepted publickey for open" in server.log
+
+
+@pytest.mark.parametrize(("address", "jump"), [("::1", ""), ("127.0.0.1", "-J root@[::1]:{port} ")])
+def test_addresses_of_ipv6_are_reached(server: Server, tmp_path: Path, address: str, jump: str) -> None:
+    known, config = tmp_path / "known_hosts", tmp_path / "config"
+    config.write_text(f"UserKnownHostsFile {known}\nIdentityFile {server.identity}\n")
+    (tmp_path / "hosts.ini").write_text(
+        f"lab-a ansible_host={address} ansible_port={server.port} ansible_user=root "
+        f"ansible_ssh_common_args='{jump.format(port=server.port)}-F {config}'\n"
+    )
+    (host,) = read_inventory((str(tmp_path / "hosts.ini"),)).hosts
+    assert isinstance(run(host)[-1], Finished)
+    assert known.read_text().startswith(f"[::1]:{server.port} ")
+    run(host, REFUSING)
 
 
 # -- not reached, not let in -----------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from gpuprov.cli.main import cli
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.options import Options, SshSettings
-from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
+from gpuprov.fleet.ssh import wait_for_boot
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
@@ -358,7 +358,7 @@ def test_this_machine_never_reboots_under_a_run_over_others(connection: str, *, 
 
 def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One pause is longer than the patience: the host is tried once.
-    clock = clock_of(monkeypatch, "gpuprov.fleet.reboot")
+    clock = clock_of(monkeypatch, "gpuprov.fleet.ssh")
     monkeypatch.setattr(clock, "sleep", lambda seconds: setattr(clock, "ahead", 7200))
     (tmp_path / "config").write_text("")
     # Port 1 (tcpmux) is nobody's.

@@ -8,8 +8,10 @@ import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from paramiko.config import SSHConfigDict
 
 from gpuprov.agent.probe import (
     PROBE,
@@ -26,11 +28,10 @@ from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, preferred_key_types
-from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
-from gpuprov.fleet.ssh_config import config_for, expanded
+from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget
 from gpuprov.machine.machine import gather_os
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.unit.fleet.known_hosts import matching_keys
 
@@ -58,33 +59,73 @@ def test_ssh_arguments(text: str, expected: SshArguments) -> None:
     assert parse_ssh_arguments(text) == expected
 
 
-def target_with(config: Path, *options: tuple[str, str]) -> HostTarget:
-    return HostTarget("lab-a", HostSpec(), "lab-a.example", ssh_options=options, ssh_config_file=str(config))
+def lookup(host: str, text: str = "", *options: tuple[str, str], **fields: Any) -> SSHConfigDict:
+    with tempfile.NamedTemporaryFile("w") as config:
+        config.write(text)
+        config.flush()
+        target = HostTarget(
+            "lab-a", HostSpec(), "a.example", ssh_options=options, ssh_config_file=config.name, **fields
+        )
+        return SshConfiguration(target).lookup(host)
 
 
-def test_options_of_the_inventory_come_first_and_bind_this_host_alone(tmp_path: Path) -> None:
-    (tmp_path / "config").write_text("Host *\n  User ops\n  Port 2222\nHost bastion\n  HostName 10.0.0.1\n")
-    config = config_for(target_with(tmp_path / "config", ("Port", "22"), ("ProxyJump", "bastion")))
-    here, bastion = config.lookup("lab-a.example"), config.lookup("bastion")
-    assert (here["port"], here["user"], here["proxyjump"]) == ("22", "ops", "bastion")
-    assert (bastion["port"], bastion["hostname"], "proxyjump" in bastion) == ("2222", "10.0.0.1", False)
+CONFIG = """
+User ops
+Host gateway
+  HostName 10.0.0.1
+  IdentityFile ~/.ssh/key-%h
+Match originalhost a.example user robot
+  ProxyJump robots,ops@[fe80::1%eth0]:2222
+Host *
+  Port 2222
+  ProxyCommand nc %h %p
+"""
 
 
-def test_lines_before_the_first_host_bind_every_host(tmp_path: Path) -> None:
-    (tmp_path / "config").write_text("User ops\n")
-    assert config_for(target_with(tmp_path / "config")).lookup("lab-a.example")["user"] == "ops"
+def test_options_of_the_inventory_come_first_and_bind_this_host_alone() -> None:
+    options = (("Port", "22"), ("ProxyJump", "gateway"), ("StrictHostKeyChecking", "no"))
+    here, gateway = (lookup(host, CONFIG, *options) for host in ("a.example", "gateway"))
+    assert (here["port"], here["user"], here["proxyjump"]) == ("22", "ops", "gateway")
+    assert here["stricthostkeychecking"] == "false"
+    assert (gateway["port"], gateway["hostname"], "proxyjump" in gateway) == ("2222", "10.0.0.1", False)
 
 
-def test_include_is_carried_out(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d/1.conf").write_text("Host lab-a.example\n  User one\n")
-    (tmp_path / "config").write_text(f"Include {tmp_path}/d/*.conf {tmp_path}/missing\nHost *\n  User two\n")
-    assert config_for(target_with(tmp_path / "config")).lookup("lab-a.example")["user"] == "one"
+def test_ssh_evaluates_match_and_gpuprov_the_rest_of_the_placeholders() -> None:
+    assert lookup("a.example", CONFIG, user="robot")["proxyjump"] == "robots,ops@[fe80::1%eth0]:2222"
+    assert lookup("a.example", CONFIG)["proxycommand"] == "nc a.example 2222"
+    assert lookup("gateway", CONFIG)["identityfile"] == [str(Path("~/.ssh/key-10.0.0.1").expanduser())]
 
 
-def test_include_of_itself_ends(tmp_path: Path) -> None:
-    (tmp_path / "config").write_text(f"Include {tmp_path}/config\nHost *\n")
-    assert "Host *" in expanded(str(tmp_path / "config"))
+@pytest.mark.parametrize("address", ["::1", "fe80::1%hsi0", "2001:db8::7"])
+def test_addresses_of_ipv6_stay_as_they_are(address: str) -> None:
+    assert lookup(address)["hostname"] == address
+
+
+def test_include_in_a_host_section_is_for_that_host(tmp_path: Path) -> None:
+    (tmp_path / "1.conf").write_text("User one\nHost other\n  User other\n")
+    text = f"Host a.example\n  Include {tmp_path}/*.conf {tmp_path}/missing\nHost *\n  User two\n"
+    assert [lookup(host, text)["user"] for host in ("a.example", "other")] == ["one", "two"]
+
+
+def test_defaults_of_ssh_are_not_taken_for_what_somebody_configured() -> None:
+    found = lookup("a.example")
+    assert found["hostname"] == "a.example"
+    assert {"identityfile", "userknownhostsfile", "proxyjump", "proxycommand", "hostkeyalias"}.isdisjoint(found)
+    assert lookup("a.example", "IdentityFile ~/.ssh/id_rsa")["identityfile"]
+
+
+def test_without_ssh_the_options_of_the_inventory_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found = lookup("a.example", "User ops\n", ("HostName", "10.0.0.1"), port=2222)
+    assert (found["hostname"], found["port"], "user" in found) == ("10.0.0.1", "2222", False)
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch${IFS}/x", "a.example"])
+def test_what_ssh_refuses_is_a_wrong_call(host: str) -> None:
+    with pytest.raises(GpuprovError, match="ssh refuses its configuration") as caught:
+        lookup(host, "" if host[0] == "-" else "Unheard of\n")
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert ("invalid characters" if host[0] == "-" else "line 1: Bad configuration") in str(caught.value)
 
 
 KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
