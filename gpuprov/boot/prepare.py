@@ -59,7 +59,7 @@ _MODULES = (
     # nvidia-docker and `gpuprov serve`.
     "boot/gpu_report", "boot/gpu_report_child", "boot/gpu_report_text", "boot/plain_gpus", "boot/serve_answers",
     "boot/serve_main",
-    "engines/__init__", "engines/docker_line", "engines/nvidia_docker_command", "engines/plain_flags",
+    "engines/__init__", "engines/nvidia_docker_command", "engines/plain_flags",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"

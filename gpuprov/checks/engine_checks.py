@@ -13,8 +13,9 @@ from gpuprov.checks.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Cont
 from gpuprov.checks.outcome import Checks, Failed, Shown, all_gpus_check
 from gpuprov.checks.smi import SmiReport
 from gpuprov.core.system import System
-from gpuprov.engines import docker, docker_cdi, kubernetes, other_engines
+from gpuprov.engines import docker, kubernetes, other_engines
 from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker_config import knows_cdi
 from gpuprov.engines.known import ENGINES
 from gpuprov.engines.other_engines import EngineFacts, Registration
 from gpuprov.engines.runtime_entry import RuntimeEntry
@@ -73,7 +74,7 @@ def _check_docker(subject: Subject) -> None:
         *_names("docker"),
         "docker run --gpus",
         # An older docker can't, and nobody says that it could.
-        *((_BY_CDI,) if docker_cdi.knows_cdi(facts.version) else ()),
+        *((_BY_CDI,) if knows_cdi(facts.version) else ()),
         *cuda_checks.names("docker"),
         *_frameworks(spec),
     )
@@ -93,17 +94,17 @@ def _check_docker(subject: Subject) -> None:
 
 def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
     """Check that docker takes devices by CDI, unless somebody has switched that off, or it waits for containers."""
-    off = docker_cdi.is_off(facts)
+    off = docker.why_cdi_is_off(facts)
 
     def check() -> Shown:
         if off:
-            waits = docker_cdi.waits_for_restart(facts) and not docker_cdi.is_to_be_set(facts)
+            waits = docker.cdi_waits_for_restart(facts) and not docker.cdi_is_to_be_set(facts)
             raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
         return containers.same_gpus(bench.by(DOCKER_CDI))
 
-    if off and docker_cdi.waits_for_containers(facts):
+    if off and docker.cdi_waits_for_containers(facts):
         checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
-    elif off and docker_cdi.switched_off(facts):
+    elif off and docker.cdi_switched_off(facts):
         checks.skip((_BY_CDI,), off)
     else:
         checks.check(_BY_CDI, check)

@@ -19,7 +19,8 @@ from gpuprov.doctor.suggested_commands import (
     refresh_specification,
     restart_docker,
 )
-from gpuprov.engines import docker_cdi
+from gpuprov.engines import docker as docker_engine
+from gpuprov.engines.docker_config import knows_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RULES = Rules()
@@ -183,17 +184,17 @@ def _cdi_covered(x: HostSnapshot) -> Finding | None:
 )
 def _cdi_off_in_docker(x: HostSnapshot) -> Finding | None:
     docker = x.host.docker
-    if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
+    if not docker.active or docker.cdi or not specifications(x) or not knows_cdi(docker.version):
         return None
     # A host whose runtime is not gpuprov's does not need it, unless a user switched it off.
-    off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
+    off, is_to_be_set = docker_engine.cdi_switched_off(docker), docker_engine.cdi_is_to_be_set(docker)
     if in_daemon(x) and is_to_be_set and not is_gpuprovs(x):
         return None
     by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {restart_docker(x)}  # "features": {{"cdi": true}}'
-    waits = docker_cdi.waits_for_containers(docker)
+    waits = docker_engine.cdi_waits_for_containers(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
-        f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
+        f"{docker_engine.why_cdi_is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
         by_hand if off else gpuprov_install(x) if is_to_be_set else restart_docker(x),
         WARNING if waits else LIKELY,
         () if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),

@@ -23,7 +23,6 @@ from gpuprov.doctor.finding import (
 )
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.doctor.suggested_commands import gpuprov_install, install_packages
-from gpuprov.engines.containerd import MAIN
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import OF_THE_HOST
 from gpuprov.engines.kubernetes import KUBELET, KUBELET_CONFIG, own_engines
@@ -36,6 +35,7 @@ from gpuprov.protocol.words import counted
 RULES = Rules()
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
+_MAIN = KNOWN["containerd"].main
 _PACKAGES = {"crio": "cri-o"}
 
 
@@ -170,13 +170,13 @@ def _engine_not_restarted(x: HostSnapshot) -> Finding | None:
 
 def _written(x: HostSnapshot) -> Mapping[str, Any]:
     """Return the CRI plugin's table in the files of the host's containerd; empty if they can't be read."""
-    from gpuprov.engines import containerd_files
+    from gpuprov.engines import containerd
 
     facts = x.host.engines.get("containerd")
     if facts is None or not facts.program:
         return {}
     try:
-        return containerd_files.written(facts)
+        return containerd.written(facts)
     except GpuprovError:
         return {}
 
@@ -184,13 +184,13 @@ def _written(x: HostSnapshot) -> Mapping[str, Any]:
 @RULES.add("containerd-cri-off", ENGINES, "`disabled_plugins` has cri on a node with a kubelet")
 def _containerd_cri_off(x: HostSnapshot) -> Finding | None:
     facts = x.host.engines.get("containerd")
-    text = facts.files.get(MAIN, b"").decode("utf-8", "replace") if facts is not None else ""
+    text = facts.files.get(_MAIN, b"").decode("utf-8", "replace") if facts is not None else ""
     found = re.search(r"^\s*disabled_plugins\s*=.*\bcri\b.*$", text, re.MULTILINE)
     if found is None or KUBELET not in x.host.kubernetes:
         return None
     return Finding(
-        "containerd's CRI plugin is switched off, so the kubelet can't use it", f"{MAIN}: {found[0].strip()}",
-        f"${{EDITOR:-vi}} {MAIN}; systemctl restart containerd",
+        "containerd's CRI plugin is switched off, so the kubelet can't use it", f"{_MAIN}: {found[0].strip()}",
+        f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd",
     )  # fmt: skip
 
 
@@ -200,8 +200,8 @@ def _containerd_cdi_off(x: HostSnapshot) -> Finding | None:
         return None
     return Finding(
         "containerd does not read CDI specifications: pods that ask for CDI devices get none",
-        f"{MAIN} or a file that it imports: enable_cdi = false",
-        f"${{EDITOR:-vi}} {MAIN}; systemctl restart containerd  # enable_cdi = true",
+        f"{_MAIN} or a file that it imports: enable_cdi = false",
+        f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd  # enable_cdi = true",
         WARNING,
     )
 
@@ -218,8 +218,8 @@ def _cgroup_drivers_differ(x: HostSnapshot) -> Finding | None:
         return None
     return Finding(
         "kubelet and containerd use different cgroup drivers: pods are unstable, and GPUs vanish from them",
-        f"{KUBELET_CONFIG}: cgroupDriver: systemd\n{MAIN}: no SystemdCgroup = true for {default}",
-        f"${{EDITOR:-vi}} {MAIN}; {gpuprov_install(x)}  # SystemdCgroup = true in the options of {default}",
+        f"{KUBELET_CONFIG}: cgroupDriver: systemd\n{_MAIN}: no SystemdCgroup = true for {default}",
+        f"${{EDITOR:-vi}} {_MAIN}; {gpuprov_install(x)}  # SystemdCgroup = true in the options of {default}",
         POSSIBLE,
     )
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
-from gpuprov.engines import containerd_files, crio, docker_file, podman, toml_text
-from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME, Configuration, ConfigureRequest, FileEdit, Reader
-from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
+from gpuprov.engines import containerd, docker_file, rancher
+from gpuprov.engines.known import ENGINES
+from gpuprov.engines.runtime_entry import (
+    NVIDIA_RUNTIME,
+    Configuration,
+    ConfigureRequest,
+    FileEdit,
+    Reader,
+    RuntimeEntry,
+)
+from gpuprov.engines.toml import edited, emptied, matching, merged, read, read_toml, read_without_ours, table_at
 from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
+# Where NVIDIA's tool writes; CRI-O reads every file of the folder, so both would count.
+_OTHERS_CRIO_DROP_IN = "/etc/crio/crio.conf.d/99-nvidia.toml"
+_RUNC_LIKE = ("runc", "crun")
+HOOK_FILE = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
+_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+
 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
-    parts = {"docker": docker_file.configuration, "crio": _crio, "podman": _podman}
-    return parts.get(request.engine, containerd_files.configuration)(system, request)
+    parts = {
+        "docker": docker_file.configuration, "crio": _crio, "podman": _podman,
+        "k3s": rancher.configuration, "rke2": rancher.configuration,
+    }  # fmt: skip
+    return parts.get(request.engine, containerd.configuration)(system, request)
 
 
 def usual_runtime(system: System) -> str:
@@ -39,14 +60,14 @@ def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -
         raise GpuprovError(
             f"{engine} reads no OCI hooks from a folder", "", "--config-mode config-file", exit_code=ExitCode.USAGE
         )
-    path = path or podman.HOOK_FILE
+    path = path or HOOK_FILE
     reload_command = "systemctl restart crio" if engine == "crio" else ""
     before = system.read_bytes(path)
-    after = podman.hook_json(program)
+    after = _hook_json(program)
     if not unset:
         notes = ("NVIDIA calls OCI hooks deprecated; CDI needs none: podman run --device nvidia.com/gpu=all",)
         return Configuration((FileEdit(path, before, after),), notes, reload_command)
-    if before is None or not podman.is_hook_for(before, program):
+    if before is None or not is_hook_for(before, program):
         there = () if before is None else (f"{path} runs another program than {program}: left alone",)
         return Configuration((), there)
     return Configuration((FileEdit(path, before, None),), (), reload_command)
@@ -73,24 +94,62 @@ def _write(system: System, edit: FileEdit) -> None:
     system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
 
 
+def _hook_json(program: str) -> bytes:
+    """Return the OCI hook for podman's and CRI-O's hooks.d (oci-hooks(5)), as nvidia-ctk writes it."""
+    folder, _, name = program.rpartition("/")
+    search = _PATH if folder in _PATH else (*_PATH, folder)
+    hook = {
+        "version": "1.0.0",
+        "hook": {"path": program, "args": [name, "prestart"], "env": [f"PATH={':'.join(search)}"]},
+        "when": {"always": True, "commands": [".*"]},
+        "stages": ["prestart"],
+    }
+    return (json.dumps(hook, indent=2) + "\n").encode()
+
+
+def is_hook_for(content: bytes, program: str) -> bool:
+    """Say whether a hooks.d file runs that program, so that it may be removed."""
+    try:
+        return bool(json.loads(content)["hook"]["path"] == program)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 def _crio(system: Reader, request: ConfigureRequest) -> Configuration:
-    main = request.config or crio.MAIN
-    target = crio.DROP_IN if request.drop_in is None else request.drop_in or main
+    """CRI-O reads crio.conf, then every file of crio.conf.d by name, key by key (crio.conf.d(5)); CDI by default."""
+    main, target = _main_and_target(request)
     reload_command = "systemctl restart crio"
     if request.unset:
-        return Configuration(_taken_out(system, main, target), (), reload_command)
-    folder = f"{parent_of(main)}/crio.conf.d"
-    others = [read(system, path) for path in matching(system, f"{folder}/*") if path != target]
-    found = toml_text.read_toml(toml_text.without_ours(read_text(system, target) or ""), target)
-    source = _crio_status(system, request) if request.from_command else merged((read(system, main), *others))
+        return Configuration(emptied(system, main, target), (), reload_command)
+    others = (read(system, path) for path in matching(system, f"{parent_of(main)}/crio.conf.d/*") if path != target)
+    source = _crio_status(system, request) if request.from_command else merged(read(system, main), *others)
+    wanted = _crio_values(read_without_ours(system, target), request.runtime, source)
     notes: tuple[str, ...] = (
         ("CRI-O reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.runtime.cdi else ()
     )
-    if system.exists(crio.OTHERS_DROP_IN) and target != crio.OTHERS_DROP_IN:
-        notes += (f"{crio.OTHERS_DROP_IN} is there too; CRI-O reads it after {target}",)
-    return Configuration(
-        (edited(system, target, crio.runtime_tables(found, request.runtime, source)),), notes, reload_command
-    )
+    if system.exists(_OTHERS_CRIO_DROP_IN) and target != _OTHERS_CRIO_DROP_IN:
+        notes += (f"{_OTHERS_CRIO_DROP_IN} is there too; CRI-O reads it after {target}",)
+    return Configuration((edited(system, target, wanted),), notes, reload_command)
+
+
+def _crio_values(found: Mapping[str, Any], entry: RuntimeEntry, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values to write into a file with content `found`; the entry's options are those of the default one."""
+    there = table_at(source, "crio", "runtime")
+    runtimes = table_at(there, "runtimes")
+    names = [one for one in (there.get("default_runtime"), *_RUNC_LIKE) if one and not str(one).startswith("nvidia")]
+    others = (runtimes[one] for one in names if one != entry.name and isinstance(runtimes.get(one), Mapping))
+    is_there = isinstance(table_at(found, "crio", "runtime", "runtimes").get(entry.name), Mapping)
+    copied: Mapping[str, Any] = {} if is_there else next(others, {})
+    default = {"default_runtime": entry.name} if entry.set_default else {}
+    own = {**copied, "runtime_path": entry.path, "runtime_type": "oci"}
+    return {"crio": {"runtime": {**default, "runtimes": {entry.name: own}}}}
+
+
+def _main_and_target(request: ConfigureRequest) -> tuple[str, str]:
+    """Return the engine's main file, and the file that takes the runtime."""
+    known = ENGINES[request.engine]
+    main = request.config or known.main
+    return main, known.drop_in if request.drop_in is None else request.drop_in or main
 
 
 def _crio_status(system: Reader, request: ConfigureRequest) -> dict[str, object]:
@@ -103,18 +162,16 @@ def _crio_status(system: Reader, request: ConfigureRequest) -> dict[str, object]
         raise GpuprovError(
             "CRI-O does not tell its configuration", done.evidence(4), "--config-source=file reads the files"
         )
-    return toml_text.read_toml(done.stdout, " ".join(command))
+    return read_toml(done.stdout, " ".join(command))
 
 
 def _podman(system: Reader, request: ConfigureRequest) -> Configuration:
-    main = request.config or podman.MAIN
-    target = podman.DROP_IN if request.drop_in is None else request.drop_in or main
+    """podman reads /etc/cdi itself (`podman run --device nvidia.com/gpu=all`), and lists a runtime's possible paths."""
+    main, target = _main_and_target(request)
     if request.unset:
-        return Configuration(_taken_out(system, main, target))
-    notes = ("podman reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.runtime.cdi else ()
-    return Configuration((edited(system, target, podman.runtime_tables(request.runtime)),), notes)
-
-
-def _taken_out(system: Reader, *paths: str) -> tuple[FileEdit, ...]:
-    found = (emptied(system, path) for path in dict.fromkeys(paths))
-    return tuple(edit for edit in found if edit is not None)
+        return Configuration(emptied(system, main, target))
+    entry = request.runtime
+    notes = ("podman reads CDI specifications by itself: --cdi.enabled changes nothing",) if entry.cdi else ()
+    default = {"runtime": entry.name} if entry.set_default else {}
+    wanted = {"engine": {**default, "runtimes": {entry.name: [entry.path]}}}
+    return Configuration((edited(system, target, wanted),), notes)

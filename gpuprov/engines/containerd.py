@@ -1,4 +1,4 @@
-"""containerd's configuration, versions 1 to 3: the table of a runtime, the options that it copies, the imports. Pure.
+"""containerd's configuration, versions 1 to 3: which file takes a runtime, and its edit. Reader; writes nothing.
 
 containerd before 2.0 takes a plugin's table from the last file that has one, whole (mergeConfig: "Replace entire
 sections instead of merging"): a drop-in with one runtime in it would silently throw away the main file's sandbox image,
@@ -11,58 +11,33 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.changes import parent_of
-from gpuprov.engines.runtime_entry import RuntimeEntry
-from gpuprov.engines.toml_tables import Path, Tables, table_at
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.engines.known import DISTRIBUTIONS, ENGINES
+from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
+from gpuprov.engines.toml import (
+    edited,
+    emptied,
+    matching,
+    merged,
+    read,
+    read_text,
+    read_toml,
+    read_without_ours,
+    table_at,
+    without_ours,
+)
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
-MAIN = "/etc/containerd/config.toml"
-DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
+MAIN, DROP_IN = ENGINES["containerd"].main, ENGINES["containerd"].drop_in
 # The CRI plugin's table. 1: docs/man/containerd-config.toml.5.md; 2 and 3: docs/cri/config.md in containerd.
 _PLUGIN = {1: "cri", 2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime"}
 _RUNTIME_TYPE = "io.containerd.runc.v2"
 _RUNC_LIKE = ("runc", "crun")
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """A Kubernetes distribution with a containerd of its own: its files, and what makes it read them.
-
-    It writes `rendered` at every start, from `templates` (by version) if any exist.
-    """
-
-    name: str
-    rendered: str
-    templates: Mapping[int, str]
-    drop_in: Mapping[int, str]
-    reload_command: str
-
-
-def _rancher(name: str) -> Distribution:
-    folder = f"/var/lib/rancher/{name}/agent/etc/containerd"
-    unit = {"k3s": "k3s", "rke2": "rke2-server"}[name]
-    return Distribution(
-        name,
-        f"{folder}/config.toml",
-        {2: f"{folder}/config.toml.tmpl", 3: f"{folder}/config-v3.toml.tmpl"},
-        {2: f"{folder}/config.toml.d/99-nvidia.toml", 3: f"{folder}/config-v3.toml.d/99-nvidia.toml"},
-        f"systemctl restart {unit} (on an agent: {name}-agent)",
-    )
-
-
-# https://docs.k3s.io/advanced#configuring-containerd, https://docs.rke2.io/advanced, microk8s' args folder.
-DISTRIBUTIONS = {
-    "k3s": _rancher("k3s"),
-    "rke2": _rancher("rke2"),
-    "microk8s": Distribution(
-        "microk8s", "/var/snap/microk8s/current/args/containerd.toml",
-        {2: "/var/snap/microk8s/current/args/containerd-template.toml"}, {},
-        "snap restart microk8s.daemon-containerd",
-    ),
-}  # fmt: skip
+_RELOAD_COMMAND = "systemctl restart containerd"
+_Edits = tuple[FileEdit, ...]
 
 
 def version_of(found: Mapping[str, Any], default: int) -> int:
@@ -86,14 +61,9 @@ def version_from_program(said: str) -> int:
     return 3 if found and int(found[1]) >= 2 else 2
 
 
-def plugin_path(version: int) -> Path:
-    """Return the table of the CRI plugin."""
-    return ("plugins", _PLUGIN[version])
-
-
 def plugin_table(found: Mapping[str, Any], version: int) -> Mapping[str, Any]:
     """Return the content of the CRI plugin's table."""
-    return table_at(found, plugin_path(version))
+    return table_at(found, "plugins", _PLUGIN[version])
 
 
 def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +71,8 @@ def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
 
     `source` is the CRI plugin's table. The cgroup driver (SystemdCgroup) comes with it.
     """
-    containerd = source.get("containerd", {})
-    runtimes = containerd.get("runtimes", {})
-    default = str(containerd.get("default_runtime_name") or "")
+    runtimes = _runtimes(source)
+    default = str(table_at(source, "containerd").get("default_runtime_name") or "")
     names = [name for name in (default, *_RUNC_LIKE) if name and not name.startswith("nvidia")]
     for name in names:
         if isinstance(runtimes.get(name), Mapping):
@@ -111,60 +80,47 @@ def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
     return {"runtime_type": _RUNTIME_TYPE, "privileged_without_host_devices": False}
 
 
-def runtime_tables(
+def runtime_values(
     found: Mapping[str, Any],
     version: int,
     entry: RuntimeEntry,
     source: Mapping[str, Any],
     *,
     forgets_runc: bool = False,
-) -> Tables:
-    """Return the tables to write into a file with content `found`: the runtime, based on the default entry in `source`.
+) -> dict[str, Any]:
+    """Return the values to write into a file with content `found`: the runtime, based on the default entry in `source`.
 
     An existing runtime of that name keeps its keys; only its program is set. `forgets_runc`: the default runtime would
     be lost if only gpuprov's were named.
     """
-    plugin = plugin_path(version)
-    runtimes = (*plugin, "containerd", "runtimes")
-    there = plugin_table(found, version).get("containerd", {}).get("runtimes", {}).get(entry.name)
-    copied: dict[str, Any] = {} if isinstance(there, Mapping) else runtime_like_default(source)
+    is_there = isinstance(_runtimes(plugin_table(found, version)).get(entry.name), Mapping)
+    copied: dict[str, Any] = {} if is_there else runtime_like_default(source)
     programs = {"BinaryName": entry.path, **({"Runtime": entry.path} if version == 1 else {})}
-    options = {**copied.pop("options", {}), **programs}
-    tables = [((*runtimes, entry.name), copied), ((*runtimes, entry.name, "options"), options)]
-    if forgets_runc:
-        runc = source.get("containerd", {}).get("runtimes", {}).get("runc", {"runtime_type": _RUNTIME_TYPE})
-        tables.insert(0, ((*runtimes, "runc"), dict(runc)))
-    if entry.set_default:
-        tables.append(((*plugin, "containerd"), {"default_runtime_name": entry.name}))
-    if entry.cdi:
-        tables.append((plugin, {"enable_cdi": True}))
-    return tuple((path, keys) for path, keys in _flat(tables) if keys)
+    runc = {"runc": _runtimes(source).get("runc", {"runtime_type": _RUNTIME_TYPE})} if forgets_runc else {}
+    own = {**copied, "options": {**copied.get("options", {}), **programs}}
+    default = {"default_runtime_name": entry.name} if entry.set_default else {}
+    cdi = {"enable_cdi": True} if entry.cdi else {}
+    return plugin_values(version, {**cdi, "containerd": {**default, "runtimes": {**runc, entry.name: own}}})
+
+
+def plugin_values(version: int, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a file that has this table of the CRI plugin."""
+    return {"plugins": {_PLUGIN[version]: table}}
+
+
+def _runtimes(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    return table_at(table, "containerd", "runtimes")
 
 
 def relies_on_builtin_runc(table: Mapping[str, Any]) -> bool:
     """Say whether the default runtime is the built-in runc, which no file names. `table` is the CRI plugin's."""
-    containerd = table.get("containerd", {})
-    return containerd.get("default_runtime_name", "runc") == "runc" and "runc" not in containerd.get("runtimes", {})
+    default = table_at(table, "containerd").get("default_runtime_name", "runc")
+    return default == "runc" and "runc" not in _runtimes(table)
 
 
-def _flat(tables: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return nested tables as separate tables."""
-    result: list[tuple[Path, dict[str, Any]]] = []
-    for path, keys in tables:
-        inner = [((*path, key), dict(value)) for key, value in keys.items() if isinstance(value, Mapping)]
-        result.append((path, {key: value for key, value in keys.items() if not isinstance(value, Mapping)}))
-        result += _flat(inner)
-    return result
-
-
-def whole_table(source: Mapping[str, Any], version: int) -> Tables:
-    """Return the CRI plugin's whole table, for a drop-in that containerd before 2.0 takes in its place."""
-    return tuple((path, keys) for path, keys in _flat([(plugin_path(version), dict(source))]) if keys)
-
-
-def with_version(version: int, wanted: Tables) -> Tables:
-    """Return the tables with the version at the root, which a new file of version 2 or 3 must have."""
-    return (((), {"version": version}), *wanted) if version > 1 else wanted
+def with_version(version: int, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the version, which a new file of version 2 or 3 must have."""
+    return {"version": version, **wanted} if version > 1 else wanted
 
 
 def import_pattern(drop_in: str) -> str:
@@ -182,3 +138,193 @@ def is_imported(found: Mapping[str, Any], main: str, drop_in: str) -> bool:
     """Say whether the main file already imports that drop-in. Relative patterns start at the main file's folder."""
     patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
     return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in patterns)
+
+
+# -- its files -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files that containerd reads, without gpuprov's: its main file, its imports, and their combined result.
+
+    `dumped` is `containerd config dump`, None if it was not run. `merges`: plugins' tables are merged over files.
+    """
+
+    main: str
+    found: Mapping[str, Any]
+    imported: tuple[tuple[str, Mapping[str, Any]], ...]
+    dumped: Mapping[str, Any] | None
+    version: int
+    merges: bool
+
+    def holders(self) -> tuple[str, ...]:
+        """Return the files that contain the CRI plugin's table, in containerd's reading order."""
+        everything = ((self.main, self.found), *self.imported)
+        return tuple(path for path, found in everything if plugin_table(found, self.version))
+
+    def written(self) -> Mapping[str, Any]:
+        """Return the CRI plugin's table from the files, without built-in values."""
+        everything = (self.found, *(found for _, found in self.imported))
+        tables = [plugin_table(found, self.version) for found in everything]
+        if self.merges:
+            return merged(*tables)
+        return next((table for table in reversed(tables) if table), {})
+
+    def source(self) -> Mapping[str, Any]:
+        """Return the CRI plugin's table from which the runtime's options are copied."""
+        if self.dumped is None:
+            return self.written()
+        return plugin_table(self.dumped, version_of(self.dumped, self.version))
+
+    def runtime_values(self, entry: RuntimeEntry, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values to write into the file with content `found`."""
+        forgets_runc = not self.merges and relies_on_builtin_runc(self.written())
+        return runtime_values(found, self.version, entry, self.source(), forgets_runc=forgets_runc)
+
+
+def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
+    """Return the edits that register the runtime in containerd's files, or remove it."""
+    distribution = DISTRIBUTIONS.get(request.engine)
+    if request.unset:
+        return _unset(system, request)
+    if distribution is not None:
+        request = replace(request, config=request.config or distribution.templates[2], drop_in=request.drop_in or "")
+        if not system.exists(request.config):
+            raise GpuprovError(
+                f"there is no {distribution.name} here", f"no {request.config}", "--config names its file"
+            )
+    main = request.config or MAIN
+    _require_lasting(main)
+    drop_in = DROP_IN if request.drop_in is None else request.drop_in
+    files = read_files(system, request, main, drop_in)
+    edits, notes = _edits(system, request, files, drop_in)
+    if "cri" in map(str, files.found.get("disabled_plugins", ())):
+        notes += (f"{main} has cri in disabled_plugins: Kubernetes can't use this containerd until that is taken out",)
+    return Configuration(edits, notes, distribution.reload_command if distribution else _RELOAD_COMMAND)
+
+
+def _require_lasting(main: str) -> None:
+    for one in DISTRIBUTIONS.values():
+        if main == one.rendered:
+            raise GpuprovError(
+                f"{main} is written by {one.name} at every start: a change there would not last",
+                "", f"gpuprov runtime configure --runtime {one.name}", exit_code=ExitCode.USAGE,
+            )  # fmt: skip
+
+
+def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: str) -> Files:
+    """Read the main file and its imports, without gpuprov's, and query containerd's version and configuration."""
+    text = read_text(system, main) or ""
+    read_toml(text, main)  # an unreadable file is refused unchanged
+    found = read_toml(without_ours(text), main)
+    imported = tuple(
+        (path, read_without_ours(system, path)) for path in _imported(system, found, main) if path != drop_in
+    )
+    # The host's own containerd has no information about microk8s's.
+    usual = system.which("containerd") if request.engine == "containerd" else None
+    program = request.executable or usual or "containerd"
+    said = system.run((program, "--version"), timeout=20) if request.executable or usual else None
+    by_program = version_from_program(said.stdout) if said and said.ok else 2
+    dumped = _dump(system, program, main) if request.from_command else None
+    version = version_of(found, version_of(dumped, by_program) if dumped else by_program)
+    if version == 1 and by_program >= 3:
+        raise GpuprovError(
+            f"{main} is of version 1, of which this containerd no longer reads runtimes",
+            said.stdout.strip() if said else "",
+            f"{program} --config {main} config migrate prints it in version 3; put that in its place",
+        )
+    if said and said.ok and by_program < version:
+        raise GpuprovError(
+            f"{main} is of version 3, which containerd knows from 2.0 on: 1.7 does not start, 1.6 ignores it",
+            said.stdout.strip(),
+            f"{program} config default prints one of version 2; put what is yours into it",
+        )
+    return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)
+
+
+def written(system: Reader) -> Mapping[str, Any]:
+    """Return the CRI plugin's table in the usual files of containerd, without gpuprov's additions."""
+    return read_files(system, ConfigureRequest("containerd"), MAIN, DROP_IN).written()
+
+
+def imported(system: Reader, main: str) -> list[str]:
+    """Return the files that the main file imports; none if it can't be parsed."""
+    try:
+        return _imported(system, read(system, main), main)
+    except GpuprovError:
+        return []
+
+
+def _imported(system: Reader, found: Mapping[str, Any], main: str) -> list[str]:
+    patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
+    return [path for pattern in patterns for path in matching(system, pattern)]
+
+
+def _dump(system: Reader, program: str, main: str) -> Mapping[str, Any]:
+    command = (program, "--config", main, "config", "dump")
+    done = system.require(command, "containerd does not tell its configuration", "--config-source=file reads the file")
+    return read_toml(done.stdout, " ".join(command))
+
+
+def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
+    """Return the files to edit, and why they differ from the usual ones."""
+    holders = files.holders()
+    if files.version == 1 and drop_in:
+        note = "version 1 of containerd's configuration has no drop-ins: the main file takes the runtime"
+        return _in_place(system, request, files, files.main), (note,)
+    if not drop_in:
+        return _in_place(system, request, files, files.main), ()
+    wanted = files.runtime_values(request.runtime, {})
+    if files.merges or not holders:
+        edits = _by_drop_in(system, files, drop_in, wanted)
+        return edits, _woken(system, edits, drop_in)
+    one_file = f"containerd before 2.0 takes the CRI plugin's table from one file alone, and that is {holders[-1]}"
+    if request.drop_in is None:
+        note = f"{one_file}: the runtime goes there, a drop-in would hide the rest of that table"
+        return _in_place(system, request, files, holders[-1]), (note,)
+    note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
+    edits = _by_drop_in(system, files, drop_in, merged(plugin_values(files.version, files.source()), wanted))
+    return edits, (note, *_woken(system, edits, drop_in))
+
+
+def _in_place(system: Reader, request: ConfigureRequest, files: Files, path: str) -> _Edits:
+    found = dict(((files.main, files.found), *files.imported))[path]
+    wanted = files.runtime_values(request.runtime, found)
+    return (edited(system, path, wanted if found else with_version(files.version, wanted)),)
+
+
+def _by_drop_in(system: Reader, files: Files, drop_in: str, wanted: dict[str, Any]) -> _Edits:
+    edit = edited(system, drop_in, with_version(files.version, wanted))
+    if is_imported(files.found, files.main, drop_in):
+        return (edit,)
+    listed = [*imports(files.found), import_pattern(drop_in)]
+    root: dict[str, Any] = {} if files.found else {"version": files.version}
+    return (edit, edited(system, files.main, {**root, "imports": listed}))
+
+
+def _woken(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
+    """Return a note about files in the drop-in's folder that were not read before, and now will be."""
+    if not any(edit.changes for edit in edits[1:]):
+        return ()
+    others = [path for path in matching(system, import_pattern(drop_in)) if path != drop_in]
+    return (f"containerd will read {', '.join(others)} too, which no file has imported so far",) if others else ()
+
+
+def _unset(system: Reader, request: ConfigureRequest) -> Configuration:
+    """Return the edits that remove gpuprov's additions from the main file, its imports, the drop-in, the templates."""
+    distribution = DISTRIBUTIONS.get(request.engine)
+    if distribution is not None:
+        paths = [request.config] if request.config else list(distribution.templates.values())
+        paths += [request.drop_in] if request.drop_in else list(distribution.drop_in.values())
+        return Configuration(emptied(system, *paths), (), distribution.reload_command)
+    main = request.config or MAIN
+    drop_in = DROP_IN if request.drop_in is None else request.drop_in
+    found = read(system, main)
+    imported = [path for path in _imported(system, found, main) if path != drop_in]
+    neighbours = [path for path in imported if drop_in and parent_of(path) == parent_of(drop_in)]
+    # Files that others have added beside the drop-in since then need the same import.
+    files = (main, *imported, *([drop_in] if drop_in else []))
+    edits = emptied(system, *files, keep=("imports",) if neighbours else ())
+    kept = neighbours and edits and import_pattern(drop_in) in imports(found)
+    notes = (f"{main} keeps its import of {parent_of(drop_in)}: {', '.join(neighbours)} needs it",) if kept else ()
+    return Configuration(edits, notes, _RELOAD_COMMAND)

@@ -10,9 +10,8 @@ from typing import Any
 from gpuprov.core.changes import Change
 from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
-from gpuprov.engines import docker_cdi
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.engines.docker_config import DAEMON_JSON, edited, parse_config
+from gpuprov.engines.docker_config import DAEMON_JSON, edited, knows_cdi, needs_feature, parse_config
 from gpuprov.engines.docker_unit import (
     UNIT,
     DockerUnit,
@@ -265,11 +264,11 @@ def plan(
         runtime_name,
         "" if by_flag else runtime_path,
         set_default=set_default and not by_flag,
-        cdi=cdi and docker_cdi.is_to_be_set(facts),
+        cdi=cdi and cdi_is_to_be_set(facts),
         drop=drop,
     )
     restart = facts.live_restore or not facts.running_containers
-    cdi_waits = cdi and docker_cdi.waits_for_restart(facts)
+    cdi_waits = cdi and cdi_waits_for_restart(facts)
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
     # No restart is made for it if that would stop containers.
@@ -296,3 +295,55 @@ def plan(
             cdi_by_version=cdi and not facts.installed,
         ),
     )
+
+
+# -- CDI ---------------------------------------------------------------------------------------------------------------
+
+
+def _cdi_setting(config: Mapping[str, Any]) -> object:
+    """Return the configuration's features.cdi, None if it is not set."""
+    features = config.get("features")
+    return features.get("cdi") if isinstance(features, dict) else None
+
+
+def cdi_switched_off(facts: DockerFacts) -> str:
+    """Return how a user switched CDI off in docker's file, "" if not. gpuprov keeps that setting."""
+    if _cdi_setting(facts.config) is False:
+        return f"features.cdi is false in {facts.config_path}"
+    folders = facts.config.get("cdi-spec-dirs")
+    if isinstance(folders, list) and not any(folders):
+        return f"cdi-spec-dirs is empty in {facts.config_path}"
+    return ""
+
+
+def cdi_is_to_be_set(facts: DockerFacts) -> bool:
+    """Say whether features.cdi is missing in docker's file."""
+    # dockerd does not start with the same directive as a flag and in its file.
+    by_flag = flag_values(facts.unit.arguments, "--feature")
+    missing = needs_feature(facts.version) and _cdi_setting(facts.config) is None
+    return missing and not by_flag and not cdi_switched_off(facts)
+
+
+def cdi_waits_for_restart(facts: DockerFacts) -> bool:
+    """Say whether docker reads CDI specifications after a restart with its file, or with features.cdi added."""
+    is_set = _cdi_setting(facts.config) is True and not cdi_switched_off(facts)
+    return facts.active and not facts.cdi and needs_feature(facts.version) and (is_set or cdi_is_to_be_set(facts))
+
+
+def cdi_waits_for_containers(facts: DockerFacts) -> bool:
+    """Say whether features.cdi is set but docker was not restarted since, because that would stop containers."""
+    restarts = facts.live_restore or not facts.running_containers
+    return cdi_waits_for_restart(facts) and not cdi_is_to_be_set(facts) and not restarts
+
+
+def why_cdi_is_off(facts: DockerFacts) -> str:
+    """Return why the running docker reads no CDI specifications, "" if it does."""
+    if facts.cdi:
+        return ""
+    if not knows_cdi(facts.version):
+        return f"docker {facts.version} has no CDI: it comes with docker 25"
+    if cdi_is_to_be_set(facts):
+        return f"features.cdi is not set in {facts.config_path}, which docker {facts.version} needs"
+    if cdi_waits_for_restart(facts):
+        return "docker has not been restarted since features.cdi was set"
+    return cdi_switched_off(facts) or "docker info has no CDISpecDirs"

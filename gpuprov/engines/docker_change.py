@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.engines.docker_cdi import FEATURES, needs_feature
-from gpuprov.engines.docker_config import DAEMON_JSON, edited, parse_config
+from gpuprov.engines.docker_config import DAEMON_JSON, VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
 from gpuprov.engines.docker_unit import UNIT, dockerd_version, flag_values, gather_unit, last_words, refusal
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 
@@ -63,7 +62,7 @@ class ReconfigureDocker(Change):
 
     def _cdi_summary(self) -> str:
         if self.cdi_by_version:
-            return f", with features.cdi if that is docker {FEATURES}"
+            return f", with features.cdi if that is docker {VERSIONS_WITH_FEATURE}"
         later = "; `--device nvidia.com/gpu=…` works after docker's next restart, which would stop them"
         return later if self.cdi_later else ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,25 @@ from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 
-__all__ = ["DAEMON_JSON", "edited", "has_member_twice", "parse_config", "render_config", "with_runtime"]
+__all__ = ["DAEMON_JSON", "edited", "parse_config"]
 # The first that takes a byte order mark, and that has `dockerd --validate`.
 _FIRST_WITH_BOM = _FIRST_WITH_VALIDATE = (23,)
+
+# docker 25 to 28.1 reads CDI specifications if its file sets features.cdi, 28.2 and later unless it disables it; older
+# releases can't (docs.docker.com, dockerd, "Enable CDI devices").
+_FIRST_WITH_CDI = (25,)
+_FIRST_WITH_CDI_BY_DEFAULT = (28, 2)
+VERSIONS_WITH_FEATURE = "25 to 28.1"
+
+
+def knows_cdi(version: str) -> bool:
+    """Say whether a docker of that version can read CDI specifications."""
+    return version_numbers(version) >= _FIRST_WITH_CDI
+
+
+def needs_feature(version: str) -> bool:
+    """Say whether a docker of that version needs features.cdi to read them."""
+    return _FIRST_WITH_CDI <= version_numbers(version) < _FIRST_WITH_CDI_BY_DEFAULT
 
 
 def parse_config(
@@ -60,63 +75,39 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def has_member_twice(text: str) -> bool:
-    """Say whether an object of valid JSON has a duplicate key: rendering it again would drop one of the two."""
-    found = False
-
-    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal found
-        found = found or len({name for name, _ in pairs}) < len(pairs)
-        return dict(pairs)
-
-    json.loads(text.lstrip(BOM), object_pairs_hook=look)
-    return found
-
-
 def edited(
     text: str | None, name: str, path: str, *, set_default: bool, cdi: bool = False, drop: Sequence[str] = ()
 ) -> str | None:
     """Return valid daemon.json with a runtime of that name and path; None if nothing changes.
 
-    Without a path the runtime is removed; `cdi` sets features.cdi; the runtimes of `drop` are removed. An edit in place
-    keeps what a JSON writer would lose: a byte order mark, a duplicate key, bytes that are invalid UTF-8. Line ends
-    stay as they are.
+    Without a path no runtime is added; `cdi` sets features.cdi; the runtimes of `drop` are removed. Every other byte
+    stays: a JSON writer would lose line ends, a byte order mark, a duplicate key, bytes that are invalid UTF-8.
     """
-    plain = (text or "").lstrip(BOM)
-    config = json.loads(plain) if plain.strip() else {}
-    wanted = with_runtime(config, name, path, set_default=set_default) if path else dict(config)
-    if cdi:
-        wanted["features"] = {**(wanted.get("features") or {}), "cdi": True}
-    wanted = _without_runtimes(wanted, drop)
-    if wanted == config:
-        return None
-    is_plain = plain == (text or "") and not re.search("[\udc80-\udcff]", plain)
-    if not plain.strip() or (is_plain and not has_member_twice(plain)):
-        return render_config(wanted, text)
+    text = text if text and text.lstrip(BOM).strip() else "{}\n"
 
-    def edit(text: str) -> str:
-        if path:
-            text = with_member(text, ("runtimes", name), wanted["runtimes"][name])
-        if set_default:
-            text = with_member(text, ("default-runtime",), name)
-        for one in drop:
-            text = without_member(text, ("runtimes", one))
-        if drop and "default-runtime" not in wanted:
-            text = without_member(text, ("default-runtime",))
-        return with_member(text, ("features", "cdi"), True) if cdi else text
+    def edit(plain: str) -> str:
+        config = json.loads(plain)
+        there = (config.get("runtimes") or {}).get(name)
+        is_right = isinstance(there, dict) and there.get("path") == path and not there.get("args")
+        if path and not is_right:
+            plain = with_member(plain, ("runtimes", name), {"path": path, "args": []})
+        if path and set_default:
+            plain = with_member(plain, ("default-runtime",), name)
+        if cdi:
+            plain = with_member(plain, ("features", "cdi"), True)
+        return without_runtimes(plain, drop)
 
-    return in_place(text or "", edit)
+    after = in_place(text, edit)
+    return None if after == text else after
 
 
-def _without_runtimes(config: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration without these runtimes; docker does not start with a missing default runtime."""
-    runtimes = config.get("runtimes") or {}
-    if not any(name in runtimes for name in names):
-        return config
-    left = {name: one for name, one in runtimes.items() if name not in names}
-    config = {**config, "runtimes": left} if left else {key: one for key, one in config.items() if key != "runtimes"}
-    gone = config.get("default-runtime") in names
-    return {key: one for key, one in config.items() if key != "default-runtime"} if gone else config
+def without_runtimes(text: str, names: Sequence[str]) -> str:
+    """Return the text without these runtimes; docker does not start with a missing default runtime."""
+    if names and json.loads(text).get("default-runtime") in names:
+        text = without_member(text, ("default-runtime",))
+    for name in names:
+        text = without_member(text, ("runtimes", name))
+    return text
 
 
 def _number(text: str) -> float:
@@ -136,25 +127,3 @@ def _wrong_shape(config: Any) -> str:
         if found is not None and not isinstance(found, dict):
             return f'"{name}" is a {type(found).__name__}, not an object'
     return ""
-
-
-def with_runtime(config: Mapping[str, Any], name: str, path: str, *, set_default: bool) -> dict[str, Any]:
-    """Return the configuration with a runtime of that name and path; everything else, and its order, stays."""
-    runtimes = config.get("runtimes") or {}
-    entry = runtimes.get(name)
-    if not (isinstance(entry, dict) and entry.get("path") == path and not entry.get("args")):
-        entry = {"path": path, "args": []}
-    changed = {**config, "runtimes": {**runtimes, name: entry}}
-    return {**changed, "default-runtime": name} if set_default else changed
-
-
-def render_config(config: Mapping[str, Any], like: str | None) -> str:
-    """Return a configuration's text, with the indentation (without one: four blanks) and line ends of `like`."""
-    found = re.search(r"^([ \t]+)\"", like or "", re.MULTILINE)
-    indent = found[1] if found else "    "
-    plain = json.dumps(config, indent=indent, ensure_ascii=False) + "\n"
-    # Half of a surrogate pair ("\ud800") is valid JSON but has no UTF-8: then every such character stays escaped.
-    is_utf8 = not re.search("[\ud800-\udfff]", plain)
-    text = plain if is_utf8 else json.dumps(config, indent=indent) + "\n"
-    # No other line end stands in JSON's own text: in strings they are escaped.
-    return text.replace("\n", "\r\n") if "\r\n" in (like or "") else text

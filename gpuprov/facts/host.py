@@ -17,7 +17,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker_proxy, kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
+from gpuprov.engines.nvidia_docker import PATH as NVIDIA_DOCKER
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files

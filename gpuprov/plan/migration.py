@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from gpuprov.core.changes import Change, RemoveFile
 from gpuprov.engines.docker_config import DAEMON_JSON
+from gpuprov.engines.nvidia_docker import PATH as NVIDIA_DOCKER
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
-from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
 from gpuprov.packages import retired

@@ -28,9 +28,9 @@ from gpuprov.driver import (
     unload,
 )
 from gpuprov.engines import docker, docker_proxy, other_engines
-from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
+from gpuprov.engines.other_engines import ConfigureEngine
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
 from gpuprov.packages import rpm_packages, rpm_remove, rpm_repos

@@ -13,8 +13,8 @@ from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import opened
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.engines.configure import is_hook_for
 from gpuprov.engines.docker import parse_info
-from gpuprov.engines.podman import is_hook_for
 from gpuprov.protocol.errors import GpuprovError
 
 

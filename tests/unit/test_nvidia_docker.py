@@ -11,7 +11,7 @@ import pytest
 from gpuprov.boot import nvidia_docker
 from gpuprov.boot.nvidia_docker import InstallNvidiaDocker
 from gpuprov.core.changes import Change
-from gpuprov.engines.nvidia_docker_file import PATH, is_ours
+from gpuprov.engines.nvidia_docker import PATH, is_ours
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.plan import migration

@@ -16,10 +16,9 @@ from gpuprov.core.system import System
 from gpuprov.driver import kernel
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, sha256
-from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
 from gpuprov.facts.holders import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays

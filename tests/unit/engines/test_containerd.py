@@ -9,7 +9,7 @@ import pytest
 import tomllib
 
 from gpuprov.core.system import System
-from gpuprov.engines import containerd, toml_text
+from gpuprov.engines import containerd, toml
 from gpuprov.engines.configure import configuration, write
 from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
@@ -67,8 +67,8 @@ def test_runtime_copies_the_default_one(source: dict[str, Any], copied: dict[str
 )
 def test_tables_of_each_version(version: int, plugin: str) -> None:
     entry = RuntimeEntry("nvidia", "/x", set_default=True, cdi=True)
-    text = toml_text.with_tables(
-        None, containerd.runtime_tables({}, version, entry, {"containerd": {"runtimes": {"runc": RUNC}}}), ""
+    text = toml.with_values(
+        None, containerd.runtime_values({}, version, entry, {"containerd": {"runtimes": {"runc": RUNC}}}), ""
     )
     found = tomllib.loads(text)["plugins"][plugin]
     options = {"SystemdCgroup": True, "BinaryName": "/x", **({"Runtime": "/x"} if version == 1 else {})}

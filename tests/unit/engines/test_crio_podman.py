@@ -10,11 +10,13 @@ import pytest
 import tomllib
 
 from gpuprov.core.system import System
-from gpuprov.engines import configure, crio, podman
+from gpuprov.engines import configure
+from gpuprov.engines.known import ENGINES
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 
 RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
+CRIO, PODMAN = ENGINES["crio"], ENGINES["podman"]
 # As CRI-O's own packages bring it: 10-crio.conf names crun as the default.
 CRIO_CONF = '[crio.runtime]\nselinux = true\n[crio.runtime.runtimes.runc]\nruntime_root = "/run/runc"\n'
 PACKAGED = """\
@@ -58,9 +60,9 @@ def configured(system: System, request: ConfigureRequest) -> dict[str, Any]:
     ("files", "entry"),
     [
         ({}, {}),
-        ({crio.MAIN: CRIO_CONF}, {"runtime_root": "/run/runc"}),
+        ({CRIO.main: CRIO_CONF}, {"runtime_root": "/run/runc"}),
         (
-            {crio.MAIN: CRIO_CONF, "/etc/crio/crio.conf.d/10-crio.conf": PACKAGED},
+            {CRIO.main: CRIO_CONF, "/etc/crio/crio.conf.d/10-crio.conf": PACKAGED},
             {
                 "runtime_root": "/run/crun",
                 "monitor_path": "/usr/libexec/crio/conmon",
@@ -85,7 +87,7 @@ def test_crio_default_runtime_changes_when_asked(tmp_path: Path) -> None:
 
 
 def test_crio_main_file_takes_the_runtime_when_asked(tmp_path: Path) -> None:
-    system = host(tmp_path, {crio.MAIN: "# mine\n" + CRIO_CONF})
+    system = host(tmp_path, {CRIO.main: "# mine\n" + CRIO_CONF})
     found = configured(system, ConfigureRequest("crio", RUNTIME, drop_in=""))
     assert found["crio"]["runtime"]["selinux"] is True
     assert found["crio"]["runtime"]["runtimes"]["nvidia"]["runtime_path"] == "/usr/bin/x"
@@ -110,7 +112,7 @@ def test_broken_file_of_crio_is_named(tmp_path: Path) -> None:
 
 
 def test_podman_gets_a_drop_in(tmp_path: Path) -> None:
-    system = host(tmp_path, {podman.MAIN: '[engine]\nruntime = "crun"\n'})
+    system = host(tmp_path, {PODMAN.main: '[engine]\nruntime = "crun"\n'})
     assert configured(system, ConfigureRequest("podman", RUNTIME)) == {
         "engine": {"runtimes": {"nvidia": ["/usr/bin/x"]}}
     }
@@ -140,7 +142,7 @@ def test_hook_as_podman_reads_it(tmp_path: Path, program: str, path: str) -> Non
     system = host(tmp_path, {})
     found = configure.hook(system, "podman", "", program, unset=False)
     configure.write(system, found.edits)
-    assert json.loads(str(system.read_text(podman.HOOK_FILE))) == {
+    assert json.loads(str(system.read_text(configure.HOOK_FILE))) == {
         "version": "1.0.0",
         "hook": {"path": program, "args": [program.rpartition("/")[2], "prestart"], "env": [f"PATH={path}"]},
         "when": {"always": True, "commands": [".*"]},
@@ -150,7 +152,7 @@ def test_hook_as_podman_reads_it(tmp_path: Path, program: str, path: str) -> Non
     assert not edit.changes
     assert configure.hook(system, "podman", "", "/another", unset=True).edits == ()
     configure.write(system, configure.hook(system, "podman", "", program, unset=True).edits)
-    assert not system.exists(podman.HOOK_FILE)
+    assert not system.exists(configure.HOOK_FILE)
 
 
 @pytest.mark.parametrize("engine", ["docker", "containerd", "k3s"])

@@ -12,9 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpuprov.engines import docker_line, nvidia_docker_command
-from gpuprov.engines.docker_line import container_call
-from gpuprov.engines.nvidia_docker_command import Image, given_variables, gpu_words, required_cuda, with_files
+from gpuprov.engines import nvidia_docker_command
+from gpuprov.engines.nvidia_docker_command import (
+    Image,
+    container_call,
+    given_variables,
+    gpu_words,
+    required_cuda,
+    with_files,
+)
 from gpuprov.runtime_hook import specification
 
 # words after `docker` → the words up to `run` or `create`, the image
@@ -198,11 +204,11 @@ def test_the_table_of_options_is_that_of_each_docker_here() -> None:
             flags, values = options_of(docker, command)
             assert {"i", "tty", "privileged"} <= flags, docker
             assert {"env", "e", "gpus", "v"} <= values, docker
-            assert flags <= docker_line._RUN_FLAGS, docker
-            assert not values & docker_line._RUN_FLAGS, docker
+            assert flags <= nvidia_docker_command._RUN_FLAGS, docker
+            assert not values & nvidia_docker_command._RUN_FLAGS, docker
         flags, values = options_of(docker)
-        assert {"D", "tls"} <= flags <= docker_line._GLOBAL_FLAGS, docker
-        assert {"H", "context"} <= values <= docker_line._GLOBAL_VALUES, docker
+        assert {"D", "tls"} <= flags <= nvidia_docker_command._GLOBAL_FLAGS, docker
+        assert {"H", "context"} <= values <= nvidia_docker_command._GLOBAL_VALUES, docker
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,17 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.cri_status import CriStatus
-from gpuprov.engines.other_engines import EngineFacts, gather, kept_running, names, plan, problems, restart_command
+from gpuprov.engines.other_engines import (
+    ConfigureEngine,
+    EngineFacts,
+    gather,
+    kept_running,
+    names,
+    plan,
+    problems,
+    restart_command,
+)
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.engines.test_containerd import K3S, NEW_K3S, OLD_K3S

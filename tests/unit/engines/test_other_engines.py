@@ -13,9 +13,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import kubernetes
 from gpuprov.engines.configure import configuration
-from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.known import ENGINES
-from gpuprov.engines.other_engines import gather, names, plan, problems, with_coming
+from gpuprov.engines.other_engines import ConfigureEngine, gather, names, plan, problems, with_coming
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS

@@ -10,18 +10,37 @@ import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.engines.toml_tables import Tables, says
-from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_tables, without_ours
+from gpuprov.engines.toml import difference, is_only_ours, merged, read_toml, with_values, without_ours
 from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
-WANTED: Tables = (
-    ((), {"imports": ["/etc/a/*.toml", "/etc/b/*.toml"]}),
-    (TABLE, {"default_runtime_name": "nvidia", "snapshotter": "native"}),
-    ((*TABLE, "runtimes", "nvidia"), {"runtime_type": "io.containerd.runc.v2"}),
-    ((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/usr/bin/x", "SystemdCgroup": True}),
+
+
+def nested(path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    for name in reversed(path):
+        values = {name: values}
+    return values
+
+
+def says(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return merged(found, wanted) == found
+
+
+IN_TABLE = nested(
+    TABLE,
+    {
+        "default_runtime_name": "nvidia",
+        "snapshotter": "native",
+        "runtimes": {
+            "nvidia": {
+                "runtime_type": "io.containerd.runc.v2",
+                "options": {"BinaryName": "/usr/bin/x", "SystemdCgroup": True},
+            }
+        },
+    },
 )
+WANTED = {"imports": ["/etc/a/*.toml", "/etc/b/*.toml"], **IN_TABLE}
 HEADER = '[plugins."io.containerd.grpc.v1.cri".containerd]'
 
 
@@ -53,17 +72,17 @@ HEADER = '[plugins."io.containerd.grpc.v1.cri".containerd]'
     ],
 )
 def test_edits_come_out_to_the_byte(text: str) -> None:
-    edited = with_tables(text, WANTED, "config.toml")
+    edited = with_values(text, WANTED, "config.toml")
     assert says(read_toml(edited, ""), WANTED)
     assert says(tomllib.loads(edited), WANTED)
-    assert with_tables(edited, WANTED, "config.toml") == edited
+    assert with_values(edited, WANTED, "config.toml") == edited
     assert without_ours(edited) == text
 
 
 def test_what_others_wrote_stays_where_it_is() -> None:
     table = f"{HEADER} # table\n  # a word\n  default_runtime_name = 'runc' # usual\n"
     text = f"# top\nversion = 2\n\n{table}\n[last]\nz = 1\n"
-    lines = with_tables(text, WANTED[1:], "").splitlines()
+    lines = with_values(text, IN_TABLE, "").splitlines()
     assert lines[:10] == [
         "# top",
         "version = 2",
@@ -80,19 +99,19 @@ def test_what_others_wrote_stays_where_it_is() -> None:
 
 
 def test_new_file_is_known_as_ours_alone() -> None:
-    made = with_tables(None, WANTED, "")
+    made = with_values(None, WANTED, "")
     assert is_only_ours(made)
     assert not is_only_ours(made + "[more]\n")
     assert without_ours(made + "[more]\n") == "[more]\n"
     # An empty file that was there before is another's.
-    assert not is_only_ours(with_tables("", WANTED, ""))
+    assert not is_only_ours(with_values("", WANTED, ""))
 
 
 def test_another_value_replaces_ours_and_another_table_joins_it() -> None:
-    first = with_tables("version = 2\n", WANTED, "")
-    moved: Tables = (((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/opt/y"}),)
-    second: Tables = (((*TABLE, "runtimes", "second"), {"runtime_type": "x"}),)
-    both = with_tables(with_tables(first, moved, ""), second, "")
+    first = with_values("version = 2\n", WANTED, "")
+    moved = nested((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/opt/y"})
+    second = nested((*TABLE, "runtimes", "second"), {"runtime_type": "x"})
+    both = with_values(with_values(first, moved, ""), second, "")
     assert both.count("gpuprov begin") == 1
     options = tomllib.loads(both)["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
     assert options["nvidia"]["options"] == {"BinaryName": "/opt/y", "SystemdCgroup": True}
@@ -102,13 +121,13 @@ def test_another_value_replaces_ours_and_another_table_joins_it() -> None:
 
 def test_what_is_ours_is_told() -> None:
     text = f'version = 2\n{HEADER}\ndefault_runtime_name = "runc"\nkept = 1\n'
-    assert dict(ours_in(with_tables(text, WANTED, ""), "")) == dict(WANTED)
-    assert ours_in(text, "") == ()
+    edited = with_values(text, WANTED, "")
+    assert difference(read_toml(without_ours(edited), ""), read_toml(edited, "")) == WANTED
 
 
 def test_what_stands_after_our_block_survives() -> None:
-    edited = with_tables("version = 2\n", WANTED, "") + "\n[later]\nx = 1\n"
-    assert with_tables(edited, WANTED, "") == edited
+    edited = with_values("version = 2\n", WANTED, "") + "\n[later]\nx = 1\n"
+    assert with_values(edited, WANTED, "") == edited
     assert without_ours(edited) == "version = 2\n\n[later]\nx = 1\n"
 
 
@@ -123,7 +142,7 @@ def test_what_stands_after_our_block_survives() -> None:
 )
 def test_file_that_cannot_be_read_is_refused(text: str, seen: str) -> None:
     with pytest.raises(GpuprovError) as caught:
-        with_tables(text, WANTED, "/etc/config.toml")
+        with_values(text, WANTED, "/etc/config.toml")
     (problem,) = caught.value.problems
     assert problem.what.startswith("/etc/config.toml is not valid TOML")
     assert seen in problem.evidence
@@ -132,7 +151,7 @@ def test_file_that_cannot_be_read_is_refused(text: str, seen: str) -> None:
 @pytest.mark.parametrize("text", ['version = 2\nplugins = {x = "y"}\n', "version = 2\nplugins = 1\n"])
 def test_table_that_cannot_be_extended_is_refused(text: str) -> None:
     with pytest.raises(GpuprovError, match="can't be edited safely"):
-        with_tables(text, WANTED, "/etc/config.toml")
+        with_values(text, WANTED, "/etc/config.toml")
 
 
 # -- any file ----------------------------------------------------------------------------------------------------------
@@ -166,13 +185,10 @@ def files(draw: st.DrawFn) -> str:
 OUR_VALUES = st.one_of(
     st.booleans(), st.text("ab#\"'= \\", max_size=6), st.lists(st.text("ab#", max_size=3), max_size=2)
 )
-wanted_tables = st.lists(
-    st.tuples(
-        st.lists(NAMES, max_size=3).map(tuple),
-        st.dictionaries(NAMES, OUR_VALUES, min_size=1, max_size=3),
-    ),
-    min_size=1, max_size=3, unique_by=lambda want: want[0],
-).map(tuple)  # fmt: skip
+wanted_values = st.recursive(
+    st.dictionaries(NAMES, OUR_VALUES, min_size=1, max_size=3),
+    lambda inner: st.dictionaries(NAMES, st.one_of(OUR_VALUES, inner), min_size=1, max_size=3),
+)
 
 
 def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -182,16 +198,16 @@ def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(files(), wanted_tables)
-def test_any_edit_is_right_keeps_the_rest_and_comes_out_to_the_byte_or_is_refused(text: str, wanted: Tables) -> None:
+@given(files(), wanted_values)
+def test_any_edit_has_the_values_and_comes_out_to_the_byte(text: str, wanted: dict[str, Any]) -> None:
     try:
-        edited = with_tables(text, wanted, "")
+        edited = with_values(text, wanted, "")
     except GpuprovError:
         return
     before, after = tomllib.loads(text), tomllib.loads(edited)
     assert says(after, wanted)
-    asked = {(*path, key) for path, keys in wanted for key in keys}
+    asked = leaves(wanted)
     kept = {place: leaf for place, leaf in leaves(before).items() if place not in asked}
     assert kept.items() <= leaves(after).items()
-    assert with_tables(edited, wanted, "") == edited
+    assert with_values(edited, wanted, "") == edited
     assert edited == text or without_ours(edited) == text

@@ -7,19 +7,23 @@ among them, so a template must not write the same table again: containerd could 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from gpuprov.engines import containerd, toml_text
-from gpuprov.engines.containerd import Distribution
+from gpuprov.engines import containerd
+from gpuprov.engines.known import DISTRIBUTIONS, Distribution
 from gpuprov.engines.runtime_entry import DETECTED_RUNTIMES, Configuration, ConfigureRequest, Reader, RuntimeEntry
-from gpuprov.engines.toml_files import edited, emptied, read, read_text
+from gpuprov.engines.toml import edited, emptied, read, read_text, read_toml, read_without_ours
 from gpuprov.protocol.errors import GpuprovError
 
 _BASE = '{{ template "base" . }}'
 
 
-def configuration(system: Reader, request: ConfigureRequest, distribution: Distribution) -> Configuration:
-    """Return the edits that register the runtime in the files of a k3s or RKE2."""
+def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
+    """Return the edits that register the runtime in the files of a k3s or RKE2, or remove it."""
+    if request.unset:
+        return containerd.configuration(system, request)
+    distribution = DISTRIBUTIONS[request.engine]
     rendered_text = read_text(system, distribution.rendered)
     if rendered_text is None and not request.config:
         raise GpuprovError(
@@ -27,14 +31,14 @@ def configuration(system: Reader, request: ConfigureRequest, distribution: Distr
             f"there is no {distribution.rendered}",
             f"start {distribution.name} once, or name the template: --config {distribution.templates[3]}",
         )
-    rendered = toml_text.read_toml(rendered_text or "", distribution.rendered)
+    rendered = read_toml(rendered_text or "", distribution.rendered)
     version = containerd.version_of(rendered, 3 if "v3" in request.config.rpartition("/")[2] else 2)
     template = request.config or distribution.templates[version]
     source = containerd.plugin_table(rendered, version)
     drop_in = distribution.drop_in[version] if request.drop_in is None else request.drop_in
     takes_in = containerd.is_imported(rendered, distribution.rendered, drop_in) if drop_in else False
     if takes_in and version >= 3:
-        wanted = containerd.runtime_tables({}, version, request.runtime, source)
+        wanted = containerd.runtime_values({}, version, request.runtime, source)
         edit = edited(system, drop_in, containerd.with_version(version, wanted))
         return Configuration((edit,), (), distribution.reload_command)
     return _by_template(system, request, distribution, template, version)
@@ -46,10 +50,10 @@ def _by_template(
     rendered = read(system, distribution.rendered)
     source = containerd.plugin_table(rendered, version)
     text = read_text(system, template)
-    own = toml_text.read_toml(toml_text.without_ours(text or ""), template)
+    own = read_without_ours(system, template)
     extends = text is None or 'template "base"' in text
-    wanted = containerd.runtime_tables(own, version, request.runtime, source)
     if not extends:
+        wanted = containerd.runtime_values(own, version, request.runtime, source)
         return Configuration((edited(system, template, wanted),), (), distribution.reload_command)
     if request.runtime.set_default and source.get("containerd", {}).get("default_runtime_name") != request.runtime.name:
         raise GpuprovError(
@@ -57,13 +61,12 @@ def _by_template(
             "", f"put `default-runtime: {request.runtime.name}` into /etc/rancher/{distribution.name}/config.yaml, "
             f"then: {distribution.reload_command}",
         )  # fmt: skip
-    ours = containerd.plugin_table(toml_text.read_toml(text or "", template), version)
+    ours = containerd.plugin_table(read_toml(text or "", template), version)
     has_ours = request.runtime.name in ours.get("containerd", {}).get("runtimes", {})
     path = _adds_itself(system, source, request.runtime, has_ours=has_ours)
     if path == request.runtime.path:
         # An earlier run's entry would be a second table of that name.
-        removed = emptied(system, template)
-        edits = () if removed is None else (removed,)
+        edits = emptied(system, template)
         note = (
             f"{distribution.name} has runtime {request.runtime.name} by itself, from its next start on at least: {path}"
         )
@@ -75,13 +78,11 @@ def _by_template(
             f"{distribution.rendered}: {path}",
             "give another name with --nvidia-runtime-name, or take that program away and restart",
         )
-    wanted = tuple((path, keys) for path, keys in wanted if "default_runtime_name" not in keys)
-    notes: tuple[str, ...] = ()
-    if request.runtime.cdi:
-        plugin = containerd.plugin_path(version)
-        wanted = tuple((path, keys) for path, keys in wanted if path != plugin)
-        if not source.get("enable_cdi", version >= 3):
-            notes = (f"CDI is not enabled: the base template of {distribution.name} writes that table",)
+    # The base template writes these two tables.
+    entry = replace(request.runtime, set_default=False, cdi=False)
+    no_cdi = request.runtime.cdi and not source.get("enable_cdi", version >= 3)
+    notes = (f"CDI is not enabled: the base template of {distribution.name} writes that table",) if no_cdi else ()
+    wanted = containerd.runtime_values(own, version, entry, source)
     return Configuration((edited(system, template, wanted, first=_BASE),), notes, distribution.reload_command)
 
 
