@@ -1,65 +1,49 @@
-"""Which .run file a host's driver comes from and how it is fetched; what all .run files are checked for (CUDA's too).
-
-driver_install.py installs it.
-"""
+"""A driver from NVIDIA's .run file: `RunFile` finds it, and `InstallDriver` installs, proves and removes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell, parent_of
-from gpuprov.core.download import fetch, trusted_sha256
+from gpuprov.cdi.discover import discover
+from gpuprov.core.changes import Change, Json, NextAction, Tell, capture_path, restore_path
+from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.facts.host import HostFacts
+from gpuprov.driver import generations, installer, running_driver, supported_gpus
+from gpuprov.driver.kernel import prove_modules
+from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
+from gpuprov.driver.source import DriverSource
+from gpuprov.driver.unload import Unloading, start_again, start_all_again, unload, unload_unused
+from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.machine.distros import distribution_of, kernel_compiler
+from gpuprov.machine.machine import gather_os
+from gpuprov.packages.registry import manager_of
 from gpuprov.protocol import driver_releases
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked
-from gpuprov.protocol.spec import HostSpec
 
+INSTALLER_LOG = "/var/log/nvidia-installer.log"
+# The installer's own record of the installed files.
+_INSTALLER_STATE = "/var/lib/nvidia/log"
+# The file that it writes before it stops because of nouveau.
+_INSTALLERS_BLACKLISTS = tuple(
+    f"{folder}/nvidia-installer-disable-nouveau.conf" for folder in ("/etc/modprobe.d", "/usr/lib/modprobe.d")
+)
+# Compiling the kernel modules takes two to three minutes on two cores; slow machines and full disks take longer.
+_INSTALLER_SECONDS = 3600
+_UNINSTALL_SECONDS = 600
+# A .run unpacks to at most about four times its size; the same again lands on the root file system.
+_UNPACKED_RATIO = 5
+_UNPACK = f"{CACHE_DIRECTORY}/unpack"
+# The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). A libGL of an earlier .run does not count: the
+# installer removes it before it checks.
+_LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
+# The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
+_ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
 # Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
 INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"
-
-
-def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the download of the .run file; it comes before all else, so that a wrong URL or digest costs nothing."""
-    url, path = source(facts, spec)
-    there = facts.downloads.get(path)
-    digest = sha256(facts, spec)
-    if not installs(facts, spec) or url == path or (there and digest in ("", there)):
-        return ()
-    return (FetchRunfile(url, path, digest),)
-
-
-def sha256(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the digest that is asked for, or known of NVIDIA's own file: that holds wherever the file comes from.
-
-    A path on the host is the administrator's own file. Nothing is returned where the digest beside the file counts.
-    """
-    if spec.driver_sha256 or spec.driver_url.startswith("/"):
-        return spec.driver_sha256
-    return driver_releases.known_sha256(spec.driver_version, facts.architecture)
-
-
-def needs_digest(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the file comes over http without a known digest: one beside it comes over the same channel."""
-    return source(facts, spec)[0].startswith("http:") and not sha256(facts, spec)
-
-
-def source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:
-    """Return where the .run file comes from and where it lies on the host; the same if it is there already."""
-    url = spec.driver_url or default_url(spec.driver_version, facts.architecture)
-    return url, place_of(url)
-
-
-def installs(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the driver will be installed: it is of another version, or a file that all need is not whole."""
-    if spec.driver != "runfile":
-        return False
-    other = facts.driver_installed_version != spec.driver_version
-    return other or bool(facts.driver_damage) or INCOMPLETE_MARK in facts.files
 
 
 def default_url(version: str, architecture: str) -> str:
@@ -73,71 +57,424 @@ def default_url(version: str, architecture: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class FetchRunfile(Change):
-    """The .run file shall lie in the cache, its digest right. A partial download is kept and resumed."""
+class RunFile(DriverSource):
+    """NVIDIA's .run file on one host."""
 
-    url: str
-    path: str
-    sha256: str
+    has_installer = True
 
-    undo_when_interrupted: ClassVar[bool] = False
-
-    def summary(self) -> str:
-        return f"download {masked(self.url)}"
+    # -- the file ----------------------------------------------------------------------------------------------------
 
     @property
-    def urls(self) -> tuple[str, ...]:
-        return (self.url,)
+    def url(self) -> str:
+        """Where the file comes from; a path if it is on the host already."""
+        return self.spec.driver_url or default_url(self.spec.driver_version, self.facts.architecture)
 
-    def capture(self, system: System) -> Json:
-        return {"path": self.path, "existed": system.exists(self.path)}
+    @property
+    def path(self) -> str:
+        """Where the file lies on the host once it is there."""
+        return place_of(self.url)
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        digest = self.sha256 or trusted_sha256(system, self.url)
-        if not digest:
-            raise GpuprovError(
-                "the driver's SHA-256 is not known, so a download could not be trusted",
-                f"there is no {masked(self.url)}.sha256sum, or not over https",
-                "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust)",
+    @property
+    def sha256(self) -> str:
+        """The digest that is asked for, or known of NVIDIA's own file: that holds wherever the file comes from.
+
+        A path on the host is the administrator's own file. It is empty where the digest beside the file counts.
+        """
+        if self.spec.driver_sha256 or self.spec.driver_url.startswith("/"):
+            return self.spec.driver_sha256
+        return driver_releases.known_sha256(self.spec.driver_version, self.facts.architecture)
+
+    def plan_download(self) -> tuple[Change, ...]:
+        there = self.facts.downloads.get(self.path)
+        if not self.installs or self.url == self.path or (there and self.sha256 in ("", there)):
+            return ()
+        return (FetchRunfile(self.url, self.path, self.sha256),)
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def installs(self) -> bool:
+        """Whether the driver will be installed: it is of another version, or a file that all need is not whole."""
+        other = self.facts.driver_installed_version != self.spec.driver_version
+        return other or bool(self.facts.driver_damage) or INCOMPLETE_MARK in self.facts.files
+
+    @property
+    def is_installed(self) -> bool:
+        return super().is_installed and self.facts.driver_installed_version == self.spec.driver_version
+
+    @property
+    def version(self) -> str:
+        return self.spec.driver_version
+
+    @property
+    def coming_version(self) -> str:
+        return self.spec.driver_version if self.installs else ""
+
+    # -- problems ----------------------------------------------------------------------------------------------------
+
+    def problems(self) -> tuple[Problem, ...]:
+        return (*super().problems(), *self._kernel_problems(), *self._file_problems())
+
+    def _kernel_problems(self) -> tuple[Problem, ...]:
+        """Return what of the kernel, or of a display on it, the installer refuses."""
+        if not self.brings_modules:
+            return self._outside_problems() if self.facts.image is None else ()
+        managed = self.facts.running is not None and self.facts.running.display_manager
+        stops = managed and self.spec.stop_display_manager
+        if not self.facts.kernel.takes_modules or self.is_installed or not self.facts.displays or stops:
+            return ()
+        return (
+            Problem(
+                "an X server is running, and the driver's installer refuses to work under it",
+                "; ".join(self.facts.displays),
+                "stop the display manager (systemctl isolate multi-user.target), then run the same command again; or "
+                "set gpuprov_stop_display_manager: true",
+            ),
+        )
+
+    def _outside_problems(self) -> tuple[Problem, ...]:
+        """Libraries and kernel must match, in a container too, or NVML and CUDA fail (NVML error 18)."""
+        loaded, version = self.facts.driver_loaded_version, self.spec.driver_version
+        if not loaded:
+            return (self.not_loaded_problem(f"driver {version}" if version else "the driver"),)
+        if version in ("", loaded):
+            return ()
+        return (
+            Problem(
+                f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
+                "/proc/driver/nvidia/version",
+                f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
+            ),
+        )
+
+    def _file_problems(self) -> tuple[Problem, ...]:
+        facts, version = self.facts, self.spec.driver_version
+        if not version:
+            return (
+                Problem(
+                    "which driver version to install is not said",
+                    "gpuprov_driver is runfile and gpuprov_driver_version is not set",
+                    "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
+                ),
             )
-        system.make_directory(parent_of(self.path), 0o700)
-        fetch(system, self.url, self.path, sha256=digest, tell=tell)
-        return {}
+        if version.isdigit():
+            return (
+                Problem(
+                    f"no release of branch {version} is known",
+                    f"known branches: {', '.join(driver_releases.branches())}",
+                    "set gpuprov_driver_version to one of these, or to a full version in quotes",
+                ),
+            )
+        if facts.driver_packaged:
+            return (
+                Problem(
+                    "the driver on this host comes from packages; a .run over them would break both",
+                    f"package {facts.driver_packaged} is installed",
+                    "keep it: gpuprov_driver: preinstalled; or remove it first: "
+                    f"{facts.package_manager.commands.remove} '*nvidia*'",
+                ),
+            )
+        unserved = self._unserved() if self.brings_modules else ()
+        if not self.installs:
+            return unserved
+        return (*unserved, *self._digest_problems(), *self._room_problems(), *running_driver.problems(self))
 
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if not before["existed"]:
-            system.remove(before["path"])
+    def _unserved(self) -> tuple[Problem, ...]:
+        """Return the GPUs that the driver does not serve: by its own list if its file is available, else by PCI ids.
 
+        A GPU that the list does not know is judged by its PCI id.
+        """
+        ids, served, asked = self.facts.gpu_device_ids, self.facts.served, self.spec.kernel_module_type
+        unlisted = tuple(one for one in ids if one not in served)
+        listed = supported_gpus.problems(ids, served, asked)
+        return (*listed, *generations.problems(unlisted, self.spec.driver_version, asked))
 
-def place_of(url: str) -> str:
-    """Return where a file lies on the host once it is there: in the cache, unless `url` is a path already."""
-    return url if url.startswith("/") else f"{CACHE_DIRECTORY}/{url.rstrip('/').rpartition('/')[2]}"
+    def _digest_problems(self) -> tuple[Problem, ...]:
+        """A digest beside the file comes over the same channel."""
+        if not self.url.startswith("http:") or self.sha256:
+            return ()
+        return (
+            Problem(
+                "the driver comes over http and its SHA-256 is not known, so the download could not be trusted",
+                masked(self.spec.driver_url),
+                "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust), or use https",
+            ),
+        )
 
+    def _room_problems(self) -> tuple[Problem, ...]:
+        """NVIDIA's own file has a known size; another file is checked after its download."""
+        free = self.facts.free_bytes
+        return tuple(
+            Problem(
+                f"not enough room on the file system of {place} for the driver",
+                f"{free[place] // 2**20} MiB free, {needed // 2**20} MiB needed",
+                f"make room: df -h {place}",
+            )
+            for place, needed in _ROOM.items()
+            if not self.spec.driver_url and free.get(place, needed) < needed
+        )
 
-def require_digest(system: System, path: str, sha256: str, what: str, variable: str) -> None:
-    """Raise GpuprovError if the file is not the one with this SHA-256; an empty digest asks for none."""
-    if sha256 and (digest := system.sha256(path)) != sha256:
-        raise GpuprovError(
-            f"{what} is not the one that was asked for",
-            f"{path} has SHA-256 {digest}, {variable} is {sha256}",
-            "get the file again, or correct the digest",
+    # -- installation ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> tuple[Change, ...]:
+        """Return the installation; empty if the driver is complete and of the requested version."""
+        if not self.installs:
+            return ()
+        facts, spec, way = self.facts, self.spec, running_driver.way(self)
+        # The installer would look for GPUs, and a machine that builds an image has none.
+        choose = generations.module_type if facts.image is None else generations.settled_type
+        return (
+            InstallDriver(
+                version=spec.driver_version,
+                path=self.path,
+                sha256=self.sha256,
+                architecture=facts.architecture,
+                kernel_modules=self.brings_modules,
+                module_type=choose(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
+                replaces=facts.driver_installed_version,
+                has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
+                signing_key=spec.module_signing_key,
+                signing_certificate=spec.module_signing_certificate,
+                unloading=way.unloading,
+                keep_loaded=way.keep_loaded,
+                gpu_device_ids=facts.gpu_device_ids,
+                asked_module_type=spec.kernel_module_type,
+                image_kernel=facts.kernel.release if facts.image is not None else "",
+                without_systemd=facts.image is not None and facts.image.offline,
+            ),
         )
 
 
-def require_room(system: System, path: str, ratio: int, place: str, what: str) -> None:
-    """Raise GpuprovError if the cache or `place` has less room than `ratio` times the file's size.
+@dataclass(frozen=True)
+class InstallDriver(Change):
+    """Install the driver of this version from a .run file on the host.
 
-    A full disk shows up as exit code 15 or a SIGBUS in the middle: look before.
+    `unloading`: how a loaded driver is unloaded first; `keep_loaded`: it stays loaded until a reboot loads the new one.
+    `image_kernel`: the kernel of an image to build modules for, which are not loaded; `without_systemd`: systemd is
+    absent.
     """
-    found = system.status(path)
-    need = (found.size if found else 0) * ratio
-    for folder in (CACHE_DIRECTORY, place):
-        free = system.free_bytes(folder)
-        if free < need:
+
+    version: str
+    path: str
+    sha256: str
+    architecture: str
+    kernel_modules: bool
+    module_type: str = "auto"
+    replaces: str = ""
+    has_libgl: bool = False
+    signing_key: str = ""
+    signing_certificate: str = ""
+    unloading: Unloading | None = None
+    keep_loaded: bool = False
+    gpu_device_ids: tuple[str, ...] = ()
+    asked_module_type: str = "auto"
+    image_kernel: str = ""
+    without_systemd: bool = False
+
+    # An interrupted installation is marked incomplete and repeated: uninstalling a partial one does not help.
+    undo_when_interrupted: ClassVar[bool] = False
+    executes: ClassVar[str] = CACHE_DIRECTORY
+    bundle_part: ClassVar[str] = "driver"
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return self.unloading is not None or self.keep_loaded or bool(self.replaces)
+
+    def summary(self) -> str:
+        parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"
+        instead = f" instead of {self.replaces}" if self.replaces not in ("", self.version) else ""
+        stops = (*self.unloading.containers, *self.unloading.units) if self.unloading is not None else ()
+        meanwhile = f"; stopped meanwhile: {', '.join(stops)}" if stops else ""
+        later = "; the loaded one stays until the reboot" if self.keep_loaded else ""
+        return f"install NVIDIA driver {self.version} ({parts}){instead}{meanwhile}{later}"
+
+    @property
+    def key(self) -> str:
+        return f"install NVIDIA driver {self.version}"
+
+    def diff(self, system: System) -> str:
+        return "\n".join(self.unloading.lines()) if self.unloading is not None else ""
+
+    def capture(self, system: System) -> Json:
+        return {
+            "version": self.version,
+            "replaces": self.replaces,
+            "path": self.path,
+            "kernel_modules": self.kernel_modules,
+            "blacklists": [capture_path(system, path) for path in _INSTALLERS_BLACKLISTS],
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        header = self._inspect(system)
+        require_room(system, self.path, _UNPACKED_RATIO, "/usr", "the driver")
+        module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
+        if self.unloading is not None and not self._make_way(system, self.unloading, tell):
+            # The next plan installs it beside the driver that can't be unloaded.
+            return {"installed": False}
+        system.make_directory(STATE_DIRECTORY, 0o700)
+        system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
+        done, dkms = self._install(system, module_type, tell)
+        self._prove(system, done, dkms)
+        start_again(system, tell)
+        if self.unloading is not None and self.unloading.modules:
+            self._prove_loaded(system)
+        # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
+        system.sync()
+        system.remove(INCOMPLETE_MARK)
+        if self.path.startswith(f"{CACHE_DIRECTORY}/"):
+            system.remove(self.path)
+        return {}
+
+    def next_action(self, outcome: Json) -> NextAction:
+        """Reboot before any change that needs the driver, if the old driver is still loaded."""
+        return NextAction.PLAN_AGAIN if self.keep_loaded or not outcome.get("installed", True) else NextAction.CONTINUE
+
+    def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
+        """Unload the loaded driver; say whether that succeeded, if a reboot may help instead."""
+        try:
+            unload(system, wanted, tell)
+        except GpuprovError as error:
+            if not wanted.boot_id:
+                raise
+            start_all_again(system, tell)
+            tell(f"{error.problems[0].what}: a reboot is to bring the new one", 0, 0)
+            system.write(IN_USE_MARK, f"{wanted.boot_id}\n".encode())
+            return False
+        return True
+
+    def _choose_modules(self, system: System, header: installer.Header) -> str:
+        """Return which modules to build, from the file's own list of GPUs; `module_type` if it has no answer."""
+        chips = supported_gpus.read_supported_gpus(system, self.path, header.skip)
+        return supported_gpus.module_type(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
+
+    def _inspect(self, system: System) -> installer.Header:
+        """Read the header before anything runs, and check file, version and architecture."""
+        start = system.read_start(self.path, installer.HEADER_BYTES)
+        if start is None:
+            raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
+        require_digest(system, self.path, self.sha256, "the driver file", "gpuprov_driver_sha256")
+        header = installer.parse_header(start.decode("latin-1"))
+        if (header.version, header.architecture) != (self.version, self.architecture):
             raise GpuprovError(
-                f"not enough room on the file system of {folder} to install {what}",
-                f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
-                f"make room: {system.df(folder)}",
+                f"the driver file is {header.version} for {header.architecture}, "
+                f"asked for is {self.version} for {self.architecture}",
+                f"{self.path}: {header.label}",
+                "correct gpuprov_driver_url or gpuprov_driver_version",
             )
+        return header
+
+    def _install(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
+        dkms = self.kernel_modules and system.which("dkms") is not None
+        # Always the same folder, root's own: what a killed run left there goes now.
+        temporary = _UNPACK
+        system.remove_tree(temporary)
+        system.make_directory(temporary, 0o700)
+        try:
+            arguments = installer.install_arguments(
+                self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
+                has_libgl=self.has_libgl, keep_loaded=self.keep_loaded, image_kernel=self.image_kernel,
+                without_systemd=self.without_systemd,
+                temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
+            )  # fmt: skip
+            # An old log must not be taken for this run's.
+            system.remove(INSTALLER_LOG)
+            command = ("sh", self.path, *arguments)
+            env = _build_environment(system)
+            done = system.run(
+                command, timeout=_INSTALLER_SECONDS, env=env, on_line=lambda line: tell(line.strip(), 0, 0)
+            )
+        finally:
+            system.remove_tree(temporary)
+        return done, dkms
+
+    def _prove(self, system: System, done: Completed, dkms: bool) -> None:
+        """Verify the installation: the log, the libraries, the modules."""
+        log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
+        initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
+        failure = installer.explain_failure(
+            done.returncode,
+            log,
+            done.stdout + done.stderr,
+            commands=manager_of(row).commands,
+            initramfs=initramfs,
+        )
+        if failure is not None:
+            what, line, next_step = failure
+            raise GpuprovError(
+                f"driver {self.version} was not installed: {what}",
+                f"the installer exited {done.returncode}; {INSTALLER_LOG}: {line}",
+                next_step,
+            )
+        found = discover(system).library_version
+        if found != self.version:
+            raise GpuprovError(
+                f"the installer reported success, but driver {self.version} is missing",
+                f"the loader finds libnvidia-ml.so of version {found or '(none)'}",
+                f"see {INSTALLER_LOG}",
+            )
+        if self.kernel_modules:
+            prove_modules(system, self.version, dkms=dkms)
+
+    def _prove_loaded(self, system: System) -> None:
+        loaded = discover(system).kernel_version
+        if loaded != self.version:
+            raise GpuprovError(
+                f"driver {self.version} is installed, but the kernel runs {loaded or 'none'}",
+                "/proc/driver/nvidia/version",
+                "dmesg | grep -i nvrm tells why it was not loaded; then: modprobe nvidia",
+            )
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Uninstall. A replaced driver can't be restored; no driver remains installed."""
+        nothing_done = outcome is not None and not outcome.get("installed", True)
+        if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
+            _uninstall(system, before)
+        # An installation cut short by a full disk may lack its uninstaller: its remains must not look like a driver.
+        if discover(system).library_version != before["version"]:
+            system.remove(INCOMPLETE_MARK)
+        for image in before.get("blacklists", ()):
+            restore_path(system, image)
+        start_all_again(system, lambda message, done, total: None)
+
+    @classmethod
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
+        replaced, version = before.get("replaces", ""), before["version"]
+        if replaced in ("", version, *(one["version"] for one in earlier)):
+            return ()
+        return (f"driver {replaced}, which {version} replaced, is not restored: no driver will remain installed",)
+
+
+def _former_is_whole(system: System, before: Json) -> bool:
+    """Say whether the driver to be replaced is still complete: most failures come before it is touched."""
+    former = before.get("replaces", "")
+    return former not in ("", before["version"]) and discover(system).library_version == former
+
+
+def _uninstall(system: System, before: Json) -> None:
+    """Run the installer's uninstaller; if its copy was not installed, use the .run."""
+    program, path = system.which("nvidia-uninstall"), before.get("path", "")
+    if program is not None:
+        command: tuple[str, ...] = (program, "--silent")
+    elif system.exists(_INSTALLER_STATE) and path and system.exists(path):
+        system.make_directory(_UNPACK, 0o700)
+        command = ("sh", path, "--tmpdir", _UNPACK, "--silent", "--uninstall")
+    else:
+        return
+    # A partial uninstallation leaves no driver: the next installation must not mistake it for one.
+    system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
+    system.run(command, timeout=_UNINSTALL_SECONDS)
+    system.remove_tree(_UNPACK)
+    # In a system container the modules are the container host's.
+    if before.get("kernel_modules"):
+        unload_unused(system)
+
+
+def _build_environment(system: System) -> dict[str, str]:
+    """Return the PATH with the compiler that built the running kernel first, if it is not the host's `gcc`."""
+    row = distribution_of(gather_os(system))
+    folder = kernel_compiler(row, system.kernel_release()) if row is not None else ""
+    return {"PATH": f"{folder}:{SYSTEM_PATH}"} if folder and system.exists(folder) else {}

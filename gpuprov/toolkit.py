@@ -21,8 +21,7 @@ from gpuprov.core.changes import (
 )
 from gpuprov.core.repairs import SetMode
 from gpuprov.core.system import System
-from gpuprov.driver.cuda_repository import plan_driver
-from gpuprov.driver_run import installs
+from gpuprov.driver.source import DriverSource
 from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
@@ -147,18 +146,19 @@ class HandOverHook(Change):
             restore_path(system, before)
 
 
-def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
     """Return the CDI specifications' writing, if they do not say what is there now, and their folder's mode."""
-    folder = parent_of(CDI_SPECIFICATION)
+    facts, folder = driver.facts, parent_of(CDI_SPECIFICATION)
     # Engines of users look there, too.
     closed = facts.cdi_folder_mode is not None and facts.cdi_folder_mode & 0o555 != 0o555
     opening = (SetMode(folder, facts.cdi_folder_mode | 0o555),) if closed and facts.cdi_folder_mode is not None else ()
-    return (*opening, *_plan_specifications(facts, spec))
+    return (*opening, *_plan_specifications(driver))
 
 
-def _plan_specifications(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def _plan_specifications(driver: DriverSource) -> tuple[Change, ...]:
+    facts = driver.facts
     # Before the driver and its nodes are there, nothing can be said about them.
-    if installs(facts, spec) or plan_driver(facts, spec) or missing_nodes(facts.driver):
+    if driver.plan() or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
     others = tuple(
         (path, content)

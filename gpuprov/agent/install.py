@@ -22,9 +22,9 @@ from gpuprov.packages.keys import InstallKey
 from gpuprov.packages.package_lock import wait_until_free
 from gpuprov.packages.rpm_repos import InstallRpmKey
 from gpuprov.plan import with_bundle
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.inputs import gather_for, resolve
-from gpuprov.plan.software import lacking_packages
-from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan, repository_changes
+from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
 from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import Finished, Planned, PlannedChange
@@ -212,8 +212,9 @@ def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
     steps = run.request.steps or ("packages",)
     if not run.request.check or run.bundle is not None or facts.offers is not None or "packages" not in steps:
         return ()
-    names = lacking_packages(facts, run.spec)
-    planned = repository_changes(facts, run.spec) if names else ()
+    context = PlanContext(facts, run.spec)
+    names = context.lacking_packages
+    planned = context.repository_changes if names else ()
     if not names or not all(one.fingerprint for one in planned if isinstance(one, (InstallKey, InstallRpmKey))):
         return ()
     # Most runs change nothing and query no repository.

@@ -23,9 +23,8 @@ from gpuprov.core.changes import (
 from gpuprov.core.system import System
 from gpuprov.driver import mig
 from gpuprov.driver.installer import service_packages
-from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.mig import DISABLED
-from gpuprov.driver_run import installs
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot_files
 from gpuprov.facts.boot_files import (
     MIG,
@@ -42,9 +41,7 @@ from gpuprov.facts.boot_files import (
     WANTS,
     WATCH,
 )
-from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -66,14 +63,15 @@ _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 
-def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def packages(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that a driver's services need."""
-    return service_packages(facts.os.id, facts.os.version) if _has_persistence(facts, spec) else ()
+    os = driver.facts.os
+    return service_packages(os.id, os.version) if _has_persistence(driver) else ()
 
 
-def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that installs what is missing and removes what is obsolete; empty if nothing is."""
-    wanted = _wanted(facts, spec)
+    facts, wanted = driver.facts, _wanted(driver)
     wrong = tuple(
         (path, content)
         for path, content in wanted.items()
@@ -89,9 +87,9 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (PrepareBoot(wrong, links, stale, units),) if wrong or links or stale else ()
 
 
-def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
+def _wanted(driver: DriverSource) -> dict[str, bytes]:
     """Return path → content of all files that this host needs."""
-    python = facts.interpreter.path
+    facts, spec, python = driver.facts, driver.spec, driver.facts.interpreter.path
     texts = {
         f"{UNITS}/{NODES}": boot_files.nodes_text(python),
         f"{UNITS}/{REFRESH}": boot_files.refresh_text(python),
@@ -108,7 +106,7 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     if spec.serve:
         texts[f"{UNITS}/{SERVE}"] = boot_files.serve_text(python)
         texts[f"{UNITS}/{SERVE_SOCKET}"] = boot_files.SERVE_SOCKET_TEXT
-    if _has_persistence(facts, spec):
+    if _has_persistence(driver):
         texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
     if facts.image is not None:
         texts |= dict.fromkeys(boot_files.DRIVEN, boot_files.DRIVEN_TEXT)
@@ -150,11 +148,12 @@ def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
             yield f"{name}/{entry.name}", entry.read_bytes()
 
 
-def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
+def _has_persistence(driver: DriverSource) -> bool:
     """Say whether the host has, or is about to get, nvidia-persistenced without a unit from a package."""
-    if facts.boot.persistence_packaged or not brings_modules(facts, spec):
+    facts = driver.facts
+    if facts.boot.persistence_packaged or not driver.brings_modules:
         return False
-    return installs(facts, spec) or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
+    return driver.installs or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
 
 
 @dataclass(frozen=True)

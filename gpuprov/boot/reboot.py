@@ -8,51 +8,50 @@ from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
-from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.load import load_driver
 from gpuprov.driver.nouveau import MODULES, bound
+from gpuprov.driver.source import DriverSource
 from gpuprov.driver.unload import ReloadDriver
-from gpuprov.driver_run import installs
-from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import note_asked
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.spec import HostSpec
 
 _UNLOAD_SECONDS = 60
 
 
-def reasons(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def reasons(driver: DriverSource) -> tuple[str, ...]:
     """Return why this host needs a reboot; none inside a system container, whose kernel stays."""
+    facts = driver.facts
     if facts.kernel.container:
         return ()
-    return (*bound(facts.gpus), *_loaded_nouveau(facts, spec), *_other_driver_loaded(facts, spec))
+    return (*bound(facts.gpus), *_loaded_nouveau(driver), *_other_driver_loaded(driver))
 
 
-def _loaded_nouveau(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def _loaded_nouveau(driver: DriverSource) -> tuple[str, ...]:
     """Return the reboot reason for nouveau:
 
     NVIDIA's installer refuses to run while it is loaded, even without a GPU.
     """
-    there = "nouveau" in facts.kernel.loaded_modules
-    return ("the module nouveau is loaded",) if there and installs(facts, spec) and brings_modules(facts, spec) else ()
+    there = "nouveau" in driver.facts.kernel.loaded_modules
+    return ("the module nouveau is loaded",) if there and driver.installs and driver.brings_modules else ()
 
 
-def _other_driver_loaded(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
     """Return the reboot reason for another loaded driver: NVML and CUDA refuse a different version (NVML error 18)."""
-    if installs(facts, spec) or not running_driver.is_other(facts):
+    facts = driver.facts
+    if driver.installs or not running_driver.is_other(facts):
         return ()
     return (f"the kernel still runs driver {facts.driver_loaded_version}, installed is "
             f"{facts.driver_installed_version}",)  # fmt: skip
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return the reboot reasons that a reboot has not resolved: a second reboot would not either."""
-    known = facts.reboot
+    facts, known = driver.facts, driver.facts.reboot
     if known.asked_in in ("", known.boot_id):
         return ()
-    still = tuple(reason for reason in reasons(facts, spec) if reason in known.asked_for)
+    still = tuple(reason for reason in reasons(driver) if reason in known.asked_for)
     return tuple(
         Problem(
             f"{reason}, and a reboot has not changed that",
@@ -64,15 +63,15 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     )
 
 
-def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the reboot that the rest of the plan needs, empty if none."""
-    found = reasons(facts, spec)
+    facts, found = driver.facts, reasons(driver)
     if not found:
         return ()
-    way = running_driver.way(facts, spec)
-    if way.unloading is not None and found == _other_driver_loaded(facts, spec):
+    way = running_driver.way(driver)
+    if way.unloading is not None and found == _other_driver_loaded(driver):
         return (ReloadDriver(way.unloading, facts.driver_installed_version),)
-    return (Reboot(found, facts.reboot.boot_id, spec.reboot == "if-needed", facts.docker.running_containers),)
+    return (Reboot(found, facts.reboot.boot_id, driver.spec.reboot == "if-needed", facts.docker.running_containers),)
 
 
 @dataclass(frozen=True)

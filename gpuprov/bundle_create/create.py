@@ -20,7 +20,7 @@ from gpuprov.bundle_create.repository_rpm import collect_rpm
 from gpuprov.core.disk import make_user_folder
 from gpuprov.core.download import fetch, trusted_sha256
 from gpuprov.core.system import System, sha256_of
-from gpuprov.driver import cuda_runfile, installer
+from gpuprov.driver import cuda_toolkit, installer
 from gpuprov.engines.containers import image_identity
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
@@ -115,7 +115,7 @@ def _collect_cuda(to: Collection, cache: str) -> str:
     if not cuda.url:
         return ""
     place = _fetched(to, cuda, "CUDA toolkit", cache)
-    cuda_runfile.require_run_file(to.system, place, f"what lies at {masked(cuda.url)}")
+    cuda_toolkit.require_run_file(to.system, place, f"what lies at {masked(cuda.url)}")
     path = f"{CUDA}/cuda-{cuda.version}-{to.recipe.architecture}.run"
     to.places[path] = place
     return path

@@ -10,7 +10,7 @@ from gpuprov.bundle_create.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundle_create.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, distribution, fabric_manager
+from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, fabric_manager
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
 from gpuprov.facts.fabric import FabricFacts
@@ -179,7 +179,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
         for spec in specs
         for name in (
             *_own_driver(row, wanted, spec),
-            *cuda_repository.toolkit_packages(spec),
+            *cuda_toolkit.toolkit_packages(spec),
             *software.toolkit_packages(spec),
             *spec.packages,
             *software.hold_packages(row, spec),

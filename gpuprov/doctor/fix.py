@@ -20,6 +20,7 @@ from gpuprov.engines.docker_unit import UNIT as DOCKER_UNIT
 from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
 from gpuprov.facts.boot_files import PROGRAM
 from gpuprov.facts.host import HostFacts
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import STEPS as PLAN_STEPS
 from gpuprov.plan.steps import Plan, StepChange
 from gpuprov.protocol.errors import Problem
@@ -149,8 +150,9 @@ def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tu
 
 def _changes(x: HostSnapshot, remedy: Remedy) -> tuple[StepChange, ...]:
     if remedy.kind == STEPS:
+        context = PlanContext(x.host, x.spec)
         planned = (step for step in PLAN_STEPS if step.name in remedy.names)
-        return tuple(StepChange(step.name, change) for step in planned for change in step.plan(x.host, x.spec))
+        return tuple(StepChange(step.name, change) for step in planned for change in step.plan(context))
     return tuple(StepChange(STEP, change) for change in _own_changes(x, remedy))
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's CUDA repository: the driver from packages, and the CUDA toolkit. Pure.
+"""NVIDIA's CUDA repository, and the driver from its packages (`gpuprov_driver: packages`). Pure.
 
 Sources: NVIDIA's Driver Installation Guide and CUDA Installation Guide for Linux: repositories, keys, package names,
 module streams, pinning packages.
@@ -7,13 +7,23 @@ module streams, pinning packages.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
-from gpuprov.core.changes import Change, WriteFile
-from gpuprov.driver import distribution, fabric_plan, generations, precompiled
-from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
-from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
+from gpuprov.core.changes import Change
+from gpuprov.driver import distribution, fabric_manager, generations, precompiled
+from gpuprov.driver.cuda_toolkit import toolkit_packages
+from gpuprov.driver.packaged import (
+    ChangeDriverPackages,
+    ChangeDriverRpms,
+    EnableStream,
+    PackagedDriver,
+    SwitchPin,
+    fits,
+)
+from gpuprov.driver.precompiled import Precompiled
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, nvidia_folder
 from gpuprov.packages.apt import apt_options
@@ -27,8 +37,6 @@ from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
-_PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
-_PROFILE_TEXT = _PROFILE_HEAD + b'export PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
 # The key that signs each folder: file, fingerprint; none if no source documents it. Debian 13 rejects the SHA-1
 # signature of the older key. Since 2025 each new folder has a separate key, so a later release gets none of these.
 _KEYS = (
@@ -56,27 +64,13 @@ def _needs_repository(spec: HostSpec) -> bool:
     return spec.driver == "packages" or bool(toolkit_packages(spec))
 
 
-def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
-    """Return the spec with the last branch that serves this host's GPUs, if its packages would be of a later branch.
-
-    A driver installed as packages of an earlier branch stays with its branch. If the repository lacks the branch, or
-    can't hold a host to it, the spec is unchanged and `problems` reports it.
-    """
-    row, last = facts.distribution, generations.last_branch(facts.gpu_device_ids)
-    if spec.driver != "packages" or spec.driver_version or not last or row is None or not _can_pin(row):
-        return spec
-    installed = facts.driver_installed_version.partition(".")[0] if facts.driver_packaged else ""
-    branch = min(filter(None, (installed, last)), key=int)
-    is_there = branch == installed or int(branch) >= int(LONG_TERM_BRANCH)
-    return replace(spec, driver_version=branch) if is_there else spec
-
-
-def repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+def repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository if packages come from it, else nothing."""
-    row = facts.distribution
+    row = driver.facts.distribution
     if row is None:
         return ()
-    return repositories_of(row, facts.architecture, spec, fabric=fabric_plan.comes_from_repository(facts, spec))
+    fabric = fabric_manager.comes_from_repository(driver)
+    return repositories_of(row, driver.facts.architecture, driver.spec, fabric=fabric)
 
 
 def repositories_of(
@@ -104,14 +98,11 @@ def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return why this host can't get packages from NVIDIA."""
+    """Return why nothing of the repository that is asked for can be had on this host."""
     row = facts.distribution
     if not _needs_repository(spec) or row is None:
         return ()
-    found = repository_problems(row, facts.architecture, spec)
-    if not nvidia_folder(row, facts.architecture):
-        return found
-    return (*found, *(_driver_problems(facts, spec, row) if spec.driver == "packages" else ()))
+    return repository_problems(row, facts.architecture, spec)
 
 
 def repository_problems(row: Distribution, architecture: str, spec: HostSpec) -> tuple[Problem, ...]:
@@ -139,40 +130,28 @@ def _unknown_key(row: Distribution, base: str, file: str) -> Problem:
     )
 
 
-def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tuple[Problem, ...]:
-    if not brings_modules(facts, spec):
-        return (
-            Problem(
-                "the driver's packages bring kernel modules, and this host's kernel is not its own",
-                f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}",
-                "set gpuprov_driver: runfile (libraries only), or preinstalled",
-            ),
-        )
-    if over_run_file := distribution.run_file_problems(facts):
-        return over_run_file
-    if (own := distribution.installed_branch(facts)) is not None:
-        return (
-            Problem(
-                "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
-                f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
-                "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
-                f"{manager_of(row).commands.remove} '*nvidia*'",
-            ),
-        )
-    if spec.driver_version and not _can_pin(row):
-        return (
-            Problem(
-                f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
-                "this repository has neither pinning packages nor streams",
-                f"leave gpuprov_driver_version out (and hold the driver: {manager_of(row).commands.hold}), "
-                "or set gpuprov_driver: runfile",
-            ),
-        )
-    last = generations.last_branch(facts.gpu_device_ids)
-    if last and not spec.driver_version:
-        return (_no_branch(facts, row, last),)
-    version = generations.newest_of(spec.driver_version)
-    return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
+def _can_pin(row: Distribution) -> bool:
+    return manager_of(row).has_pin_packages or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
+
+
+def pin_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return the package that pins apt to the requested branch or version, if any."""
+    return (f"{PINNING}{spec.driver_version}",) if spec.driver_version else ()
+
+
+def with_branch(row: Distribution | None, device_ids: Sequence[str], installed: str, spec: HostSpec) -> HostSpec:
+    """Return the spec with the last branch that serves a host's GPUs, if its packages would be of a later branch.
+
+    A driver `installed` as packages of an earlier branch stays with its branch. If the repository lacks the branch, or
+    can't hold a host to it, the spec is unchanged and `problems` reports it.
+    """
+    last = generations.last_branch(device_ids)
+    if spec.driver_version or not last or row is None or not _can_pin(row):
+        return spec
+    there = installed.partition(".")[0]
+    branch = min(filter(None, (there, last)), key=int)
+    is_there = branch == there or int(branch) >= int(LONG_TERM_BRANCH)
+    return replace(spec, driver_version=branch) if is_there else spec
 
 
 def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
@@ -186,91 +165,6 @@ def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
     )
 
 
-def _can_pin(row: Distribution) -> bool:
-    return manager_of(row).has_pin_packages or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
-
-
-def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages to install from NVIDIA's repository."""
-    return (*driver_packages(facts, spec), *toolkit_packages(spec))
-
-
-def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the package on which the driver's other packages depend, if the driver comes as packages, and modules.
-
-    Compiled modules fit one driver version, and a repository may have a newer driver without modules for this kernel.
-    So the first installation requests exactly that version.
-    """
-    if spec.driver != "packages":
-        return ()
-    top = "nvidia-open" if precompiled.kind_of(facts, spec) == "open" else "cuda-drivers"
-    found = precompiled.chosen(facts, spec)
-    if found is None:
-        return (top,)
-    if found.libraries:
-        return (*found.libraries, found.module)
-    return (top if top in facts.packages.installed else f"{top}={found.driver}", found.module)
-
-
-def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return the CUDA toolkit as a package, if requested from there."""
-    return (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda and not spec.cuda_url else ()
-
-
-def pin_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return the package that pins apt to the requested branch or version, if any."""
-    wanted = spec.driver == "packages" and spec.driver_version
-    return (f"{PINNING}{spec.driver_version}",) if wanted else ()
-
-
-def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change that pins the driver to the requested branch or version, before its installation."""
-    row = facts.distribution
-    if row is None or spec.driver != "packages":
-        return ()
-    if manager_of(row).has_pin_packages:
-        return _plan_apt_pin(facts, spec)
-    if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
-        return ()
-    compiled = precompiled.chosen(facts, spec)
-    stream = compiled.stream if compiled else _stream(spec.driver_version, precompiled.kind_of(facts, spec))
-    found = facts.files.get(STREAM_FILE)
-    current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
-    fits_too = (compiled.latest,) if compiled and not spec.driver_version else ()
-    if current and current[1] in (stream, *fits_too):
-        return ()
-    return (EnableStream(stream, current[1] if current else ""),)
-
-
-def _plan_apt_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    names = missing(facts.packages, pin_packages(spec))
-    if not names:
-        return ()
-    options = apt_options(facts.bundle)
-    others = tuple(sorted(name for name in facts.packages.installed if name.startswith(PINNING)))
-    pin = SwitchPin(names, options=options, instead=others) if others else InstallPackages(names, options=options)
-    return (RefreshPackageIndex(options=options), pin)
-
-
-def plan_other_version(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change of the driver's packages to the requested branch or version, if another is installed."""
-    names, wanted = driver_packages(facts, spec), _enforced_version(facts, spec)
-    versions = [facts.packages.installed[name] for name in names if name in facts.packages.installed]
-    if not (versions and wanted) or fits(versions[0], wanted):
-        return ()
-    manager = facts.package_manager
-    if isinstance(manager, RpmManager):
-        rpms = ChangeDriverRpms(manager, names, lock_timeout=spec.lock_timeout, wanted=wanted)
-        return (RefreshRpmIndex(manager, spec.lock_timeout), rpms)
-    change = ChangeDriverPackages(names, lock_timeout=spec.lock_timeout, wanted=wanted)
-    return (RefreshPackageIndex(spec.lock_timeout), change)
-
-
-def _enforced_version(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the version that the installed packages must have: for a dnf module stream, the newest of the branch."""
-    return spec.driver_version if facts.package_manager.has_pin_packages else spec.driver_version.partition(".")[0]
-
-
 def _stream(version: str, kind: str) -> str:
     branch = version.partition(".")[0]
     if kind == "open":
@@ -278,20 +172,144 @@ def _stream(version: str, kind: str) -> str:
     return f"{branch}-dkms" if branch else "latest-dkms"
 
 
-def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the file that adds the CUDA toolkit's programs to users' PATH."""
-    there = facts.files.get(PROFILE)
-    path = PROFILE if there is None or there.content.startswith(_PROFILE_HEAD) else OTHER_PROFILE
-    found = facts.files.get(path)
-    if not spec.cuda or (found is not None and (found.content, found.mode) == (_PROFILE_TEXT, 0o644)):
-        return ()
-    return (WriteFile(path, _PROFILE_TEXT),)
+class NvidiaPackages(PackagedDriver):
+    """NVIDIA's packages on one host."""
 
+    depends_on_dkms = True
 
-def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change that loads a driver whose packages were just installed, or are installed and not loaded."""
-    # An image's modules are loaded when it boots.
-    if spec.driver != "packages" or not brings_modules(facts, spec) or facts.image is not None:
-        return ()
-    there, loaded = facts.driver_installed_version, facts.driver_loaded_version
-    return () if there and loaded else (LoadDriver(),)
+    @property
+    def kind(self) -> str:
+        """The kind of modules that the packages have on this host: open or proprietary."""
+        return precompiled.kind_of(self.facts, self.spec)
+
+    @cached_property
+    def compiled(self) -> Precompiled | None:
+        """The driver for which there are modules for the running kernel, if such are used."""
+        return precompiled.chosen(self.facts, self.spec)
+
+    @property
+    def has_compiled_modules(self) -> bool:
+        return self.compiled is not None
+
+    def signing_problems(self) -> tuple[Problem, ...]:
+        return precompiled.signing_problems(self.facts) if self.compiled else super().signing_problems()
+
+    @property
+    def coming_version(self) -> str:
+        if self.facts.driver_installed_version:
+            return ""
+        version = self.spec.driver_version
+        return self.compiled.driver if self.compiled else version if "." in version else ""
+
+    def questions(self) -> tuple[str, ...]:
+        return () if self.compiled else precompiled.questions(self.facts, self.spec)
+
+    def packages(self) -> tuple[str, ...]:
+        """Return the package on which the driver's other packages depend, and modules.
+
+        Compiled modules fit one driver version, and a repository may have a newer driver without modules for this
+        kernel. So the first installation requests exactly that version.
+        """
+        top, found = "nvidia-open" if self.kind == "open" else "cuda-drivers", self.compiled
+        if found is None:
+            return (top,)
+        if found.libraries:
+            return (*found.libraries, found.module)
+        return (top if top in self.facts.packages.installed else f"{top}={found.driver}", found.module)
+
+    def pin_packages(self) -> tuple[str, ...]:
+        return pin_packages(self.spec)
+
+    # -- problems ----------------------------------------------------------------------------------------------------
+
+    def problems(self) -> tuple[Problem, ...]:
+        facts = self.facts
+        found = (*precompiled.problems(facts, self.spec, self.compiled), *super().problems())
+        row = facts.distribution
+        if row is None or not nvidia_folder(row, facts.architecture):
+            return found
+        return (*found, *self._package_problems(row))
+
+    def _package_problems(self, row: Distribution) -> tuple[Problem, ...]:
+        facts, spec = self.facts, self.spec
+        if not self.brings_modules:
+            return (
+                Problem(
+                    "the driver's packages bring kernel modules, and this host's kernel is not its own",
+                    f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}",
+                    "set gpuprov_driver: runfile (libraries only), or preinstalled",
+                ),
+            )
+        if over_run_file := self.run_file_problems():
+            return over_run_file
+        if (own := distribution.installed_branch(facts)) is not None:
+            return (
+                Problem(
+                    "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
+                    f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
+                    "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
+                    f"{manager_of(row).commands.remove} '*nvidia*'",
+                ),
+            )
+        if spec.driver_version and not _can_pin(row):
+            return (
+                Problem(
+                    f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
+                    "this repository has neither pinning packages nor streams",
+                    f"leave gpuprov_driver_version out (and hold the driver: {manager_of(row).commands.hold}), "
+                    "or set gpuprov_driver: runfile",
+                ),
+            )
+        last = generations.last_branch(facts.gpu_device_ids)
+        if last and not spec.driver_version:
+            return (_no_branch(facts, row, last),)
+        version = generations.newest_of(spec.driver_version)
+        return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def plan_preparation(self) -> tuple[Change, ...]:
+        """Return what pins the driver to the requested branch or version."""
+        return (*super().plan_preparation(), *self._plan_pin())
+
+    def _plan_pin(self) -> tuple[Change, ...]:
+        row = self.facts.distribution
+        if row is None:
+            return ()
+        if manager_of(row).has_pin_packages:
+            return self._plan_apt_pin()
+        if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
+            return ()
+        compiled, version = self.compiled, self.spec.driver_version
+        stream = compiled.stream if compiled else _stream(version, self.kind)
+        found = self.facts.files.get(STREAM_FILE)
+        current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
+        fits_too = (compiled.latest,) if compiled and not version else ()
+        if current and current[1] in (stream, *fits_too):
+            return ()
+        return (EnableStream(stream, current[1] if current else ""),)
+
+    def _plan_apt_pin(self) -> tuple[Change, ...]:
+        names = missing(self.facts.packages, self.pin_packages())
+        if not names:
+            return ()
+        options = apt_options(self.facts.bundle)
+        others = tuple(sorted(name for name in self.facts.packages.installed if name.startswith(PINNING)))
+        pin = SwitchPin(names, options=options, instead=others) if others else InstallPackages(names, options=options)
+        return (RefreshPackageIndex(options=options), pin)
+
+    def plan_other_version(self) -> tuple[Change, ...]:
+        names, manager, wanted = self.packages(), self.facts.package_manager, self.spec.driver_version
+        if not manager.has_pin_packages:
+            # A dnf module stream has the newest version of its branch alone.
+            wanted = wanted.partition(".")[0]
+        installed = self.facts.packages.installed
+        versions = [installed[name] for name in names if name in installed]
+        if not (versions and wanted) or fits(versions[0], wanted):
+            return ()
+        timeout = self.spec.lock_timeout
+        if isinstance(manager, RpmManager):
+            rpms = ChangeDriverRpms(manager, names, lock_timeout=timeout, wanted=wanted)
+            return (RefreshRpmIndex(manager, timeout), rpms)
+        change = ChangeDriverPackages(names, lock_timeout=timeout, wanted=wanted)
+        return (RefreshPackageIndex(timeout), change)

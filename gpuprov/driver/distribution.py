@@ -1,23 +1,40 @@
-"""The distribution's own driver (`gpuprov_driver: distribution`): which branch, which packages. Pure; plans nothing."""
+"""The distribution's own driver (`gpuprov_driver: distribution`): branch, packages, and what prevents it. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from gpuprov.core.changes import Change, WriteFile
 from gpuprov.driver import generations
-from gpuprov.driver.packaged import fits
-from gpuprov.facts.host import HostFacts
+from gpuprov.driver.packaged import PackagedDriver, SwitchBranch, fits
+from gpuprov.facts.host import PREFERENCES, HostFacts
 from gpuprov.machine.distros import Distribution, packages_for_kernels
-from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, own_driver
+from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, names_with_own_driver, own_driver
+from gpuprov.packages import apt_components
+from gpuprov.packages.apt import apt_options
+from gpuprov.packages.apt_packages import RefreshPackageIndex
+from gpuprov.packages.interface import Installation
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.versions import version_numbers
 
-# The first branch for which NVIDIA recommends the open modules if both kinds work.
 # Packages that only NVIDIA's repository has, and on which its other driver packages depend.
 _NVIDIAS = re.compile(r"nvidia-open|cuda-drivers(-\d+)?")
+# NVIDIA's repository has newer packages of the same names, and its own pin prefers them. Its Release file says Origin:
+# NVIDIA (apt_preferences(5)). Other packages that go with any driver still come from it.
+PREFERENCES_TEXT = """\
+# By gpuprov: the driver is the distribution's own, so NVIDIA's repository must not replace its packages.
+Package: nvidia-fabricmanager* nvlsm nvidia-container-toolkit* libnvidia-container*
+Pin: release o=NVIDIA
+Pin-Priority: 500
+
+Package: *nvidia* cuda-drivers* libcuda1* libcudadebugger1* libnvcuvid1* libnvoptix1* libxnvctrl*
+Pin: release o=NVIDIA
+Pin-Priority: -1
+"""
 
 
 @dataclass(frozen=True)
@@ -39,9 +56,14 @@ class Choice:
         return self.branch.libraries[0]
 
     @property
+    def built(self) -> tuple[str, ...]:
+        """The packages from which DKMS builds the kernel modules; none if the distribution has none of this kind."""
+        return self.branch.built.get(self.kind, ())
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The packages that contain the kernel modules; none if the distribution has none of this kind."""
-        return self.compiled or self.branch.built.get(self.kind, ())
+        return self.compiled or self.built
 
 
 def as_packages(row: Distribution | None, spec: HostSpec) -> HostSpec:
@@ -58,18 +80,6 @@ def available(facts: HostFacts) -> OwnDriver | None:
     return own if own is not None and facts.architecture in own.architectures else None
 
 
-def chosen(facts: HostFacts, spec: HostSpec) -> Choice | None:
-    """Return the choice to install, None if nothing of the distribution's is possible."""
-    own = available(facts)
-    if spec.driver != "distribution" or own is None:
-        return None
-    branch = asked_branch(own, spec.driver_version) if spec.driver_version else _default(own, facts, spec)
-    if branch is None:
-        return None
-    kind = preferred_kind(branch, facts.gpu_device_ids, spec.kernel_module_type)
-    return _with_compiled(Choice(branch, kind), facts, spec)
-
-
 def asked_branch(own: OwnDriver, version: str) -> DriverBranch | None:
     """Return the branch of this number, None if the distribution has none."""
     listed = next((one for one in own.branches if one.branch == version), None)
@@ -78,26 +88,10 @@ def asked_branch(own: OwnDriver, version: str) -> DriverBranch | None:
     return listed
 
 
-def _default(own: OwnDriver, facts: HostFacts, spec: HostSpec) -> DriverBranch | None:
-    """Return the branch that is installed, or the first that serves the host's GPUs; the first if none does."""
-    installed = installed_branch(facts)
-    if installed is not None:
-        return installed
-    served = (one for one in own.branches if not unserved(one, facts, spec))
-    return next(served, own.branches[0] if own.branches else None)
-
-
-def unserved(branch: DriverBranch, facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether a branch does not serve the host's GPUs, or not with the modules that the distribution has of it."""
-    version = generations.newest_of(branch.branch)
-    kind = preferred_kind(branch, facts.gpu_device_ids, spec.kernel_module_type)
-    return bool(generations.problems(facts.gpu_device_ids, version, kind)) or kind not in branch.built
-
-
 def installed_branch(facts: HostFacts) -> DriverBranch | None:
     """Return the branch of the distribution's driver that is installed, None if there is none."""
     own, installed = available(facts), facts.packages.installed
-    if own is None or of_nvidia(facts):
+    if own is None or _of_nvidia(facts):
         return None
     if own.branch_pattern and own.other_branch is not None:
         found = sorted(match[1] for name in installed if (match := re.fullmatch(own.branch_pattern, name)))
@@ -107,22 +101,9 @@ def installed_branch(facts: HostFacts) -> DriverBranch | None:
     return next((one for one, version in versions if version and (not one.branch or fits(version, one.branch))), None)
 
 
-def of_nvidia(facts: HostFacts) -> str:
+def _of_nvidia(facts: HostFacts) -> str:
     """Return an installed package of NVIDIA's own driver packages, "" if there is none."""
     return next((name for name in sorted(facts.packages.installed) if _NVIDIAS.fullmatch(name)), "")
-
-
-def run_file_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """Return why packages of any source can't be installed over a driver from a .run."""
-    if not facts.driver_installed_version or facts.driver_packaged:
-        return ()
-    return (
-        Problem(
-            f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
-            "its libraries belong to no package",
-            "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
-        ),
-    )
 
 
 def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) -> str:
@@ -131,76 +112,314 @@ def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) 
     return generations.settled_type(device_ids, version, asked)
 
 
-def _with_compiled(choice: Choice, facts: HostFacts, spec: HostSpec) -> Choice:
-    """Return the choice with precompiled modules, if they are wanted and available."""
-    templates = choice.branch.compiled.get(choice.kind, ())
-    installed = facts.packages.installed
-    is_built = any(name in installed for name in choice.branch.built.get(choice.kind, ()))
-    by_default = not is_built and not spec.module_signing_key
-    if not templates or spec.kernel_modules == "build" or (spec.kernel_modules == "auto" and not by_default):
-        return choice
-    names = tuple(name.format(kernel=facts.kernel.release) for name in templates)
-    in_use = any(name.startswith(templates[0].partition("{")[0]) for name in installed)
-    if names[0] in installed or _is_offered(facts, names[0]):
-        return replace(choice, compiled=names)
-    return replace(choice, lacking=names[0] if in_use or spec.kernel_modules == "precompiled" else "")
-
-
-def _is_offered(facts: HostFacts, name: str) -> bool:
-    return bool(_offered(facts, name))
-
-
-def _offered(facts: HostFacts, name: str) -> tuple[str, ...]:
-    """Return the versions of a package in the bundle, or in the repositories if they were queried."""
-    if facts.bundle is not None:
-        return tuple(one.version for one in facts.bundle.manifest.packages if one.name == name)
-    return facts.offers.found.get(name, ()) if facts.offers is not None else ()
-
-
-def packages(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, ...]:
-    """Return the packages that the host needs of its distribution's driver; `modules`: include kernel modules."""
-    choice = chosen(facts, spec)
-    if choice is None:
-        return ()
-    if not modules:
-        return choice.branch.libraries
-    return (*choice.branch.libraries, *choice.modules, *_following(choice, facts))
-
-
-def _following(choice: Choice, facts: HostFacts) -> tuple[str, ...]:
-    """Return the packages that bring compiled modules with later kernels; not every flavour has one."""
-    if not choice.compiled:
-        return ()
-    names = _candidates(choice, facts)
-    return tuple(name for name in names if name in facts.packages.installed or _is_offered(facts, name))
-
-
-def _candidates(choice: Choice, facts: HostFacts) -> tuple[str, ...]:
-    rules = choice.branch.next_compiled.get(choice.kind, ())
-    return packages_for_kernels(rules, facts.kernel.release, facts.packages.installed)
-
-
-def questions(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, ...]:
-    """Return the packages to query the repositories for before a plan is made; none if all are installed."""
-    choice, own = chosen(facts, spec), available(facts)
-    if choice is None or own is None or own.repository_package or facts.bundle is not None:
-        return ()
-    if not facts.package_manager.missing(facts.packages, packages(facts, spec, modules=modules)):
-        return ()
-    names = [choice.key_package, *(choice.branch.built.get(choice.kind, ()) if modules else ())]
-    if modules and spec.kernel_modules != "build":
-        compiled = choice.branch.compiled.get(choice.kind, ())[:1]
-        names += [name.format(kernel=facts.kernel.release) for name in compiled]
-        names += _candidates(choice, facts)
-    return tuple(dict.fromkeys(names))
-
-
-def offered_version(facts: HostFacts, name: str) -> str:
-    """Return the newest available driver version of a package, "" if no repository was queried."""
-    return max(map(driver_version, _offered(facts, name)), key=version_numbers, default="")
-
-
-def driver_version(version: str) -> str:
+def _driver_version(version: str) -> str:
     """Return the driver version in a package version: 535.309.01 of 535.309.01-0+deb12u1."""
     found = re.match(r"(?:\d+:)?(\d+(?:\.\d+)+)", version)
     return found[1] if found else ""
+
+
+def _is_compiled_of(name: str, branch: str) -> bool:
+    return (
+        re.match(rf"(linux-modules-nvidia|nvidia-headless|nvidia-headless-no-dkms)-{branch}-server\b", name) is not None
+    )
+
+
+class DistributionDriver(PackagedDriver):
+    """The distribution's own driver on one host."""
+
+    @cached_property
+    def own(self) -> OwnDriver | None:
+        """The distribution's row, None if it has no driver for this machine."""
+        return available(self.facts)
+
+    # -- the choice --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """What to install, None if nothing of the distribution's is possible."""
+        if self.own is None:
+            return None
+        version = self.spec.driver_version
+        branch = asked_branch(self.own, version) if version else self._default(self.own)
+        if branch is None:
+            return None
+        return self._with_compiled(Choice(branch, self._kind_of(branch)))
+
+    def _default(self, own: OwnDriver) -> DriverBranch | None:
+        """Return the branch that is installed, or the first that serves the host's GPUs; the first if none does."""
+        installed = installed_branch(self.facts)
+        if installed is not None:
+            return installed
+        served = (one for one in own.branches if self._serves(one))
+        return next(served, own.branches[0] if own.branches else None)
+
+    def _kind_of(self, branch: DriverBranch) -> str:
+        return preferred_kind(branch, self.facts.gpu_device_ids, self.spec.kernel_module_type)
+
+    def _serves(self, branch: DriverBranch) -> bool:
+        """Say whether a branch serves the host's GPUs with modules that the distribution has of it."""
+        version, kind = generations.newest_of(branch.branch), self._kind_of(branch)
+        return kind in branch.built and not generations.problems(self.facts.gpu_device_ids, version, kind)
+
+    def _with_compiled(self, choice: Choice) -> Choice:
+        """Return the choice with precompiled modules, if they are wanted and available."""
+        templates, installed = choice.branch.compiled.get(choice.kind, ()), self.facts.packages.installed
+        asked = self.spec.kernel_modules
+        by_default = not any(name in installed for name in choice.built) and not self.spec.module_signing_key
+        if not templates or asked == "build" or (asked == "auto" and not by_default):
+            return choice
+        names = tuple(name.format(kernel=self.facts.kernel.release) for name in templates)
+        in_use = any(name.startswith(templates[0].partition("{")[0]) for name in installed)
+        if names[0] in installed or self._offered(names[0]):
+            return replace(choice, compiled=names)
+        return replace(choice, lacking=names[0] if in_use or asked == "precompiled" else "")
+
+    def _offered(self, name: str) -> tuple[str, ...]:
+        """Return the versions of a package in the bundle, or in the repositories if they were queried."""
+        bundle, offers = self.facts.bundle, self.facts.offers
+        if bundle is not None:
+            return tuple(one.version for one in bundle.manifest.packages if one.name == name)
+        return offers.found.get(name, ()) if offers is not None else ()
+
+    def _offered_version(self, name: str) -> str:
+        """Return the newest available driver version of a package, "" if no repository was queried."""
+        return max(map(_driver_version, self._offered(name)), key=version_numbers, default="")
+
+    # -- what a plan asks --------------------------------------------------------------------------------------------
+
+    @property
+    def has_compiled_modules(self) -> bool:
+        return self.choice is not None and bool(self.choice.compiled)
+
+    def signing_problems(self) -> tuple[Problem, ...]:
+        # Compiled ones are signed with the distribution's own key, which its kernels trust.
+        return () if self.has_compiled_modules else super().signing_problems()
+
+    @property
+    def coming_version(self) -> str:
+        if self.choice is None or self.facts.driver_installed_version:
+            return ""
+        return self._offered_version(self.choice.key_package)
+
+    def fabric_package(self) -> str:
+        return self.choice.branch.fabric_manager if self.choice is not None else ""
+
+    def packages(self) -> tuple[str, ...]:
+        return () if self._other_branch is not None else self._wanted
+
+    @cached_property
+    def _wanted(self) -> tuple[str, ...]:
+        """The packages that the host needs, also if a change of the branch installs them."""
+        choice = self.choice
+        if choice is None:
+            return ()
+        if not self.brings_modules:
+            return choice.branch.libraries
+        installed = self.facts.packages.installed
+        # Not every flavour has a package that brings compiled modules with later kernels.
+        following = tuple(name for name in self._next_compiled if name in installed or self._offered(name))
+        return (*choice.branch.libraries, *choice.modules, *(following if choice.compiled else ()))
+
+    @property
+    def _next_compiled(self) -> tuple[str, ...]:
+        """The packages that may bring compiled modules with later kernels."""
+        choice = self.choice
+        rules = choice.branch.next_compiled.get(choice.kind, ()) if choice is not None else ()
+        return packages_for_kernels(rules, self.facts.kernel.release, self.facts.packages.installed)
+
+    def questions(self) -> tuple[str, ...]:
+        choice, own = self.choice, self.own
+        if choice is None or own is None or own.repository_package or self.facts.bundle is not None:
+            return ()
+        if not self.facts.package_manager.missing(self.facts.packages, self._wanted):
+            return ()
+        names = [choice.key_package]
+        if self.brings_modules:
+            names += choice.built
+            if self.spec.kernel_modules != "build":
+                compiled = choice.branch.compiled.get(choice.kind, ())[:1]
+                names += [name.format(kernel=self.facts.kernel.release) for name in compiled]
+                names += self._next_compiled
+        return tuple(dict.fromkeys(names))
+
+    # -- problems ----------------------------------------------------------------------------------------------------
+
+    def problems(self) -> tuple[Problem, ...]:
+        return (*super().problems(), *self._own_problems())
+
+    def _own_problems(self) -> tuple[Problem, ...]:
+        row, own, choice = self.facts.distribution, self.own, self.choice
+        if row is None:
+            return ()
+        if own is None:
+            return (self._no_driver(row),)
+        if choice is None:
+            return (self._no_branch(row, own),)
+        return (
+            *self._other_driver_problems(),
+            *(self._module_problems(row, choice) if self.brings_modules else self._container_problems(choice)),
+            *self._source_problems(row, own),
+            *self._offer_problems(choice),
+        )
+
+    def _no_driver(self, row: Distribution) -> Problem:
+        where = f" on {self.facts.architecture}" if own_driver(row) is not None else ""
+        return Problem(
+            f"{row.name} {row.version}{where} has no NVIDIA driver of its own that gpuprov knows",
+            f"gpuprov_driver: distribution; these have one: {names_with_own_driver()}",
+            "set gpuprov_driver: runfile or packages",
+        )
+
+    def _no_branch(self, row: Distribution, own: OwnDriver) -> Problem:
+        branches = ", ".join(one.branch for one in own.branches if one.branch)
+        has = f"it has the branches {branches}" if branches else "it has one driver, of whatever branch"
+        return Problem(
+            f"the driver {self.spec.driver_version} can't be asked for of {row.name} {row.version}",
+            f"gpuprov_driver: distribution; {has}; the version within a branch is the distribution's",
+            "set gpuprov_driver_version to one of these, in quotes; or gpuprov_driver: runfile"
+            if branches else "leave gpuprov_driver_version out, or set gpuprov_driver: runfile",
+        )  # fmt: skip
+
+    def _other_driver_problems(self) -> tuple[Problem, ...]:
+        """A .run's files, or NVIDIA's packages of the same names, would lie below the distribution's."""
+        nvidias = _of_nvidia(self.facts)
+        if not nvidias:
+            return self.run_file_problems()
+        return (
+            Problem(
+                "the driver on this host comes from NVIDIA's packages; the distribution's would break both",
+                f"package {nvidias} is installed",
+                f"keep it: gpuprov_driver: packages; or remove it first: {self.facts.package_manager.commands.remove} "
+                "'*nvidia*'",
+            ),
+        )
+
+    def _module_problems(self, row: Distribution, choice: Choice) -> tuple[Problem, ...]:
+        version = generations.newest_of(choice.branch.branch)
+        unserved = generations.problems(self.facts.gpu_device_ids, version, self.spec.kernel_module_type)
+        if unserved:
+            return tuple(map(_instead, unserved))
+        if choice.lacking:
+            return (
+                Problem(
+                    f"no repository has {choice.kind} kernel modules of branch {choice.branch.branch} that are "
+                    f"compiled for the running kernel {self.facts.kernel.release}",
+                    f"looked for {choice.lacking}",
+                    "boot the flavour's newest kernel (apt-get upgrade, then systemctl reboot); or set "
+                    "gpuprov_kernel_modules: build, which DKMS does",
+                ),
+            )
+        name = f"{row.name} {row.version}"
+        branch = f"branch {choice.branch.branch}" if choice.branch.branch else "driver"
+        if self.spec.kernel_modules == "precompiled" and not choice.compiled:
+            return (
+                Problem(
+                    f"{name} has no compiled kernel modules of its driver",
+                    f"gpuprov_kernel_modules: precompiled, gpuprov_driver: distribution; {name} builds them by DKMS",
+                    "leave gpuprov_kernel_modules out",
+                ),
+            )
+        if not choice.modules:
+            return (
+                Problem(
+                    f"{name} has no {choice.kind} kernel modules of its {branch}",
+                    f"it has {', '.join(sorted(choice.branch.built))} ones",
+                    "set gpuprov_driver: runfile, or leave gpuprov_kernel_module_type out",
+                ),
+            )
+        return ()
+
+    def _container_problems(self, choice: Choice) -> tuple[Problem, ...]:
+        """Return the problems of versions: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""
+        if self.facts.image is not None:
+            return ()
+        loaded = self.facts.driver_loaded_version
+        if not loaded:
+            return (self.not_loaded_problem("the driver"),)
+        installed = installed_branch(self.facts)
+        stays = installed is not None and installed.branch == choice.branch.branch
+        version = self.facts.driver_installed_version if stays else self._offered_version(choice.key_package)
+        if version in ("", loaded):
+            return ()
+        return (
+            Problem(
+                f"the distribution's driver is {version}, but {self.outside} runs {loaded}: the two must match",
+                "/proc/driver/nvidia/version",
+                f'set gpuprov_driver: runfile and gpuprov_driver_version: "{loaded}", or install {version} on '
+                f"{self.outside}",
+            ),
+        )
+
+    def _source_problems(self, row: Distribution, own: OwnDriver) -> tuple[Problem, ...]:
+        if not own.components or self.facts.bundle is not None:
+            return ()
+        return apt_components.problems(self.facts.files, f"{row.name} {row.version}", row.codename, own.components)
+
+    def _offer_problems(self, choice: Choice) -> tuple[Problem, ...]:
+        """Return what the queried repositories lack: a branch, or modules of the libraries' version."""
+        offers = self.facts.offers
+        if offers is None or offers.problems or not self.questions():
+            return ()
+        key = choice.key_package
+        if offers.lacking((key,)):
+            what = f"no repository of this host has branch {choice.branch.branch} of the distribution's driver"
+            look = "apt-cache search --names-only 'nvidia-headless-[0-9]*-server' shows the branches"
+            seen = f"{self.facts.packages.manager} was asked for {key}"
+            return (Problem(what, seen, f"{look}: gpuprov_driver_version"),)
+        modules = "" if choice.compiled or not self.brings_modules else next(iter(choice.modules), "")
+        versions = [self._offered_version(name) for name in (key, modules) if name]
+        if len(set(versions)) < 2:
+            return ()
+        return (
+            Problem(
+                f"the distribution's {choice.kind} kernel modules and its libraries are of different versions",
+                f"newest in the repositories: {modules} {versions[1] or '(none)'}, {key} {versions[0]}",
+                "leave gpuprov_kernel_module_type out where the GPUs can have the others; or set gpuprov_driver: "
+                "runfile",
+            ),
+        )
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def plan_preparation(self) -> tuple[Change, ...]:
+        """Return what keeps NVIDIA's repository from replacing the driver, and the package of its own repository."""
+        facts, own = self.facts, self.own
+        if own is None or not own.components:
+            changes = super().plan_preparation()
+        else:
+            text, there = PREFERENCES_TEXT.encode(), facts.files.get(PREFERENCES)
+            is_right = there is not None and (there.content, there.mode) == (text, 0o644)
+            changes = () if is_right else (WriteFile(PREFERENCES, text),)
+        if own is None or not own.repository_package:
+            return changes
+        installation = Installation((own.repository_package,), self.spec.lock_timeout, facts.bundle)
+        return (*changes, *facts.package_manager.plan_installation(facts.packages, installation))
+
+    @cached_property
+    def _other_branch(self) -> DriverBranch | None:
+        """The installed branch, if another one is requested."""
+        choice, installed = self.choice, installed_branch(self.facts)
+        if choice is None or installed is None or choice.branch.branch in ("", installed.branch):
+            return None
+        return installed
+
+    def plan_other_version(self) -> tuple[Change, ...]:
+        """Return the change to the requested branch, if another one is installed."""
+        old = self._other_branch
+        if old is None or self.choice is None:
+            return ()
+        installed = self.facts.packages.installed
+        names = {old.base, *old.libraries, *(name for built in old.built.values() for name in built)}
+        names |= {name for name in installed if _is_compiled_of(name, old.branch)}
+        gone = tuple(sorted(name for name in names if name in installed and name not in self._wanted))
+        timeout, options = self.spec.lock_timeout, apt_options(self.facts.bundle)
+        wanted = self.choice.branch.branch
+        change = SwitchBranch(self._wanted, lock_timeout=timeout, options=options, wanted=wanted, instead=gone)
+        return (RefreshPackageIndex(timeout, options), change)
+
+
+def _instead(problem: Problem) -> Problem:
+    """Return a problem of the GPUs with a driver of any branch: a distribution has few branches."""
+    wanted = re.search(r'gpuprov_driver_version: "\d+"', problem.next_step)
+    step = f"set gpuprov_driver: runfile and {wanted[0]}" if wanted else problem.next_step
+    return Problem(f"the distribution's {problem.what}", problem.evidence, step)

@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 
 from gpuprov.core.changes import FileFact
-from gpuprov.driver import kernel
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import ExtraRepository
 from gpuprov.packages.dkms_repositories import PACKAGE, dkms_repository
 from gpuprov.protocol.errors import Problem
-from gpuprov.protocol.spec import HostSpec
 
 # Names of the repositories as EPEL's own package, Oracle, cloud images and SUSEConnect give them; not their sources,
 # debug packages, tests and EPEL's repository of Cisco's codec.
@@ -23,37 +22,38 @@ _ENABLED_ALREADY = {
 _REPOSITORY_FILES = re.compile(r"/etc/(yum\.repos\.d|zypp/repos\.d)/(?!gpuprov-)[^/]+\.repo")
 
 
-def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def packages(driver: DriverSource) -> tuple[str, ...]:
     """Return DKMS if it is installed, or to be installed, from a repository besides the distribution's."""
-    if not _is_wanted(facts, spec):
+    facts = driver.facts
+    if not _is_wanted(driver):
         return ()
     if facts.bundle is not None:
         has_it = any(one.name == PACKAGE for one in facts.bundle.manifest.packages)
         return (PACKAGE,) if has_it else ()
-    has_source = _has_own_source(facts) or repository(facts, spec) is not None
+    has_source = _has_own_source(facts) or repository(driver) is not None
     return (PACKAGE,) if has_source or PACKAGE in facts.packages.installed else ()
 
 
-def repository(facts: HostFacts, spec: HostSpec) -> ExtraRepository | None:
+def repository(driver: DriverSource) -> ExtraRepository | None:
     """Return the repository to add for DKMS, None if the host has DKMS or its own repository with it.
 
     A repository that gpuprov added stays, for DKMS's updates.
     """
-    row = facts.distribution
-    if row is None or not spec.epel or not _is_wanted(facts, spec) or _has_own_source(facts):
+    facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
+    if row is None or not spec.epel or not _is_wanted(driver) or _has_own_source(facts):
         return None
     found = dkms_repository(row, facts.os.version, facts.architecture, spec)
     ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
     return found if ours or PACKAGE not in facts.packages.installed else None
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return why DKMS is unavailable although the driver's packages depend on it."""
-    row = facts.distribution
-    if row is None or facts.bundle is not None or not _is_wanted(facts, spec):
+    facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
+    if row is None or facts.bundle is not None or not _is_wanted(driver):
         return ()
-    if spec.driver != "packages" or packages(facts, spec):
-        return () if not spec.epel or spec.driver == "packages" else _mirror_problems(facts, spec)
+    if not driver.depends_on_dkms or packages(driver):
+        return () if not spec.epel or driver.depends_on_dkms else _mirror_problems(driver)
     here = f"{row.name} {row.version}"
     if not spec.epel:
         return (
@@ -67,9 +67,9 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     return (_unknown(facts),)
 
 
-def _mirror_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def _mirror_problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return the problems of a named mirror: use it or refuse it, but never ignore it silently."""
-    return (_unknown(facts),) if spec.epel_repository and not packages(facts, spec) else ()
+    return (_unknown(driver.facts),) if driver.spec.epel_repository and not packages(driver) else ()
 
 
 def _unknown(facts: HostFacts) -> Problem:
@@ -84,25 +84,29 @@ def _unknown(facts: HostFacts) -> Problem:
     )
 
 
-def note(facts: HostFacts, spec: HostSpec) -> str:
+def note(driver: DriverSource) -> str:
     """Return a warning if the next kernel would have no driver, or ""."""
-    row = facts.distribution
-    if row is None or spec.driver != "runfile" or not _is_wanted(facts, spec) or packages(facts, spec):
+    row = driver.facts.distribution
+    if row is None or not driver.has_installer or not _is_wanted(driver) or packages(driver):
         return ""
-    how = "leave gpuprov_epel at true" if not spec.epel else f"enable {row.dkms_from}, or set gpuprov_epel_repository"
+    how = (
+        "leave gpuprov_epel at true"
+        if not driver.spec.epel
+        else f"enable {row.dkms_from}, or set gpuprov_epel_repository"
+    )
     return f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, or {how}"
 
 
-def _is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
+def _is_wanted(driver: DriverSource) -> bool:
     """Say whether modules are built here that DKMS must also build for later kernels.
 
     NVIDIA's packages for SUSE contain modules without DKMS. A site that names dkms among its packages has a source for
     it.
     """
-    row = facts.distribution
-    if row is None or not row.dkms_from or PACKAGE in spec.packages or not kernel.compiles(facts, spec):
+    row = driver.facts.distribution
+    if row is None or not row.dkms_from or PACKAGE in driver.spec.packages or not driver.compiles:
         return False
-    return spec.driver == "runfile" or row.package_manager == "dnf"
+    return driver.has_installer or row.package_manager == "dnf"
 
 
 def _has_own_source(facts: HostFacts) -> bool:

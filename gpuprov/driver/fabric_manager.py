@@ -1,4 +1,4 @@
-"""NVIDIA's fabric manager on machines with NVSwitches: the driver's exact version, running; plans nothing.
+"""NVIDIA's fabric manager on machines with NVSwitches: the driver's exact version, from where, and running.
 
 Without it CUDA answers 802, "system not yet initialized". Source: NVIDIA's Fabric Manager User Guide; package names as
 in NVIDIA's CUDA repositories and its own driver containers.
@@ -12,14 +12,18 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.fabric import _PROGRAM, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
-from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 # The first branch whose package has no branch in its name.
 _PLAIN_NAME_SINCE = 580
 _START_SECONDS = 300
+# NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch. A driver from a .run does
+# not enable that stream, so dnf would not find it.
+_REPOSITORY = "gpuprov-cuda"
 
 
 def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple[str, ...]:
@@ -43,6 +47,62 @@ def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, 
             f"install nvidia-fabricmanager {version}, or set gpuprov_fabric_manager: auto",
         ),
     )
+
+
+def wanted_version(driver: DriverSource) -> str:
+    """Return the version that the fabric manager must have, "" if none is needed.
+
+    In a system container the switches are the container host's.
+    """
+    facts = driver.facts
+    if not facts.fabric.switches or facts.kernel.container:
+        return ""
+    return driver.version if "." in driver.version else facts.driver_installed_version
+
+
+def installs_package(driver: DriverSource) -> bool:
+    """Say whether the package comes from NVIDIA's repository."""
+    version = wanted_version(driver)
+    return bool(version) and driver.spec.fabric_manager == "auto" and driver.facts.fabric.version != version
+
+
+def comes_from_repository(driver: DriverSource) -> bool:
+    """Say whether NVIDIA's repository is needed for it: to install it, and to update what came from there."""
+    if driver.fabric_package():
+        return False
+    configured = any(path.rpartition("/")[2].startswith("gpuprov-cuda.") for path in driver.facts.files)
+    return installs_package(driver) or (configured and bool(wanted_version(driver)))
+
+
+def plan(driver: DriverSource) -> tuple[Change, ...]:
+    """Return installation and start of the fabric manager, or nothing; to be done after its driver."""
+    facts, spec, version = driver.facts, driver.spec, wanted_version(driver)
+    if not version or spec.fabric_manager != "auto":
+        return ()
+    fabric = facts.fabric
+    starts = facts.image is None
+    running = (fabric.active or not starts) and fabric.enabled and fabric.version == version
+    changes: tuple[Change, ...] = () if running else (RunFabricManager(version, starts),)
+    names = wanted_packages(driver)
+    if not names:
+        return changes
+    wanted = Installation(names, spec.lock_timeout, facts.bundle, unfiltered_repository=_REPOSITORY)
+    return (*facts.package_manager.plan_installation(facts.packages, wanted), *changes)
+
+
+def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
+    """Return the packages of the fabric manager that are to be installed."""
+    if not installs_package(driver):
+        return ()
+    version, own, manager = wanted_version(driver), driver.fabric_package(), driver.facts.package_manager
+    if own:
+        return (f"{own}={version}{manager.any_release}",)
+    return packages(version, manager, driver.facts.fabric)
+
+
+def plan_problems(driver: DriverSource) -> tuple[Problem, ...]:
+    """Return what prevents CUDA from working with this host's switches."""
+    return problems(driver.facts.fabric, wanted_version(driver), ours=driver.spec.fabric_manager == "auto")
 
 
 @dataclass(frozen=True)

@@ -1,82 +1,36 @@
-"""Where the kernel modules come from, and what building them needs; never installs anything itself."""
+"""Kernel modules of the driver: what prevents them, what building them needs, for an image too, and their proof."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
-from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.cdi.discover import discover
+from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile
 from gpuprov.core.system import System
-from gpuprov.driver import distribution, precompiled
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
+from gpuprov.facts.kernels import has_module
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
-
-def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether this host needs kernel modules, built on it or not.
-
-    The kernel of a system container belongs to the container host: only the libraries are installed.
-    """
-    if spec.kernel_modules == "auto":
-        return not facts.kernel.container
-    return spec.kernel_modules != "none"
+# Compiling takes two to three minutes on two cores; slow machines take longer.
+_BUILD_SECONDS = 3600
+# Generations used in machines with NVSwitches (HGX and DGX A100, H100, B200, …).
+_WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents kernel modules on this host."""
-    if spec.driver == "preinstalled":
+    facts, spec = driver.facts, driver.spec
+    if not driver.installs_modules:
         return ()
-    if not brings_modules(facts, spec):
-        outside = spec.driver == "runfile" and facts.image is None
-        return _outside_problems(facts, spec) if outside else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
-    if _is_installed(facts, spec):
-        return ()
-    return (*_signing_problems(facts, spec), *_display_problems(facts, spec))
-
-
-def _is_installed(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the driver is installed; a driver from packages, which update it, counts in any version."""
-    installed = facts.driver_installed_version
-    return bool(installed) and (spec.driver in ("packages", "distribution") or installed == spec.driver_version)
-
-
-def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """With Secure Boot the kernel takes signed modules alone (Documentation/admin-guide/module-signing.rst)."""
-    if facts.kernel.secure_boot != "enabled" or (spec.module_signing_key and spec.module_signing_certificate):
-        return ()
-    if precompiled.chosen(facts, spec):
-        return precompiled.signing_problems(facts)
-    if (choice := distribution.chosen(facts, spec)) is not None and choice.compiled:
-        # Signed with the distribution's own key, which its kernels trust.
-        return ()
-    return (
-        Problem(
-            "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
-            "the EFI variable SecureBoot is 1",
-            "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -subj /CN=modules -keyout /root/mok.key "
-            "-outform DER -out /root/mok.der), enrol it (mokutil --import /root/mok.der; reboot, confirm at the "
-            "console), set gpuprov_module_signing_key and gpuprov_module_signing_certificate to them; or switch Secure "
-            "Boot off in the firmware",
-        ),
-    )
-
-
-def _display_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return the problems of running displays; one started by a display manager can be stopped with it."""
-    managed = facts.running is not None and facts.running.display_manager
-    if spec.driver != "runfile" or not facts.displays or (managed and spec.stop_display_manager):
-        return ()
-    return (
-        Problem(
-            "an X server is running, and the driver's installer refuses to work under it",
-            "; ".join(facts.displays),
-            "stop the display manager (systemctl isolate multi-user.target), then run the same command again; or set "
-            "gpuprov_stop_display_manager: true",
-        ),
-    )
+    signs = spec.module_signing_key and spec.module_signing_certificate
+    return () if driver.is_installed or signs or facts.kernel.secure_boot != "enabled" else driver.signing_problems()
 
 
 def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
@@ -91,75 +45,31 @@ def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
     )
 
 
-def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return the problems in a container: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""
-    where = "the container host" if facts.kernel.container else "this kernel"
-    loaded = facts.driver_loaded_version
-    if not loaded:
-        return (
-            Problem(
-                f"the NVIDIA driver is not loaded {'on' if facts.kernel.container else 'in'} {where}",
-                "there is no /proc/driver/nvidia/version",
-                f"install {_driver(spec)} on {where} first, then run gpuprov again here",
-            ),
-        )
-    if spec.driver_version and loaded != spec.driver_version:
-        return (
-            Problem(
-                f"driver {spec.driver_version} is asked for, but {where} runs {loaded}: the two must match",
-                "/proc/driver/nvidia/version",
-                f'set gpuprov_driver_version: "{loaded}", or update {where}',
-            ),
-        )
-    return ()
-
-
-def _driver(spec: HostSpec) -> str:
-    return f"driver {spec.driver_version}" if spec.driver_version else "the driver"
-
-
-def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def packages(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
-    row = facts.distribution
-    if row is None or not compiles(facts, spec):
+    facts, row = driver.facts, driver.facts.distribution
+    if row is None or not driver.compiles:
         return ()
     following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
-    return (*headers(facts, spec), *following, *row.build_packages)
+    return (*headers(driver), *following, *row.build_packages)
 
 
-def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def headers(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages of the running kernel's headers, where modules are built; in an image, of all its kernels."""
-    row = facts.distribution
-    if row is None or not compiles(facts, spec):
+    facts, row = driver.facts, driver.facts.distribution
+    if row is None or not driver.compiles:
         return ()
     releases = [one.release for one in facts.image.kernels] if facts.image is not None else [facts.kernel.release]
     return tuple(dict.fromkeys(name for release in releases for name in kernel_headers(row, release)))
 
 
-def compiles(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether kernel modules are built on this host."""
-    if spec.driver == "preinstalled" or not brings_modules(facts, spec):
-        return False
-    choice = distribution.chosen(facts, spec)
-    return precompiled.chosen(facts, spec) is None and not (choice is not None and choice.compiled)
-
-
-def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan_signing(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that makes DKMS sign with the user-supplied key, now and for later kernels (dkms(8))."""
-    there = facts.files.get(DKMS_SIGNING)
-    if not (spec.module_signing_key and spec.module_signing_certificate and compiles(facts, spec)):
+    spec, there = driver.spec, driver.facts.files.get(DKMS_SIGNING)
+    if not (spec.module_signing_key and spec.module_signing_certificate and driver.compiles):
         return (RemoveFile(DKMS_SIGNING, "no longer asked for"),) if there else ()
     text = f"mok_signing_key={spec.module_signing_key}\nmok_certificate={spec.module_signing_certificate}\n".encode()
     return () if there and (there.content, there.mode) == (text, 0o644) else (WriteFile(DKMS_SIGNING, text),)
-
-
-def note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return a sentence about the decision, or ""."""
-    if spec.driver not in ("runfile", "distribution") or brings_modules(facts, spec):
-        return ""
-    if facts.kernel.container:
-        return f"inside {facts.kernel.container}: the kernel and its driver are the container host's; libraries only"
-    return "kernel modules are left alone, as asked; libraries only"
 
 
 def prove_modules(system: System, version: str, *, dkms: bool) -> None:
@@ -205,3 +115,115 @@ def dkms_states(status: str, version: str) -> dict[str, str]:
     """
     found = re.findall(rf"^nvidia(?:/|, ){re.escape(version)}(?:, ([^,\s]+), [^,\s]+)?: (\w+)", status, re.MULTILINE)
     return dict(found)
+
+
+# -- images ---------------------------------------------------------------------------------------------------------
+
+
+def image_problems(driver: DriverSource) -> tuple[Problem, ...]:
+    """Return what an image lacks, or which facts about the machines of its copies are missing."""
+    facts, spec = driver.facts, driver.spec
+    if facts.image is None:
+        return ()
+    found = []
+    if driver.installs_modules:
+        found += _kernel_problems(facts, spec)
+    if spec.fabric_manager == "auto" and spec.image_nvswitch is None and _WITH_SWITCHES & {*spec.image_gpus}:
+        found.append(_switches_not_said(spec))
+    if spec.mig_layout:
+        found.append(
+            Problem(
+                "GPUs that are not here yet can't be divided by MIG",
+                "gpuprov_target is image, and gpuprov_mig_layout is set",
+                "leave gpuprov_mig_layout out; divide them on the machine: gpuprov install -e gpuprov_mig_layout=…",
+            )
+        )
+    return tuple(found)
+
+
+def _kernel_problems(facts: HostFacts, spec: HostSpec) -> list[Problem]:
+    found = []
+    if facts.image is not None and not facts.image.kernels:
+        found.append(
+            Problem(
+                "there is no kernel in this image to build the driver's modules for",
+                "/lib/modules has no release whose vmlinuz is in /boot or beside its modules",
+                "install one first (Debian: apt-get install linux-image-amd64); or, where the kernel comes from "
+                "elsewhere and has the driver, set gpuprov_kernel_modules: none",
+            )
+        )
+    if spec.kernel_module_type == "auto" and not spec.image_gpus:
+        found.append(
+            Problem(
+                "which kernel modules the image needs is not said: open or proprietary",
+                "gpuprov_target is image; neither gpuprov_image_gpus nor gpuprov_kernel_module_type is set",
+                "set gpuprov_image_gpus to the GPUs that it will meet (ampere, [turing, ada], …), or "
+                "gpuprov_kernel_module_type: open or proprietary",
+            )
+        )
+    return found
+
+
+def _switches_not_said(spec: HostSpec) -> Problem:
+    return Problem(
+        "whether the image will meet NVSwitches, and so needs the fabric manager, is not said",
+        f"gpuprov_target is image, gpuprov_image_gpus is {', '.join(spec.image_gpus)}, gpuprov_image_nvswitch is not "
+        "set",
+        "set gpuprov_image_nvswitch: true (HGX and DGX machines), or false",
+    )
+
+
+def plan_image(driver: DriverSource) -> tuple[Change, ...]:
+    """Return the change that builds modules for each kernel of an image without any, once the driver is installed."""
+    image = driver.facts.image
+    if image is None or not driver.compiles:
+        return ()
+    coming = driver.installs or not driver.facts.driver_installed_version
+    kernels = tuple(one.release for one in image.kernels) if coming else image.without_module
+    return (BuildModules(kernels),) if kernels else ()
+
+
+@dataclass(frozen=True)
+class BuildModules(Change):
+    """Build the installed driver's modules for these kernels with DKMS."""
+
+    kernels: tuple[str, ...]
+
+    # DKMS repeats an interrupted build; the undo of the driver removes its modules.
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"build the driver's modules for {', '.join(self.kernels)}; load none"
+
+    @property
+    def key(self) -> str:
+        return "build the driver's modules for the image's kernels"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for number, release in enumerate(self.kernels):
+            if not _has_module(system, release):
+                tell(f"building modules for {release}", number, len(self.kernels))
+                _build(system, release)
+        return {}
+
+
+def _build(system: System, release: str) -> None:
+    if system.which("dkms") is None:
+        raise GpuprovError(
+            f"kernel {release} has no NVIDIA module, and there is no dkms to build it",
+            f"/lib/modules/{release}/modules.dep lists none",
+            "remove that kernel from the image, or make dkms available (gpuprov_epel: true), then run the same command "
+            "again",
+        )
+    done = system.run(("dkms", "autoinstall", "-k", release), timeout=_BUILD_SECONDS)
+    if not _has_module(system, release):
+        version = discover(system).library_version
+        raise GpuprovError(
+            f"DKMS could not build the driver's modules for kernel {release}",
+            done.evidence(),
+            f"see /var/lib/dkms/nvidia/{version}/build/make.log; or remove that kernel from the image",
+        )
+
+
+def _has_module(system: System, release: str) -> bool:
+    return has_module(system.read_text(f"/lib/modules/{release}/modules.dep") or "")

@@ -16,7 +16,7 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.driver_run import installs
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.holders import gather_holders
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
@@ -183,14 +183,14 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:
     return tuple((index, text) for index, text in found if text)
 
 
-def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that divides the GPUs whose layout differs."""
-    now = {gpu.index: gpu for gpu in facts.mig}
+    now = {gpu.index: gpu for gpu in driver.facts.mig}
     # A driver to be installed was not queried; one that does not respond will report why.
-    unknown = installs(facts, spec) or not now
+    unknown = driver.installs or not now
     wrong = tuple(
         (index, text)
-        for index, text in wanted(facts, spec)
+        for index, text in wanted(driver.facts, driver.spec)
         if unknown or index not in now or not is_right(text, now[index])
     )
     return (DivideGpus(wrong),) if wrong else ()

@@ -11,13 +11,11 @@ from typing import Any
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.driver.kernel import brings_modules
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts import initramfs
-from gpuprov.facts.host import HostFacts
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
 from gpuprov.machine.pci import PciGpu
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.spec import HostSpec
 
 # In the order of unloading: nova_drm depends on nova_core.
 MODULES = ("nova_drm", "nova_core", "nouveau")
@@ -36,10 +34,11 @@ install_items+=" {BLACKLIST} "
 """
 
 
-def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that writes the blacklist and rebuilds each initramfs that lacks it, if any."""
     # NVIDIA's packages blacklist nouveau themselves, but not nova.
-    if spec.driver == "preinstalled" or not brings_modules(facts, spec):
+    facts = driver.facts
+    if not driver.installs_modules:
         return ()
     files: tuple[tuple[str, bytes], ...] = ((BLACKLIST, _BLACKLIST_TEXT.encode()),)
     if facts.initramfs.dracut:

@@ -9,12 +9,13 @@ from typing import ClassVar
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
-from gpuprov.driver import precompiled
+from gpuprov.driver import precompiled, running_driver
+from gpuprov.driver.source import DriverSource
 from gpuprov.packages import dpkg, rpm_failures, rpm_packages
 from gpuprov.packages.apt_failures import finish
 from gpuprov.packages.apt_packages import InstallPackages
 from gpuprov.packages.rpm_packages import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 
 _INSTALL_SECONDS = 600
 # Names of the driver's packages in all branches and distributions (NVIDIA's Driver Installation Guide). They do not
@@ -272,3 +273,31 @@ def _kernel_says(system: System) -> str:
     """Return the last lines about NVIDIA's modules in the kernel's log."""
     lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
     return "\n".join([line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:])
+
+
+class PackagedDriver(DriverSource):
+    """A driver from packages on one host: NVIDIA's or the distribution's."""
+
+    def problems(self) -> tuple[Problem, ...]:
+        return running_driver.problems(self)
+
+    def run_file_problems(self) -> tuple[Problem, ...]:
+        """Return why packages can't be installed over a driver from a .run."""
+        if not self.facts.driver_installed_version or self.facts.driver_packaged:
+            return ()
+        return (
+            Problem(
+                f"driver {self.facts.driver_installed_version} on this host comes from a .run; packages would break "
+                "both",
+                "its libraries belong to no package",
+                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
+            ),
+        )
+
+    def plan(self) -> tuple[Change, ...]:
+        """Return the loading of a driver whose packages were just installed, or are installed and not loaded."""
+        # An image's modules are loaded when it boots.
+        if not self.brings_modules or self.facts.image is not None:
+            return ()
+        there, loaded = self.facts.driver_installed_version, self.facts.driver_loaded_version
+        return () if there and loaded else (LoadDriver(),)

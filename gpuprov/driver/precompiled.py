@@ -64,7 +64,7 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
     By default only if packages match the distribution's kernels; rebuilds of Red Hat's sources do not. With a
     user-supplied key for Secure Boot, modules are built and signed. A host keeps the kind that it has.
     """
-    if spec.driver != "packages" or facts.bundle is not None:
+    if facts.bundle is not None:
         return False
     if spec.kernel_modules != "auto":
         return spec.kernel_modules == "precompiled"
@@ -89,7 +89,7 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages, or patterns of them, to query the repositories for; none if all are installed."""
     row = facts.distribution
-    if row is None or not is_wanted(facts, spec) or _is_built(facts) or chosen(facts, spec) is not None:
+    if row is None or not is_wanted(facts, spec) or _is_built(facts):
         return ()
     kind = kind_of(facts, spec)
     if row.package_manager == "zypper":
@@ -99,25 +99,15 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     return (f"kmod-nvidia-{'open-' if kind == 'open' else ''}[0-9]*-{running}",) if running else ()
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return why compiled modules are unavailable although they are requested or in use."""
-    if spec.kernel_modules == "precompiled" and spec.driver not in ("packages", "distribution"):
-        return (
-            Problem(
-                "only packages bring kernel modules that are compiled already",
-                f"gpuprov_kernel_modules: precompiled, gpuprov_driver: {spec.driver}",
-                "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out",
-            ),
-        )
-    if spec.driver != "packages":
-        return ()
-    in_use = _in_use(facts)
-    return (*_switch_problems(facts, spec, in_use), *_lack_problems(facts, spec, in_use))
+def problems(facts: HostFacts, spec: HostSpec, found: Precompiled | None) -> tuple[Problem, ...]:
+    """Return why compiled modules are unavailable although they are requested or in use; `found`: the chosen ones."""
+    lacking = () if found else _lacking_problems(facts, spec)
+    return (*_switch_problems(facts, spec), *lacking)
 
 
-def _switch_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Problem, ...]:
+def _switch_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """The two ways have packages that exclude each other, and dnf removes none by itself."""
-    built = _is_built(facts)
+    built, in_use = _is_built(facts), _in_use(facts)
     if not (built and spec.kernel_modules == "precompiled") and not (in_use and spec.kernel_modules == "build"):
         return ()
     wanted, there = ("compiled ones", built) if built else ("ones built here", in_use)
@@ -130,9 +120,9 @@ def _switch_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Pro
     )
 
 
-def _lack_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Problem, ...]:
-    asked = spec.kernel_modules == "precompiled"
-    if not (asked or in_use) or not is_wanted(facts, spec) or _is_built(facts) or chosen(facts, spec):
+def _lacking_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    asked, in_use = spec.kernel_modules == "precompiled", _in_use(facts)
+    if not (asked or in_use) or not is_wanted(facts, spec) or _is_built(facts):
         return ()
     names = questions(facts, spec)
     if names and (facts.offers is None or facts.offers.problems):

@@ -14,11 +14,9 @@ from typing import Any
 from gpuprov.core.changes import Change
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, distribution_plan
 from gpuprov.driver.installer import knows
-from gpuprov.driver.kernel import brings_modules
+from gpuprov.driver.source import DriverSource
 from gpuprov.driver.unload import MODULES, StartContainers, Unloading, stopped_containers
-from gpuprov.driver_run import installs
 from gpuprov.facts.boot_files import PERSISTENCE
 from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.holders import GpuHolder, RunningDriver, gather_holders
@@ -37,19 +35,14 @@ UNITS = (
 DISPLAY_MANAGER = "display-manager.service"
 
 
-def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
+def is_in_the_way(driver: DriverSource) -> bool:
     """Say whether a loaded driver or a running display prevents loading another driver."""
-    if not brings_modules(facts, spec) or facts.kernel.container:
+    facts = driver.facts
+    if not driver.brings_modules or facts.kernel.container:
         return False
-    if not _replaces(facts, spec):
+    if not driver.replaces:
         return is_other(facts)
     return bool(facts.driver_loaded_version or "nvidia" in facts.kernel.loaded_modules or facts.displays)
-
-
-def _replaces(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether this run installs another driver on the disk, from a .run or as packages."""
-    changes = (*cuda_repository.plan_other_version(facts, spec), *distribution_plan.plan_other_branch(facts, spec))
-    return installs(facts, spec) or bool(changes)
 
 
 def is_other(facts: HostFacts) -> bool:
@@ -127,13 +120,13 @@ class Way:
     obstacles: tuple[str, ...] = ()
 
 
-def way(facts: HostFacts, spec: HostSpec) -> Way:
+def way(driver: DriverSource) -> Way:
     """Return how the requested driver replaces the loaded one."""
-    running = facts.running
-    if running is None or not is_in_the_way(facts, spec):
+    facts, spec, running = driver.facts, driver.spec, driver.facts.running
+    if running is None or not is_in_the_way(driver):
         return Way()
     found = _obstacles(running, spec)
-    can_wait = _may_wait_for_a_reboot(facts, spec)
+    can_wait = _may_wait_for_a_reboot(driver)
     if can_wait and (found or _could_not_unload(facts)):
         return Way(keep_loaded=True)
     if found:
@@ -151,12 +144,12 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
     )
 
 
-def _may_wait_for_a_reboot(facts: HostFacts, spec: HostSpec) -> bool:
+def _may_wait_for_a_reboot(driver: DriverSource) -> bool:
     """Say whether a new driver may wait on the disk for a reboot: its .run must be able to, or it be there already."""
-    if not _replaces(facts, spec):
+    if not driver.replaces:
         return True
-    able = not installs(facts, spec) or knows(spec.driver_version, "--skip-module-load")
-    return able and spec.reboot == "if-needed"
+    able = not driver.installs or knows(driver.spec.driver_version, "--skip-module-load")
+    return able and driver.spec.reboot == "if-needed"
 
 
 def _could_not_unload(facts: HostFacts) -> bool:
@@ -183,20 +176,20 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
     return tuple(found)
 
 
-def plan_containers(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan_containers(driver: DriverSource) -> tuple[Change, ...]:
     """Return the start of the containers that were or will be stopped for another driver, as the last change."""
-    found = facts.files.get(STOPPED)
-    unloading = way(facts, spec).unloading
+    found = driver.facts.files.get(STOPPED)
+    unloading = way(driver).unloading
     names = (*(stopped_containers(found.content) if found else ()), *(unloading.containers if unloading else ()))
     return (StartContainers(tuple(dict.fromkeys(names))),) if names else ()
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents replacing the loaded driver, and what to do about it."""
-    found = way(facts, spec).obstacles if _replaces(facts, spec) else ()
-    if not found or facts.running is None:
+    spec, running = driver.spec, driver.facts.running
+    found = way(driver).obstacles if driver.replaces else ()
+    if not found or running is None:
         return ()
-    running = facts.running
     steps = []
     if running.containers and not spec.stop_containers:
         names = " ".join(sorted(running.containers.values()))

@@ -193,7 +193,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         gpus=gather_gpus(system),
         driver=driver,
         other_specifications=specifications(system),
-        driver_packaged=_driver_package(packages),
+        driver_packaged=driver_package(packages),
         packages=packages,
         docker=docker,
         engines=gather_engines(system, engines),
@@ -252,7 +252,7 @@ def manager_on(system: System) -> PackageManager:
     return manager_of(distribution_of(gather_os(system)))
 
 
-def _driver_package(packages: PackageFacts) -> str:
+def driver_package(packages: PackageFacts) -> str:
     """Return the distribution's or NVIDIA's own driver package, if one is installed: a .run must not go over it."""
     prefixes = (
         "libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml", "cuda-drivers", "nvidia-open",

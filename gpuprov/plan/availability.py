@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from gpuprov.driver import distribution_plan, kernel, precompiled
+from gpuprov.driver import kernel
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
 from gpuprov.packages import past_kernels
 from gpuprov.protocol.errors import Problem
-from gpuprov.protocol.spec import HostSpec
 
 
-def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def questions(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages to query the repositories for before a plan is made; none if all are installed."""
-    if facts.bundle is not None:
-        return ()
-    driver = (*precompiled.questions(facts, spec), *distribution_plan.questions(facts, spec))
-    return (*driver, *_lacking_headers(facts, spec))
+    return (*driver.questions(), *_lacking_headers(driver)) if driver.facts.bundle is None else ()
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what no repository has, or why the query failed; nothing if no repository was queried."""
+    facts = driver.facts
     if facts.offers is None:
         return ()
     if facts.offers.problems:
         return facts.offers.problems
-    lacking = facts.offers.lacking(_lacking_headers(facts, spec))
+    lacking = facts.offers.lacking(_lacking_headers(driver))
     return (_no_headers(facts, lacking),) if lacking else ()
 
 
-def _lacking_headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    return facts.package_manager.missing(facts.packages, kernel.headers(facts, spec))
+def _lacking_headers(driver: DriverSource) -> tuple[str, ...]:
+    return driver.facts.package_manager.missing(driver.facts.packages, kernel.headers(driver))
 
 
 def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:

@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpuprov import driver_run
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
+from gpuprov.cdi.discover import discover
 from gpuprov.core.image_system import ImageSystem
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
+from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generations, mirror, running_driver
 from gpuprov.driver.supported_gpus import gather_served
+from gpuprov.driver_run import RunFile
 from gpuprov.engines import docker_proxy, other_engines
 from gpuprov.engines.docker_unit import UNIT
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
-from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.host import HostFacts, driver_package, gather, gather_software
 from gpuprov.facts.image import gather_image, kernel_to_come
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.mig import gather_mig
@@ -28,9 +29,9 @@ from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages import apt_pins, source_names
-from gpuprov.plan import software, with_bundle
+from gpuprov.plan import with_bundle
 from gpuprov.plan.availability import questions
-from gpuprov.plan.steps import repository_changes
+from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.spec import HostSpec
 
@@ -47,7 +48,7 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
         spec = mirror.resolved(system, spec, system.architecture())
     else:
         spec = mirror.of_bundle(spec, manifest.driver_version)
-        spec = _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
+        spec = _with_driver_file(cuda_toolkit.from_bundle(spec, manifest), manifest)
     return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
 
 
@@ -67,7 +68,9 @@ def _with_branch(system: System, spec: HostSpec) -> HostSpec:
     ids = generations.ids_of(spec.image_gpus) or [gpu.device_id for gpu in gather_gpus(system)]
     if spec.driver != "packages" or not generations.last_branch(ids):
         return spec
-    return cuda_repository.with_branch(_as_image(system, gather(system), spec), spec)
+    os = gather_os(system)
+    installed = discover(system).library_version if driver_package(gather_software(system, os)) else ""
+    return cuda_repository.with_branch(distribution_of(os), ids, installed, spec)
 
 
 def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
@@ -99,36 +102,37 @@ def gather_for(
         asks = spec.migrate_nvidia_docker
         leftovers = with_docker(system, facts.leftovers, facts.docker, facts.packages, always=asks)
         facts = replace(facts, leftovers=leftovers)
-    if running_driver.is_in_the_way(facts, spec):
+    context = PlanContext(facts, spec)
+    if running_driver.is_in_the_way(context.driver):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
-    facts = _with_obstacles(system, facts, spec, steps)
+    facts = _with_obstacles(system, facts, context, steps)
     if spec.mig_layout and facts.image is None:
         facts = replace(facts, mig=gather_mig(system))
-    if driver_run.installs(facts, spec) and spec.driver_version:
-        facts = replace(facts, served=gather_served(system, driver_run.source(facts, spec)[1]))
+    if isinstance(context.driver, RunFile) and context.driver.installs and spec.driver_version:
+        facts = replace(facts, served=gather_served(system, context.driver.path))
     if bundle is not None:
         return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
-    return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
+    return _asked(system, facts, context, steps or ("repositories", "packages"), sink)
 
 
-def _with_obstacles(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str]) -> HostFacts:
+def _with_obstacles(system: System, facts: HostFacts, context: PlanContext, steps: Sequence[str]) -> HostFacts:
     """Return the facts with obstacles that would defeat an installation that seems to succeed."""
-    installs = driver_run.installs(facts, spec)
+    installs = context.driver.installs
     if installs or facts.driver_installed_version != facts.driver_loaded_version:
         # Most hosts have the desired driver.
         from gpuprov.checks.cuda.judgement import gather_hiding
 
-        version = spec.driver_version if installs else facts.driver_loaded_version
+        version = context.spec.driver_version if installs else facts.driver_loaded_version
         facts = replace(facts, hiding=gather_hiding(system, version))
-    packages = facts.package_manager.missing(facts.packages, software.wanted(facts, spec)) if not facts.bundle else ()
+    packages = facts.package_manager.missing(facts.packages, context.wanted_packages) if not facts.bundle else ()
     if packages and facts.package_manager.name == "apt" and (not steps or "packages" in steps):
         facts = replace(facts, pinned_out=apt_pins.gather_pinned_out(system, packages))
     return facts
 
 
-def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str], sink: Sink) -> HostFacts:
-    names = questions(facts, spec) if "packages" in steps else ()
+def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequence[str], sink: Sink) -> HostFacts:
+    names = questions(context.driver) if "packages" in steps else ()
     if not names:
         return facts
     # Most runs change nothing and query no repository.
@@ -138,5 +142,6 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
         return replace(facts, offers=offers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.
-    planned = repository_changes(facts, replace(spec, epel=False)) if "repositories" in steps else ()
-    return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, spec.lock_timeout))
+    without_dkms = PlanContext(facts, replace(context.spec, epel=False))
+    planned = without_dkms.repository_changes if "repositories" in steps else ()
+    return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, context.spec.lock_timeout))

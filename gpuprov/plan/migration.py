@@ -188,15 +188,15 @@ def _settings(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return tuple(RemoveFile(path, _REASON) for path in found.settings if path != NVIDIA_SETTINGS_PATH or not used)
 
 
-def without_removed(facts: HostFacts, spec: HostSpec) -> HostFacts:
-    """Return the facts after a migration: without old programs that gpuprov's replace in the same run.
+def without_removed(facts: HostFacts, spec: HostSpec, changes: tuple[Change, ...]) -> HostFacts:
+    """Return the facts after these changes of a migration: without old programs that gpuprov's replace in the same run.
 
     These are the hook of `docker run --gpus` and the command nvidia-docker.
     """
     if not spec.migrate_nvidia_docker:
         return facts
     packages = set(removed_packages(facts, spec))
-    gone = {change.path for change in plan(facts, spec) if isinstance(change, RemoveFile)}
+    gone = {change.path for change in changes if isinstance(change, RemoveFile)}
     gone |= {NVIDIA_HOOK_PATH} if packages.intersection(_WITH_HOOK) else set()
     gone |= {NVIDIA_DOCKER} if packages.intersection(retired.WRAPPERS) else set()
     files = {path: file for path, file in facts.files.items() if path not in gone}

@@ -8,25 +8,15 @@ from collections.abc import Iterable
 from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
-from gpuprov.driver import (
-    cuda_repository,
-    cuda_runfile,
-    distribution,
-    distribution_plan,
-    driver_install,
-    driver_problems,
-    fabric_plan,
-    image_modules,
-    kernel,
-    mig,
-    precompiled,
-)
+from gpuprov.driver import cuda_repository, cuda_toolkit, fabric_manager, kernel, mig
+from gpuprov.driver.source import DriverSource
 from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packages import apt_pins
 from gpuprov.plan import availability, migration, software, with_bundle
+from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.driver_releases import support_end
 from gpuprov.protocol.errors import Problem
@@ -40,38 +30,37 @@ _EARLIEST_CLOCK = 1767225600
 _LATEST_CLOCK = 2240611200
 # Besides packages.
 _WRITES_USR = (
-    toolkit.InstallRuntime, nvidia_docker.InstallNvidiaDocker, driver_install.InstallDriver,
-    cuda_runfile.InstallCudaToolkit, cuda_runfile.LinkCudaToolkit,
+    toolkit.InstallRuntime, nvidia_docker.InstallNvidiaDocker, driver_run.InstallDriver,
+    cuda_toolkit.InstallCudaToolkit, cuda_toolkit.LinkCudaToolkit,
 )  # fmt: skip
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
 
-def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def preflight(context: PlanContext) -> tuple[Problem, ...]:
     """Return every problem that prevents the run, before anything is changed."""
+    facts, spec, driver = context.facts, context.spec, context.driver
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
-        or _bundle_problems(facts, spec)
+        or _bundle_problems(context)
         or (
             *_gpu_problems(facts),
-            *image_modules.problems(facts, spec),
+            *kernel.image_problems(driver),
             *host_problems(facts),
             *_python_problems(facts),
             *_hiding_problems(facts),
-            *kernel.problems(facts, spec),
-            *precompiled.problems(facts, spec),
-            *availability.problems(facts, spec),
-            *reboot.problems(facts, spec),
-            *driver_problems.problems(facts, spec),
-            *_security_problems(facts, spec),
+            *kernel.problems(driver),
+            *availability.problems(driver),
+            *reboot.problems(driver),
+            *driver.problems(),
+            *_security_problems(driver),
             *cuda_repository.problems(facts, spec),
-            *distribution_plan.problems(facts, spec),
-            *cuda_runfile.problems(facts, spec),
-            *fabric_plan.plan_problems(facts, spec),
+            *cuda_toolkit.problems(facts, spec),
+            *fabric_manager.plan_problems(driver),
             *mig.problems(facts, spec),
-            *software.problems(facts, spec),
+            *software.problems(driver),
             *apt_pins.problems(facts.pinned_out),
-            *_repository_problems(facts, spec),
+            *_repository_problems(context),
             *_docker_problems(facts, spec),
             *migration.problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec), set_default=spec.default_runtime),
@@ -85,10 +74,10 @@ def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
     return (*_room_problems(facts), *_clock_problems(facts))
 
 
-def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    if facts.bundle:
+def _repository_problems(context: PlanContext) -> tuple[Problem, ...]:
+    if context.facts.bundle:
         return ()
-    return repos.host_problems(facts, spec, software.extra_repositories(facts, spec))
+    return repos.host_problems(context.facts, context.spec, context.extra_repositories)
 
 
 def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -98,13 +87,12 @@ def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     return docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
 
 
-def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    fabric = fabric_plan.wanted_packages(facts, spec)
-    names = facts.package_manager.missing(
-        facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric)
-    )
-    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_runfile.unpacks(facts, spec)
-    return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
+def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
+    facts, spec, driver = context.facts, context.spec, context.driver
+    wanted = (*driver.pin_packages(), *context.wanted_packages, *fabric_manager.wanted_packages(driver))
+    names = facts.package_manager.missing(facts.packages, wanted)
+    installs_cuda = cuda_toolkit.unpacks(facts, spec)
+    return with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=installs_cuda)
 
 
 def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
@@ -204,24 +192,24 @@ def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
     )
 
 
-def security_warnings(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def security_warnings(driver: DriverSource) -> tuple[str, ...]:
     """Return a sentence for each product to be installed with known holes, or past its support."""
-    version = _installed_driver(facts, spec)
-    end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(facts.clock))
+    version = driver.coming_version
+    end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(driver.facts.clock))
     ended = (f"driver {version}: the support of branch {version.partition('.')[0]} ended in {end}",) if end else ()
-    return (*map(str, _installed_with(facts, spec)), *(ended if end < now else ()))
+    return (*map(str, _installed_with(driver)), *(ended if end < now else ()))
 
 
-def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def _security_problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return why the products are refused, if gpuprov_refuse_advisories says so."""
     return tuple(
         Problem(
             f"{one.product} {one.version} is refused for its known security holes",
-            f"gpuprov_refuse_advisories is {spec.refuse_advisories}; {one}",
-            f"set {_fix(one, spec)}, or gpuprov_refuse_advisories: none",
+            f"gpuprov_refuse_advisories is {driver.spec.refuse_advisories}; {one}",
+            f"set {_fix(one, driver.spec)}, or gpuprov_refuse_advisories: none",
         )
-        for one in _installed_with(facts, spec)
-        if one.score >= THRESHOLDS[spec.refuse_advisories]
+        for one in _installed_with(driver)
+        if one.score >= THRESHOLDS[driver.spec.refuse_advisories]
     )
 
 
@@ -232,23 +220,12 @@ def _fix(one: Vulnerabilities, spec: HostSpec) -> str:
     return f"gpuprov_driver: runfile and {wanted}" if from_distribution else wanted
 
 
-def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Vulnerabilities, ...]:
+def _installed_with(driver: DriverSource) -> tuple[Vulnerabilities, ...]:
     found = (
-        vulnerabilities(DRIVER, _installed_driver(facts, spec)),
-        vulnerabilities(TOOLKIT, _installed_toolkit(facts, spec)),
+        vulnerabilities(DRIVER, driver.coming_version),
+        vulnerabilities(TOOLKIT, _installed_toolkit(driver.facts, driver.spec)),
     )
     return tuple(one for one in found if one is not None)
-
-
-def _installed_driver(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the driver release to be installed, "" if none is, or only the repository knows it."""
-    if spec.driver == "packages" and not facts.driver_installed_version:
-        compiled = precompiled.chosen(facts, spec)
-        return compiled.driver if compiled else spec.driver_version if "." in spec.driver_version else ""
-    choice = distribution.chosen(facts, spec)
-    if choice is not None and not facts.driver_installed_version:
-        return distribution.offered_version(facts, choice.key_package)
-    return spec.driver_version if driver_run.installs(facts, spec) else ""
 
 
 def _installed_toolkit(facts: HostFacts, spec: HostSpec) -> str:

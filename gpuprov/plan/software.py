@@ -6,7 +6,8 @@ import re
 
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, distribution_plan, dkms, kernel
+from gpuprov.driver import cuda_repository, cuda_toolkit, dkms, kernel
+from gpuprov.driver.source import DriverSource
 from gpuprov.engines import kubernetes, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
@@ -35,26 +36,22 @@ def note(facts: HostFacts) -> str:
     )
 
 
-def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository, Docker's, an archive of past kernels and DKMS's, if the spec needs them."""
-    row = facts.distribution
-    docker = docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
-    found = (
-        *cuda_repository.repositories(facts, spec),
-        docker,
-        *past_releases(facts, spec),
-        dkms.repository(facts, spec),
-    )
+    facts, row = driver.facts, driver.facts.distribution
+    with_docker = row is not None and driver.spec.docker == "docker-ce"
+    docker = docker_repository(row, facts.architecture) if row is not None and with_docker else None
+    found = (*cuda_repository.repositories(driver), docker, *past_releases(driver), dkms.repository(driver))
     return tuple(one for one in found if one is not None)
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return which packages are missing but may not be installed."""
     return (
-        *_manager_problems(facts),
-        *_docker_problems(facts, spec),
-        *_archive_problems(facts, spec),
-        *dkms.problems(facts, spec),
+        *_manager_problems(driver.facts),
+        *_docker_problems(driver.facts, driver.spec),
+        *_archive_problems(driver),
+        *dkms.problems(driver),
     )
 
 
@@ -140,28 +137,22 @@ def _missing_engine(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     return engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
 
 
-def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+def wanted(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
+    facts, spec = driver.facts, driver.spec
     engine = _missing_engine(facts, spec)
     # A system container's profiles are the container host's.
     confined = facts.kernel.apparmor and not facts.kernel.container
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
-        *kernel.packages(facts, spec),
-        *dkms.packages(facts, spec),
-        *cuda_repository.packages(facts, spec),
-        *distribution_plan.packages(facts, spec),
-        *prepare.packages(facts, spec),
+        *kernel.packages(driver),
+        *dkms.packages(driver),
+        *driver.packages(),
+        *cuda_toolkit.toolkit_packages(spec),
+        *prepare.packages(driver),
         *toolkit_packages(spec),
     )
     return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if _held(spec) else ()))
-
-
-def lacking_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return those that are not installed, or not in the version that is asked for; none on an unknown distribution."""
-    if facts.distribution is None:
-        return ()
-    return facts.package_manager.missing(facts.packages, wanted(facts, spec))
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
@@ -172,18 +163,18 @@ def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
     return tuple(f"{name}{pin}" for name in _TOOLKIT_PACKAGES)
 
 
-def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
-    limited = dkms.repository(facts, spec)
+    facts, spec, limited = driver.facts, driver.spec, dkms.repository(driver)
     installation = Installation(
-        wanted(facts, spec),
+        wanted_packages,
         spec.lock_timeout,
         facts.bundle,
         hold=_held(spec),
         units=("docker.service",) if _missing_engine(facts, spec) else (),
         advice=_advice(facts),
         limited=f"gpuprov-{limited.name}" if limited else "",
-        limited_names=dkms.packages(facts, spec),
+        limited_names=dkms.packages(driver),
     )
     return facts.package_manager.plan_installation(facts.packages, installation)
 
@@ -196,17 +187,17 @@ def _advice(facts: HostFacts) -> past_kernels.Advice | None:
     return past_kernels.advice(row, facts.kernel.release, facts.architecture)
 
 
-def past_releases(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return the repositories with the headers of the running kernel, if requested."""
-    row = facts.distribution
-    if row is None or not spec.kernel_archive or not kernel.packages(facts, spec):
+    facts, row = driver.facts, driver.facts.distribution
+    if row is None or not driver.spec.kernel_archive or not kernel.packages(driver):
         return ()
     return past_kernels.past_releases(row, facts.kernel.release, facts.architecture)
 
 
-def _archive_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    row = facts.distribution
-    if row is None or not spec.kernel_archive or facts.bundle or not kernel.packages(facts, spec):
+def _archive_problems(driver: DriverSource) -> tuple[Problem, ...]:
+    facts, row = driver.facts, driver.facts.distribution
+    if row is None or not driver.spec.kernel_archive or facts.bundle or not kernel.packages(driver):
         return ()
     return past_kernels.problems(row, facts.kernel.release, facts.architecture)
 

@@ -6,24 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, repos, toolkit
+from gpuprov import driver_run, toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
-    cuda_repository,
-    cuda_runfile,
-    distribution_plan,
+    cuda_toolkit,
     dkms,
-    driver_install,
     fabric_manager,
-    fabric_plan,
-    image_modules,
     kernel,
     mig,
     nouveau,
     packaged,
+    run_files,
     running_driver,
     unload,
 )
@@ -39,6 +35,7 @@ from gpuprov.packages.apt_remove import RemovePackages
 from gpuprov.packages.keys import InstallKey
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.plan import images, migration, software
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
@@ -49,7 +46,7 @@ class Step:
     """A part of the work: `plan` returns what this part must change, nothing if it is as it should be."""
 
     name: str
-    plan: Callable[[HostFacts, HostSpec], tuple[Change, ...]]
+    plan: Callable[[PlanContext], tuple[Change, ...]]
 
 
 @dataclass(frozen=True)
@@ -71,25 +68,61 @@ class Plan:
     urls: tuple[str, ...] = ()
 
 
-def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the changes of a host's repositories and keys; their packages can then be queried in advance."""
-    if facts.bundle:
-        # A host with a bundle reaches no repository: its sources stay as they are.
-        return ()
-    return repos.plan(facts, spec, software.extra_repositories(facts, spec))
+def _plan_download(c: PlanContext) -> tuple[Change, ...]:
+    return (*c.driver.plan_download(), *cuda_toolkit.plan_download(c.facts, c.spec))
 
 
-def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    kept = other_engines.kept_running(facts.engines, facts.kubernetes, spec)
-    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept, set_default=spec.default_runtime)
+def _plan_repositories(c: PlanContext) -> tuple[Change, ...]:
+    return c.repository_changes
 
 
-def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    runtime = toolkit.runtime_path(spec)
+def _plan_packages(c: PlanContext) -> tuple[Change, ...]:
+    return (
+        *c.driver.plan_preparation(),
+        *kernel.plan_signing(c.driver),
+        *migration.plan_packages(c.facts, c.spec),
+        *toolkit.plan_hook_handover(c.facts, c.spec),
+        *c.package_changes,
+        *c.driver.plan_other_version(),
+        *cuda_toolkit.plan_profile(c.facts, c.spec),
+    )
+
+
+def _plan_driver(c: PlanContext) -> tuple[Change, ...]:
+    return (
+        *c.driver.plan(),
+        *kernel.plan_image(c.driver),
+        *fabric_manager.plan(c.driver),
+        *mig.plan(c.driver),
+        # Here, for its file has been downloaded by now in every order in which the steps are asked for.
+        *cuda_toolkit.plan(c.facts, c.spec),
+    )
+
+
+def _plan_boot(c: PlanContext) -> tuple[Change, ...]:
+    return (*prepare.plan(c.driver), *clean.plan_mark(c.facts, c.spec))
+
+
+def _plan_device_nodes(c: PlanContext) -> tuple[Change, ...]:
+    # An image's devices are where it boots, and so is what describes them.
+    return toolkit.plan_device_nodes(c.facts, c.spec) if c.facts.image is None else ()
+
+
+def _plan_toolkit(c: PlanContext) -> tuple[Change, ...]:
+    # Behind what each boot brings: the command's modules come with it.
+    return (*toolkit.plan_runtime(c.migrated, c.spec), *nvidia_docker.plan(c.migrated, c.spec))
+
+
+def _plan_cdi(c: PlanContext) -> tuple[Change, ...]:
+    return toolkit.plan_cdi(c.driver) if c.facts.image is None else ()
+
+
+def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
+    facts, spec = c.facts, c.spec
     changes = (
         docker.plan(
             facts.docker,
-            runtime_path=runtime,
+            runtime_path=toolkit.runtime_path(spec),
             set_default=spec.docker_default_runtime,
             cdi=True,
             drop=migration.dead_runtimes(facts, spec),
@@ -100,89 +133,43 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
     proxy = docker_proxy.plan(
-        facts.files, facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use, restarts=restarts
+        facts.files, facts.docker, _docker_proxy(c), in_use=facts.docker_proxy_in_use, restarts=restarts
     )
-    return (*proxy, *changes, *running_driver.plan_containers(facts, spec))
+    return (*proxy, *changes, *running_driver.plan_containers(c.driver))
 
 
-def _docker_proxy(facts: HostFacts, spec: HostSpec) -> Proxy:
+def _docker_proxy(c: PlanContext) -> Proxy:
     """Return the proxy of docker's daemon; an empty one without docker, present or planned."""
-    has_docker = facts.docker.installed or spec.docker in ("distribution", "docker-ce")
-    return Proxy(spec.proxy, spec.no_proxy) if has_docker else NO_PROXY
+    has_docker = c.facts.docker.installed or c.spec.docker in ("distribution", "docker-ce")
+    return Proxy(c.spec.proxy, c.spec.no_proxy) if has_docker else NO_PROXY
 
 
-def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*driver_run.plan_download(facts, spec), *cuda_runfile.plan_download(facts, spec))
-
-
-def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (
-        *distribution_plan.plan_preferences(facts, spec),
-        *distribution_plan.plan_repository_package(facts, spec),
-        *cuda_repository.plan_pin(facts, spec),
-        *kernel.plan_signing(facts, spec),
-        *migration.plan_packages(facts, spec),
-        *toolkit.plan_hook_handover(facts, spec),
-        *software.plan(facts, spec),
-        *cuda_repository.plan_other_version(facts, spec),
-        *distribution_plan.plan_other_branch(facts, spec),
-        *cuda_repository.plan_profile(facts, spec),
-    )
-
-
-def _plan_toolkit(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    left = migration.without_removed(facts, spec)
-    # Behind what each boot brings: the command's modules come with it.
-    return (*toolkit.plan_runtime(left, spec), *nvidia_docker.plan(left, spec))
-
-
-def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (
-        *driver_install.plan(facts, spec),
-        *cuda_repository.plan_driver(facts, spec),
-        *distribution_plan.plan_driver(facts, spec),
-        *image_modules.plan(facts, spec),
-        *fabric_plan.plan(facts, spec),
-        *mig.plan(facts, spec),
-        # Here, for its file has been downloaded by now in every order in which the steps are asked for.
-        *cuda_runfile.plan(facts, spec),
-    )
-
-
-def _plan_boot(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*prepare.plan(facts, spec), *clean.plan_mark(facts, spec))
-
-
-def _plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    # An image's devices are where it boots, and so is what describes them.
-    return toolkit.plan_device_nodes(facts, spec) if facts.image is None else ()
-
-
-def _plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return toolkit.plan_cdi(facts, spec) if facts.image is None else ()
+def _plan_engines(c: PlanContext) -> tuple[Change, ...]:
+    kept = other_engines.kept_running(c.facts.engines, c.facts.kubernetes, c.spec)
+    return other_engines.plan(c.facts.engines, toolkit.runtime_path(c.spec), kept, set_default=c.spec.default_runtime)
 
 
 STEPS = (
     Step("download", _plan_download),
-    Step("repositories", repository_changes),
+    Step("repositories", _plan_repositories),
     Step("packages", _plan_packages),
-    Step("nouveau", nouveau.plan),
-    Step("reboot", reboot.plan),
+    Step("nouveau", lambda c: nouveau.plan(c.driver)),
+    Step("reboot", lambda c: reboot.plan(c.driver)),
     Step("driver", _plan_driver),
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
     Step("boot", _plan_boot),
     Step("device nodes", _plan_device_nodes),
     # Just before what takes the place of the removed programs.
-    Step("leftovers", migration.plan),
+    Step("leftovers", lambda c: c.migration),
     Step("toolkit", _plan_toolkit),
     Step("cdi", _plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
-    Step("images", images.plan),
+    Step("images", lambda c: images.plan(c.facts, c.spec)),
     # What is stored is the specification of a host that is as it says.
-    Step("watch", watch.plan),
+    Step("watch", lambda c: watch.plan(c.facts, c.spec)),
     # Last: sshd takes no new login after it.
-    Step("clean image", clean.plan),
+    Step("clean image", lambda c: clean.plan(c.facts, c.spec)),
 )
 
 # Every kind of change that a journal may name.
@@ -193,14 +180,14 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         packaged.SwitchBranch,
-        driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
+        run_files.FetchRunfile, driver_run.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, ConfigureEngine,
         nouveau.KeepNouveauOut,
-        prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
+        prepare.PrepareBoot, clean.CleanImage, kernel.BuildModules, reboot.Reboot,
         images.LoadImage, unload.ReloadDriver, unload.StartContainers,
-        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
-        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
+        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_toolkit.InstallCudaToolkit,
+        cuda_toolkit.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
         RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
         RemoveFolder,
     )
@@ -213,36 +200,36 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
     that is no step's.
     """
-    chosen = _named(steps)
-    problems = preflight(facts, spec)
+    chosen, context = _named(steps), PlanContext(facts, spec)
+    problems = preflight(context)
     if problems:
-        return Plan((), problems, urls=_urls(facts, spec, chosen))
-    changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
+        return Plan((), problems, urls=_urls(context, chosen))
+    changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(context))
     problems = read_only_problems(facts, (one.change for one in changes))
     if problems:
         return Plan((), problems)
     notes = (
         derivative_note(facts.os),
-        kernel.note(facts, spec),
-        dkms.note(facts, spec),
+        context.driver.note(),
+        dkms.note(context.driver),
         software.engine_note(facts, spec),
         migration.note(facts, spec),
         *(str(one) for one in (migration.kept(facts, spec) if spec.migrate_nvidia_docker else ())),
     )
     unfinished = software.note(facts)
-    late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
-    kept = nvidia_docker.warning(migration.without_removed(facts, spec), spec)
-    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished, kept, clean.warning(facts, spec))))
+    late = docker_proxy.warning(facts.docker, _docker_proxy(context), in_use=facts.docker_proxy_in_use)
+    kept = nvidia_docker.warning(context.migrated, spec)
+    warnings = (*security_warnings(context.driver), *filter(None, (late, unfinished, kept, clean.warning(facts, spec))))
     urls = tuple(url for one in changes for url in one.change.urls)
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
 
 
-def _urls(facts: HostFacts, spec: HostSpec, chosen: tuple[Step, ...]) -> tuple[str, ...]:
+def _urls(context: PlanContext, chosen: tuple[Step, ...]) -> tuple[str, ...]:
     """Return what a plan with problems would fetch: unreachable URLs are reported together with the problems."""
-    if facts.distribution is None or facts.bundle is not None:
+    if context.facts.distribution is None or context.facts.bundle is not None:
         return ()
-    fetching = (step for step in chosen if step.plan in (_plan_download, repository_changes))
-    return tuple(url for step in fetching for change in step.plan(facts, spec) for url in change.urls)
+    fetching = (step for step in chosen if step.plan in (_plan_download, _plan_repositories))
+    return tuple(url for step in fetching for change in step.plan(context) for url in change.urls)
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:

@@ -18,7 +18,7 @@ from gpuprov.bundle.place import CACHE
 from gpuprov.core.changes import Change
 from gpuprov.core.places import FOLDER, KEYS, REPOSITORY
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_runfile
+from gpuprov.driver import cuda_toolkit
 from gpuprov.engines.containers import image_identity
 from gpuprov.machine.distros import find_distribution
 from gpuprov.packages import rpm_bundle
@@ -183,7 +183,7 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
 
 def _takes_from_bundle(change: Change) -> bool:
     """Say whether a change uses the bundle: CUDA's gigabytes stay packed if the host has its own file."""
-    own_file = isinstance(change, cuda_runfile.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
+    own_file = isinstance(change, cuda_toolkit.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
     return bool(change.bundle_part) and not own_file
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from gpuprov.core.apply import apply_changes
 from gpuprov.core.journal import STATE_DIRECTORY, new_journal
 from gpuprov.core.system import System
-from gpuprov.driver.driver_install import InstallDriver
+from gpuprov.driver_run import InstallDriver
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event
 

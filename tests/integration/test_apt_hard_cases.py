@@ -27,7 +27,7 @@ from gpuprov.packages.apt_packages import (
     repair,
 )
 from gpuprov.packages.apt_pins import gather_pinned_out, problems
-from gpuprov.plan.software import plan
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event
@@ -148,9 +148,9 @@ def test_a_virtual_package_of_several_asks_for_one_and_of_one_settles(host: Chro
 
 def test_a_pinned_version_is_held_and_moves_when_the_pin_does(host: ChrootHost) -> None:
     def settle(spec: HostSpec) -> list[str]:
-        changes = plan(gather(host), spec)
+        changes = PlanContext(gather(host), spec).package_changes
         as_a_run(host, *changes)
-        assert plan(gather(host), spec) == ()
+        assert PlanContext(gather(host), spec).package_changes == ()
         return [change.summary() for change in changes]
 
     spec = HostSpec(driver="preinstalled", docker="preinstalled", packages=("pinned=2.0",))

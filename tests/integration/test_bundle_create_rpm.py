@@ -16,7 +16,8 @@ from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.rpm_packages import gather_keys
-from gpuprov.plan import software, with_bundle
+from gpuprov.plan import with_bundle
+from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.opened_bundle import opened
@@ -74,7 +75,7 @@ def test_all_that_is_asked_for_comes_along_and_can_be_installed(
     bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
     spec = HostSpec(packages=names, docker="preinstalled", driver="preinstalled")
     facts = facts_of(host, bundle)
-    changes = software.plan(facts, spec)
+    changes = PlanContext(facts, spec).package_changes
     with with_bundle.unpacked(host, bundle, changes):
         assert bundle.manifest.repository_key in gather_keys(host)
         for change in changes:
@@ -82,7 +83,7 @@ def test_all_that_is_asked_for_comes_along_and_can_be_installed(
     assert {"site-gpu-tools", "site-gpu-library", "unsigned-tools"} <= set(gather(host).packages.installed)
     assert bundle.manifest.repository_key not in gather_keys(host)
     assert not host.exists("/var/cache/gpuprov/bundle")
-    assert software.plan(facts_of(host, bundle), spec) == ()
+    assert PlanContext(facts_of(host, bundle), spec).package_changes == ()
 
 
 def tamper(folder: Path) -> None:
@@ -105,7 +106,7 @@ def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
     system = gather(host).os
     bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
     spec = HostSpec(packages=("site-gpu-tools",), docker="preinstalled", driver="preinstalled")
-    changes = software.plan(facts_of(host, bundle), spec)
+    changes = PlanContext(facts_of(host, bundle), spec).package_changes
     with pytest.raises(GpuprovError), with_bundle.unpacked(host, bundle, changes):
         damage(host.path("/var/cache/gpuprov/bundle"))
         for change in changes:

@@ -15,12 +15,13 @@ from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle_create.create import collect
 from gpuprov.bundle_create.recipe import Collection, RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, fabric_plan
+from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.facts.fabric import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
 from gpuprov.plan import with_bundle
+from gpuprov.plan.context import source_of
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.opened_bundle import opened
@@ -93,7 +94,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
     shutil.rmtree(folder)
     (tmp_path / "host").mkdir()
     with chroot_host("bookworm", tmp_path / "host") as host:
-        changes = fabric_plan.plan(facts_of(host, bundle), spec)
+        changes = fabric_manager.plan(source_of(facts_of(host, bundle), spec))
         with with_bundle.unpacked(host, bundle, changes):
             # The last one starts it, and no systemd runs here.
             for change in changes[:-1]:
@@ -118,7 +119,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     connected, host = (RpmHost(tmp_path / name, "rocky-9.5", "dnf") for name in ("connected", "host"))
     shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
 
-    changes = fabric_plan.plan(facts_of(host, bundle), spec)
+    changes = fabric_manager.plan(source_of(facts_of(host, bundle), spec))
     with with_bundle.unpacked(host, bundle, changes):
         for change in changes[:-1]:
             change.apply(host, tell)
@@ -127,8 +128,8 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
 
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
-    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(facts, spec))
-    for change in (*repositories, *fabric_plan.plan(facts, spec)[:-1]):
+    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
+    for change in (*repositories, *fabric_manager.plan(source_of(facts, spec))[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):
         assert gather(one).packages.installed["nvidia-fabric-manager"].startswith(f"{VERSION}-1")

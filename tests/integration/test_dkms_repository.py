@@ -15,7 +15,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.packages import offers
 from gpuprov.packages.interface import Installation
 from gpuprov.packages.rpm_packages import InstallRpmPackages
-from gpuprov.plan.steps import repository_changes
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.integration.loopback import served
@@ -57,7 +57,7 @@ def metal(host: RpmHost) -> HostFacts:
 
 
 def install(host: RpmHost, spec: HostSpec) -> None:
-    limited = dkms.repository(metal(host), spec)
+    limited = dkms.repository(source_of(metal(host), spec))
     assert limited is not None
     wanted = Installation(("dkms",), limited=f"gpuprov-{limited.name}", limited_names=("dkms",))
     for change in manager(host).plan_installation(facts_of(host).packages, wanted):
@@ -77,18 +77,18 @@ def test_dkms_comes_from_there_and_nothing_else_can(repository: Path, tmp_path: 
             fingerprint = (repository / "fingerprint").read_text()
             values = {"driver_version": "580.178.04", "epel_repository": url, "epel_key_fingerprint": fingerprint}
             spec = parse_spec(values)
-            changes = repository_changes(metal(host), spec)
+            changes = PlanContext(metal(host), spec).repository_changes
             before = [(change, change.capture(host)) for change in changes]
             for change in changes:
                 change.apply(host, tell)
-            assert repository_changes(metal(host), spec) == ()
+            assert PlanContext(metal(host), spec).repository_changes == ()
             install(host, spec)
             assert "dkms" in manager(host).gather(host).installed
             assert offers.ask(host, manager(host), ("surprise",), ()).lacking(("surprise",)) == ("surprise",)
             with pytest.raises(GpuprovError, match=r"no repository has such a package|an exclude"):
                 InstallRpmPackages(manager(host), ("surprise",)).apply(host, tell)
             # With DKMS there, nothing is left to do, and its repository stays.
-            assert repository_changes(metal(host), spec) == ()
+            assert PlanContext(metal(host), spec).repository_changes == ()
             for change, image in reversed(before):
                 type(change).undo(host, image, {})
     finally:

@@ -20,6 +20,7 @@ from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
@@ -65,12 +66,12 @@ def converge(host: RpmHost, branch: str) -> list[EnableStream]:
     spec = wanted(host, branch)
     facts = facts_of(host)
     assert cuda_repository.problems(facts, spec) == ()
-    streams = [change for change in cuda_repository.plan_pin(facts, spec) if isinstance(change, EnableStream)]
-    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(facts, spec))
-    names = cuda_repository.packages(facts, spec)
+    streams = [change for change in source_of(facts, spec).plan_preparation() if isinstance(change, EnableStream)]
+    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
+    names = source_of(facts, spec).packages()
     for change in (*repositories, RefreshRpmIndex(DNF), *streams, InstallRpmPackages(DNF, names)):
         change.apply(host, tell)
-    assert cuda_repository.plan_pin(facts_of(host), spec) == ()
+    assert source_of(facts_of(host), spec).plan_preparation() == ()
     return streams
 
 
@@ -87,7 +88,7 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
     change = EnableStream("570-open")
     facts = facts_of(host)
     spec = wanted(host, "570")
-    for one in DNF.plan_repositories(facts, spec, cuda_repository.repositories(facts, spec)):
+    for one in DNF.plan_repositories(facts, spec, cuda_repository.repositories(source_of(facts, spec))):
         one.apply(host, tell)
     seen = change.capture(host)
     change.apply(host, tell)
@@ -102,9 +103,9 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
 @pytest.mark.parametrize(("first", "then"), [("570", "580"), ("580", "570")])
 def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, first: str, then: str) -> None:
     converge(host, first)
-    assert cuda_repository.plan_other_version(facts_of(host), wanted(host, first)) == ()
+    assert source_of(facts_of(host), wanted(host, first)).plan_other_version() == ()
     facts, spec = facts_of(host), wanted(host, then)
-    stream, refresh, change = (*cuda_repository.plan_pin(facts, spec), *cuda_repository.plan_other_version(facts, spec))
+    stream, refresh, change = (*source_of(facts, spec).plan_preparation(), *source_of(facts, spec).plan_other_version())
     assert stream.summary() == f"enable stream nvidia-driver:{then}-open instead of {first}-open"
     seen = stream.capture(host)
     stream.apply(host, tell)
@@ -114,14 +115,14 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
     assert change.next_action(outcome) is NextAction.PLAN_AGAIN
     assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
     assert (
-        cuda_repository.plan_pin(facts_of(host), spec) == cuda_repository.plan_other_version(facts_of(host), spec) == ()
+        source_of(facts_of(host), spec).plan_preparation() == source_of(facts_of(host), spec).plan_other_version() == ()
     )
     type(stream).undo(host, seen, {})
-    assert cuda_repository.plan_pin(facts_of(host), wanted(host, first)) == ()
+    assert source_of(facts_of(host), wanted(host, first)).plan_preparation() == ()
 
 
 def test_a_branch_that_the_repository_does_not_have_is_named(host: RpmHost) -> None:
     converge(host, "570")
-    _, change = cuda_repository.plan_other_version(facts_of(host), wanted(host, "590"))
+    _, change = source_of(facts_of(host), wanted(host, "590")).plan_other_version()
     with pytest.raises(GpuprovError, match=r"are of 570\.172\.08-1.*590 is asked for"):
         change.apply(host, tell)

@@ -24,8 +24,9 @@ from gpuprov.machine.pci import PciGpu
 from gpuprov.packages import offers
 from gpuprov.packages.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
-from gpuprov.plan.steps import make_plan, repository_changes
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
@@ -94,11 +95,11 @@ def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFa
     kernel = replace(found.kernel, release=release, container="", takes_modules=True, secure_boot="disabled")
     bare = replace(found, kernel=kernel, driver=DriverFacts(), gpus=(PciGpu("0000:01:00.0", device),))
     bare = replace(bare, docker=replace(found.docker, installed=True), interpreter=Interpreter("/usr/bin/python3"))
-    names = availability.questions(bare, spec)
+    names = availability.questions(source_of(bare, spec))
     if not names:
         return bare
     # As a plan asks them (plan/inputs.py): without the repository of DKMS, which only a build needs.
-    repositories = repository_changes(bare, replace(spec, epel=False))
+    repositories = PlanContext(bare, replace(spec, epel=False)).repository_changes
     return replace(bare, offers=offers.ask(host, found.package_manager, names, repositories))
 
 
@@ -108,7 +109,11 @@ def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:
 
 
 def planned(facts: HostFacts, spec: HostSpec) -> list[Change]:
-    found = make_plan(facts, cuda_repository.with_branch(facts, spec), ("repositories", "packages"))
+    found = make_plan(
+        facts,
+        cuda_repository.with_branch(facts.distribution, facts.gpu_device_ids, "", spec),
+        ("repositories", "packages"),
+    )
     assert found.problems == ()
     return [one.change for one in found.changes]
 
@@ -169,22 +174,22 @@ def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) ->
     spec = wanted(host, "rhel9")
     converge(host, rhel(host, spec), spec)
     facts = rhel(host, spec, _NEXT)
-    found = cuda_repository.driver_packages(facts, spec)
+    found = source_of(facts, spec).packages()
     assert found == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
 
 
 def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
     spec = wanted(host, "rhel9")
     facts = rhel(host, spec, "5.14.0-427.99.1")
-    assert cuda_repository.plan_pin(facts, spec) == (EnableStream("latest-dkms"),)
+    assert source_of(facts, spec).plan_preparation() == (EnableStream("latest-dkms"),)
     # Nobody has its headers either: that is told before any of it.
-    said = [one.what for one in preflight(facts, spec)]
+    said = [one.what for one in preflight(PlanContext(facts, spec))]
     assert any("headers of the running kernel 5.14.0-427.99.1.el9_4.x86_64" in one for one in said), said
     must = replace(spec, kernel_modules="precompiled")
-    said = [one.what for one in preflight(rhel(host, must, "5.14.0-427.99.1"), must)]
+    said = [one.what for one in preflight(PlanContext(rhel(host, must, "5.14.0-427.99.1"), must))]
     assert any("no repository has proprietary kernel modules" in one for one in said), said
     built = replace(spec, kernel_modules="build")
-    assert cuda_repository.plan_pin(rhel(host, built), built) == (EnableStream("latest-dkms"),)
+    assert source_of(rhel(host, built), built).plan_preparation() == (EnableStream("latest-dkms"),)
 
 
 @pytest.fixture

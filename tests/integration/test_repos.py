@@ -18,7 +18,7 @@ import pytest
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.driver.distribution_plan import PREFERENCES_TEXT
+from gpuprov.driver.distribution import PREFERENCES_TEXT
 from gpuprov.facts.host import PREFERENCES, gather_files
 from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.keys import InstallKey

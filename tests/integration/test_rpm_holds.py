@@ -11,7 +11,7 @@ import pytest
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.zypper import ZYPPER
-from gpuprov.plan import software
+from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
@@ -57,10 +57,10 @@ def give_plugin(host: RpmHost, plugin: Path) -> None:
 
 def converge(host: RpmHost, spec: HostSpec) -> list[str]:
     """Apply what is planned for the packages, and return the sentences; a second plan is empty."""
-    changes = software.plan(with_docker(host), spec)
+    changes = PlanContext(with_docker(host), spec).package_changes
     for change in changes:
         change.apply(host, tell)
-    assert software.plan(with_docker(host), spec) == ()
+    assert PlanContext(with_docker(host), spec).package_changes == ()
     return [change.summary() for change in changes]
 
 

@@ -26,6 +26,7 @@ from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
@@ -122,12 +123,12 @@ def test_what_would_be_installed_with_holes_is_warned_of_or_refused(metal: HostF
     plan = make_plan(metal, parse_spec(old))
     assert plan.problems == ()
     assert ["2026/5861 (7.8)" in one or "2026/5850 (8.5)" in one for one in plan.warnings] == [True, True]
-    refused = preflight(metal, parse_spec({**old, "refuse_advisories": "high"}))
+    refused = preflight(PlanContext(metal, parse_spec({**old, "refuse_advisories": "high"})))
     assert [one.next_step.partition(",")[0] for one in refused] == [
         'set gpuprov_driver_version: "580.178.04"', 'set gpuprov_toolkit_version: "1.19.1"',
     ]  # fmt: skip
     # None of them is critical.
-    assert preflight(metal, parse_spec({**old, "refuse_advisories": "critical"})) == ()
+    assert preflight(PlanContext(metal, parse_spec({**old, "refuse_advisories": "critical"}))) == ()
     safe = parse_spec({"driver_version": "580.178.04", "refuse_advisories": "high"})
     plan = make_plan(metal, safe)
     assert (plan.warnings, plan.problems) == ((), ())
@@ -145,7 +146,9 @@ def test_what_is_there_already_is_no_installation(metal: HostFacts) -> None:
     there = replace(metal, driver=driver, packages=PackageFacts("apt", {"nvidia-container-toolkit": "1.17.8-1"}))
     spec = parse_spec({"driver_version": "580.159.04", "toolkit": "nvidia", "toolkit_version": "1.17.8-1"})
     assert make_plan(there, spec).warnings == ()
-    assert not any("refused" in one.what for one in preflight(there, replace(spec, refuse_advisories="high")))
+    assert not any(
+        "refused" in one.what for one in preflight(PlanContext(there, replace(spec, refuse_advisories="high")))
+    )
 
 
 def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from gpuprov.facts.boot_files import (
     WATCH,
 )
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
@@ -64,7 +65,7 @@ def metal(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
 
 
 def prepared(facts: HostFacts, wanted: HostSpec) -> prepare.PrepareBoot:
-    (change,) = prepare.plan(facts, wanted)
+    (change,) = prepare.plan(source_of(facts, wanted))
     assert isinstance(change, prepare.PrepareBoot)
     return change
 
@@ -78,12 +79,12 @@ EVERYWHERE = {boot_files.PROGRAM, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{U
 
 def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: HostFacts) -> None:
     assert written(container, spec()) == EVERYWHERE
-    assert prepare.packages(container, spec()) == ()
+    assert prepare.packages(source_of(container, spec())) == ()
 
 
 def test_a_machine_with_its_own_kernel_does_both(metal: HostFacts) -> None:
     assert written(metal, spec()) == EVERYWHERE | {MODULES, f"{UNITS}/{PERSISTENCE}"}
-    assert prepare.packages(metal, spec()) == ("libtirpc3",)
+    assert prepare.packages(source_of(metal, spec())) == ("libtirpc3",)
 
 
 def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(host: FakeHost) -> None:
@@ -91,7 +92,7 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
     prepared(gather(host), spec(serve=True)).apply(host, lambda *words: None)
     assert ("systemctl", "restart", SERVE_SOCKET) in host.commands
     assert ("systemctl", "restart", SERVE) not in host.commands  # the socket starts it
-    assert prepare.plan(gather(host), spec(serve=True)) == ()
+    assert prepare.plan(source_of(gather(host), spec(serve=True))) == ()
     change = prepared(gather(host), spec())
     assert set(change.stale) == {f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}"}
     before = change.capture(host)
@@ -102,7 +103,7 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
     (restart,) = (command for command in host.commands if command[:2] == ("systemctl", "restart"))
     assert SERVE_SOCKET in restart
     assert SERVE not in restart
-    assert prepare.plan(gather(host), spec(serve=True)) == ()
+    assert prepare.plan(source_of(gather(host), spec(serve=True))) == ()
 
 
 def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
@@ -121,7 +122,7 @@ def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
 
 def test_a_unit_that_somebody_disabled_is_enabled_again(host: FakeHost) -> None:
     prepared(gather(host), spec()).apply(host, lambda *words: None)
-    assert prepare.plan(gather(host), spec()) == ()
+    assert prepare.plan(source_of(gather(host), spec())) == ()
     host.remove(f"{boot_files.WANTS}/{WATCH}")
     change = prepared(gather(host), spec())
     assert (change.files, change.links) == ((), (WATCH,))

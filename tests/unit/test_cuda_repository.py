@@ -13,16 +13,17 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository
+from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.packages.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
 from gpuprov.packages.dnf import DNF
+from gpuprov.plan.context import source_of
 from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
@@ -48,8 +49,17 @@ def spec(**values: Any) -> HostSpec:
     return parse_spec({"driver": "packages", **values})
 
 
+def problems(facts: HostFacts, wanted: HostSpec) -> tuple[Problem, ...]:
+    return (*cuda_repository.problems(facts, wanted), *source_of(facts, wanted).problems())
+
+
+def with_branch(facts: HostFacts, wanted: HostSpec) -> HostSpec:
+    installed = facts.driver_installed_version if facts.driver_packaged else ""
+    return cuda_repository.with_branch(facts.distribution, facts.gpu_device_ids, installed, wanted)
+
+
 def repository(facts: HostFacts, wanted: HostSpec) -> tuple[str, str, str]:
-    (one,) = cuda_repository.repositories(facts, wanted)
+    (one,) = cuda_repository.repositories(source_of(facts, wanted))
     return one.uri, one.key_url.rpartition("/")[2], one.key_fingerprint[-8:]
 
 
@@ -79,10 +89,10 @@ def test_each_distribution_has_its_repository_and_key(
 
 def test_a_key_whose_fingerprint_nobody_knows_is_the_users_to_give(metal: HostFacts) -> None:
     rocky = on(metal, "rocky", "10.0", "dnf")
-    (problem,) = cuda_repository.problems(rocky, spec())
+    (problem,) = problems(rocky, spec())
     assert "rhel10/x86_64/CDF6BA43.pub" in problem.evidence and "gpuprov_cuda_key_fingerprint" in problem.next_step
     given = spec(cuda_key_fingerprint="A" * 40)
-    assert cuda_repository.problems(rocky, given) == ()
+    assert problems(rocky, given) == ()
     assert repository(rocky, given) == (f"{_BASE}/rhel10/x86_64/", "CDF6BA43.pub", "A" * 8)
 
 
@@ -92,7 +102,7 @@ def test_a_key_whose_fingerprint_nobody_knows_is_the_users_to_give(metal: HostFa
 )
 def test_no_key_of_another_release_stands_in(metal: HostFacts, distribution: str, version: str, file: str) -> None:
     facts = on(metal, distribution, version, "dnf")
-    problem = cuda_repository.problems(facts, spec())[0]
+    problem = problems(facts, spec())[0]
     assert "does not know the fingerprint" in problem.what
     assert (file or "the .pub file that lies there") in problem.evidence
     assert "gpg --show-keys" in problem.next_step and "gpuprov_cuda_key_fingerprint" in problem.next_step
@@ -100,13 +110,13 @@ def test_no_key_of_another_release_stands_in(metal: HostFacts, distribution: str
     # NVIDIA names a key's file by the end of its fingerprint.
     own = spec(cuda_key_fingerprint=f"{'A' * 32}12345678")
     assert repository(facts, own)[1:] == (file or "12345678.pub", "12345678")
-    assert not any("fingerprint" in one.what for one in cuda_repository.problems(facts, own))
+    assert not any("fingerprint" in one.what for one in problems(facts, own))
 
 
 def test_where_there_is_no_repository_for_arm_it_is_said(metal: HostFacts) -> None:
     leap = replace(on(metal, "opensuse-leap", "15.6", "zypper"), architecture="aarch64")
-    assert cuda_repository.repositories(leap, spec()) == ()
-    assert "no CUDA repository for openSUSE Leap 15 on aarch64" in cuda_repository.problems(leap, spec())[0].what
+    assert cuda_repository.repositories(source_of(leap, spec())) == ()
+    assert "no CUDA repository for openSUSE Leap 15 on aarch64" in problems(leap, spec())[0].what
 
 
 def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
@@ -116,9 +126,9 @@ def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
 
 def test_without_a_wish_for_it_there_is_no_repository_of_nvidias(metal: HostFacts) -> None:
     plain = parse_spec({"driver_version": "580"})
-    assert cuda_repository.repositories(metal, plain) == ()
-    assert cuda_repository.packages(metal, plain) == ()
-    assert cuda_repository.plan_driver(metal, plain) == ()
+    assert cuda_repository.repositories(source_of(metal, plain)) == ()
+    assert source_of(metal, plain).packages() == ()
+    assert not any(isinstance(one, LoadDriver) for one in source_of(metal, plain).plan())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,9 @@ def test_the_driver_is_that_which_the_gpus_need(
     metal: HostFacts, devices: tuple[str, ...], values: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     gpus = tuple(PciGpu("0000:01:00.0", device) for device in devices) or metal.gpus
-    assert cuda_repository.packages(replace(metal, gpus=gpus), spec(**values)) == names
+    asked = spec(**values)
+    packages = source_of(replace(metal, gpus=gpus), asked).packages()
+    assert (*packages, *cuda_toolkit.toolkit_packages(asked)) == names
 
 
 def test_apt_is_pinned_before_the_driver_comes(metal: HostFacts) -> None:
@@ -158,9 +170,9 @@ def test_apt_is_pinned_before_the_driver_comes(metal: HostFacts) -> None:
 def test_dnf_has_streams(metal: HostFacts, current: str, values: dict[str, Any], stream: str) -> None:
     file = FileFact(f"[nvidia-driver]\nname=nvidia-driver\nstream={current}\nstate=enabled\n".encode(), 0o644, 0, 0)
     facts = on(metal, "rocky", "9.5", "dnf", files={cuda_repository.STREAM_FILE: file} if current else {})
-    assert cuda_repository.plan_pin(facts, spec(**values)) == (EnableStream(stream, current),)
+    assert source_of(facts, spec(**values)).plan_preparation() == (EnableStream(stream, current),)
     there = replace(facts, files={cuda_repository.STREAM_FILE: replace(file, content=f"stream={stream}\n".encode())})
-    assert cuda_repository.plan_pin(there, spec(**values)) == ()
+    assert source_of(there, spec(**values)).plan_preparation() == ()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +192,7 @@ def test_dnf_has_streams(metal: HostFacts, current: str, values: dict[str, Any],
 def test_what_cannot_be_is_said(
     metal: HostFacts, change: Callable[[HostFacts], HostFacts], values: dict[str, Any], says: str
 ) -> None:
-    found = cuda_repository.problems(change(metal), spec(**values))
+    found = problems(change(metal), spec(**values))
     assert says in (found[0].what if found else "")
     assert bool(found) is bool(says)
 
@@ -210,27 +222,27 @@ def test_another_branch_or_version_changes_the_packages(
     metal: HostFacts, installed: str, wanted: str, changes: bool
 ) -> None:
     facts = packaged(metal, installed)
-    found = cuda_repository.plan_other_version(
+    found = source_of(
         facts, spec(driver_version=wanted) if wanted != "57" else HostSpec("packages", "57")
-    )
+    ).plan_other_version()
     assert [type(one) for one in found] == [RefreshPackageIndex, ChangeDriverPackages] * changes
 
 
 def test_a_stream_is_a_branch_whatever_version_of_it_is_asked_for(metal: HostFacts) -> None:
     facts = on(packaged(metal, "580.65.06"), "rocky", "9.5", "dnf")
     facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-open": "3:580.65.06-1"}))
-    assert cuda_repository.plan_other_version(facts, spec(driver_version="580.82.07")) == ()
-    _, change = cuda_repository.plan_other_version(facts, spec(driver_version="570"))
+    assert source_of(facts, spec(driver_version="580.82.07")).plan_other_version() == ()
+    _, change = source_of(facts, spec(driver_version="570")).plan_other_version()
     assert change == ChangeDriverRpms(DNF, ("nvidia-open",), wanted="570")
 
 
 def test_a_driver_that_is_yet_to_come_is_not_changed(metal: HostFacts) -> None:
-    assert cuda_repository.plan_other_version(metal, spec(driver_version="580")) == ()
+    assert source_of(metal, spec(driver_version="580")).plan_other_version() == ()
 
 
 def test_a_pin_takes_the_place_of_another(metal: HostFacts) -> None:
     facts = packaged(metal, "570.172.08", **{"nvidia-driver-pinning-570": "570-1"})
-    refresh, change = cuda_repository.plan_pin(facts, spec(driver_version="580"))
+    refresh, change = source_of(facts, spec(driver_version="580")).plan_preparation()
     assert isinstance(refresh, RefreshPackageIndex)
     assert change.summary() == "install nvidia-driver-pinning-580 instead of nvidia-driver-pinning-570"
 
@@ -250,27 +262,25 @@ Inst nvidia-open [570.172.08-1] (580.65.06-1 cuda [amd64])
 
 def test_a_driver_that_is_there_and_loaded_is_left_alone(metal: HostFacts) -> None:
     driver = DriverFacts(kernel_version="580.1", library_version="580.1")
-    assert cuda_repository.plan_driver(replace(metal, driver=driver), spec()) == ()
-    assert cuda_repository.plan_driver(replace(metal, driver=replace(driver, kernel_version="")), spec()) == (
-        LoadDriver(),
-    )
+    assert source_of(replace(metal, driver=driver), spec()).plan() == ()
+    assert source_of(replace(metal, driver=replace(driver, kernel_version="")), spec()).plan() == (LoadDriver(),)
 
 
 def test_the_toolkits_programs_are_on_the_path(metal: HostFacts) -> None:
-    (change,) = cuda_repository.plan_profile(metal, spec(cuda="12.4"))
+    (change,) = cuda_toolkit.plan_profile(metal, spec(cuda="12.4"))
     assert b"/usr/local/cuda/bin" in change.content  # type: ignore[attr-defined]
     ours = FileFact(change.content, 0o644, 0, 0)  # type: ignore[attr-defined]
-    assert cuda_repository.plan_profile(replace(metal, files={PROFILE: ours}), spec(cuda="12.4")) == ()
-    assert cuda_repository.plan_profile(metal, spec()) == ()
+    assert cuda_toolkit.plan_profile(replace(metal, files={PROFILE: ours}), spec(cuda="12.4")) == ()
+    assert cuda_toolkit.plan_profile(metal, spec()) == ()
 
 
 def test_a_profile_that_somebody_else_wrote_stays(metal: HostFacts) -> None:
     files = {PROFILE: FileFact(b"export CUDA_HOME=/opt/cuda\n", 0o644, 0, 0)}
-    (change,) = cuda_repository.plan_profile(replace(metal, files=files), spec(cuda="12.4"))
+    (change,) = cuda_toolkit.plan_profile(replace(metal, files=files), spec(cuda="12.4"))
     assert isinstance(change, WriteFile)
     assert change.path == OTHER_PROFILE
     files[OTHER_PROFILE] = FileFact(change.content, 0o644, 0, 0)
-    assert cuda_repository.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
+    assert cuda_toolkit.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
 
 
 class Loading(System):
@@ -314,21 +324,21 @@ _VOLTA, _KEPLER = PciGpu("0000:01:00.0", "1db4"), PciGpu("0000:01:00.0", "102d")
 def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: HostFacts) -> None:
     """cuda-drivers is of the newest branch, which no longer serves Volta."""
     volta = replace(metal, gpus=(_VOLTA,))
-    found = cuda_repository.with_branch(volta, spec())
+    found = with_branch(volta, spec())
     assert found.driver_version == "580"
     assert cuda_repository.pin_packages(found) == ("nvidia-driver-pinning-580",)
-    assert cuda_repository.problems(volta, found) == ()
-    assert cuda_repository.with_branch(metal, spec()) == spec()
-    assert cuda_repository.with_branch(volta, spec(driver_version="570")).driver_version == "570"
+    assert problems(volta, found) == ()
+    assert with_branch(metal, spec()) == spec()
+    assert with_branch(volta, spec(driver_version="570")).driver_version == "570"
     rocky = on(volta, "rocky", "9.5", "dnf")
-    assert cuda_repository.plan_pin(rocky, cuda_repository.with_branch(rocky, spec())) == (EnableStream("580-dkms"),)
+    assert source_of(rocky, with_branch(rocky, spec())).plan_preparation() == (EnableStream("580-dkms"),)
     # What is there of an earlier branch stays with it; what is of a later one does not.
     for version, branch in (("570.211.01", "570"), ("590.48.01", "580")):
         driver = DriverFacts(kernel_version=version, library_version=version)
         there = replace(volta, driver=driver, driver_packaged="cuda-drivers")
-        kept = cuda_repository.with_branch(there, spec())
+        kept = with_branch(there, spec())
         assert kept.driver_version == branch
-        assert cuda_repository.problems(there, kept) == ()
+        assert problems(there, kept) == ()
 
 
 @pytest.mark.parametrize(
@@ -339,8 +349,8 @@ def test_where_no_package_serves_the_gpus_it_is_said(
     metal: HostFacts, gpu: PciGpu, distribution: tuple[str, str, str], release: str
 ) -> None:
     facts = on(replace(metal, gpus=(gpu,)), *distribution)
-    assert cuda_repository.with_branch(facts, spec()) == spec()
-    (problem,) = cuda_repository.problems(facts, spec())
+    assert with_branch(facts, spec()) == spec()
+    (problem,) = problems(facts, spec())
     assert "have no driver that serves this host's GPUs" in problem.what
     assert f'gpuprov_driver: runfile and gpuprov_driver_version: "{release}"' in problem.next_step
 

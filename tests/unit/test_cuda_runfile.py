@@ -16,11 +16,12 @@ from gpuprov.agent.run import run_request
 from gpuprov.core.apply import last_undoable_run, roll_back
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
-from gpuprov.driver import cuda_repository, cuda_runfile
-from gpuprov.driver.cuda_runfile import InstallCudaToolkit, LinkCudaToolkit
+from gpuprov.driver import cuda_repository, cuda_toolkit
+from gpuprov.driver.cuda_toolkit import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.facts.cuda import PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished
@@ -74,7 +75,7 @@ def install(host: CudaHost, wanted: HostSpec) -> Finished:
 
 
 def planned(facts: HostFacts, wanted: HostSpec) -> list[Change]:
-    return [*cuda_runfile.plan_download(facts, wanted), *cuda_runfile.plan(facts, wanted)]
+    return [*cuda_toolkit.plan_download(facts, wanted), *cuda_toolkit.plan(facts, wanted)]
 
 
 def test_it_is_installed_linked_and_on_peoples_paths_once(host: CudaHost) -> None:
@@ -85,8 +86,8 @@ def test_it_is_installed_linked_and_on_peoples_paths_once(host: CudaHost) -> Non
     assert gather(host).cuda.link == PREFIX
     assert "/usr/local/cuda/bin" in (host.read_text(PROFILE) or "")
     assert install(host, wanted).changed == 0
-    assert cuda_repository.repositories(gather(host), wanted) == ()
-    assert cuda_repository.toolkit_packages(wanted) == ()
+    assert cuda_repository.repositories(source_of(gather(host), wanted)) == ()
+    assert cuda_toolkit.toolkit_packages(wanted) == ()
 
 
 def test_a_roll_back_leaves_nothing_of_it(host: CudaHost) -> None:
@@ -105,7 +106,7 @@ def test_another_version_takes_the_link_and_a_roll_back_gives_it_back(host: Cuda
     newer = build_cuda_run(host.root, "12.6.0")
     assert install(host, spec(host, cuda="12.6", cuda_url=f"/{newer.name}")).exit_code == ExitCode.DONE
     assert gather(host).cuda.link == "/usr/local/cuda-12.6"
-    (change,) = cuda_runfile.plan(gather(host), spec(host))
+    (change,) = cuda_toolkit.plan(gather(host), spec(host))
     assert change == LinkCudaToolkit(PREFIX)
     before = change.capture(host)
     change.apply(host, lambda *words: None)
@@ -161,13 +162,13 @@ def test_a_folder_in_the_links_place_is_told(host: CudaHost) -> None:
 
 def test_a_download_needs_a_digest_and_packages_keep_their_place(host: CudaHost) -> None:
     facts, url = gather(host), "https://example.com/cuda_12.4.1_linux.run"
-    (problem,) = cuda_runfile.problems(facts, spec(host, cuda_url=url))
+    (problem,) = cuda_toolkit.problems(facts, spec(host, cuda_url=url))
     assert "SHA-256" in problem.what
     wanted = spec(host, cuda_url=url, cuda_sha256="a" * 64)
-    assert cuda_runfile.problems(facts, wanted) == ()
+    assert cuda_toolkit.problems(facts, wanted) == ()
     assert [change.summary() for change in planned(facts, wanted)] == [
         f"download {url}", "install the CUDA toolkit 12.4 into /usr/local/cuda-12.4, link /usr/local/cuda to it",
     ]  # fmt: skip
     packaged = replace(facts, packages=PackageFacts("apt", {"cuda-toolkit-12-4": "12.4.1-1"}))
-    assert "comes from packages" in cuda_runfile.problems(packaged, wanted)[0].what
-    assert "which version" in cuda_runfile.problems(facts, spec(host, cuda=""))[0].what
+    assert "comes from packages" in cuda_toolkit.problems(packaged, wanted)[0].what
+    assert "which version" in cuda_toolkit.problems(facts, spec(host, cuda=""))[0].what

@@ -11,7 +11,7 @@ import pytest
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
-from gpuprov.driver import distribution, distribution_plan, fabric_plan, kernel, precompiled
+from gpuprov.driver import distribution, fabric_manager, kernel, precompiled
 from gpuprov.driver.packaged import LoadDriver, SwitchBranch
 from gpuprov.facts.fabric import FabricFacts
 from gpuprov.facts.host import PREFERENCES, HostFacts, gather
@@ -23,6 +23,7 @@ from gpuprov.packages.apt_packages import InstallPackages, PackageFacts
 from gpuprov.packages.offers import Offers
 from gpuprov.packages.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight, security_warnings
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -77,7 +78,7 @@ def spec(**values: Any) -> HostSpec:
 
 
 def problem(facts: HostFacts, wanted: HostSpec) -> str:
-    (found,) = preflight(facts, wanted)
+    (found,) = preflight(PlanContext(facts, wanted))
     return f"{found.what} | {found.evidence} | {found.next_step}"
 
 
@@ -114,15 +115,15 @@ _ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
 def test_each_row_has_its_packages(some: HostFacts, name: str) -> None:
     where, facts, values, packages = _ROWS[name]
     machine, wanted = host(some, where, **facts), spec(**values)
-    assert distribution_plan.packages(machine, wanted) == packages
-    assert kernel.headers(machine, wanted) != ()
-    assert [type(one) for one in distribution_plan.plan_driver(machine, wanted)] == [LoadDriver]
+    assert source_of(machine, wanted).packages() == packages
+    assert kernel.headers(source_of(machine, wanted)) != ()
+    assert [type(one) for one in source_of(machine, wanted).plan()] == [LoadDriver]
 
 
 def test_a_branch_that_ubuntu_has_besides_those_of_the_table_is_asked_for_by_number(some: HostFacts) -> None:
     machine, wanted = ubuntu(some), spec(driver_version="595")
-    assert distribution_plan.packages(machine, wanted)[0] == "libnvidia-compute-595-server"
-    assert availability.questions(machine, wanted)[0] == "libnvidia-compute-595-server"
+    assert source_of(machine, wanted).packages()[0] == "libnvidia-compute-595-server"
+    assert availability.questions(source_of(machine, wanted))[0] == "libnvidia-compute-595-server"
     none = ubuntu(some, "linux-headers-6.8.0-31-generic")
     assert "has branch 595" in problem(none, wanted)
 
@@ -169,12 +170,12 @@ def test_what_a_distribution_has_not_is_refused(
 
 def test_an_old_gpu_gets_the_branch_that_still_serves_it(some: HostFacts) -> None:
     machine = host(some, "debian 12", gpus=(_K80,))
-    assert distribution_plan.packages(machine, spec())[-1] == "nvidia-tesla-470-kernel-dkms"
+    assert source_of(machine, spec()).packages()[-1] == "nvidia-tesla-470-kernel-dkms"
 
 
 def test_arm_is_refused_where_the_distribution_has_no_driver_for_it(some: HostFacts) -> None:
     assert "Amazon Linux 2023 on aarch64 has no" in problem(host(some, "amzn 2023", architecture="aarch64"), spec())
-    assert distribution_plan.packages(host(some, "debian 13", architecture="aarch64"), spec()) != ()
+    assert source_of(host(some, "debian 13", architecture="aarch64"), spec()).packages() != ()
 
 
 @pytest.mark.parametrize(
@@ -196,13 +197,13 @@ def test_modules_and_libraries_of_different_versions_are_told_before_anything_is
     said = problem(machine, spec(kernel_module_type="open"))
     assert "nvidia-open-kernel-dkms 535.261.03, libcuda1 535.309.01" in said
     whole = offering(machine, {**offered, "nvidia-kernel-dkms": "535.309.01-0+deb12u1"})
-    assert distribution_plan.problems(whole, spec()) == ()
+    assert source_of(whole, spec()).problems() == ()
 
 
 def test_the_version_that_would_come_is_held_against_the_advisories(some: HostFacts) -> None:
     offered = {"libcuda1": "550.163.01-2", "nvidia-kernel-dkms": "550.163.01-2", "linux-headers-6.1.0-13-amd64": "6.1"}
     machine = offering(host(some, "debian 13"), offered)
-    assert any(one.startswith("driver 550.163.01") for one in security_warnings(machine, spec()))
+    assert any(one.startswith("driver 550.163.01") for one in security_warnings(source_of(machine, spec())))
     said = problem(machine, spec(refuse_advisories="high"))
     assert "driver 550.163.01 is refused" in said and "gpuprov_driver: runfile" in said
 
@@ -211,11 +212,11 @@ def test_a_bundle_says_what_would_come_as_repositories_do(some: HostFacts) -> No
     held = (BundlePackage("libcuda1", "550.163.01-2", "amd64", "libcuda1.deb"),)
     manifest = replace(MANIFEST, distribution="debian", version="13", packages=held)
     machine = host(some, "debian 13", bundle=BundleFacts(manifest))
-    assert distribution.offered_version(machine, "libcuda1") == "550.163.01"
-    assert any(one.startswith("driver 550.163.01") for one in security_warnings(machine, spec()))
-    assert availability.questions(machine, spec()) == ()
+    assert source_of(machine, spec()).coming_version == "550.163.01"
+    assert any(one.startswith("driver 550.163.01") for one in security_warnings(source_of(machine, spec())))
+    assert availability.questions(source_of(machine, spec())) == ()
     inside = replace(machine, kernel=some.kernel, driver=DriverFacts(kernel_version="555.58.02"))
-    assert "runs 555.58.02: the two must match" in distribution_plan.problems(inside, spec())[0].what
+    assert "runs 555.58.02: the two must match" in source_of(inside, spec()).problems()[0].what
 
 
 # -- modules that the distribution has compiled ------------------------------------------------------------------------
@@ -226,30 +227,30 @@ _MODULES = "linux-modules-nvidia-580-server-open"
 def test_ubuntus_compiled_modules_of_the_running_kernel_are_taken_and_nothing_is_built(some: HostFacts) -> None:
     images = {"linux-image-generic": "1", "linux-image-virtual": "1"}
     bare = ubuntu(some, installed=images)
-    asked = availability.questions(bare, spec())
+    asked = availability.questions(source_of(bare, spec()))
     assert {f"{_MODULES}-{_UBUNTU_KERNEL}", f"{_MODULES}-generic", f"{_MODULES}-virtual"} < {*asked}
     offered = (f"{_MODULES}-{_UBUNTU_KERNEL}", f"{_MODULES}-generic", "libnvidia-compute-580-server")
     machine = ubuntu(some, *offered, installed=images)
-    assert distribution_plan.packages(machine, spec()) == (
+    assert source_of(machine, spec()).packages() == (
         *_UBUNTU_580, f"{_MODULES}-{_UBUNTU_KERNEL}", "nvidia-headless-no-dkms-580-server-open", f"{_MODULES}-generic",
     )  # fmt: skip
-    assert kernel.packages(machine, spec()) == ()
-    assert "nvidia-headless-580-server-open" in distribution_plan.packages(machine, spec(kernel_modules="build"))
-    assert kernel.headers(machine, spec(kernel_modules="build")) != ()
+    assert kernel.packages(source_of(machine, spec())) == ()
+    assert "nvidia-headless-580-server-open" in source_of(machine, spec(kernel_modules="build")).packages()
+    assert kernel.headers(source_of(machine, spec(kernel_modules="build"))) != ()
 
 
 def test_secure_boot_takes_what_the_distribution_has_signed_and_nothing_else(some: HostFacts) -> None:
     machine = ubuntu(some, f"{_MODULES}-{_UBUNTU_KERNEL}", "libnvidia-compute-580-server")
     secure = replace(machine, kernel=replace(machine.kernel, secure_boot="enabled"))
-    assert kernel.problems(secure, spec()) == ()
-    (built,) = kernel.problems(secure, spec(kernel_modules="build"))
+    assert kernel.problems(source_of(secure, spec())) == ()
+    (built,) = kernel.problems(source_of(secure, spec(kernel_modules="build")))
     assert "nobody has signed" in built.what
 
 
 def test_a_kernel_without_compiled_modules_is_refused_where_they_are_asked_for_or_in_use(some: HostFacts) -> None:
     headers = (f"linux-headers-{_UBUNTU_KERNEL}", "libnvidia-compute-580-server", "nvidia-headless-580-server-open")
     machine = ubuntu(some, *headers)
-    assert distribution_plan.packages(machine, spec())[-1] == "nvidia-headless-580-server-open"
+    assert source_of(machine, spec()).packages()[-1] == "nvidia-headless-580-server-open"
     assert f"looked for {_MODULES}-{_UBUNTU_KERNEL}" in problem(machine, spec(kernel_modules="precompiled"))
     older = {f"{_MODULES}-6.8.0-30-generic": "1", **dict.fromkeys(_UBUNTU_580, "580.95.05-1")}
     in_use = ubuntu(some, *headers, installed=older)
@@ -262,7 +263,7 @@ def test_suse_has_the_modules_alone_and_nvidias_repository_the_rest(some: HostFa
     wanted = distribution.as_packages(machine.distribution, spec())
     assert wanted == replace(spec(), driver="packages", kernel_modules="precompiled")
     module = "nvidia-open-driver-G06-signed-cuda-kmp-default"
-    assert module in availability.questions(machine, wanted)
+    assert module in availability.questions(source_of(machine, wanted))
     versions = dict.fromkeys(("nv-prefer-signed-open-driver", "nvidia-compute-utils-G06"), "580.178.04-1.x86_64")
     offered = offering(machine, {**versions, module: "580.178.04_k6.4.0_150600.21-1.x86_64"})
     (changes,) = (
@@ -284,10 +285,10 @@ def test_amazons_repository_comes_by_a_package_before_the_driver(some: HostFacts
 
 def test_a_system_container_gets_libraries_of_the_loaded_version_alone(some: HostFacts) -> None:
     inside = replace(host(some, "debian 13"), kernel=some.kernel, driver=DriverFacts(kernel_version="550.163.01"))
-    assert distribution_plan.packages(inside, spec()) == _DEBIAN
-    assert distribution_plan.plan_driver(inside, spec()) == ()
-    assert availability.questions(inside, spec()) == ("libcuda1",)
-    assert preflight(offering(inside, {"libcuda1": "550.163.01-2"}), spec()) == ()
+    assert source_of(inside, spec()).packages() == _DEBIAN
+    assert source_of(inside, spec()).plan() == ()
+    assert availability.questions(source_of(inside, spec())) == ("libcuda1",)
+    assert preflight(PlanContext(offering(inside, {"libcuda1": "550.163.01-2"}), spec())) == ()
     said = problem(offering(inside, {"libcuda1": "555.58.02-1"}), spec())
     assert "the distribution's driver is 555.58.02, but the container host runs 550.163.01" in said
     branch = replace(inside, packages=PackageFacts("apt", dict.fromkeys(_DEBIAN, "550.163.01-2")))
@@ -300,7 +301,7 @@ def test_a_system_container_gets_libraries_of_the_loaded_version_alone(some: Hos
 def test_another_branch_takes_the_place_of_the_installed_one(some: HostFacts) -> None:
     there = dict.fromkeys((*_DEBIAN, "nvidia-kernel-dkms", "nvidia-alternative"), "550.163.01-2")
     machine = host(some, "debian 13", installed=there)
-    _, change = distribution_plan.plan_other_branch(machine, spec(driver_version="535"))
+    _, change = source_of(machine, spec(driver_version="535")).plan_other_version()
     assert isinstance(change, SwitchBranch) and change.wanted == "535"
     assert change.names == (*_TESLA_535, "nvidia-tesla-535-kernel-dkms")
     # What both branches have stays.
@@ -308,7 +309,7 @@ def test_another_branch_takes_the_place_of_the_installed_one(some: HostFacts) ->
         *change.instead
     }
     assert "remove libcuda1" in change.summary()
-    assert distribution_plan.packages(machine, spec(driver_version="535")) == ()
+    assert source_of(machine, spec(driver_version="535")).packages() == ()
 
 
 def test_nvidias_packages_do_not_go_over_the_distributions(some: HostFacts) -> None:
@@ -316,16 +317,16 @@ def test_nvidias_packages_do_not_go_over_the_distributions(some: HostFacts) -> N
     said = problem(host(some, "debian 13", installed=there), spec(driver="packages"))
     assert "the distribution's own" in said and "package libcuda1 is installed" in said
     nvidias = {**there, "libcuda1": "580.95.05-1", "nvidia-open": "580.95.05-1"}
-    assert preflight(host(some, "debian 13", installed=nvidias), spec(driver="packages")) == ()
+    assert preflight(PlanContext(host(some, "debian 13", installed=nvidias), spec(driver="packages"))) == ()
 
 
 def test_a_host_stays_with_its_branch_until_another_is_asked_for(some: HostFacts) -> None:
     there = dict.fromkeys((*_TESLA_535, "nvidia-tesla-535-kernel-dkms"), "535.274.02-1")
     machine = host(some, "debian 13", installed=there)
-    assert distribution_plan.plan_other_branch(machine, spec()) == ()
-    assert distribution_plan.packages(machine, spec())[0] == "libnvidia-tesla-535-cuda1"
+    assert source_of(machine, spec()).plan_other_version() == ()
+    assert source_of(machine, spec()).packages()[0] == "libnvidia-tesla-535-cuda1"
     older = dict.fromkeys(("libnvidia-compute-535-server", "linux-modules-nvidia-535-server-6.8.0-30-generic"), "1")
-    _, change = distribution_plan.plan_other_branch(ubuntu(some, installed=older), spec(driver_version="580"))
+    _, change = source_of(ubuntu(some, installed=older), spec(driver_version="580")).plan_other_version()
     assert isinstance(change, SwitchBranch) and change.instead == tuple(sorted(older))
 
 
@@ -333,11 +334,11 @@ def test_the_fabric_manager_comes_from_where_the_driver_does(some: HostFacts) ->
     switches = FabricFacts(("0000:05:00.0",))
     there = DriverFacts(kernel_version="580.178.04", library_version="580.178.04")
     machine = replace(ubuntu(some), fabric=switches, driver=there)
-    assert fabric_plan.wanted_packages(machine, spec()) == ("nvidia-fabricmanager-580=580.178.04-*",)
-    assert not fabric_plan.comes_from_repository(machine, spec())
+    assert fabric_manager.wanted_packages(source_of(machine, spec())) == ("nvidia-fabricmanager-580=580.178.04-*",)
+    assert not fabric_manager.comes_from_repository(source_of(machine, spec()))
     debian = replace(host(some, "debian 13"), fabric=switches, driver=replace(there, library_version="550.163.01"))
-    assert fabric_plan.wanted_packages(debian, spec()) == ("nvidia-fabricmanager-550=550.163.01-*",)
-    assert fabric_plan.comes_from_repository(debian, spec())
+    assert fabric_manager.wanted_packages(source_of(debian, spec())) == ("nvidia-fabricmanager-550=550.163.01-*",)
+    assert fabric_manager.comes_from_repository(source_of(debian, spec()))
 
 
 def test_every_row_is_one_of_the_table_of_distributions_and_names_its_source() -> None:

@@ -20,7 +20,8 @@ from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.rpm_repos import repositories
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import software
-from gpuprov.plan.steps import make_plan, repository_changes
+from gpuprov.plan.context import PlanContext, source_of
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.fake_host import FakeHost
 
@@ -91,18 +92,24 @@ def test_a_site_says_where_and_whose_key() -> None:
 @pytest.mark.parametrize("spec", [RUNFILE, PACKAGES])
 def test_only_dkms_may_come_from_epel(debian: HostFacts, spec: HostSpec) -> None:
     facts = host(debian)
-    files = {one.path: one.content.decode() for one in repository_changes(facts, spec) if isinstance(one, WriteFile)}
+    files = {
+        one.path: one.content.decode()
+        for one in PlanContext(facts, spec).repository_changes
+        if isinstance(one, WriteFile)
+    }
     text = files["/etc/yum.repos.d/gpuprov-epel.repo"]
     assert "includepkgs=dkms*\n" in text and "gpgcheck=1\n" in text and "enabled=1\n" in text
-    (install,) = (one for one in software.plan(facts, spec) if isinstance(one, InstallRpmPackages))
+    (install,) = (one for one in PlanContext(facts, spec).package_changes if isinstance(one, InstallRpmPackages))
     assert "dkms" in install.names and install.options == ()
 
 
 def test_package_hub_counts_for_dkms_alone(debian: HostFacts) -> None:
     facts = host(debian, "sles", "15.6")
-    (found,) = (one for one in repositories(ZYPPER, RUNFILE, "x86_64", software.extra_repositories(facts, RUNFILE)))
+    (found,) = (
+        one for one in repositories(ZYPPER, RUNFILE, "x86_64", software.extra_repositories(source_of(facts, RUNFILE)))
+    )
     assert "enabled=0\n" in str(found) and "priority=200\n" in str(found)
-    changes = software.plan(facts, RUNFILE)
+    changes = PlanContext(facts, RUNFILE).package_changes
     first, second = (one for one in changes if isinstance(one, InstallRpmPackages))
     assert "dkms" not in first.names and first.options == () and "gcc" in first.names
     assert (second.names, second.options) == (("dkms",), ("--plus-content", "gpuprov-packagehub"))
@@ -124,63 +131,63 @@ OWN = {
 @pytest.mark.parametrize("text", OWN)
 def test_a_host_with_epel_gets_no_second_one(debian: HostFacts, text: str) -> None:
     facts = host(debian, files=text)
-    assert (dkms.repository(facts, RUNFILE) is None) is OWN[text]
+    assert (dkms.repository(source_of(facts, RUNFILE)) is None) is OWN[text]
     # It is forbidden to add one, not to use one's own.
-    assert dkms.packages(facts, RUNFILE) == ("dkms",)
-    assert (dkms.packages(facts, replace(RUNFILE, epel=False)) == ("dkms",)) is OWN[text]
+    assert dkms.packages(source_of(facts, RUNFILE)) == ("dkms",)
+    assert (dkms.packages(source_of(facts, replace(RUNFILE, epel=False))) == ("dkms",)) is OWN[text]
 
 
 @pytest.mark.parametrize("name", ["SUSE_Package_Hub_15_SP6_x86_64:SUSE-PackageHub-15-SP6-Pool", "openSUSE_Backports"])
 def test_an_activated_package_hub_is_used(debian: HostFacts, name: str) -> None:
     facts = host(debian, "sles", "15.6", files=f"[{name}]\nbaseurl=x\nenabled=1\n")
-    assert dkms.repository(facts, RUNFILE) is None and dkms.packages(facts, RUNFILE) == ("dkms",)
+    assert dkms.repository(source_of(facts, RUNFILE)) is None and dkms.packages(source_of(facts, RUNFILE)) == ("dkms",)
 
 
 def test_where_nothing_is_built_there_is_no_epel(debian: HostFacts) -> None:
     facts = host(debian)
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
     for spec in (RUNFILE, PACKAGES):
-        assert dkms.repository(inside, spec) is None and dkms.packages(inside, spec) == ()
+        assert dkms.repository(source_of(inside, spec)) is None and dkms.packages(source_of(inside, spec)) == ()
     preinstalled = HostSpec(driver="preinstalled")
-    assert dkms.repository(facts, preinstalled) is None
+    assert dkms.repository(source_of(facts, preinstalled)) is None
     # SUSE's packages of NVIDIA's bring their modules.
-    assert dkms.repository(host(debian, "sles", "15.6"), PACKAGES) is None
-    assert dkms.repository(host(debian, "fedora", "44"), RUNFILE) is None
-    assert dkms.repository(host(debian, "rocky", "9.5", "dkms"), RUNFILE) is None
-    assert dkms.repository(facts, replace(RUNFILE, packages=("dkms",))) is None
+    assert dkms.repository(source_of(host(debian, "sles", "15.6"), PACKAGES)) is None
+    assert dkms.repository(source_of(host(debian, "fedora", "44"), RUNFILE)) is None
+    assert dkms.repository(source_of(host(debian, "rocky", "9.5", "dkms"), RUNFILE)) is None
+    assert dkms.repository(source_of(facts, replace(RUNFILE, packages=("dkms",)))) is None
 
 
 def test_a_repository_that_was_added_stays_with_what_it_gave(debian: HostFacts) -> None:
     facts = host(debian)
     added = {
         one.path: FileFact(one.content, 0o644, 0, 0)
-        for one in repository_changes(facts, RUNFILE)
+        for one in PlanContext(facts, RUNFILE).repository_changes
         if isinstance(one, WriteFile)
     }
     after = replace(facts, files=added, packages=replace(facts.packages, installed={"dkms": "3-1.noarch"}))
-    assert not any(isinstance(one, WriteFile) for one in repository_changes(after, RUNFILE))
-    gone = [one.summary() for one in repository_changes(after, replace(RUNFILE, epel=False))]
+    assert not any(isinstance(one, WriteFile) for one in PlanContext(after, RUNFILE).repository_changes)
+    gone = [one.summary() for one in PlanContext(after, replace(RUNFILE, epel=False)).repository_changes]
     assert any("gpuprov-epel.repo" in one and "no longer asked for" in one for one in gone)
 
 
 def test_epel_forbidden_is_a_refusal_where_dkms_is_needed(debian: HostFacts) -> None:
     facts, spec = host(debian), replace(PACKAGES, epel=False)
-    (problem,) = dkms.problems(facts, spec)
+    (problem,) = dkms.problems(source_of(facts, spec))
     assert problem in make_plan(facts, spec).problems
     assert problem.what == "NVIDIA's packages for Rocky Linux 9 need DKMS, which is in EPEL, and gpuprov_epel is false"
     assert "gpuprov_epel: true" in problem.next_step and "gpuprov_driver: runfile" in problem.next_step
-    assert dkms.problems(host(debian, "rocky", "9.5", "dkms"), spec) == ()
-    assert dkms.problems(host(debian, files="[epel]\nbaseurl=x\n"), spec) == ()
+    assert dkms.problems(source_of(host(debian, "rocky", "9.5", "dkms"), spec)) == ()
+    assert dkms.problems(source_of(host(debian, files="[epel]\nbaseurl=x\n"), spec)) == ()
     # The .run builds without it, and the plan says what that means.
-    assert dkms.problems(facts, replace(RUNFILE, epel=False)) == ()
-    assert "EPEL has" in dkms.note(facts, replace(RUNFILE, epel=False))
-    assert dkms.note(facts, RUNFILE) == ""
+    assert dkms.problems(source_of(facts, replace(RUNFILE, epel=False))) == ()
+    assert "EPEL has" in dkms.note(source_of(facts, replace(RUNFILE, epel=False)))
+    assert dkms.note(source_of(facts, RUNFILE)) == ""
 
 
 def test_an_unknown_key_is_told_with_the_way_to_set_it(debian: HostFacts) -> None:
     facts = host(debian, "sles", "16.0")
-    assert "PackageHub has" in dkms.note(facts, RUNFILE) and dkms.problems(facts, RUNFILE) == ()
-    (problem,) = dkms.problems(facts, replace(RUNFILE, epel_repository="http://mirror"))
+    assert "PackageHub has" in dkms.note(source_of(facts, RUNFILE)) and dkms.problems(source_of(facts, RUNFILE)) == ()
+    (problem,) = dkms.problems(source_of(facts, replace(RUNFILE, epel_repository="http://mirror")))
     assert "does not know the key of PackageHub" in problem.what
     assert "gpuprov_epel_key_fingerprint" in problem.next_step
     assert "SUSEConnect --product PackageHub/16.0/x86_64" in problem.next_step
@@ -203,4 +210,4 @@ def test_a_host_with_a_bundle_needs_what_the_bundle_has(debian: HostFacts, names
     held = tuple(BundlePackage(name, "3-1", "noarch", f"packages/{name}.rpm") for name in names)
     manifest = Manifest("rocky", "9.5", "x86_64", "0", packages=held)
     facts = replace(host(debian), bundle=BundleFacts(manifest, frozenset()))
-    assert dkms.packages(facts, RUNFILE) == names
+    assert dkms.packages(source_of(facts, RUNFILE)) == names

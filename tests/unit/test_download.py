@@ -16,7 +16,7 @@ import requests
 
 from gpuprov.core.download import fetch, fetch_small, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
-from gpuprov.driver_run import FetchRunfile
+from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 from tests.unit.download_server import (

@@ -16,17 +16,14 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.driver.driver_install import InstallDriver
+from gpuprov.driver.run_files import FetchRunfile, require_digest, require_room
 from gpuprov.driver_run import (
     INCOMPLETE_MARK,
-    FetchRunfile,
-    needs_digest,
-    plan_download,
-    require_digest,
-    require_room,
-    source,
+    InstallDriver,
+    RunFile,
 )
 from gpuprov.facts.host import gather
+from gpuprov.plan.context import source_of
 from gpuprov.protocol.driver_releases import known_sha256
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
@@ -203,11 +200,12 @@ def test_where_a_runfile_comes_from(
     spec = parse_spec({"driver_version": "580.1.1", **wanted})
     facts = gather(FakeHost(tmp_path / "root"))
     url = wanted.get("driver_url", _OURS)
-    assert source(facts, spec) == (url, place)
-    assert needs_digest(facts, spec) is needs
+    driver = RunFile(facts, spec)
+    assert (driver.url, driver.path) == (url, place)
+    assert any("over http" in one.what for one in driver.problems()) is needs
     digest = wanted.get("driver_sha256", "") or (known_sha256(_KNOWN, "x86_64") if _KNOWN in wanted.values() else "")
-    assert plan_download(facts, spec) == ((FetchRunfile(url, place, digest),) if fetched else ())
+    assert source_of(facts, spec).plan_download() == ((FetchRunfile(url, place, digest),) if fetched else ())
     there = replace(facts, downloads={place: digest or "0" * 64})
-    assert plan_download(there, spec) == ()
+    assert source_of(there, spec).plan_download() == ()
     other = replace(facts, downloads={place: "1" * 64})
-    assert plan_download(other, spec) == ((FetchRunfile(url, place, digest),) if fetched and digest else ())
+    assert source_of(other, spec).plan_download() == ((FetchRunfile(url, place, digest),) if fetched and digest else ())

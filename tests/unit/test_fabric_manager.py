@@ -13,7 +13,7 @@ from gpuprov import verify
 from gpuprov.agent.run import run_request
 from gpuprov.checks.outcome import Failed
 from gpuprov.core.commands import Completed
-from gpuprov.driver import cuda_repository, fabric_plan
+from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
@@ -21,6 +21,7 @@ from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages.apt import APT
 from gpuprov.packages.apt_packages import PackageFacts, missing
 from gpuprov.packages.registry import manager_of
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished
@@ -120,32 +121,32 @@ def test_a_pattern_is_met_by_a_version_of_its_kind() -> None:
 
 
 def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> None:
-    changes = [change.summary() for change in fabric_plan.plan(facts, spec())]
+    changes = [change.summary() for change in fabric_manager.plan(source_of(facts, spec()))]
     assert changes == [
         "refresh the package index (apt-get update)",
         f"install nvidia-fabricmanager-550={VERSION}-*",
         f"enable and start {UNIT} ({VERSION})",
     ]
-    assert [one.name for one in cuda_repository.repositories(facts, spec())] == ["cuda"]
+    assert [one.name for one in cuda_repository.repositories(source_of(facts, spec()))] == ["cuda"]
 
 
 def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
     good = replace(facts, fabric=FabricFacts(("0000:c1:00.0",), False, VERSION, True, True))
-    assert fabric_plan.plan(good, spec()) == ()
-    assert cuda_repository.repositories(good, spec()) == ()
+    assert fabric_manager.plan(source_of(good, spec())) == ()
+    assert cuda_repository.repositories(source_of(good, spec())) == ()
     stopped = replace(good, fabric=replace(good.fabric, active=False))
-    assert [change.key for change in fabric_plan.plan(stopped, spec())] == [f"run {UNIT}"]
+    assert [change.key for change in fabric_manager.plan(source_of(stopped, spec()))] == [f"run {UNIT}"]
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
-    assert fabric_plan.plan(inside, spec()) == ()
+    assert fabric_manager.plan(source_of(inside, spec())) == ()
 
 
 def test_versions_that_differ_are_told_where_the_site_installs_it(facts: HostFacts) -> None:
     old = replace(facts, fabric=replace(facts.fabric, version=OTHER))
-    (problem,) = fabric_plan.plan_problems(old, spec(fabric_manager="preinstalled"))
+    (problem,) = fabric_manager.plan_problems(source_of(old, spec(fabric_manager="preinstalled")))
     assert f"the driver will be {VERSION}" in problem.what
     assert f"{OTHER}; NVSwitches: 0000:c1:00.0" in problem.evidence
-    assert fabric_plan.plan(old, spec(fabric_manager="preinstalled")) == ()
-    assert fabric_plan.plan_problems(old, spec()) == ()
+    assert fabric_manager.plan(source_of(old, spec(fabric_manager="preinstalled"))) == ()
+    assert fabric_manager.plan_problems(source_of(old, spec())) == ()
     assert problems(FabricFacts(), VERSION, ours=False) == ()
 
 

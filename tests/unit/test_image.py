@@ -16,12 +16,14 @@ from gpuprov.boot import clean, prepare
 from gpuprov.core.changes import Change, FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.image_system import ImageSystem
-from gpuprov.driver import driver_install, generations, image_modules
+from gpuprov.driver import generations, kernel
 from gpuprov.driver.installer import install_arguments
+from gpuprov.driver_run import InstallDriver
 from gpuprov.facts.boot_files import MODULES, SSH_KEYGEN, SSH_KEYS
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.image import ImageFacts, gather_identity, kernel_to_come, newest_kernel
 from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError
@@ -49,7 +51,7 @@ def spec(**more: object) -> HostSpec:
 
 
 def what(facts: HostFacts, wanted: HostSpec) -> str:
-    return "\n".join(str(problem) for problem in preflight(facts, wanted))
+    return "\n".join(str(problem) for problem in preflight(PlanContext(facts, wanted)))
 
 
 def test_each_generation_that_can_be_said_has_a_device_id_of_its_own() -> None:
@@ -98,11 +100,11 @@ def test_the_plan_builds_for_each_kernel_and_describes_no_device(facts: HostFact
 
 
 def test_the_installer_is_told_the_kernel_and_never_asks_the_machine(facts: HostFacts) -> None:
-    (change,) = driver_install.plan(facts, spec())
-    assert isinstance(change, driver_install.InstallDriver)
+    (change,) = source_of(facts, spec()).plan()
+    assert isinstance(change, InstallDriver)
     assert (change.image_kernel, change.module_type, change.without_systemd) == (_NEW, "proprietary", True)
-    newer = driver_install.plan(facts, spec(driver_version="580.65.06"))[0]
-    assert isinstance(newer, driver_install.InstallDriver) and newer.module_type == "open"
+    newer = source_of(facts, spec(driver_version="580.65.06")).plan()[0]
+    assert isinstance(newer, InstallDriver) and newer.module_type == "open"
 
 
 @pytest.mark.parametrize(("version", "skips"), [("550.163.01", True), ("535.261.03", False)])
@@ -120,12 +122,12 @@ def test_only_kernels_without_a_module_are_built_again(facts: HostFacts) -> None
     done = replace(
         facts, image=ImageFacts(kernels), driver=replace(facts.driver, library_version="550.163.01"), driver_damage=""
     )
-    assert image_modules.plan(done, spec()) == (image_modules.BuildModules((_OLD,)),)
+    assert kernel.plan_image(source_of(done, spec())) == (kernel.BuildModules((_OLD,)),)
 
 
 def test_no_modules_are_loaded_by_a_list_and_ssh_keys_are_made_at_boot(facts: HostFacts) -> None:
     facts = replace(facts, boot=replace(facts.boot, ssh_keygen=True))
-    (change,) = prepare.plan(facts, spec())
+    (change,) = prepare.plan(source_of(facts, spec()))
     assert isinstance(change, prepare.PrepareBoot)
     assert MODULES not in dict(change.files) and SSH_KEYS in change.units
 

@@ -20,6 +20,7 @@ from gpuprov.facts.interpreter import (
     compile_bytecode,
     gather_interpreter,
 )
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.protocol.spec import parse_spec
 from gpuprov.runtime_hook.deploy import _FORMAT, LAUNCHER_PATH, deployed_files, python_of, render_launcher
@@ -117,7 +118,7 @@ def test_a_standard_library_that_another_user_can_write_will_not_do(host: FakeHo
 
 def test_without_one_nothing_is_planned_and_one_reads_why(host: FakeHost) -> None:
     host.python_version = "3.6.8"
-    (problem,) = preflight(gather(host), parse_spec({"driver_version": simgpu.DRIVER_VERSION}))
+    (problem,) = preflight(PlanContext(gather(host), parse_spec({"driver_version": simgpu.DRIVER_VERSION})))
     assert problem.what.startswith("no Python on this host can run the container runtime")
     assert f"{USUAL}: it is Python 3.6.8, older than 3.9" in problem.evidence
     assert problem.next_step.endswith("apt-get install -y python3")

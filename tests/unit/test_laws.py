@@ -18,6 +18,7 @@ from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS, make_plan
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned
@@ -103,7 +104,7 @@ class Applied:
 def apply_step(host: System, spec: HostSpec, name: str) -> Applied:
     """Plan one step and carry it out, as a run of its own."""
     step = next(step for step in STEPS if step.name == name)
-    changes = step.plan(gather(host), spec)
+    changes = step.plan(PlanContext(gather(host), spec))
     journal = new_journal(host, "install")
     apply_changes(changes, host, journal, ignore)
     journal.end("done")

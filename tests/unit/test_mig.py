@@ -15,6 +15,7 @@ from gpuprov.driver.mig import DivideGpus, is_right, profiles_of, wanted_for
 from gpuprov.facts import boot_files
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -245,11 +246,11 @@ def facts(host: MigHost) -> HostFacts:
 
 
 def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts) -> None:
-    (change,) = mig.plan(facts, spec("3g.40gb,3g.40gb"))
+    (change,) = mig.plan(source_of(facts, spec("3g.40gb,3g.40gb")))
     assert change.summary() == "divide GPUs by MIG: GPU 0: 3g.40gb,3g.40gb"
     change.apply(host, lambda *words: None)
-    assert mig.plan(replace(facts, mig=gather_mig(host)), spec("3g.40gb,3g.40gb")) == ()
-    assert mig.plan(facts, spec()) == ()
+    assert mig.plan(source_of(replace(facts, mig=gather_mig(host)), spec("3g.40gb,3g.40gb"))) == ()
+    assert mig.plan(source_of(facts, spec())) == ()
 
 
 def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:

@@ -14,7 +14,7 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
 from gpuprov.driver import mirror
-from gpuprov.driver_run import source
+from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import gather
 from gpuprov.protocol import driver_releases
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -162,4 +162,4 @@ def test_an_installation_asks_the_mirror(server: Served, tmp_path: Path) -> None
     # The file itself is not on this server: the plan was made with its address.
     assert [one.evidence for one in events[-1].problems] == ["HTTP 404"]
     assert "550.163.01/NVIDIA-Linux-x86_64-550.163.01.run" in events[-1].problems[0].what
-    assert source(gather(host), mirror.resolved(System(), asked, "x86_64"))[0].endswith("x86_64-550.163.01.run")
+    assert RunFile(gather(host), mirror.resolved(System(), asked, "x86_64")).url.endswith("x86_64-550.163.01.run")

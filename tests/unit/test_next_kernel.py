@@ -12,6 +12,7 @@ from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.host import gather
 from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, has_module, newest
 from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.plan.context import source_of
 from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.verify import verify
@@ -41,7 +42,7 @@ def test_flavours(release: str) -> None:
 def test_an_installation_brings_them(tmp_path: Path) -> None:
     facts = gather(FakeHost(tmp_path / "root", metal=True))
     facts = replace(facts, packages=PackageFacts("apt", {"linux-image-amd64": "6.1"}))
-    assert kernel.packages(facts, HostSpec())[:2] == (f"linux-headers-{RELEASE}", "linux-headers-amd64")
+    assert kernel.packages(source_of(facts, HostSpec()))[:2] == (f"linux-headers-{RELEASE}", "linux-headers-amd64")
 
 
 MODULES = {

@@ -16,6 +16,7 @@ from gpuprov.driver import nouveau
 from gpuprov.facts import initramfs
 from gpuprov.facts.host import gather
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -46,19 +47,19 @@ def apply(host: FakeHost, changes: tuple[Change, ...]) -> None:
 
 
 def test_blacklist_and_initramfs_then_nothing(host: FakeHost) -> None:
-    changes = nouveau.plan(gather(host), spec())
+    changes = nouveau.plan(source_of(gather(host), spec()))
     assert [change.summary() for change in changes] == [
         f"keep nouveau, nova_core and nova_drm off the GPUs ({BLACKLIST}); rebuild the initramfs of {RELEASE}"
     ]
     assert "+blacklist nova_core" in changes[0].diff(host)
     apply(host, changes)
     assert initramfs.holds_file(host.read_text(IMAGE) or "", BLACKLIST)
-    assert nouveau.plan(gather(host), spec()) == ()
+    assert nouveau.plan(source_of(gather(host), spec())) == ()
 
 
 def test_undo_gives_back_the_files_and_the_image(host: FakeHost) -> None:
     before = host.tree()
-    apply(host, nouveau.plan(gather(host), spec()))
+    apply(host, nouveau.plan(source_of(gather(host), spec())))
     run = last_undoable_run(host)
     assert run is not None
     roll_back(host, run, CHANGE_KINDS, lambda event: None)
@@ -66,9 +67,9 @@ def test_undo_gives_back_the_files_and_the_image(host: FakeHost) -> None:
 
 
 def test_an_image_older_than_the_blacklist_is_rebuilt_alone(host: FakeHost) -> None:
-    apply(host, nouveau.plan(gather(host), spec()))
+    apply(host, nouveau.plan(source_of(gather(host), spec())))
     os.utime(host.path(IMAGE), (1000, 1000))
-    (change,) = nouveau.plan(gather(host), spec())
+    (change,) = nouveau.plan(source_of(gather(host), spec()))
     assert isinstance(change, nouveau.KeepNouveauOut)
     assert change.files == ()
     assert [image.path for image in change.images] == [IMAGE]
@@ -78,14 +79,14 @@ def test_an_image_that_still_loads_nouveau_is_an_error_and_is_undone(host: FakeH
     before = host.tree()
     host.initramfs_forgets = True
     with pytest.raises(GpuprovError, match="would still load nouveau at boot") as caught:
-        apply(host, nouveau.plan(gather(host), spec()))
+        apply(host, nouveau.plan(source_of(gather(host), spec())))
     assert host.tree() == before
     (problem,) = caught.value.problems
     assert f"not {BLACKLIST}" in problem.evidence and "modprobe.d" in problem.next_step
 
 
 def test_undo_that_cannot_rebuild_an_image_says_so_but_for_a_change_that_failed(host: FakeHost) -> None:
-    (change,) = nouveau.plan(gather(host), spec())
+    (change,) = nouveau.plan(source_of(gather(host), spec()))
     before = change.capture(host)
     told: list[tuple[str, int, int]] = []
     outcome = change.apply(host, lambda *words: told.append(words))
@@ -98,19 +99,19 @@ def test_undo_that_cannot_rebuild_an_image_says_so_but_for_a_change_that_failed(
 
 
 def test_an_image_that_is_up_to_date_is_not_rebuilt(host: FakeHost) -> None:
-    apply(host, nouveau.plan(gather(host), spec()))
+    apply(host, nouveau.plan(source_of(gather(host), spec())))
     host.path(BLACKLIST).unlink()
-    (change,) = nouveau.plan(gather(host), spec())
+    (change,) = nouveau.plan(source_of(gather(host), spec()))
     assert change.summary().endswith(f"rebuild the initramfs of {RELEASE}")
     host.path(IMAGE).unlink()
-    (change,) = nouveau.plan(gather(host), spec())
+    (change,) = nouveau.plan(source_of(gather(host), spec()))
     assert change.summary().endswith(f"({BLACKLIST})")
 
 
 def test_what_the_command_says_is_shown(host: FakeHost) -> None:
     host.initramfs_error = "cpio: write error: No space left on device"
     with pytest.raises(GpuprovError) as raised:
-        apply(host, nouveau.plan(gather(host), spec()))
+        apply(host, nouveau.plan(source_of(gather(host), spec())))
     assert "No space left on device" in str(raised.value)
     assert "df -h /boot" in str(raised.value)
     assert not host.exists(BLACKLIST)
@@ -119,22 +120,24 @@ def test_what_the_command_says_is_shown(host: FakeHost) -> None:
 def test_dracut_is_told_to_omit_the_drivers(host: FakeHost) -> None:
     facts = gather(host)
     facts = replace(facts, initramfs=replace(facts.initramfs, dracut=True))
-    (change,) = nouveau.plan(facts, spec())
+    (change,) = nouveau.plan(source_of(facts, spec()))
     assert isinstance(change, nouveau.KeepNouveauOut)
     assert [path for path, _ in change.files] == [BLACKLIST, DRACUT_CONFIGURATION]
 
 
 def test_a_driver_from_packages_needs_the_gpus_as_much(host: FakeHost) -> None:
-    assert nouveau.plan(gather(host), spec(driver="packages")) == nouveau.plan(gather(host), spec())
+    assert nouveau.plan(source_of(gather(host), spec(driver="packages"))) == nouveau.plan(
+        source_of(gather(host), spec())
+    )
 
 
 @pytest.mark.parametrize("values", [{"kernel_modules": "none"}, {"driver": "preinstalled"}])
 def test_who_brings_the_driver_otherwise_keeps_nouveau_out_otherwise(host: FakeHost, values: dict[str, str]) -> None:
-    assert nouveau.plan(gather(host), spec(**values)) == ()
+    assert nouveau.plan(source_of(gather(host), spec(**values))) == ()
 
 
 def test_a_system_container_has_no_say_in_it(tmp_path: Path) -> None:
-    assert nouveau.plan(gather(FakeHost(tmp_path / "root")), spec()) == ()
+    assert nouveau.plan(source_of(gather(FakeHost(tmp_path / "root")), spec())) == ()
 
 
 IMAGES = {

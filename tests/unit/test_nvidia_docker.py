@@ -14,7 +14,7 @@ from gpuprov.core.changes import Change
 from gpuprov.engines.nvidia_docker import PATH, is_ours
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.plan import migration
+from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
@@ -107,7 +107,7 @@ def test_a_migration_makes_room_in_the_same_run(host: FakeHost, left: str) -> No
     else:
         facts = replace(facts, leftovers=replace(facts.leftovers, files=(PATH,)))
     for wanted, plans in ((WANTED, False), (spec(nvidia_docker=True, migrate_nvidia_docker=True), True)):
-        later = migration.without_removed(facts, wanted)
+        later = PlanContext(facts, wanted).migrated
         assert bool(nvidia_docker.plan(later, wanted)) is plans
         assert bool(nvidia_docker.warning(later, wanted)) is not plans
 

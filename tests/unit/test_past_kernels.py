@@ -24,6 +24,7 @@ from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.packages.past_kernels import Advice, advice, past_releases
 from gpuprov.packages.rpm_repos import InstallRpmKey
 from gpuprov.plan import software
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -135,7 +136,8 @@ def test_no_archive_is_added_by_default(rocky: HostFacts) -> None:
         "/etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-past-appstream", "/etc/yum.repos.d/gpuprov-past-appstream.repo",
     ]  # fmt: skip
     # A host that builds nothing needs no headers.
-    assert software.past_releases(rocky, parse_spec({"kernel_archive": True, "driver": "preinstalled"})) == ()
+    asked = parse_spec({"kernel_archive": True, "driver": "preinstalled"})
+    assert software.past_releases(source_of(rocky, asked)) == ()
 
 
 def test_an_archive_that_there_is_not_is_told(rocky: HostFacts) -> None:
@@ -202,7 +204,9 @@ def test_a_site_has_its_own_servers(servers: Callable[[object], HostSpec], rocky
     mirrors = {"rocky": "https://mirror.example/rocky/", "rocky-vault": "https://mirror.example/vault"}
     spec = servers({"format": 1, "servers": mirrors})
     use_tables(json.loads(json.dumps(for_request(spec))))
-    (found, _) = software.past_releases(rocky, parse_spec({"kernel_archive": True, "driver_version": "550.163.01"}))
+    (found, _) = software.past_releases(
+        source_of(rocky, parse_spec({"kernel_archive": True, "driver_version": "550.163.01"}))
+    )
     assert found.uri.startswith("https://mirror.example/vault/9.")
     assert found.key_url == "https://mirror.example/rocky/RPM-GPG-KEY-Rocky-9"
     (source, _) = rpm_sources("rocky", "9", "x86_64", ())

@@ -14,8 +14,8 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.driver import kernel
-from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, sha256
+from gpuprov.driver.run_files import FetchRunfile
+from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver, RunFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
@@ -25,6 +25,7 @@ from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import driver_releases
@@ -56,7 +57,7 @@ def spec(**values: Any) -> HostSpec:
 
 
 def said(facts: HostFacts, wanted: HostSpec) -> str:
-    return "\n".join(str(problem) for problem in preflight(facts, wanted))
+    return "\n".join(str(problem) for problem in preflight(PlanContext(facts, wanted)))
 
 
 def planned(facts: HostFacts, wanted: HostSpec, kind: type[Any]) -> Any:
@@ -64,8 +65,8 @@ def planned(facts: HostFacts, wanted: HostSpec, kind: type[Any]) -> Any:
 
 
 def test_a_good_machine_has_no_problems(facts: HostFacts, metal: HostFacts) -> None:
-    assert preflight(facts, spec()) == ()
-    assert preflight(metal, spec()) == ()
+    assert preflight(PlanContext(facts, spec())) == ()
+    assert preflight(PlanContext(metal, spec())) == ()
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -137,13 +138,13 @@ def test_a_kubernetes_distributions_own_containerd_is_left_alone_and_said_so(fac
 
 def test_all_problems_are_told_at_once(facts: HostFacts) -> None:
     bad = replace(facts, gpus=(), driver_packaged="nvidia-driver", free_bytes={"/etc": 0})
-    assert len(preflight(bad, spec())) == 3
+    assert len(preflight(PlanContext(bad, spec()))) == 3
     assert make_plan(bad, spec()).changes == ()
 
 
 def test_an_unsupported_distribution_is_the_one_thing_said(facts: HostFacts) -> None:
     arch = replace(facts, os=replace(facts.os, id="arch", version="", name="Arch Linux"), gpus=())
-    assert len(preflight(arch, spec())) == 1
+    assert len(preflight(PlanContext(arch, spec()))) == 1
     assert "Arch Linux is not supported" in said(arch, spec())
 
 
@@ -174,7 +175,7 @@ def test_no_sentence_has_a_gap_where_a_version_is_not_known(
         metal, running=RunningDriver("", ("nvidia",), (), {}, "", (GpuHolder(7, "python3", "/dev/nvidia0"),))
     )
     hosts = (facts, unloaded, metal, held, replace(metal, kernel=replace(metal.kernel, secure_boot="enabled")))
-    told = [text for host in hosts for one in wanted for problem in preflight(host, one)
+    told = [text for host in hosts for one in wanted for problem in preflight(PlanContext(host, one))
             for text in (problem.what, problem.next_step)]  # fmt: skip
     told += [text for host in hosts for one in wanted for plan in (make_plan(host, one),)
              for text in (*plan.notes, *plan.warnings)]  # fmt: skip
@@ -202,7 +203,7 @@ def test_docker_gets_apparmors_parser_where_the_kernel_has_apparmor_on(metal: Ho
     assert "apparmor" in planned(on, spec(), InstallPackages).names
     assert "apparmor" not in planned(metal, spec(), InstallPackages).names
     inside = replace(facts, kernel=replace(facts.kernel, apparmor=True))
-    assert "apparmor" not in software.wanted(inside, spec())
+    assert "apparmor" not in software.wanted(source_of(inside, spec()))
 
 
 def test_a_system_container_gets_libraries_alone_and_no_headers(facts: HostFacts) -> None:
@@ -331,7 +332,7 @@ def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts
     assert planned(metal, spec(**unknown), FetchRunfile).sha256 == ""
     # A path names the administrator's own file, which may be another build.
     own = spec(driver_version="580", driver_url="/root/driver.run")
-    assert sha256(metal, own) == "" != sha256(metal, replace(own, driver_sha256="0" * 64))
+    assert RunFile(metal, own).sha256 == "" != RunFile(metal, replace(own, driver_sha256="0" * 64)).sha256
 
 
 def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal: HostFacts) -> None:
@@ -354,9 +355,9 @@ def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal:
 def test_what_would_stop_a_driver_in_the_middle_is_told_before(
     metal: HostFacts, changes: dict[str, Any], says: str, next_step: str
 ) -> None:
-    found = [one for one in preflight(replace(metal, **changes), spec()) if says in one.what]
+    found = [one for one in preflight(PlanContext(replace(metal, **changes), spec())) if says in one.what]
     assert next_step in found[0].next_step
-    assert preflight(metal, spec()) == ()
+    assert preflight(PlanContext(metal, spec())) == ()
 
 
 def test_a_plan_with_problems_tells_what_it_would_fetch(metal: HostFacts) -> None:
@@ -379,25 +380,25 @@ def test_packages_that_dpkg_left_half_done_are_told(metal: HostFacts) -> None:
 
 def test_secure_boot_wants_signed_modules(metal: HostFacts) -> None:
     locked = replace(metal, kernel=replace(metal.kernel, secure_boot="enabled"))
-    (problem,) = preflight(locked, spec())
+    (problem,) = preflight(PlanContext(locked, spec()))
     assert "mokutil --import" in problem.next_step
     signed = spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")
-    assert preflight(locked, signed) == ()
+    assert preflight(PlanContext(locked, signed)) == ()
     assert planned(locked, signed, InstallDriver).signing_certificate == "/root/mok.der"
     # A driver that is there already needs no new modules.
     there = replace(locked, driver=DriverFacts(library_version=VERSION, kernel_version=VERSION))
-    assert preflight(there, spec()) == ()
+    assert preflight(PlanContext(there, spec())) == ()
 
 
 def test_dkms_signs_with_the_users_key_as_long_as_it_is_asked_to(metal: HostFacts) -> None:
     signed = spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")
-    (change,) = kernel.plan_signing(metal, signed)
+    (change,) = kernel.plan_signing(source_of(metal, signed))
     assert isinstance(change, WriteFile)
     assert change.content == b"mok_signing_key=/root/mok.key\nmok_certificate=/root/mok.der\n"
     there = replace(metal, files={change.path: FileFact(change.content, 0o644, 0, 0)})
-    assert kernel.plan_signing(there, signed) == ()
-    assert kernel.plan_signing(there, spec()) == (RemoveFile(change.path, "no longer asked for"),)
-    assert kernel.plan_signing(metal, spec()) == ()
+    assert kernel.plan_signing(source_of(there, signed)) == ()
+    assert kernel.plan_signing(source_of(there, spec())) == (RemoveFile(change.path, "no longer asked for"),)
+    assert kernel.plan_signing(source_of(metal, spec())) == ()
     names = [type(item.change).__name__ for item in make_plan(metal, signed).changes if item.step == "packages"]
     assert names.index("WriteFile") < names.index("InstallPackages"), "before DKMS builds"
 
@@ -405,10 +406,10 @@ def test_dkms_signs_with_the_users_key_as_long_as_it_is_asked_to(metal: HostFact
 def test_secure_boot_counts_for_packages_of_any_version(metal: HostFacts) -> None:
     locked = replace(metal, kernel=replace(metal.kernel, secure_boot="enabled"))
     wanted = spec(driver="packages", driver_version="")
-    assert any("Secure Boot is on" in one.what for one in preflight(locked, wanted))
+    assert any("Secure Boot is on" in one.what for one in preflight(PlanContext(locked, wanted)))
     there = replace(locked, driver=DriverFacts(library_version="580.1", kernel_version="580.1"))
     there = replace(there, driver_packaged="nvidia-open")
-    assert not any("Secure Boot" in one.what for one in preflight(there, wanted))
+    assert not any("Secure Boot" in one.what for one in preflight(PlanContext(there, wanted)))
 
 
 def test_an_x_server_that_is_gone_left_its_lock_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.packages.offers import Offers
 from gpuprov.packages.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -66,6 +67,10 @@ def offered(facts: HostFacts, *packages: str) -> HostFacts:
     return replace(facts, offers=Offers(facts.packages.manager, found))
 
 
+def module_problems(facts: HostFacts, wanted: HostSpec) -> tuple[Problem, ...]:
+    return precompiled.problems(facts, wanted, precompiled.chosen(facts, wanted))
+
+
 def spec(**values: Any) -> HostSpec:
     return parse_spec({"driver": "packages", **values})
 
@@ -75,29 +80,29 @@ def kmod(driver: str, running: str = "5.14.0-611.24.1", kind: str = "") -> str:
 
 
 def test_the_repositories_are_asked_for_this_kernels_modules_and_headers(metal: HostFacts) -> None:
-    asked = availability.questions(rhel(metal), spec())
+    asked = availability.questions(source_of(rhel(metal), spec()))
     assert asked[0] == "kmod-nvidia-[0-9]*-5.14.0-611.24.1"
     assert any(name.startswith("kernel-devel") for name in asked[1:])
     newer = replace(rhel(metal), gpus=(PciGpu("0000:01:00.0", "2330"),))
-    assert availability.questions(newer, spec())[0] == "kmod-nvidia-open-[0-9]*-5.14.0-611.24.1"
-    assert precompiled.questions(rhel(metal), spec(kernel_modules="build")) == ()
-    assert precompiled.questions(rhel(metal, id="rocky"), spec()) == ()
-    assert precompiled.questions(rhel(metal, id="rocky"), spec(kernel_modules="precompiled")) == asked[:1]
-    assert precompiled.questions(rhel(metal, release="5.14.0-custom"), spec()) == ()
-    assert precompiled.questions(rhel(metal), spec(module_signing_key="/root/mok.key")) == ()
+    assert availability.questions(source_of(newer, spec()))[0] == "kmod-nvidia-open-[0-9]*-5.14.0-611.24.1"
+    assert source_of(rhel(metal), spec(kernel_modules="build")).questions() == ()
+    assert source_of(rhel(metal, id="rocky"), spec()).questions() == ()
+    assert source_of(rhel(metal, id="rocky"), spec(kernel_modules="precompiled")).questions() == asked[:1]
+    assert source_of(rhel(metal, release="5.14.0-custom"), spec()).questions() == ()
+    assert source_of(rhel(metal), spec(module_signing_key="/root/mok.key")).questions() == ()
 
 
 def test_the_newest_driver_with_modules_for_this_kernel_is_taken_and_nothing_is_built(metal: HostFacts) -> None:
     others = (kmod("580.200.01", "5.14.0-611.30.1"), kmod("580.99.01", kind="open-"), "kernel-devel 0:5-1.x86_64")
     facts = offered(rhel(metal), kmod("570.211.01"), kmod("580.95.05"), kmod("580.105.08"), *others)
-    assert cuda_repository.plan_pin(facts, spec()) == (EnableStream("580"),)
-    assert cuda_repository.driver_packages(facts, spec()) == (
+    assert source_of(facts, spec()).plan_preparation() == (EnableStream("580"),)
+    assert source_of(facts, spec()).packages() == (
         "cuda-drivers=580.105.08",
         "kmod-nvidia-580.105.08-5.14.0-611.24.1",
     )
-    assert kernel.packages(facts, spec()) == ()
-    assert cuda_repository.plan_pin(facts, spec(driver_version="570")) == (EnableStream("570"),)
-    assert cuda_repository.driver_packages(facts, spec(driver_version="570"))[0] == "cuda-drivers=570.211.01"
+    assert kernel.packages(source_of(facts, spec())) == ()
+    assert source_of(facts, spec(driver_version="570")).plan_preparation() == (EnableStream("570"),)
+    assert source_of(facts, spec(driver_version="570")).packages()[0] == "cuda-drivers=570.211.01"
 
 
 def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) -> None:
@@ -109,24 +114,24 @@ def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) 
 
 def test_open_modules_have_streams_of_their_own(metal: HostFacts) -> None:
     facts = offered(replace(rhel(metal), gpus=(PciGpu("0000:01:00.0", "2330"),)), kmod("580.105.08", kind="open-"))
-    assert cuda_repository.plan_pin(facts, spec()) == (EnableStream("580-open-gpu"),)
-    assert cuda_repository.driver_packages(facts, spec())[1] == "kmod-nvidia-open-580.105.08-5.14.0-611.24.1"
+    assert source_of(facts, spec()).plan_preparation() == (EnableStream("580-open-gpu"),)
+    assert source_of(facts, spec()).packages()[1] == "kmod-nvidia-open-580.105.08-5.14.0-611.24.1"
 
 
 def test_release_10_has_no_streams(metal: HostFacts) -> None:
     facts = rhel(metal, version="10.1", release="6.12.0-124.20.1.el10_1.x86_64")
     facts = offered(facts, kmod("580.105.08", "6.12.0-124.20.1"))
-    assert cuda_repository.plan_pin(facts, spec()) == ()
-    assert cuda_repository.driver_packages(facts, spec())[1] == "kmod-nvidia-580.105.08-6.12.0-124.20.1"
+    assert source_of(facts, spec()).plan_preparation() == ()
+    assert source_of(facts, spec()).packages()[1] == "kmod-nvidia-580.105.08-6.12.0-124.20.1"
 
 
 def test_where_there_are_none_they_are_built_or_their_lack_is_said(metal: HostFacts) -> None:
     facts = offered(rhel(metal), kmod("580.105.08", "5.14.0-611.30.1"), "kernel-devel 0:5.14.0-1.el9.x86_64")
-    assert cuda_repository.plan_pin(facts, spec()) == (EnableStream("latest-dkms"),)
-    assert cuda_repository.driver_packages(facts, spec()) == ("cuda-drivers",)
-    assert kernel.packages(facts, spec()) != ()
-    assert precompiled.problems(facts, spec()) == ()
-    (problem,) = precompiled.problems(facts, spec(kernel_modules="precompiled"))
+    assert source_of(facts, spec()).plan_preparation() == (EnableStream("latest-dkms"),)
+    assert source_of(facts, spec()).packages() == ("cuda-drivers",)
+    assert kernel.packages(source_of(facts, spec())) != ()
+    assert module_problems(facts, spec()) == ()
+    (problem,) = module_problems(facts, spec(kernel_modules="precompiled"))
     assert problem.what.startswith("no repository has proprietary kernel modules that are compiled for the running")
     assert problem.evidence == "looked for kmod-nvidia-[0-9]*-5.14.0-611.24.1"
     assert "gpuprov_kernel_modules: build" in problem.next_step
@@ -141,19 +146,19 @@ _INSTALLED = {
 @pytest.mark.parametrize("stream", ["580", "latest"])
 def test_a_second_run_asks_nobody_and_changes_nothing(metal: HostFacts, stream: str) -> None:
     facts = rhel(metal, _INSTALLED, stream=stream)
-    assert availability.questions(facts, spec()) == ()
-    assert cuda_repository.plan_pin(facts, spec()) == cuda_repository.plan_other_version(facts, spec()) == ()
-    assert set(cuda_repository.driver_packages(facts, spec())) == set(_INSTALLED)
-    assert kernel.packages(facts, spec()) == ()
+    assert availability.questions(source_of(facts, spec())) == ()
+    assert source_of(facts, spec()).plan_preparation() == source_of(facts, spec()).plan_other_version() == ()
+    assert set(source_of(facts, spec()).packages()) == set(_INSTALLED)
+    assert kernel.packages(source_of(facts, spec())) == ()
 
 
 def test_the_next_kernel_gets_its_modules_or_is_refused(metal: HostFacts) -> None:
     booted = rhel(metal, _INSTALLED, stream="580", release="5.14.0-611.30.1.el9_7.x86_64")
-    assert precompiled.questions(booted, spec()) == ("kmod-nvidia-[0-9]*-5.14.0-611.30.1",)
-    assert precompiled.problems(booted, spec()) == (), "nobody was asked yet"
+    assert source_of(booted, spec()).questions() == ("kmod-nvidia-[0-9]*-5.14.0-611.30.1",)
+    assert module_problems(booted, spec()) == (), "nobody was asked yet"
     facts = offered(booted, kmod("580.105.08", "5.14.0-611.30.1"))
-    assert cuda_repository.driver_packages(facts, spec()) == ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.30.1")
-    (problem,) = precompiled.problems(offered(booted), spec())
+    assert source_of(facts, spec()).packages() == ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.30.1")
+    (problem,) = module_problems(offered(booted), spec())
     assert problem.evidence == "in use is kmod-nvidia-580.105.08-5.14.0-611.24.1"
 
 
@@ -168,7 +173,7 @@ def test_an_updated_driver_needs_modules_of_its_own(metal: HostFacts) -> None:
 def test_another_branch_brings_its_modules_first_and_takes_the_old_ones_away(metal: HostFacts) -> None:
     wanted = spec(driver_version="570")
     facts = offered(rhel(metal, _INSTALLED, stream="580"), kmod("570.211.01"))
-    assert cuda_repository.plan_pin(facts, wanted) == (EnableStream("570", "580"),)
+    assert source_of(facts, wanted).plan_preparation() == (EnableStream("570", "580"),)
     changes = [item.change for item in make_plan(replace(facts, boot=facts.boot), wanted, ("packages",)).changes]
     kinds = [type(change) for change in changes]
     install = next(change for change in changes if isinstance(change, InstallRpmPackages))
@@ -193,19 +198,21 @@ def test_another_branch_brings_its_modules_first_and_takes_the_old_ones_away(met
 def test_one_way_is_not_changed_into_the_other(
     metal: HostFacts, installed: Mapping[str, str], asked: str, says: str
 ) -> None:
-    found = precompiled.problems(rhel(metal, installed), spec(kernel_modules=asked))
+    found = module_problems(rhel(metal, installed), spec(kernel_modules=asked))
     assert [says in one.what for one in found] == [True] * bool(says)
 
 
 def test_a_run_file_has_none(metal: HostFacts) -> None:
     wanted = parse_spec({"driver_version": "580.105.08", "kernel_modules": "precompiled"})
-    (problem,) = precompiled.problems(rhel(metal), wanted)
+    problem = source_of(rhel(metal), wanted).problems()[0]
     assert problem.next_step == "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out"
 
 
 def test_secure_boot_wants_nvidias_key_enrolled_for_nvidias_modules(metal: HostFacts) -> None:
     def problems(facts: HostFacts) -> tuple[Problem, ...]:
-        return kernel.problems(offered(facts, kmod("580.105.08"), kmod("580.105.08", "6.12.0-124.20.1")), spec())
+        return kernel.problems(
+            source_of(offered(facts, kmod("580.105.08"), kmod("580.105.08", "6.12.0-124.20.1")), spec())
+        )
 
     (problem,) = problems(rhel(metal, secure_boot="enabled"))
     assert "rhel9/x86_64/NVIDIA2019-public_key.der" in problem.next_step
@@ -230,7 +237,7 @@ _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
 
 
 def test_suse_signs_modules_for_a_service_pack(metal: HostFacts) -> None:
-    assert _KMP in precompiled.questions(sles(metal), spec())
+    assert _KMP in source_of(sles(metal), spec()).questions()
     facts = offered(
         sles(metal),
         "nv-prefer-signed-open-driver 580.105.08-150600.3.1.x86_64",
@@ -243,15 +250,15 @@ def test_suse_signs_modules_for_a_service_pack(metal: HostFacts) -> None:
     names = ("nvidia-compute-utils-G06", "nvidia-persistenced", "nv-prefer-signed-open-driver")
     module = f"{_KMP}=580.105.08_k6.4.0_150600.21"
     expected = (*(f"{name}=580.105.08" for name in names), module)
-    assert cuda_repository.driver_packages(facts, spec()) == expected
-    assert kernel.packages(facts, spec()) == ()
+    assert source_of(facts, spec()).packages() == expected
+    assert kernel.packages(source_of(facts, spec())) == ()
     there = sles(
         metal, {**dict.fromkeys(names, "580.105.08-1.x86_64"), _KMP: "580.105.08_k6.4.0_150600.21-150600.3.1.x86_64"}
     )
-    assert availability.questions(there, spec()) == ()
-    assert cuda_repository.driver_packages(there, spec()) == expected
+    assert availability.questions(source_of(there, spec())) == ()
+    assert source_of(there, spec()).packages() == expected
     secure = replace(there, kernel=replace(there.kernel, secure_boot="enabled"))
-    assert kernel.problems(secure, spec()) == ()
+    assert kernel.problems(source_of(secure, spec())) == ()
 
 
 def test_libraries_of_another_version_than_the_modules_are_none(metal: HostFacts) -> None:
@@ -262,7 +269,7 @@ def test_libraries_of_another_version_than_the_modules_are_none(metal: HostFacts
         "nvidia-compute-utils-G06 580.105.08-1.x86_64",
     )
     assert precompiled.chosen(facts, spec()) is None
-    assert cuda_repository.driver_packages(facts, spec()) == ("nvidia-open",)
+    assert source_of(facts, spec()).packages() == ("nvidia-open",)
 
 
 @pytest.mark.parametrize(
@@ -277,21 +284,21 @@ def test_libraries_of_another_version_than_the_modules_are_none(metal: HostFacts
 def test_packages_of_others_are_none(metal: HostFacts, package: str) -> None:
     assert precompiled.chosen(offered(rhel(metal), package), spec()) is None
     name, version = package.split()
-    assert precompiled.problems(rhel(metal, {name: version}), spec(kernel_modules="build")) == ()
+    assert module_problems(rhel(metal, {name: version}), spec(kernel_modules="build")) == ()
 
 
 def test_who_has_them_stays_with_them(metal: HostFacts) -> None:
     rocky = rhel(metal, _INSTALLED, stream="580", id="rocky")
     for wanted in (spec(), spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")):
-        assert set(cuda_repository.driver_packages(rocky, wanted)) == set(_INSTALLED)
-        assert cuda_repository.plan_pin(rocky, wanted) == ()
-        assert kernel.packages(rocky, wanted) == ()
+        assert set(source_of(rocky, wanted).packages()) == set(_INSTALLED)
+        assert source_of(rocky, wanted).plan_preparation() == ()
+        assert kernel.packages(source_of(rocky, wanted)) == ()
     built = rhel(metal, {"cuda-drivers": "3:580.105.08-1.el9.noarch"}, stream="latest-dkms")
-    assert precompiled.questions(built, spec()) == ()
-    assert cuda_repository.driver_packages(offered(built, kmod("590.48.01")), spec()) == ("cuda-drivers",)
+    assert source_of(built, spec()).questions() == ()
+    assert source_of(offered(built, kmod("590.48.01")), spec()).packages() == ("cuda-drivers",)
 
 
 def test_without_a_network_they_are_built(metal: HostFacts) -> None:
     facts = replace(offered(rhel(metal), kmod("580.105.08")), bundle=BundleFacts(MANIFEST))
     assert precompiled.chosen(facts, spec()) is None
-    assert availability.questions(facts, spec()) == ()
+    assert availability.questions(source_of(facts, spec())) == ()

@@ -18,6 +18,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.reboot_state import RebootFacts
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, Finished, Planned, from_line
@@ -155,9 +156,9 @@ def test_a_module_that_nothing_uses_is_unloaded_instead(host: RebootingHost) -> 
 def test_containers_that_stop_are_named(host: RebootingHost) -> None:
     facts = gather(host)
     facts = replace(facts, docker=replace(facts.docker, running_containers=("train", "web")))
-    (change,) = reboot.plan(facts, spec(reboot="if-needed"))
+    (change,) = reboot.plan(source_of(facts, spec(reboot="if-needed")))
     assert change.summary() == f"reboot ({BOUND}); containers that stop: train, web"
-    (change,) = reboot.plan(facts, spec())
+    (change,) = reboot.plan(source_of(facts, spec()))
     assert change.summary().startswith(f"stop until somebody has rebooted this host ({BOUND})")
 
 
@@ -190,13 +191,13 @@ REASONS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", REASONS)
 def test_reasons(host: RebootingHost, name: str) -> None:
     loaded, installed, values, needed = REASONS[name]
-    found = reboot.reasons(_with(gather(host), loaded=loaded, installed=installed), spec(**values))
+    found = reboot.reasons(source_of(_with(gather(host), loaded=loaded, installed=installed), spec(**values)))
     assert bool(found) is needed
 
 
 def test_in_a_system_container_there_is_never_one(tmp_path: Path) -> None:
     facts = gather(FakeHost(tmp_path / "root"))
-    assert reboot.reasons(_with(facts, loaded="535.261.03", installed="550.163.01"), spec()) == ()
+    assert reboot.reasons(source_of(_with(facts, loaded="535.261.03", installed="550.163.01"), spec())) == ()
 
 
 def test_check_foresees_the_reboot_and_does_not_make_it(host: RebootingHost) -> None:

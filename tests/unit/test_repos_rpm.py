@@ -25,6 +25,7 @@ from gpuprov.packages.rpm_repos import (
     repositories,
 )
 from gpuprov.packages.zypper import ZYPPER
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
@@ -270,13 +271,15 @@ def test_docker_from_its_own_repository_on_debian(debian: HostFacts) -> None:
 
 
 def test_a_host_without_its_package_manager_is_refused(facts: HostFacts) -> None:
-    (problem,) = preflight(replace(facts, packages=PackageFacts("", {})), parse_spec({"driver_version": "550.163.01"}))
+    (problem,) = preflight(
+        PlanContext(replace(facts, packages=PackageFacts("", {})), parse_spec({"driver_version": "550.163.01"}))
+    )
     assert f"package manager, {facts.packages.manager}, is missing" in problem.what
 
 
 def test_the_way_to_purge_a_packaged_driver_is_told_in_the_managers_words(facts: HostFacts) -> None:
     (problem,) = preflight(
-        replace(facts, driver_packaged="nvidia-driver"), parse_spec({"driver_version": "550.163.01"})
+        PlanContext(replace(facts, driver_packaged="nvidia-driver"), parse_spec({"driver_version": "550.163.01"}))
     )
     assert f"{facts.packages.manager} remove '*nvidia*'" in problem.next_step
 

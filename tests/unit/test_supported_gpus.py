@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from gpuprov.core.system import System
-from gpuprov.driver import driver_install, driver_problems
-from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver.installer import parse_header
 from gpuprov.driver.supported_gpus import gather_served, module_type, parse_chips, problems, read_supported_gpus
+from gpuprov.driver_run import InstallDriver
 from gpuprov.facts.chips import Chip
 from gpuprov.facts.host import gather
 from gpuprov.machine.pci import PciGpu
+from gpuprov.plan.context import source_of
 from gpuprov.plan.inputs import gather_for
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
@@ -153,10 +153,10 @@ def test_the_files_own_list_beats_the_table_before_anything_is_run(tmp_path: Pat
     spec = parse_spec({"driver_version": simgpu.DRIVER_VERSION, "driver_url": f"/{path.name}"})
     facts = gather(host)
     for device_id, expected in ((V100, "proprietary"), (H100, "auto"), ("ffff", "auto")):
-        (change,) = driver_install.plan(replace(facts, gpus=(PciGpu("0000:17:00.0", device_id),)), spec)
+        (change,) = source_of(replace(facts, gpus=(PciGpu("0000:17:00.0", device_id),)), spec).plan()
         assert isinstance(change, InstallDriver)
         assert change._choose_modules(host, change._inspect(host)) == expected
-    (change,) = driver_install.plan(replace(facts, gpus=(PciGpu("0000:17:00.0", K80),)), spec)
+    (change,) = source_of(replace(facts, gpus=(PciGpu("0000:17:00.0", K80),)), spec).plan()
     with pytest.raises(GpuprovError, match="this driver no longer serves Tesla K80"):
         change.apply(host, lambda *words: None)
     assert not any(command[0] == "sh" for command in host.commands)
@@ -178,7 +178,7 @@ def told(host: FakeHost, *gpus: str, url: str = "/driver.run") -> list[str]:
     spec = parse_spec({"driver_version": simgpu.DRIVER_VERSION, "driver_url": url, "kernel_modules": "build"})
     facts = gather_for(host, spec, None, ("driver",), lambda event: None)
     facts = replace(facts, gpus=tuple(PciGpu(f"0000:0{number}:00.0", one) for number, one in enumerate(gpus)))
-    return [one.what for one in driver_problems.problems(facts, spec)]
+    return [one.what for one in source_of(facts, spec).problems()]
 
 
 def test_the_files_own_list_wins_over_the_pci_ids_before_anything_is_changed(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manife
 from gpuprov.bundle_create.recipe import Recipe, RunFile, Wanted, make_recipe
 from gpuprov.bundle_create.sources import mirror_at
 from gpuprov.core.places import FOLDER
-from gpuprov.driver import fabric_plan
+from gpuprov.driver import fabric_manager
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.rpm_repos import InstallRpmKey
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -236,8 +237,8 @@ def asked(facts: HostFacts) -> HostSpec:
 
 def test_the_bundle_is_the_only_source_of_the_fabric_manager(tmp_path: Path) -> None:
     facts = switches(tmp_path, inputs={"packages": [FABRIC_MANAGER]})
-    assert [one.what for one in preflight(facts, asked(facts))] == []
-    refresh, installation, _ = fabric_plan.plan(facts, asked(facts))
+    assert [one.what for one in preflight(PlanContext(facts, asked(facts)))] == []
+    refresh, installation, _ = fabric_manager.plan(source_of(facts, asked(facts)))
     assert isinstance(refresh, RefreshPackageIndex) and isinstance(installation, InstallPackages)
     assert installation.names == (FABRIC_MANAGER,)
     assert f"Dir::Etc::sourcelist={FOLDER}/sources.list" in refresh.options
@@ -253,7 +254,7 @@ def test_a_bundle_without_the_very_version_is_refused(tmp_path: Path, version: s
     package = BundlePackage("nvidia-fabricmanager-550", version, "amd64", manifest.packages[0].file)
     more = dataclasses.replace(manifest, packages=(*manifest.packages, package))
     facts = dataclasses.replace(facts, bundle=BundleFacts(more))
-    problems = [str(one) for one in preflight(facts, asked(facts))]
+    problems = [str(one) for one in preflight(PlanContext(facts, asked(facts)))]
     assert (problems == []) is held, problems
     assert held or ("lacks packages" in problems[0] and "create --fabric-manager …" in problems[0])
 

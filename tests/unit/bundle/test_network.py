@@ -15,9 +15,9 @@ from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, SOURCES_LIST
-from gpuprov.driver.cuda_repository import plan_pin
 from gpuprov.facts.host import gather
 from gpuprov.packages.apt_packages import InstallPackages
+from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, Finished
@@ -144,7 +144,7 @@ def test_a_roll_back_uses_the_bundle_only_while_it_is_unpacked(tmp_path: Path, *
 def test_the_drivers_pin_comes_from_the_bundle_too(tmp_path: Path) -> None:
     host = FakeHost(tmp_path, metal=True)
     facts = dataclasses.replace(gather(host), bundle=BundleFacts(MANIFEST))
-    changes: tuple[Change, ...] = plan_pin(facts, HostSpec(driver="packages", driver_version="580"))
+    changes: tuple[Change, ...] = source_of(facts, HostSpec(driver="packages", driver_version="580")).plan_preparation()
     assert len(changes) == 2
     assert all(ONLY_SOURCE in getattr(change, "options", ()) for change in changes)
     problems = make_plan(facts, HostSpec(driver="packages", driver_version="580")).problems

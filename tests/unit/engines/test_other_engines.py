@@ -17,6 +17,7 @@ from gpuprov.engines.known import ENGINES
 from gpuprov.engines.other_engines import ConfigureEngine, gather, names, plan, problems, with_coming
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
+from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
@@ -198,7 +199,7 @@ def test_the_step_engines_registers_the_runtime_of_the_spec(host: Host, tmp_path
     (tmp_path / "fake").mkdir()
     facts = replace(gather_facts(FakeHost(tmp_path / "fake")), engines=gather(host, ("podman",)))
     step = next(one for one in STEPS if one.name == "engines")
-    (change,) = step.plan(facts, parse_spec({"toolkit": toolkit}))
+    (change,) = step.plan(PlanContext(facts, parse_spec({"toolkit": toolkit})))
     runtime = {"bundled": LAUNCHER_PATH, "nvidia": "/usr/bin/nvidia-container-runtime"}[toolkit]
     assert f'+nvidia = ["{runtime}"]' in change.diff(host)
 

@@ -1,4 +1,4 @@
-"""The CUDA toolkit from NVIDIA's .run file: without the driver in it, beside others, found by /usr/local/cuda.
+"""The CUDA toolkit: from NVIDIA's packages, or from its .run file, without the driver in it, beside others.
 
 Source: NVIDIA's CUDA Installation Guide for Linux, "Runfile Installation": --silent, --toolkit, --toolkitpath,
 --override (no complaint about the compiler's version), --tmpdir; its log is /var/log/cuda-installer.log.
@@ -11,23 +11,40 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gpuprov.bundle.manifest import Manifest
-from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_path
+from gpuprov.core.changes import Change, Json, Tell, WriteFile, capture_path_itself, restore_path
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver_run import FetchRunfile, place_of, require_digest, require_room
-from gpuprov.facts.cuda import version_in
+from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
+from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, version_in
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
 
 LINK = "/usr/local/cuda"
+_PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
+_PROFILE_TEXT = _PROFILE_HEAD + b'export PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
 _LOG = "/var/log/cuda-installer.log"
 _INSTALL_SECONDS = 3600
 # It unpacks to about twice its size, and installs about as much again.
 _UNPACKED_RATIO = 2
 _TEMPORARY = f"{CACHE_DIRECTORY}/cuda"
+
+
+def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return the CUDA toolkit as a package, if requested from there."""
+    return (_package(spec),) if spec.cuda and not spec.cuda_url else ()
+
+
+def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the file that adds the CUDA toolkit's programs to users' PATH."""
+    there = facts.files.get(PROFILE)
+    path = PROFILE if there is None or there.content.startswith(_PROFILE_HEAD) else OTHER_PROFILE
+    found = facts.files.get(path)
+    if not spec.cuda or (found is not None and (found.content, found.mode) == (_PROFILE_TEXT, 0o644)):
+        return ()
+    return (WriteFile(path, _PROFILE_TEXT),)
 
 
 def prefix_of(version: str) -> str:
