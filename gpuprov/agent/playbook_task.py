@@ -6,25 +6,20 @@ part of the agent's file, so the plugin finds it with the agent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Annotated, Any
 
+from gpuprov.agent.result import Recorder
 from gpuprov.core.site_tables import for_request
 from gpuprov.protocol import words
-from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load
+from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
-    ChangeDone,
     CheckDone,
-    CudaSurveyed,
     Event,
     EventReader,
-    FactsGathered,
     Finished,
-    Note,
-    Planned,
     no_agent_sends,
 )
 from gpuprov.protocol.request import COMMANDS, Request
@@ -107,10 +102,10 @@ def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
 
 
 def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
-    """Return the events in the agent's output, and the lines that are not events. Raises GpuprovError (EventReader)."""
+    """Return the events in the agent's output, and the last other lines. Raises GpuprovError (EventReader)."""
     read = EventReader()
-    lines = [(read(line), line) for line in text.splitlines()]
-    return tuple(event for event, _ in lines if event is not None), [line for event, line in lines if event is None]
+    events = tuple(event for line in text.splitlines() if (event := read(line)) is not None)
+    return events, list(read.strays)
 
 
 def left_boot(events: Iterable[Event]) -> str:
@@ -201,37 +196,29 @@ def _as_json(value: Any) -> Any:
     return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-_NO_END = Finished(
-    int(ExitCode.FAILED), problems=(Problem("the run ended without a result", "", "run the same task again"),)
-)
-
-
 def task_result(command: str, events: Iterable[Event]) -> TaskResult:
     """Return the result of a task from the agent's events. A failed run reports the changes made before, too."""
-    events = tuple(events)
-    planned = next((event for event in reversed(events) if isinstance(event, Planned)), None)
-    finished = next((event for event in reversed(events) if isinstance(event, Finished)), _NO_END)
-    changes = planned.changes if planned else ()
-    checks = tuple(event for event in events if isinstance(event, CheckDone))
-    failed = finished.exit_code != ExitCode.DONE
-    done = sum(isinstance(event, ChangeDone) for event in events)
-    problems = finished.problems or tuple(_check_problem(check) for check in checks if check.status == "failed")
+    recorder = Recorder()
+    for event in events:
+        recorder(event)
+    result = recorder.result(again="run the same task again")
+    failed = result.exit_code != ExitCode.DONE
+    made = any(change.seconds is not None for change in result.made)
+    problems = result.problems or tuple(_check_problem(check) for check in result.checks if check.status == "failed")
     return TaskResult(
         failed=failed,
-        changed=(done if failed else max(done, finished.changed)) > 0 and command != PLAN,
-        msg=problem_text(problems) if failed and problems else words.one_line(finished.summary),
-        changes=tuple(Change(change.step, change.summary) for change in changes),
-        checks=checks,
+        changed=(made or (not failed and result.changed > 0)) and command != PLAN,
+        msg=problem_text(problems) if failed and problems else words.one_line(result.summary),
+        changes=tuple(Change(change.step, change.summary) for change in result.plan),
+        checks=result.checks,
         problems=problems,
-        diff=tuple(Prepared(f"{change.diff}\n") for change in changes if change.diff),
-        disturbs=planned.disturbs if planned else None,
-        cuda=next((event.survey for event in reversed(events) if isinstance(event, CudaSurveyed)), None),
-        versions=finished.versions,
-        reboot_needed=finished.exit_code == ExitCode.REBOOT_NEEDED,
-        warnings=tuple(
-            words.one_line(event.message) for event in events if isinstance(event, Note) and event.level == "warning"
-        ),
-        facts=next((event.facts for event in reversed(events) if isinstance(event, FactsGathered)), None),
+        diff=tuple(Prepared(f"{change.diff}\n") for change in result.plan if change.diff),
+        disturbs=recorder.planned.disturbs if recorder.planned else None,
+        cuda=recorder.survey,
+        versions=result.versions if recorder.facts is None else {},
+        reboot_needed=result.exit_code == ExitCode.REBOOT_NEEDED,
+        warnings=tuple(map(words.one_line, recorder.warnings)),
+        facts=recorder.facts,
     )
 
 
@@ -239,12 +226,12 @@ def job_result(text: str) -> TaskResult | None:
     """Return the result in a job's file, None while the job runs. Raises GpuprovError for any other file."""
     try:
         # A login shell may print before it.
-        data = json.loads(text.strip().rpartition("\n")[2])
+        data = parse(text.strip().rpartition("\n")[2])
         if data.get("started"):
             return None
         local = (data.get("ansible_facts") or {}).get("ansible_local") or {}
         return load(TaskResult, {**data, "facts": local.get("gpuprov")})
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise no_agent_sends(str(error)) from None
 
 

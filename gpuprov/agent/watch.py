@@ -10,8 +10,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from gpuprov.agent.metrics import PENDING, metrics_text
+from gpuprov.agent.result import HostResult, Recorder
 from gpuprov.agent.run import run_request
-from gpuprov.agent.watch_metrics import Measured, metrics_text
 from gpuprov.core.changes import parent_of
 from gpuprov.core.disk import write_whole
 from gpuprov.core.lock import read_holder, try_lock
@@ -20,11 +21,12 @@ from gpuprov.core.system import System
 from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.watch import STORED, stored
 from gpuprov.plan.steps import STEPS
+from gpuprov.protocol.advisories import advisories
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import CheckDone, Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted
 
+_COMMAND = "watch"
 _HOSTNAME = "/proc/sys/kernel/hostname"
 # A host that was installed from a bundle reaches no repository: these steps can't be checked without the bundle.
 _OF_A_BUNDLE = ("download", "repositories", "packages", "images")
@@ -59,30 +61,33 @@ def watch(system: System) -> str:
         arguments={"watch": True, "bundle": bool(found.get("bundle"))},
     )
     steps = tuple(step.name for step in STEPS if step.name not in _OF_A_BUNDLE) if found.get("bundle") else ()
-    plan, _ = _run(system, replace(request, check=True, steps=steps))
-    proof, checks = _run(system, replace(request, command="verify"))
+    host = (system.read_text(_HOSTNAME) or "localhost").strip()
+    plan = _run(system, host, replace(request, check=True, steps=steps))
+    proof = _run(system, host, replace(request, command="verify"))
     if busy := _busy(system):
         return busy
-    code = plan.exit_code or proof.exit_code
-    versions = {**plan.versions, **{name: one for name, one in proof.versions.items() if one}}
-    pending = plan.changed if plan.exit_code == ExitCode.DONE else None
-    host = (system.read_text(_HOSTNAME) or "localhost").strip()
-    seconds = round(time.monotonic() - begun, 1)
-    text = metrics_text(Measured(host, code, pending, checks, versions, time.time(), seconds))
+    result = replace(
+        plan,
+        exit_code=plan.exit_code or proof.exit_code,
+        checks=proof.checks,
+        versions={**plan.versions, **{name: one for name, one in proof.versions.items() if one}},
+    )
+    planned = plan.exit_code == ExitCode.DONE
+    text = metrics_text(
+        _COMMAND, (result,), advisories(), ended=time.time(), seconds=round(time.monotonic() - begun, 1),
+        changes=PENDING if planned else None,
+    )  # fmt: skip
     _write(system, str(spec["watch_metrics"]), text)
     troubles = [str(problem) for one in (plan, proof) for problem in one.problems]
-    failed = [f"{check.name}: {check.reason}" for check in checks if check.status == "failed"]
-    changes = counted("unknown" if pending is None else pending, "change")
-    told = f"{changes} pending, {counted(len(failed), 'check')} failed"
-    return "\n".join((told, *failed, *troubles))
+    failed = [f"{check.name}: {check.reason}" for check in proof.checks if check.status == "failed"]
+    changes = counted(plan.changed if planned else "unknown", "change")
+    return "\n".join((f"{changes} pending, {counted(len(failed), 'check')} failed", *failed, *troubles))
 
 
-def _run(system: System, request: Request) -> tuple[Finished, tuple[CheckDone, ...]]:
-    events: list[Event] = []
-    run_request(request, events.append, system)
-    last = events[-1]
-    assert isinstance(last, Finished)
-    return last, tuple(event for event in events if isinstance(event, CheckDone))
+def _run(system: System, host: str, request: Request) -> HostResult:
+    recorder = Recorder(host)
+    run_request(request, recorder, system)
+    return recorder.result()
 
 
 def _busy(system: System) -> str:

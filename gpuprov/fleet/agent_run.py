@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
-_LONGEST_STRAY = 400
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
@@ -81,16 +80,13 @@ def run_agent(
         request = replace(request, bundle=_upload_bundle(connection, target, probe, request, sink))
     command = agent_command(probe, agent.digest)
     finished: list[Finished] = []
-    strays: list[str] = []
     read = EventReader()
 
     def on_line(line: str) -> None:
         event = read(line)
-        if event is None:
-            strays[:] = [*strays[-20:], line[:_LONGEST_STRAY]]
-        elif isinstance(event, Finished):
+        if isinstance(event, Finished):
             finished.append(event)
-        else:
+        elif event is not None:
             sink(event)
             if isinstance(event, Started):
                 stoppable(lambda: later(STOP.encode() + b"\n"))
@@ -99,7 +95,7 @@ def run_agent(
     later = remote.Later()
     done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout, later=later)
     if not finished:
-        raise _error(_unfinished_problem(done, strays))
+        raise _error(_unfinished_problem(done, list(read.strays)))
     # A Finished event that announces a reboot is not the final one.
     if not finished[-1].left_boot:
         sink(finished[-1])

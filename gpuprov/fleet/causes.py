@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpuprov.fleet.result import HostResult, told
+from gpuprov.agent.result import HostResult, told
 from gpuprov.protocol.errors import Problem
 
 # Text that identifies one host in a sentence: `[name]:port`, `name port 22`, an IPv4 address.

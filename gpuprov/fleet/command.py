@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuprov.agent.result import HostResult
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.history import Run, moment, new_identifier, save
 from gpuprov.fleet.host_command import HostCommands, parse_host_commands, require_safe_hosts
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.standard_streams import say
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
@@ -247,7 +247,7 @@ def _report(options: Options, run: Run, next_command: str) -> None:
 
 def _write_metrics(options: Options, run: Run) -> None:
     if options.metrics:
-        from gpuprov.fleet.metrics import write_metrics
+        from gpuprov.fleet.report_command import write_metrics
 
         try:
             write_metrics(run, options.metrics, time.time())

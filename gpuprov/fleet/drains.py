@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from gpuprov.agent.result import Drain, HostResult
 from gpuprov.fleet.display_text import listed, shortened
-from gpuprov.fleet.result import Drain, HostResult
 from gpuprov.protocol.words import one_line, plain
 
 _STATES = {

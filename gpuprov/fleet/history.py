@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from gpuprov import __version__
+from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.core.disk import make_user_folder
-from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.protocol import codec
 from gpuprov.protocol.codec import WrongDataError
 from gpuprov.protocol.errors import ExitCode, GpuprovError

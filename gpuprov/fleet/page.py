@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
+from gpuprov.agent.result import MIG, HostResult, MadeChange, hosts_by_hole, machines
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.drains import command_of, drained, state_of
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
-from gpuprov.fleet.result import HostResult, MadeChange, machines
-from gpuprov.fleet.versions import MIG, hosts_by_hole, mig_instances
+from gpuprov.fleet.versions import mig_instances
 from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CheckDone, PlannedChange

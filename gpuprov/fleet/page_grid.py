@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpuprov.fleet.result import HostResult
+from gpuprov.agent.result import HostResult
 from gpuprov.protocol.errors import ExitCode
 
 # Colour never stands alone: each state has its word, and in the grid its width.

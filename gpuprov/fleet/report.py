@@ -13,12 +13,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpuprov.agent.result import HostResult, fact, hosts_by_hole, machines, overall_exit_code
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.drains import drains_table, still_drained
-from gpuprov.fleet.result import HostResult, machines, overall_exit_code
-from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
+from gpuprov.fleet.versions import Spread, spreads
 from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import SCHEMA, CheckDone

@@ -1,18 +1,23 @@
-"""`gpuprov report`: show a stored run again, as text, JSON or a page."""
+"""Show a run again, as text, JSON or a page (`gpuprov report`), and write its page and its metrics."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpuprov.agent.metrics import MADE, PENDING, metrics_text
+from gpuprov.core.disk import write_whole
+from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet import history
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.standard_streams import say_text
+from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import counted, plain
 
@@ -78,6 +83,18 @@ def write_page(run: Run, path: str) -> None:
             f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere",
             exit_code=ExitCode.USAGE,
         ) from None  # fmt: skip
+
+
+def write_metrics(run: Run, path: str, ended: float) -> None:
+    """Write the run's metrics atomically; `ended` is its end in seconds since the epoch. Raises OSError.
+
+    The collector that reads them has another account.
+    """
+    text = metrics_text(
+        run.command, run.results, rows_of(advisories_table()), ended=ended, seconds=run.seconds,
+        changes=PENDING if run.check else MADE,
+    )  # fmt: skip
+    write_whole(Path(path).expanduser(), text.encode(), 0o644, (os.geteuid(), os.getegid()))
 
 
 def summary(run: Run) -> dict[str, object]:

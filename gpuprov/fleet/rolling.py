@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gpuprov.agent.result import Drain, DrainState
 from gpuprov.fleet.history import moment
 from gpuprov.fleet.host_command import HostCommands, for_host, run_host_command
-from gpuprov.fleet.result import Drain, DrainState
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import Event, Finished, Note, Planned, Sink

@@ -175,7 +175,6 @@ def run_in_root(
 
 def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink) -> None:
     finished: list[Finished] = []
-    strays: list[str] = []
     refused: list[GpuprovError] = []
     read = EventReader()
 
@@ -185,11 +184,9 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
         except GpuprovError as error:
             refused.append(error)
             return
-        if event is None:
-            strays[:] = [*strays[-5:], line[:400]]
-            return
-        finished.extend([event] if isinstance(event, Finished) else [])
-        sink(event)
+        if event is not None:
+            finished.extend([event] if isinstance(event, Finished) else [])
+            sink(event)
 
     with tempfile.NamedTemporaryFile(prefix="gpuprov-agent-") as file:
         file.write(agent.content)
@@ -221,7 +218,7 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
             f"looked in {root} for {', '.join(PYTHONS)}",
             f"install it there (chroot {root} apt-get install python3)",
         )
-    said = "\n".join(strays) or "\n".join(done.stderr.strip().splitlines()[-5:])
+    said = "\n".join(list(read.strays)[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
     raise GpuprovError(
         f"the run in {root} did not come to its end",
         f"exit code {done.returncode}: {said or 'no output'}",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.agent import same_machine
+from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
 from gpuprov.agent.same_machine import local_host_keys, local_machine
 from gpuprov.agent.worker import StopFlag
 from gpuprov.core.site_tables import for_request
@@ -23,8 +24,6 @@ from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.host_command import HostCommands
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.recorder import HostSink, Recorder
-from gpuprov.fleet.result import Drain, HostResult
 from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected, wait_for_boot

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Union
 
+from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.recorder import HostSink, Recorder
-from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node, PodState
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem

@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from gpuprov.fleet.recorder import HostSink
-from gpuprov.fleet.result import HostResult
+from gpuprov.agent.result import HostResult, HostSink
 from gpuprov.kubernetes.cluster import (
     Node,
     PodState,

@@ -177,6 +177,7 @@ Sink = Callable[[Event], None]
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 _MOST_EVENTS = 10_000
+_MOST_STRAYS, _LONGEST_STRAY = 20, 400
 
 
 def to_line(event: Event) -> str:
@@ -185,9 +186,10 @@ def to_line(event: Event) -> str:
 
 
 class EventReader:
-    """Reads the lines of one run on one host, which is not trusted."""
+    """Reads the lines of one run on one host, which is not trusted. `strays`: the last lines that were no events."""
 
     def __init__(self) -> None:
+        self.strays: collections.deque[str] = collections.deque(maxlen=_MOST_STRAYS)
         self._seen: collections.Counter[type[Any]] = collections.Counter()
 
     def __call__(self, line: str) -> Event | None:
@@ -200,6 +202,7 @@ class EventReader:
         except WrongDataError as error:
             raise no_agent_sends(str(error)) from None
         if event is None:
+            self.strays.append(line[:_LONGEST_STRAY])
             return None
         self._seen[type(event)] += 1
         most = getattr(event, "MOST", _MOST_EVENTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.fleet.result import HostResult
+from gpuprov.agent.result import HostResult
 from gpuprov.kubernetes.kubectl import Kubectl, Stop
 from gpuprov.kubernetes.node_checks import HostList
 from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.result import machines
 from gpuprov.fleet.agent_build import build_agent, pack
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options, SshSettings
-from gpuprov.fleet.result import machines
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget

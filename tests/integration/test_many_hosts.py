@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.result import HostResult
 from gpuprov.fleet import remote
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event

@@ -14,16 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from gpuprov.agent.playbook_task import task_request
+from gpuprov.agent.result import HostResult, hosts_by_hole
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.cli.main import cli
 from gpuprov.core.site_tables import advisories_path, for_request, use_newer_advisories, use_tables
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.fleet.report import summary_json
-from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import request_for
 from gpuprov.fleet.target import HostTarget
-from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.plan.context import PlanContext

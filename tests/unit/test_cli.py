@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpuprov import __version__
+from gpuprov.agent.result import HostResult
 from gpuprov.cli.main import cli
 from gpuprov.fleet import command
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reference import as_text
-from gpuprov.fleet.result import HostResult
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.spec import option_names
 

@@ -18,13 +18,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from gpuprov.agent.result import HostResult, Recorder
 from gpuprov.agent.run import run_request
 from gpuprov.cli.main import cli
 from gpuprov.fleet.history import Run, save
 from gpuprov.fleet.progress import JsonLines
-from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report_command import summary
-from gpuprov.fleet.result import HostResult
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import SCHEMA, Event, PlannedChange
 from gpuprov.protocol.request import COMMANDS, Request

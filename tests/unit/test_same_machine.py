@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.probe import PROBE, parse_probe
+from gpuprov.agent.result import HostResult
 from gpuprov.agent.same_machine import changes_the_host, claim_in, local_machine, machine_of
 from gpuprov.core.system import System
 from gpuprov.fleet.report import last_line
-from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.versions import spreads
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CheckDone

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from gpuprov.agent.result import HostResult
 from gpuprov.cli.main import cli
-from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import Fleet
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem

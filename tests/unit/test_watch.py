@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from gpuprov.agent import watch
 from gpuprov.agent.run import run_request
-from gpuprov.agent.watch_metrics import Measured, metrics_text
 from gpuprov.boot import watch as boot_watch
 from gpuprov.core.lock import LOCK_PATH
 from gpuprov.core.system import sha256_of
 from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.host import gather
 from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
-from gpuprov.fleet.history import Run
-from gpuprov.fleet.metrics import write_metrics
-from gpuprov.fleet.result import HostResult
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import CheckDone, Event, Finished, Planned
+from gpuprov.protocol.events import Event, Finished, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
@@ -204,28 +199,6 @@ def test_a_bundles_host_is_not_asked_for_what_only_the_bundle_has(
     assert "watch" in asked[0].steps and not {"packages", "repositories", "images"} & set(asked[0].steps)
     assert [request.command for request in asked] == ["install", "verify"]
     assert asked[0].check
-
-
-def test_metrics_are_those_of_the_controller(tmp_path: Path) -> None:
-    evil = 'docker, "all"\nGPUs\\'
-    checks = (CheckDone("driver", "ok"), CheckDone(evil, "failed"), CheckDone("image", "skipped"))
-    versions = {"os": "Debian 12", "kernel": "6.1", "driver": "535.54.03", "docker": "26", "gpus": "2"}
-    ours = metrics_text(Measured("gpu1", 1, 3, checks, versions, 1795338923.0, 9.5))
-    result = HostResult("gpu1", ExitCode.FAILED, 3, checks=checks, versions=versions)
-    run = Run("20261122T0815-7", "watch", "2026-11-22T08:15:00+0000", 9.5, (result,), check=True)
-    write_metrics(run, str(tmp_path / "gpuprov.prom"), 1795338923.0)
-
-    def parsed(text: str) -> list[tuple[str, dict[str, str], float]]:
-        families = text_string_to_metric_families(text)
-        return sorted(
-            ((one.name, one.labels, one.value) for family in families for one in family.samples), key=repr
-        )  # fmt: skip
-
-    def ordered(rows: list[tuple[str, dict[str, str], float]]) -> list[tuple[str, list[tuple[str, str]], float]]:
-        return sorted((name, sorted(labels.items()), value) for name, labels, value in rows)
-
-    assert ordered(parsed(ours)) == ordered(parsed((tmp_path / "gpuprov.prom").read_text()))
-    assert any(name == "gpuprov_known_hole_score" for name, *_ in parsed(ours))
 
 
 def test_delays_spread_each_schedule() -> None:

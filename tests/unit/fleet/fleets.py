@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpuprov.agent.result import HostResult, MadeChange
 from gpuprov.fleet.history import Run
-from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone, PlannedChange
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gpuprov.agent.result import HostResult, MadeChange
 from gpuprov.cli.main import cli
 from gpuprov.fleet import history
 from gpuprov.fleet.crash import write_log
 from gpuprov.fleet.history import Run, load, save, without_secrets
-from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, PlannedChange
 

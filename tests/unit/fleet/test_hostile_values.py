@@ -14,13 +14,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from gpuprov.agent.result import HostResult, Recorder
 from gpuprov.fleet.history import Run, before, load, save
-from gpuprov.fleet.metrics import write_metrics
 from gpuprov.fleet.page import render
 from gpuprov.fleet.progress import JsonLines, PlainLines
-from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.report_command import write_metrics
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
     CauseFound,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from gpuprov.agent.result import HostResult, versions_of_facts
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.versions import spreads, versions_of_facts
+from gpuprov.fleet.versions import spreads
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone
 

@@ -10,11 +10,11 @@ import yaml
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuprov.agent.result import HostResult
 from gpuprov.cli.main import cli
 from gpuprov.fleet import command
 from gpuprov.fleet.history import Run
-from gpuprov.fleet.metrics import write_metrics
-from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.report_command import write_metrics
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CheckDone
 

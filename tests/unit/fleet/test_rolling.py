@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gpuprov.agent.result import Drain, HostResult
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.history import Run, from_json, to_json
 from gpuprov.fleet.host_command import parse_host_commands
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.page import render
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.result import Drain, HostResult
 from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.target import HostTarget

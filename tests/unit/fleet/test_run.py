@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 import pytest
 
+from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.cli.main import cli
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.options import Options, SshSettings
-from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
 from gpuprov.fleet.ssh import wait_for_boot
 from gpuprov.fleet.target import HostTarget
