@@ -90,7 +90,7 @@ class Probe:
     agent_digest: str = ""
     pythons: tuple[Python, ...] = ()
     sudo_code: int | None = None
-    sudo_said: str = ""
+    sudo_output: str = ""
     os_release: tuple[str, ...] = ("",) * 7
     machine: str = ""
     owners: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def parse_probe(text: str) -> Probe | None:
         values.setdefault(word, []).append(rest)
     if not found or "end" not in values or not _NUMBER.fullmatch(values.get("uid", [""])[0]):
         return None
-    code, _, said = values.get("sudo", [""])[0].partition(" ")
+    code, _, output = values.get("sudo", [""])[0].partition(" ")
     return Probe(
         system=values.get("system", [""])[0],
         uid=int(values["uid"][0]),
@@ -119,7 +119,7 @@ def parse_probe(text: str) -> Probe | None:
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
         owners=tuple(dict.fromkeys(name for name in values.get("owner", ()) if _PACKAGE.fullmatch(name))),
         sudo_code=int(code) if _NUMBER.fullmatch(code) else None,
-        sudo_said=said.strip(),
+        sudo_output=output.strip(),
         os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
         machine=machine_of(values.get("machine", [""])[0]),
     )
@@ -148,16 +148,16 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
     if probe.sudo_code == 127:
         return Problem(
             "there is no sudo on the host, and we are not root there",
-            f"`sudo -n true` exited 127: {probe.sudo_said}",
+            f"`sudo -n true` exited 127: {probe.sudo_output}",
             "install sudo, or set ansible_user to root",
         )
-    refused = sudo_problem(probe.sudo_said) if probe.sudo_code != 0 else None
+    refused = sudo_problem(probe.sudo_output) if probe.sudo_code != 0 else None
     if refused is not None:
         return refused
     if probe.sudo_code != 0 and not has_password:
         return Problem(
             "sudo on the host wants a password",
-            f"`sudo -n true` exited {probe.sudo_code}: {probe.sudo_said}",
+            f"`sudo -n true` exited {probe.sudo_code}: {probe.sudo_output}",
             "run again with -K to be asked for it, or set ansible_become_password",
         )
     return None

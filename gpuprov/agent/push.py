@@ -49,7 +49,7 @@ def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
 def unfinished_problem(
     done: Completed, strays: list[str], *, lost: bool = False, ended: str = "", by_ansible: bool = False
 ) -> Problem:
-    """Return why a run ended without a result. `lost`: the connection broke; `ended`: the text of said().
+    """Return why a run ended without a result. `lost`: the connection broke; `ended`: how it ended, in words.
 
     `by_ansible`: Ansible dropped the line in which sudo names the refused command.
     """
@@ -71,11 +71,11 @@ def unfinished_problem(
         )  # fmt: skip
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
-            "the host's Python lacks a part of its standard library", said(done, ended=ended),
+            "the host's Python lacks a part of its standard library", ending(done, ended=ended),
             "install the distribution's full package python3 (on Debian and Ubuntu, python3-minimal is not enough)",
         )  # fmt: skip
     return Problem(
-        "the agent ended without a result", said(done, strays, ended=ended),
+        "the agent ended without a result", ending(done, strays, ended=ended),
         "run the same command again; it resumes that run",
     )  # fmt: skip
 
@@ -86,12 +86,12 @@ def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tup
     if found is not None:
         return found, True
     return Problem(
-        "the host's shell does not answer as a shell should", said(done, done.stdout.splitlines(), ended=ended),
+        "the host's shell does not answer as a shell should", ending(done, done.stdout.splitlines(), ended=ended),
         "is this a machine with a POSIX shell, and may this user run commands?",
     ), False  # fmt: skip
 
 
-def said(done: Completed, output: list[str] | None = None, *, ended: str = "") -> str:
+def ending(done: Completed, output: list[str] | None = None, *, ended: str = "") -> str:
     """Return how it ended (the exit code, if no word is given) and the last lines; the command is ours and long."""
     lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
     return "\n".join([ended or f"exit code {done.returncode}", *lines])

@@ -56,9 +56,9 @@ _SHELL = (
 )  # fmt: skip
 
 
-def sudo_problem(said: str) -> Problem | None:
+def sudo_problem(output: str) -> Problem | None:
     """Return why sudo refuses regardless of the password, None if its output names no such reason."""
-    return _found(_SUDO, said)
+    return _found(_SUDO, output)
 
 
 def account_problem(done: Completed, user: str = "") -> Problem | None:
@@ -79,9 +79,9 @@ def account_problem(done: Completed, user: str = "") -> Problem | None:
     return found
 
 
-def _found(signs: tuple[_Sign, ...], said: str, known: str = "") -> Problem | None:
+def _found(signs: tuple[_Sign, ...], output: str, known: str = "") -> Problem | None:
     for sign in signs:
-        for line in said.splitlines():
+        for line in output.splitlines():
             match = re.search(sign.pattern, line)
             if match is not None:
                 named = match.groupdict()

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Callable
 
 from gpuprov import __version__
-from gpuprov.agent import same_machine
 from gpuprov.agent.context import RunContext, StopRequested
 from gpuprov.agent.image import for_target
 from gpuprov.agent.install import check, install
@@ -94,7 +93,7 @@ class _Told:
 
 
 def _dispatch(run: RunContext) -> Finished:
-    if same_machine.changes_the_host(run.request):
+    if run.request.changes_the_host:
         return _locked(_as_root(run))
     with run.system.interruptible(run.stop_requested):
         return _look(run)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import Problem
-from gpuprov.protocol.request import Request
 
 _MACHINE_ID = "/etc/machine-id"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -40,13 +39,6 @@ def local_machine(system: System) -> str:
         namespace.target if namespace else "",
     )
     return machine_of(" ".join(parts))
-
-
-def changes_the_host(request: Request) -> bool:
-    """Say whether two such requests, at once or one after the other, would interfere."""
-    if request.check:
-        return False
-    return request.command in ("install", "rollback", "uninstall") or (request.command == "doctor" and request.fix)
 
 
 def local_host_keys(system: System) -> frozenset[str]:

@@ -194,7 +194,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
     work = system.temporary_directory("/var/tmp")
     part = output.with_name(f"{output.name}.part")
     try:
-        to = Collection(system, recipe, work, _tell)
+        to = Collection(system, recipe, work, _progress)
         collected = collecting.collect(to, build_agent().content, str(Path(_CACHE).expanduser()))
         signature = b""
         system.write(f"{work}/{ADVISORIES}", json.dumps(advisories_table(), sort_keys=True).encode())
@@ -204,7 +204,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
             system.write(f"{work}/bundle.gpg", export_key(system, sign_key, environment))
             collected = collecting.with_file(system, collected, SIGNING_KEY, f"{work}/bundle.gpg")
             signature = sign(system, manifest_to_bytes(collected.manifest), sign_key, environment)
-        _tell(f"writing {output}")
+        _progress(f"writing {output}")
         with part.open("wb") as file:
             write_bundle(file, collected.manifest, lambda path: system.open(collected.places[path]), signature)
         part.replace(output)
@@ -215,7 +215,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
         return read_contents(file)
 
 
-def _tell(message: str, done: int = 0, total: int = 0) -> None:
+def _progress(message: str, done: int = 0, total: int = 0) -> None:
     share = f" {100 * done // total} %" if total else ""
     say(f"{message}{share}", err=True)
 

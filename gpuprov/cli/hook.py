@@ -156,7 +156,7 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
     """Print the decision for the container on each host; one host that has it is enough for success."""
     from gpuprov.fleet.agent_build import build_agent
     from gpuprov.fleet.command import inventory_of
-    from gpuprov.fleet.explain import explain_on
+    from gpuprov.fleet.remote_system import explain_on
 
     if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"

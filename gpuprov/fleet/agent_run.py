@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.agent.probe import (
@@ -17,12 +18,13 @@ from gpuprov.agent.probe import (
     probe_problem,
     python_problem,
 )  # fmt: skip
-from gpuprov.agent.push import STORE, agent_command, no_probe_problem, said, unfinished_problem
+from gpuprov.agent.push import STORE, agent_command, ending, no_probe_problem, unfinished_problem
 from gpuprov.agent.refusals import sudo_problem
 from gpuprov.agent.worker import STOP
+from gpuprov.bundle.place import ASK, CACHE, Place, parse_there
+from gpuprov.bundle.place import STORE as STORE_BUNDLE
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
-from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
+_CHUNK = 1 << 18
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
@@ -111,8 +114,8 @@ def probe_host(connection: Connection, target: HostTarget, digest: str = "none")
     probe = parse_probe(done.stdout)
     if probe is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
         raise GpuprovError(
-            "the host accepts the login, then stops responding", _said(done), "look what hangs there: on its console, "
-            "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
+            "the host accepts the login, then stops responding", _ending(done),
+            "look what hangs there: on its console, dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
     if probe is None:
         problem, no_login = no_probe_problem(done, ended=_ENDS.get(done.returncode, ""), user=target.user)
@@ -130,16 +133,42 @@ def _upload(connection: Connection, agent: Agent) -> None:
     )  # fmt: skip
     if not done.ok:
         raise _error(
-            Problem("the agent cannot be stored on the host", _said(done),
+            Problem("the agent cannot be stored on the host", _ending(done),
                     "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?")
         )  # fmt: skip
 
 
 def _upload_bundle(connection: Connection, target: HostTarget, probe: Probe, request: Request, sink: Sink) -> str:
-    def with_sudo(command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None]) -> Completed:
-        return as_root(connection, target, probe, command, stdin, on_line)
+    """Upload the request's bundle, once for each digest, resumed after a broken connection; return its path there.
 
-    return upload_bundle(request.bundle, request.bundle_digest, with_sudo, sink)
+    The uploaded content is not checked here: the agent compares every digest before it uses anything.
+    """
+    place = Place(request.bundle_digest, Path(request.bundle).stat().st_size)
+    lines: list[str] = []
+    asked = as_root(connection, target, probe, place.command(ASK), (), lines.append)
+    there = parse_there(lines)
+    if there is None:
+        raise _error(Problem("the host does not say what it has of the bundle", _ending(asked), "run it again"))
+    if there.whole:
+        return place.path
+    from_where = f", from byte {there.size} on" if there.size else ""
+    sink(Note(f"uploading the bundle, {place.size / 2**20:.0f} MiB{from_where}"))
+    content = _content(request.bundle, there.size)
+    stored = as_root(connection, target, probe, place.command(STORE_BUNDLE), content, lambda line: None)
+    if stored.returncode == remote.CONNECTION_LOST:
+        next_step = "run the same command again; it goes on where this one stopped"
+        raise _error(Problem("the connection dropped while the bundle was uploaded", _ending(stored), next_step))
+    if not stored.ok:
+        next_step = f"is there room? df -h {CACHE}; df -i {CACHE}"
+        raise _error(Problem("the bundle can't be stored on the host", _ending(stored), next_step))
+    return place.path
+
+
+def _content(path: str, start: int) -> Iterator[bytes]:
+    with Path(path).open("rb") as file:
+        file.seek(start)
+        while chunk := file.read(_CHUNK):
+            yield chunk
 
 
 def _line(text: str) -> tuple[bytes, ...]:
@@ -153,7 +182,7 @@ def _bootstrap(connection: Connection, target: HostTarget, probe: Probe, request
     done = as_root(connection, target, probe, command, stdin, output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
         raise _error(
-            Problem("Python cannot be installed on the host", _said(done, output[-5:]),
+            Problem("Python cannot be installed on the host", _ending(done, output[-5:]),
                     "correct the host's package repositories, or install Python ≥ 3.9 by hand")
         )  # fmt: skip
 
@@ -186,7 +215,7 @@ def as_root(
 
 def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) -> Problem:
     """Return why sudo refused although it was given a password."""
-    told = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _said(done)
+    told = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _ending(done)
     if wrong_password:
         step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
         return Problem("sudo on the host refuses the password", told, step)
@@ -230,9 +259,9 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
     )
 
 
-def _said(done: Completed, output: list[str] | None = None) -> str:
+def _ending(done: Completed, output: list[str] | None = None) -> str:
     """Return how the command ended and its last lines, without the long command itself."""
-    return said(done, output, ended=_ENDS.get(done.returncode, ""))
+    return ending(done, output, ended=_ENDS.get(done.returncode, ""))
 
 
 _ENDS = {

@@ -100,10 +100,10 @@ def _values(target: HostTarget) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a command: `trouble` is empty on success; `said` is the end of its output."""
+    """The result of a command: `trouble` is empty on success; `output` has its last lines."""
 
     trouble: str = ""
-    said: str = ""
+    output: str = ""
 
 
 def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bool] = lambda: False) -> Ended:

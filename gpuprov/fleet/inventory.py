@@ -19,8 +19,9 @@ from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
     Wrong,
     ansible_error,
-    ansible_said,
+    ansible_output,
     ansible_temporary_folder,
+    ansible_warnings,
     ask_ansible,
     clean,
     explained,
@@ -28,7 +29,6 @@ from gpuprov.fleet.inventory_messages import (
     reason_of,
     vault_hint,
     with_origins,
-    worth_telling,
 )
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
@@ -59,15 +59,15 @@ def read_inventory(
     for source in sources:
         _require_there(source)
     require_files(extra_vars)
-    with ansible_temporary_folder(), ansible_said() as said:
+    with ansible_temporary_folder(), ansible_output() as output:
         try:
-            hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, said)
+            hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, output)
         except ansible_error() as error:
             raise _usage(
                 "Ansible cannot read the inventory", explained(error), vault_hint(str(error)) or ask_ansible(sources[0])
             ) from None
     targets, warnings = _targets(hosts, sources, extra_names)
-    return Inventory(targets, tuple(dict.fromkeys((*worth_telling(said), *warnings))))
+    return Inventory(targets, tuple(dict.fromkeys((*ansible_warnings(output), *warnings))))
 
 
 def _require_there(source: str) -> None:
@@ -88,7 +88,7 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
         from ansible.parsing.dataloader import DataLoader
         from ansible.template import Templar
 
-        with ansible_temporary_folder(), ansible_said():
+        with ansible_temporary_folder(), ansible_output():
             try:
                 loader = DataLoader()
                 values = _load_extra_vars(loader, extra_vars)
@@ -99,7 +99,7 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
 
 
 def _load(
-    sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, said: list[str]
+    sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, output: list[str]
 ) -> tuple[list[tuple[str, Mapping[str, Any]]], frozenset[str]]:
     """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
@@ -113,9 +113,9 @@ def _load(
     places = [_expanded(source) if "," in source else str(Path(source).absolute()) for source in sources]
     manager = InventoryManager(loader=loader, sources=places, parse=False)
     for source, place in zip(sources, places):
-        before = len(said)
+        before = len(output)
         if not manager.parse_source(place):
-            reason = reason_of(source, said[before:])
+            reason = reason_of(source, output[before:])
             raise _usage(
                 f"Ansible cannot read the inventory {source}", reason, path_hint(reason) or ask_ansible(source)
             )

@@ -24,16 +24,16 @@ _REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin:
 
 
 @contextlib.contextmanager
-def ansible_said() -> Iterator[list[str]]:
+def ansible_output() -> Iterator[list[str]]:
     """Collect Ansible's output for gpuprov's errors, so that it does not appear between the lines of a table."""
     from ansible.utils.display import Display
 
-    said: list[str] = []
+    output: list[str] = []
     display = Display()
     columns, display.columns = display.columns, _UNWRAPPED
-    display.display = lambda msg, *_, **__: said.append(_marked(str(msg)))
+    display.display = lambda msg, *_, **__: output.append(_marked(str(msg)))
     try:
-        yield said
+        yield output
     finally:
         del display.display
         display.columns = columns
@@ -60,9 +60,9 @@ def ansible_error() -> type[Exception]:
     return error
 
 
-def worth_telling(said: Sequence[str]) -> list[str]:
+def ansible_warnings(output: Sequence[str]) -> list[str]:
     """Return Ansible's own warnings: invalid groups, skipped files, names that match no host."""
-    return [clean(line) for line in said if line.startswith(_WARNING)]
+    return [clean(line) for line in output if line.startswith(_WARNING)]
 
 
 def _marked(text: str) -> str:
@@ -88,12 +88,12 @@ def explained(error: BaseException) -> str:
     return texts[0]
 
 
-def reason_of(source: str, said: Sequence[str]) -> str:
+def reason_of(source: str, output: Sequence[str]) -> str:
     """Return why Ansible cannot read a source: the reason of the plugin that its name stands for, and the place.
 
     Ansible tries each plugin in turn, and gives every one's reason two or three times.
     """
-    lines = clean("\n".join(said)).splitlines()
+    lines = clean("\n".join(output)).splitlines()
     plugin = "yaml" if Path(source).suffix in (".yml", ".yaml", ".json") else "ini"
     given = [found for line in lines if (found := _REFUSED.fullmatch(line))]
     chosen = [one["reason"] for one in given if one["plugin"] in (plugin, "auto")] or [one["reason"] for one in given]

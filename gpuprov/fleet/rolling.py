@@ -76,7 +76,7 @@ class Rolling:
         if ended.trouble:
             raise GpuprovError(
                 "the command before the change failed, so the host was not changed",
-                f"{self._words(self.commands.before)}: {ended.trouble}\n{ended.said}".rstrip(),
+                f"{self._words(self.commands.before)}: {ended.trouble}\n{ended.output}".rstrip(),
                 f"the host may be drained in part{self._to_type()}; fix what the command names, then run the same "
                 "command again",
             )
@@ -103,7 +103,7 @@ class Rolling:
         if ended.trouble:
             problem = Problem(
                 "the command after the change failed, so the host stays drained",
-                f"{self._words(self.commands.after)}: {ended.trouble}\n{ended.said}".rstrip(),
+                f"{self._words(self.commands.after)}: {ended.trouble}\n{ended.output}".rstrip(),
                 f"the host is ready: {self._words(self.commands.after)}",
             )
             return replace(finished, exit_code=int(ExitCode.FAILED), problems=(problem,))

@@ -21,11 +21,11 @@ from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
+from gpuprov.fleet.chroot import run_in_root
 from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.host_command import HostCommands
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import Rolling
-from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected, wait_for_boot
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -159,7 +159,7 @@ class Fleet:
         """Say whether a first Ctrl-C ends the look at this host: a drained host is changed, verified and undrained."""
         drain = self._drains.get(target.name)
         begun = target.name in self._rebooted or (drain is not None and drain.lasts)
-        return same_machine.changes_the_host(request) and not begun
+        return request.changes_the_host and not begun
 
     @contextmanager
     def _stoppable(self, target: HostTarget, request: Request) -> Iterator[Callable[[Callable[[], None]], None]]:
@@ -228,7 +228,7 @@ class Fleet:
             sink(Note(same_machine.unproven(name, other), "warning"))
             return
         self._same_as[name] = other
-        if same_machine.changes_the_host(request):
+        if request.changes_the_host:
             raise GpuprovError.several(
                 (same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE
             )  # fmt: skip

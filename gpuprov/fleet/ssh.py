@@ -287,12 +287,12 @@ def _proxy_problem(hop: Connection, settings: SshSettings, error: Exception) -> 
     spoke = transport is not None and transport.remote_version
     seen = [f"ProxyCommand {hop.gateway}"]
     if process is None:
-        ended, said = "can't be started", str(error)
+        ended, output = "can't be started", str(error)
     else:
-        ended, said = _end_of(process, settings)
+        ended, output = _end_of(process, settings)
     if spoke:
-        ended, said = "broke the connection", said or str(error)
-    seen += [line for line in said.splitlines() if line.strip()][-4:]
+        ended, output = "broke the connection", output or str(error)
+    seen += [line for line in output.splitlines() if line.strip()][-4:]
     return Problem(
         f"{hop.host} port {hop.port} cannot be reached: its ProxyCommand {ended}", "\n".join(seen),
         f"try it by hand: {hop.gateway} < /dev/null",
@@ -305,11 +305,11 @@ def _end_of(process: subprocess.Popen[bytes], settings: SshSettings) -> tuple[st
         process.wait(_PROXY_SECONDS)
     if process.returncode in (None, -signal.SIGTERM):  # paramiko ends it when it gives up
         return f"says nothing within {settings.connect_timeout:g} s", ""
-    said = b""
+    output = b""
     with contextlib.suppress(OSError, ValueError):
-        said = process.stderr.read(4000) if process.stderr is not None else b""
+        output = process.stderr.read(4000) if process.stderr is not None else b""
     code = process.returncode
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}", said.decode(
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}", output.decode(
         "utf-8", "replace"
     )
 

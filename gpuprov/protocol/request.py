@@ -46,6 +46,12 @@ class Request:
     require_drained: bool = field(default=False, metadata={FORMER_NAME: "undisturbed"})
     agent: str = ""
 
+    @property
+    def changes_the_host(self) -> bool:
+        """Say whether two such requests, at once or one after the other, would interfere."""
+        changing = self.command in ("install", "rollback", "uninstall") or (self.command == "doctor" and self.fix)
+        return changing and not self.check
+
 
 def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""

@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.agent.probe import PROBE, parse_probe
 from gpuprov.agent.result import HostResult
-from gpuprov.agent.same_machine import changes_the_host, claim_in, local_machine, machine_of
+from gpuprov.agent.same_machine import claim_in, local_machine, machine_of
 from gpuprov.core.system import System
 from gpuprov.fleet.report import last_line
 from gpuprov.fleet.versions import spreads
@@ -42,7 +42,7 @@ def test_what_is_not_known_is_no_machine(text: str) -> None:
     ],
 )  # fmt: skip
 def test_only_what_changes_a_host_gets_in_the_way(request_: Request, changes: bool) -> None:
-    assert changes_the_host(request_) is changes
+    assert request_.changes_the_host is changes
 
 
 def test_the_first_name_keeps_the_machine(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
-        from gpuprov.agent.push import said
+        from gpuprov.agent.push import ending
         from gpuprov.bundle.place import ASK, CACHE, TAKE, Place, parse_there
         from gpuprov.protocol.errors import GpuprovError
 
@@ -288,7 +288,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         asked = self._on_host(shlex.join(place.command(ASK)), b"", become=True)
         there = parse_there(asked.stdout.splitlines())
         if there is None:
-            raise GpuprovError("the host does not say what it has of the bundle", said(asked), "run it again")
+            raise GpuprovError("the host does not say what it has of the bundle", ending(asked), "run it again")
         if there.whole:
             return place.path
         folder = self._make_tmp_path()
@@ -337,11 +337,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return probe
 
     def _require(self, done: Any, what: str, next_step: str) -> None:
-        from gpuprov.agent.push import said
+        from gpuprov.agent.push import ending
         from gpuprov.protocol.errors import GpuprovError
 
         if not done.ok:
-            raise GpuprovError(what, said(done), next_step)
+            raise GpuprovError(what, ending(done), next_step)
 
     def _on_host(self, command: str, stdin: bytes, *, become: bool = False) -> Any:
         """Run a command with bytes on its standard input, as the task's become says or as the login user."""

@@ -86,17 +86,17 @@ def test_places_are_filled_within_their_argument_and_braces_of_others_stay() -> 
 
 def test_no_shell_reads_the_command() -> None:
     ended = run_host_command((*python("import sys; print(sys.argv[1:]); sys.exit(3)"), "$(id)", "a;b", "*"), SECONDS)
-    assert (ended.trouble, ended.said) == ("exit code 3", "['$(id)', 'a;b', '*']")
+    assert (ended.trouble, ended.output) == ("exit code 3", "['$(id)', 'a;b', '*']")
 
 
 def test_end_of_stderr_is_kept_without_control_sequences() -> None:
     script = "import sys\nprint('out')\nfor n in range(9): print('\\x1b[31mline', n, file=sys.stderr)\nsys.exit(1)"
-    assert run_host_command(python(script), SECONDS).said.splitlines() == [f"line {number}" for number in range(4, 9)]
+    assert run_host_command(python(script), SECONDS).output.splitlines() == [f"line {number}" for number in range(4, 9)]
 
 
 def test_flood_is_cut() -> None:
     script = "import sys\nfor _ in range(200): sys.stderr.write('x' * 65536)\nsys.exit(1)"
-    assert len(run_host_command(python(script), SECONDS).said) <= 300
+    assert len(run_host_command(python(script), SECONDS).output) <= 300
 
 
 # A child that ends at SIGTERM, and one that does not; each tells its number once it is so far.
@@ -124,7 +124,7 @@ def test_grandchild_that_keeps_the_pipes_open_is_not_waited_for() -> None:
     script = "import subprocess; print(subprocess.Popen(('sleep', '3600')).pid)"
     ended = run_host_command(python(script), SECONDS)
     assert ended.trouble == ""
-    os.kill(int(ended.said), signal.SIGKILL)
+    os.kill(int(ended.output), signal.SIGKILL)
 
 
 def test_last_line_is_kept_of_a_command_that_has_ended_before_it_was_read() -> None:

@@ -58,7 +58,7 @@ def test_a_home_directory_that_is_missing_is_not_made(account: Account, capfd: p
 
 
 @pytest.mark.root
-def test_root_runs_its_own_copy_of_what_the_user_stored(account: Account) -> None:
+def test_chroots_its_own_copy_of_what_the_user_stored(account: Account) -> None:
     account.store()
     ran = f"ran {MINE} ['job'] request\n"
     assert account.run().stdout == ran

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuprov.agent.probe import PYTHONS
-from gpuprov.agent.same_machine import changes_the_host
 from gpuprov.core.commands import run_command
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.protocol.codec import dump
@@ -168,7 +167,7 @@ def run_in_root(
     Raises GpuprovError if it is none, or has no Python.
     """
     looked = _looked_at(root)
-    lock = _locked(looked.path) if changes_the_host(request) else contextlib.nullcontext()
+    lock = _locked(looked.path) if request.changes_the_host else contextlib.nullcontext()
     with lock, _passing_on(stop):
         _run_in(looked, root, request, agent, sink)
 
@@ -218,10 +217,10 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
             f"looked in {root} for {', '.join(PYTHONS)}",
             f"install it there (chroot {root} apt-get install python3)",
         )
-    said = "\n".join(list(read.strays)[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
+    output = "\n".join(list(read.strays)[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
     raise GpuprovError(
         f"the run in {root} did not come to its end",
-        f"exit code {done.returncode}: {said or 'no output'}",
+        f"exit code {done.returncode}: {output or 'no output'}",
         "is it of this machine's architecture, and may this process mount (root, CAP_SYS_ADMIN)?",
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.fleet.agent_run import Agent
-from gpuprov.fleet.root_run import _locked, _running_in, run_in_root
+from gpuprov.fleet.chroot import _locked, _running_in, run_in_root
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
@@ -34,7 +34,7 @@ print(json.dumps({{"event": "Finished", "exit_code": 0, "summary": json.dumps(sa
 
 @pytest.fixture(autouse=True)
 def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuprov.fleet.root_run._LOCKS", str(tmp_path))
+    monkeypatch.setattr("gpuprov.fleet.chroot._LOCKS", str(tmp_path))
 
 
 @pytest.fixture
