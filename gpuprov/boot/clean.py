@@ -8,6 +8,7 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, parent_of
 from gpuprov.core.image_system import BOOTED
 from gpuprov.core.system import System
+from gpuprov.core.units import systemctl
 from gpuprov.facts.boot_files import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.image import MACHINE_ID, gather_identity, gather_signing_keys
@@ -95,7 +96,7 @@ class CleanImage(Change):
             # Else the shutdown would save a new seed; what is in /run is not in the image.
             system.make_directory(parent_of(_NO_SEED))
             system.write(_NO_SEED, b"[Service]\nExecStop=\n")
-            system.run(("systemctl", "daemon-reload"))
+            systemctl(system, "daemon-reload")
         return {}
 
     @classmethod

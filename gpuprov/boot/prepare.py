@@ -21,6 +21,7 @@ from gpuprov.core.changes import (
     text_diff,
 )
 from gpuprov.core.system import System
+from gpuprov.core.units import log_of, systemctl
 from gpuprov.driver import mig
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver.mig import DISABLED
@@ -46,7 +47,6 @@ from gpuprov.protocol.errors import GpuprovError
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-_START_SECONDS = 180
 # The modules that program_main.py imports, directly or not; a test runs the file with these only.
 _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
@@ -197,7 +197,7 @@ class PrepareBoot(Change):
             system.write(path, content, mode=0o644, owner=(0, 0))
         gone = tuple(filter(None, map(_name_of, self.stale)))
         if gone:
-            system.run(("systemctl", "stop", *gone), timeout=_START_SECONDS)
+            systemctl(system, "stop", *gone)
         for path in (*self.stale, *(f"{WANTS}/{name}" for name in gone)):
             system.remove(path)
         for name in self.links:
@@ -212,34 +212,33 @@ class PrepareBoot(Change):
         """Start the units now, so that a failing unit is reported now and not at the next boot."""
         for name in self.units:
             # `restart`: the nodes' unit stays active after its work, and may be an older one.
-            done = system.run(("systemctl", "restart", name), timeout=_START_SECONDS)
-            if done.ok:
+            trouble = systemctl(system, "restart", name)
+            if not trouble:
                 continue
-            said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", name)).stdout.strip()
+            said = log_of(system, name)
             # Persistence is optional. While the driver is not loaded, which may need a reboot, no unit can work.
             if name == PERSISTENCE or system.read_text("/proc/driver/nvidia/version") is None:
                 tell(f"{name} did not start: {said.replace(chr(10), '; ')}", 0, 0)
                 continue
-            raise GpuprovError(f"{name} did not start", f"{done.evidence()}\n{said}", f"systemctl status {name}")
+            raise GpuprovError(f"{name} did not start", f"{trouble}\n{said}", f"systemctl status {name}")
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        system.run(("systemctl", "stop", *before["units"]), timeout=_START_SECONDS)
+        systemctl(system, "stop", *before["units"])
         for image in before["files"]:
             restore_path(system, image)
         _reload(system)
         there = [name for name in before["units"] if system.exists(f"{UNITS}/{name}")]
         if there:
-            system.run(("systemctl", "restart", *there), timeout=_START_SECONDS)
+            systemctl(system, "restart", *there)
 
 
 def _retry_persistence(system: System, tell: Tell) -> None:
     """Restart a package's own unit that failed because it started before the libraries were installed."""
     if not system.run(("systemctl", "is-failed", "--quiet", PERSISTENCE)).ok:
         return
-    done = system.run(("systemctl", "restart", PERSISTENCE), timeout=_START_SECONDS)
-    if not done.ok:
-        tell(f"{PERSISTENCE} did not start: {done.evidence()}", 0, 0)
+    if trouble := systemctl(system, "restart", PERSISTENCE):
+        tell(f"{PERSISTENCE} did not start: {trouble}", 0, 0)
 
 
 def _name_of(path: str) -> str:
@@ -250,6 +249,6 @@ def _name_of(path: str) -> str:
 
 def _reload(system: System) -> None:
     """Make systemd and udev reread their files."""
-    system.run(("systemctl", "daemon-reload"), timeout=60)
+    systemctl(system, "daemon-reload")
     if system.which("udevadm") is not None:
         system.run(("udevadm", "control", "--reload"), timeout=60)

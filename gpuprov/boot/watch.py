@@ -21,6 +21,7 @@ from gpuprov.core.changes import (
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
+from gpuprov.core.units import systemctl
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import (
     LINK,
@@ -39,7 +40,6 @@ from gpuprov.protocol.spec import HostSpec, spec_to_json
 
 # Random delay, so that the hosts of a fleet do not all query a mirror at once.
 _DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}
-_SYSTEMCTL_SECONDS = 60
 _LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
 # What the service sees of its own (PrivateTmp=), or cannot write (ProtectSystem=full, ProtectHome=).
 _NOT_ITS = ("/tmp/", "/var/tmp/", "/etc/", "/usr/", "/boot/", "/efi/", "/home/", "/root/", "/run/user/")
@@ -211,10 +211,9 @@ class SetWatch(Change):
             system.write(path, content, mode=mode, owner=(0, 0))
         system.make_directory(parent_of(LINK))
         system.make_link(LINK, TIMER_FILE)
-        _systemctl(system, "daemon-reload")
-        done = system.run(("systemctl", "restart", TIMER), timeout=_SYSTEMCTL_SECONDS)
-        if not done.ok:
-            raise GpuprovError(f"{TIMER} does not start", done.evidence(3), f"systemctl status {TIMER}")
+        systemctl(system, "daemon-reload")
+        if trouble := systemctl(system, "restart", TIMER):
+            raise GpuprovError(f"{TIMER} does not start", trouble, f"systemctl status {TIMER}")
         return {}
 
     @classmethod
@@ -248,7 +247,7 @@ class RemoveWatch(Change):
         _stop(system)
         for path in (LINK, TIMER_FILE, SERVICE_FILE, STORED, PROGRAM, STAMP):
             system.remove(path)
-        _systemctl(system, "daemon-reload")
+        systemctl(system, "daemon-reload")
         return {}
 
     @classmethod
@@ -274,9 +273,9 @@ def _metrics(system: System) -> str:
 
 
 def _stop(system: System) -> None:
-    system.run(("systemctl", "stop", TIMER, SERVICE), timeout=_SYSTEMCTL_SECONDS)
+    systemctl(system, "stop", TIMER, SERVICE)
     # A failed unit would otherwise stay listed as failed.
-    system.run(("systemctl", "reset-failed", SERVICE), timeout=_SYSTEMCTL_SECONDS)
+    systemctl(system, "reset-failed", SERVICE)
 
 
 def _restore(system: System, before: Json) -> None:
@@ -284,10 +283,6 @@ def _restore(system: System, before: Json) -> None:
         restore_path(system, image)
     if system.status(TIMER_FILE) is None:
         system.remove(STAMP)
-    _systemctl(system, "daemon-reload")
+    systemctl(system, "daemon-reload")
     if system.status(LINK) is not None:
-        system.run(("systemctl", "restart", TIMER), timeout=_SYSTEMCTL_SECONDS)
-
-
-def _systemctl(system: System, verb: str) -> None:
-    system.run(("systemctl", verb), timeout=_SYSTEMCTL_SECONDS)
+        systemctl(system, "restart", TIMER)

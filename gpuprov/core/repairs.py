@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, mode_heads, restore_path
 from gpuprov.core.system import System
+from gpuprov.core.units import is_active, log_of, restart, systemctl
 from gpuprov.protocol.errors import GpuprovError
 
 LOADER_CACHE = "/etc/ld.so.cache"
-_UNIT_SECONDS = 180
 _LDCONFIG_SECONDS = 120
 
 
@@ -51,24 +51,19 @@ class RestartUnit(Change):
         return f"restart {self.unit}"
 
     def capture(self, system: System) -> Json:
-        return {"unit": self.unit, "was_active": system.run(("systemctl", "is-active", "--quiet", self.unit)).ok}
+        return {"unit": self.unit, "was_active": is_active(system, self.unit)}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # Clears the start limit (StartLimitBurst), which would block a unit that was started too often.
-        system.run(("systemctl", "reset-failed", self.unit), timeout=_UNIT_SECONDS)
-        done = system.run(("systemctl", "restart", self.unit), timeout=_UNIT_SECONDS)
-        if not done.ok:
-            log = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", self.unit)).stdout
-            raise GpuprovError(
-                f"{self.unit} does not start", f"{done.evidence(2)}\n{log}".strip(), f"systemctl status {self.unit}"
-            )
+        if trouble := restart(system, self.unit):
+            seen = f"{trouble}\n{log_of(system, self.unit)}".strip()
+            raise GpuprovError(f"{self.unit} does not start", seen, f"systemctl status {self.unit}")
         return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Stop a unit that did not run before. A unit that ran keeps running: a restart can't be undone."""
         if not before["was_active"]:
-            system.run(("systemctl", "stop", before["unit"]), timeout=_UNIT_SECONDS)
+            systemctl(system, "stop", before["unit"])
 
 
 @dataclass(frozen=True)

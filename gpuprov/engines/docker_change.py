@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
+from gpuprov.core.units import is_active, restart, systemctl
 from gpuprov.engines.docker_config import DAEMON_JSON, VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
 from gpuprov.engines.docker_unit import UNIT, dockerd_version, flag_values, gather_unit, last_words, refusal
 from gpuprov.protocol.errors import GpuprovError, from_os_error
@@ -16,7 +17,6 @@ from gpuprov.protocol.errors import GpuprovError, from_os_error
 _BUILT_IN = "runc"
 _COMES_UP_SECONDS = 60
 _RELOAD_SECONDS = 15
-_RESTART_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ReconfigureDocker(Change):
         return (self.content or "").encode("utf-8", "surrogateescape")
 
     def capture(self, system: System) -> Json:
-        found: dict[str, Any] = {"file": capture_path(system, self.path), "was_active": _is_active(system)}
+        found: dict[str, Any] = {"file": capture_path(system, self.path), "was_active": is_active(system, UNIT)}
         return {**found, "was_disabled": True} if self.enable else found
 
     def apply(self, system: System, tell: Tell) -> Json:
@@ -97,7 +97,7 @@ class ReconfigureDocker(Change):
         if self.content is not None:
             self._validate(system)
             self._write(system, before)
-        if self.enable and (trouble := _systemctl(system, "enable")):
+        if self.enable and (trouble := systemctl(system, "enable", UNIT)):
             raise GpuprovError(
                 "docker can't be enabled, so it would not come up at boot", trouble, f"systemctl enable {UNIT}"
             )
@@ -139,12 +139,12 @@ class ReconfigureDocker(Change):
 
     def _take_up(self, system: System) -> str:
         """Make docker read the file; return what went wrong, or ""."""
-        if _is_active(system) and self.reload:
+        if is_active(system, UNIT) and self.reload:
             # A docker that rejects the file at a reload keeps its old configuration: so reload first.
-            trouble = _systemctl(system, "reload") or self._wait(system, _RELOAD_SECONDS)
+            trouble = systemctl(system, "reload", UNIT) or self._wait(system, _RELOAD_SECONDS)
             if trouble or not self.restart:
                 return trouble
-        return _restart(system) or self._wait(system, _COMES_UP_SECONDS)
+        return restart(system, UNIT) or self._wait(system, _COMES_UP_SECONDS)
 
     def _wait(self, system: System, seconds: float) -> str:
         """Wait until docker knows the runtime; return why it does not, or ""."""
@@ -175,8 +175,8 @@ class ReconfigureDocker(Change):
             return GpuprovError(f"docker does not take up {self.path}", words, "journalctl -u docker -n 50")
         restore_path(system, before["file"])
         since = system.clock()
-        back = _systemctl(system, "reload") if _is_active(system) else _restart(system)
-        if _is_active(system):
+        back = systemctl(system, "reload", UNIT) if is_active(system, UNIT) else restart(system, UNIT)
+        if is_active(system, UNIT):
             return GpuprovError(
                 f"docker failed to start with the new {self.path}; the old one is back and docker runs with it",
                 words,
@@ -203,10 +203,10 @@ class ReconfigureDocker(Change):
             # docker was removed since, so it loads nothing.
             return
         if before.get("was_disabled"):
-            _systemctl(system, "disable")
+            systemctl(system, "disable", UNIT)
         if not before["was_active"]:
             _stop(system)
-        elif not (is_same and _is_active(system) and _runs_with_its_file(system)):
+        elif not (is_same and is_active(system, UNIT) and _runs_with_its_file(system)):
             trouble = _run_again(system, image["path"])
             # Do not repeat the messages of a failed change.
             if trouble and not (is_same and outcome is None):
@@ -214,10 +214,6 @@ class ReconfigureDocker(Change):
                     f"docker does not come up with its old {image['path']}, which is back", trouble,
                     "journalctl -u docker -n 50; fix what docker names, then run the same command again",
                 )  # fmt: skip
-
-
-def _is_active(system: System) -> bool:
-    return system.run(("systemctl", "is-active", "--quiet", UNIT)).ok
 
 
 def _runs_with_its_file(system: System) -> bool:
@@ -251,41 +247,28 @@ def _is_built_in(name: str) -> bool:
 
 def _stop(system: System) -> None:
     """Stop a docker that did not run before; if that would stop containers, only reload it."""
-    if _is_active(system):
-        _systemctl(system, "reload" if _restart_stops_containers(system) else "stop")
+    if is_active(system, UNIT):
+        systemctl(system, "reload" if _restart_stops_containers(system) else "stop", UNIT)
 
 
 def _run_again(system: System, path: str) -> str:
     """Make docker run with the current file; return why it does not, or ""."""
     since = system.clock()
-    if not _is_active(system):
-        trouble = _restart(system)
+    if not is_active(system, UNIT):
+        trouble = restart(system, UNIT)
     elif _restart_stops_containers(system):
         # docker drops a runtime only at a restart: it may know it until then.
-        trouble = _systemctl(system, "reload")
+        trouble = systemctl(system, "reload", UNIT)
     elif refusal(system, gather_unit(system), path):
         # It ran with a file that would have prevented its start, and does so again.
         return ""
     else:
-        trouble = _restart(system)
-    if not trouble and not _is_active(system):
+        trouble = restart(system, UNIT)
+    if not trouble and not is_active(system, UNIT):
         trouble = f"systemctl is-active {UNIT}: no"
     return (last_words(system, since) or trouble) if trouble else ""
-
-
-def _restart(system: System) -> str:
-    """Restart docker; return systemctl's error, or ""."""
-    # Without this, the start limit (StartLimitBurst) can block a unit that was started often.
-    _systemctl(system, "reset-failed")
-    return _systemctl(system, "restart")
 
 
 def _restart_stops_containers(system: System) -> bool:
     asked = system.run(("docker", "info", "--format", "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"), timeout=20)
     return asked.ok and asked.stdout.split()[:1] != ["0"] and "true" not in asked.stdout
-
-
-def _systemctl(system: System, verb: str) -> str:
-    """Run a systemctl command on docker's unit; return its error, or ""."""
-    done = system.run(("systemctl", verb, UNIT), timeout=_RESTART_SECONDS)
-    return "" if done.ok else done.evidence(3)

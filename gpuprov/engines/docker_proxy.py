@@ -13,6 +13,7 @@ from gpuprov.core.changes import Change, FileFact, Json, Tell, capture_path, par
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
+from gpuprov.core.units import is_active, systemctl
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import UNIT
 from gpuprov.protocol.errors import GpuprovError
@@ -27,7 +28,6 @@ _DROP_IN_TEXT = (
 )
 # What dockerd reads (docs.docker.com, "Daemon proxy configuration").
 _NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-_RESTART_SECONDS = 180
 
 
 def environment_text(proxy: Proxy) -> bytes:
@@ -156,7 +156,7 @@ class SetDockerProxy(Change):
                 system.remove(folder)
         stops = system.run(("docker", "info", "--format", "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"), timeout=20)
         safe = stops.ok and (stops.stdout.split()[:1] == ["0"] or "true" in stops.stdout)
-        _take_up(system, restart=safe and system.run(("systemctl", "is-active", "--quiet", UNIT)).ok)
+        _take_up(system, restart=safe and is_active(system, UNIT))
 
 
 def _shown(content: bytes | None) -> bytes | None:
@@ -165,9 +165,6 @@ def _shown(content: bytes | None) -> bytes | None:
 
 
 def _take_up(system: System, *, restart: bool) -> None:
-    system.run(("systemctl", "daemon-reload"))
-    if not restart:
-        return
-    done = system.run(("systemctl", "restart", UNIT), timeout=_RESTART_SECONDS)
-    if not done.ok:
-        raise GpuprovError("docker does not restart with its proxy", done.evidence(3), "journalctl -u docker -n 50")
+    systemctl(system, "daemon-reload")
+    if restart and (trouble := systemctl(system, "restart", UNIT)):
+        raise GpuprovError("docker does not restart with its proxy", trouble, "journalctl -u docker -n 50")

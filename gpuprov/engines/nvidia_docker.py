@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.system import System
+from gpuprov.core.units import systemctl
 from gpuprov.protocol.errors import GpuprovError
 
 _SECONDS = 120
@@ -70,10 +71,10 @@ class StopPlugin(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        system.run(("systemctl", "daemon-reload"), timeout=_SECONDS)
+        systemctl(system, "daemon-reload")
         for verb, was in (("enable", before["enabled"]), ("start", before["active"])):
             if was:
-                system.run(("systemctl", verb, before["unit"]), timeout=_SECONDS)
+                systemctl(system, verb, before["unit"])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from gpuprov.core import units
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
@@ -136,7 +137,7 @@ def _unit(system: System, engine: KnownEngine) -> str:
     """Return the engine's unit: of several, the running one, because server and agent differ."""
     if len(engine.units) < 2:
         return engine.unit
-    active = (unit for unit in engine.units if system.run(("systemctl", "is-active", "--quiet", unit)).ok)
+    active = (unit for unit in engine.units if units.is_active(system, unit))
     return next(active, engine.unit)
 
 
@@ -230,16 +231,12 @@ def plan(
 def is_active(system: System, name: str, facts: EngineFacts) -> bool:
     """Say whether an engine's unit is active; podman has none."""
     unit = facts.unit or ENGINES[name].unit
-    return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
+    return units.is_active(system, unit)
 
 
 def restart_command(name: str, facts: EngineFacts) -> str:
     """Return the command that makes an engine read its files."""
     return f"systemctl restart {(facts.unit or ENGINES[name].unit).removesuffix('.service')}"
-
-
-_RESTART_SECONDS = 180
-_LOG_LINES = "20"
 
 
 @dataclass(frozen=True)
@@ -277,7 +274,7 @@ class ConfigureEngine(Change):
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
         # If it was not restarted, the undo does not restart it either.
-        was_active = self.restart and _is_active(system, self._unit)
+        was_active = self.restart and units.is_active(system, self._unit)
         return {"engine": self.engine, "files": files, "was_active": was_active, "unit": self._unit}
 
     def apply(self, system: System, tell: Tell) -> Json:
@@ -317,16 +314,14 @@ def _goes_on(known: KnownEngine) -> str:
     return "its pods go on; an API server in it does not answer meanwhile" if known.cluster else "its containers go on"
 
 
-def _is_active(system: System, unit: str) -> bool:
-    return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
-
-
 def _restart(system: System, unit: str) -> str:
-    """Restart a unit; return what went wrong, or ""."""
-    system.run(("systemctl", "reset-failed", unit))
-    done = system.run(("systemctl", "restart", unit), timeout=_RESTART_SECONDS)
-    if done.ok and _is_active(system, unit):
+    """Restart an engine; return what went wrong, or ""."""
+    trouble = units.restart(system, unit)
+    if not trouble and units.is_active(system, unit):
         return ""
-    said = system.run(("journalctl", "--unit", unit, "--lines", _LOG_LINES, "--no-pager", "--output", "cat")).stdout
-    lines = [line for line in said.splitlines() if "error" in line.lower() or "fail" in line.lower()]
-    return "\n".join(lines[-3:]) or done.evidence(3)
+    lines = [
+        line
+        for line in units.log_of(system, unit, 20).splitlines()
+        if "error" in line.lower() or "fail" in line.lower()
+    ]
+    return "\n".join(lines[-3:]) or trouble

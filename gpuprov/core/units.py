@@ -1,0 +1,32 @@
+"""systemd's units: whether one is active, how one is started and stopped, and what its log says of a failure."""
+
+from __future__ import annotations
+
+from gpuprov.core.system import System
+
+# dockerd and nvidia-persistenced may take minutes to stop or to start.
+_SECONDS = 180
+
+
+def is_active(system: System, unit: str) -> bool:
+    """Say whether a unit is active; False for no unit."""
+    return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
+
+
+def systemctl(system: System, verb: str, *units: str) -> str:
+    """Run a command of systemctl; return its error, or ""."""
+    done = system.run(("systemctl", verb, *units), timeout=_SECONDS)
+    return "" if done.ok else done.evidence(3)
+
+
+def restart(system: System, unit: str) -> str:
+    """Restart a unit; return systemctl's error, or ""."""
+    # Without this, the start limit (StartLimitBurst) can block a unit that was started often.
+    systemctl(system, "reset-failed", unit)
+    return systemctl(system, "restart", unit)
+
+
+def log_of(system: System, unit: str, lines: int = 4) -> str:
+    """Return the last lines of a unit's log."""
+    words = ("journalctl", "--no-pager", "--output=cat", f"--lines={lines}", "--unit", unit)
+    return system.run(words).stdout.strip()
