@@ -110,6 +110,12 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_file_that_the_architecture_names_exists() -> None:
+    named = re.findall(r"`((?:gpuprov|tests|tools)/[\w./-]+)`", (ROOT / "docs/architecture.md").read_text())
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_every_key_of_the_runtimes_configuration_is_explained() -> None:
     text = (ROOT / "docs/container-runtime.md").read_text()
     missing = [
