@@ -6,7 +6,8 @@ silent, has typed each of them.
 
 from __future__ import annotations
 
-from tests.integration.doctor_typing import Group
+from gpuprov.facts.boot_files import PERSISTENCE, PERSISTENCE_TEXT
+from tests.integration.doctor_typing import PROGRAM, Group
 from tests.lab.fixtures import DRIVER
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
@@ -27,6 +28,13 @@ _NVIDIA_DOCKER2 = (
 )
 # A key that the hosts have and apt does not trust stands for that of NVIDIA's retired repositories.
 _RETIRED_KEY = "D051FE3A848DCABD4625787A6FFA8EF91DB114E0"
+_CONTAINERD = "/etc/containerd/config.toml"
+_CONTAINER = "docker run --detach --rm --network none --runtime nvidia -e NVIDIA_VISIBLE_DEVICES=all"
+SLEEPER = (
+    "mkdir -p /root/image; tar -hc /bin/sleep /lib/x86_64-linux-gnu/libc.so.6 /lib64/ld-linux-x86-64.so.2 "
+    "-C /root/image . | docker import - sleeper:1"
+)
+FORGET = "journalctl --rotate; journalctl --vacuum-size=1"
 
 
 def _package(name: str, version: str) -> str:
@@ -294,8 +302,61 @@ SOFTWARE_GROUPS = (
         options={"gpuprov_toolkit_key_fingerprint": _RETIRED_KEY},
     ),
     Group(
-        "a run was cut off",
-        ("sed -i '$d' $(ls /var/lib/gpuprov/runs/*.jsonl | tail -1)",),
-        frozenset({"run-cut-off"}),
+        "the watch has failed and is stopped",
+        (
+            "mkdir -p /var/lib/prometheus/node-exporter",
+            f"{PROGRAM} install -e gpuprov_watch=daily -e gpuprov_driver=preinstalled",
+            "systemctl stop gpuprov-watch.timer; mv /usr/lib/gpuprov/watch.pyz /root/",
+            "systemctl start gpuprov-watch.service; mv /root/watch.pyz /usr/lib/gpuprov/",
+        ),
+        frozenset({"watch-failed", "watch-stopped"}),
+        options={"gpuprov_watch": "daily"},
+    ),
+    Group(
+        "containers with a libcuda of their own, and more than are examined",
+        (
+            f"mkdir -p /root/cuda; cp /root/{OTHER_CUDA} /root/cuda; ln -sf {OTHER_CUDA} /root/cuda/libcuda.so.1",
+            SLEEPER,
+            f"for one in $(seq 21); do {_CONTAINER} --name gpu-$one sleeper:1 /bin/sleep 3600; done",
+            f"{_CONTAINER} --name trainer -v /root/cuda:/cuda -e LD_LIBRARY_PATH=/cuda sleeper:1 /bin/sleep 3600",
+        ),
+        frozenset({"container-library", "containers-left-out"}),
+        then={
+            "container-library": "docker rm --force trainer",
+            "containers-left-out": "docker rm --force $(docker ps --quiet)",
+        },
+        names={"CONTAINER": "gpu-1"},
+    ),
+    Group(
+        "an image that needs another driver",
+        (
+            SLEEPER,
+            f"{_CONTAINER} -e 'NVIDIA_REQUIRE_CUDA=cuda>=99' sleeper:1 /bin/sleep 1 && exit 1; true",
+        ),
+        frozenset({"requirement-unmet"}),
+        # What docker has said stays until then.
+        then={"requirement-unmet": FORGET},
+    ),
+    Group(
+        "a daemon of the driver's that has failed, a run that was cut off",
+        (
+            # As a package brings it: in a system container gpuprov leaves the GPUs to the machine around it.
+            f"cat > /etc/systemd/system/{PERSISTENCE} <<'end'\n{PERSISTENCE_TEXT}end",
+            "mv /usr/bin/nvidia-persistenced /root/kept-persistenced; systemctl daemon-reload",
+            f"systemctl start {PERSISTENCE}; until systemctl is-failed --quiet {PERSISTENCE}; do sleep 0.2; done",
+            "mv /root/kept-persistenced /usr/bin/nvidia-persistenced",
+            "sed -i '$d' $(ls /var/lib/gpuprov/runs/*.jsonl | tail -1)",
+        ),
+        frozenset({"persistenced-failed", "run-cut-off"}),
+    ),
+    Group(
+        "containerd's file is invalid TOML, then one that it has not read",
+        (f"{PROGRAM} runtime configure --runtime containerd; systemctl restart containerd",
+         f"cp {_CONTAINERD} /root/kept.toml; echo '[[' >> {_CONTAINERD}"),
+        frozenset({"engine-unreadable", "engine-not-restarted"}),
+        editor="cp /root/kept.toml $file",
+        then={"engine-unreadable": f"mv {_CONTAINERD} /root/kept.toml; systemctl restart containerd; "
+              f"mv /root/kept.toml {_CONTAINERD}"},
+        options={"gpuprov_engines": ["containerd"]},
     ),
 )  # fmt: skip

@@ -33,10 +33,7 @@ EXCUSES: Mapping[str, frozenset[str]] = {
         "reboot-asked-for", "uvm-and-kaslr", "uvm-not-loaded",
     }),
     "open": frozenset({
-        "cdi-off-in-docker", "cdi-unresolved", "cgroup-drivers-differ", "container-library", "containerd-cdi-off",
-        "containerd-cri-off", "containers-left-out", "dev-char-links", "drivers-mixed", "engine-missing",
-        "engine-not-restarted", "engine-unreadable", "hook-missing", "library-not-loaded", "no-gpu",
-        "node-engine-unnamed", "persistenced-failed", "requirement-unmet", "toolkit-mixed", "toolkit-old",
-        "watch-failed", "watch-stopped",
+        "cdi-unresolved", "cgroup-drivers-differ", "containerd-cdi-off", "containerd-cri-off", "dev-char-links",
+        "drivers-mixed", "library-not-loaded", "node-engine-unnamed",
     }),
 }  # fmt: skip

@@ -178,6 +178,13 @@ GPU_GROUPS = (
         metal=True,
     ),
     Group(
+        "no GPU in the machine",
+        (_OWN_BUS, _OWN_DRIVER, f"rm -r {_BUS}/* /proc/driver/nvidia/gpus/*"),
+        frozenset({"no-gpu"}),
+        then={"no-gpu": f"umount {_BUS} /proc/driver"},
+        short=True,
+    ),
+    Group(
         "an IOMMU that refuses",
         (
             "apt-get -qq install grub-common grub2-common; mkdir -p /boot/grub",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +15,20 @@ from tests.lab.fixtures import Site, gpuprov
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 
-PROGRAM = f"{REPOSITORY}/.venv/bin/gpuprov"
+PROGRAM = "/usr/local/bin/gpuprov"
+# By the host's own Python, which may be another than the checkout's. Its packages come last.
+_PROGRAM = f"""#!/usr/bin/python3
+import runpy, sys
+sys.path += ["{REPOSITORY}", "{sysconfig.get_path("purelib")}"]
+runpy.run_module("gpuprov", run_name="__main__", alter_sys=True)
+"""
 # More than any group has: a loop never ends.
 _MOST_STEPS = 20
 # Asides about the simulated driver's age and about when docker was started.
 ALWAYS = frozenset({"driver-old", "hook-unseen"})
 # What a person leaves in an editor: the test's own script, which gets the file as its last word.
 _EDITOR = "/root/edit"
-_SHELL = f"export PATH=$PATH:{REPOSITORY}/.venv/bin EDITOR={_EDITOR} DEBIAN_FRONTEND=noninteractive\n"
+_SHELL = f"export EDITOR={_EDITOR} DEBIAN_FRONTEND=noninteractive\n"
 _BOOT_SECONDS = 60
 # The simulated kernel's log, which a boot empties; real dmesg reads it.
 _DMESG = '#!/bin/sh\n[ -e /run/kernel.log ] || exit 0\nexec /usr/bin/dmesg --file /run/kernel.log "$@"\n'
@@ -53,7 +60,8 @@ class Group:
 
 
 def prepare(host: Host) -> None:
-    """Give a host a kernel's log of its own, and GPUs whose state a test may change."""
+    """Give a host gpuprov's own program, a kernel's log of its own, and GPUs whose state a test may change."""
+    host.ssh(f"cat > {PROGRAM}; chmod 755 {PROGRAM}", stdin=_PROGRAM)
     host.ssh(f"cat > /usr/local/bin/dmesg; chmod 755 /usr/local/bin/dmesg; {_STATE}", stdin=_DMESG)
 
 

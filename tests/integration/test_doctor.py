@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from gpuprov.runtime_hook.settings import SETTINGS_PATH
 from tests import simgpu
 from tests.integration.doctor_cases import LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, SOFTWARE_GROUPS
 from tests.integration.doctor_gpu_cases import GPU_GROUPS
+from tests.integration.doctor_host_cases import CDI_GROUPS, TOOLKIT_GROUPS, TOOLKIT_NEW, TOOLKIT_OLD
 from tests.integration.doctor_typing import Group, prepare, type_until_silent
 from tests.integration.test_ansible import play, recap
-from tests.lab import Host
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab import Host, HostRequest
+from tests.lab.fixtures import DRIVER, Site, gpuprov, running
 from tests.lab.lab import REPOSITORY
+from tests.lab.nvidia_toolkit import build_toolkit
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KEPT = "/root/kept"
@@ -59,11 +62,11 @@ TROUBLES = (
             "systemctl restart docker"),
 )  # fmt: skip
 
-GROUPS = (*SOFTWARE_GROUPS, *GPU_GROUPS)
+GROUPS = (*SOFTWARE_GROUPS, *GPU_GROUPS, *TOOLKIT_GROUPS, *CDI_GROUPS)
 # Of what the hardware does, two groups in each run; the others take minutes.
 _CASES = [
     pytest.param(group, id=group.name, marks=() if group in SOFTWARE_GROUPS or group.short else pytest.mark.long)
-    for group in GROUPS
+    for group in (*SOFTWARE_GROUPS, *GPU_GROUPS)
 ]
 
 
@@ -73,6 +76,42 @@ def host(site: Site) -> Host:
     host = made_ready(site)
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
+    return host
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A host with a docker that reads CDI specifications, and one for NVIDIA's toolkit."""
+    requests = [HostRequest("new", release="trixie", bind=(str(REPOSITORY),)),
+                HostRequest("kit", bind=(str(REPOSITORY),))]  # fmt: skip
+    with running({one.name: one for one in requests}, tmp_path_factory.mktemp("inventories")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def with_cdi(others: Site) -> tuple[Site, Host]:
+    return others, set_up(others, "new")
+
+
+@pytest.fixture(scope="module")
+def with_toolkit(others: Site) -> tuple[Site, Host]:
+    """NVIDIA's toolkit from packages, of which the mirror has an older version, too."""
+    www, gnupg = others.lab.www / "toolkit", others.lab.directory / "gnupg"
+    mirror = {
+        "gpuprov_toolkit": "nvidia",
+        "gpuprov_toolkit_repository": f"{others.lab.url}/toolkit",
+        "gpuprov_toolkit_key_fingerprint": build_toolkit(www, gnupg, {"stable": (TOOLKIT_OLD, TOOLKIT_NEW)}),
+    }
+    site = replace(others, variables={**others.variables, **mirror})
+    return site, set_up(site, "kit")
+
+
+def set_up(site: Site, name: str) -> Host:
+    host = site.fresh(name)
+    for command in ("install", "verify"):
+        done = gpuprov(command, "--hosts", site.inventory(name))
+        assert done.returncode == 0, done.stdout
+    prepare(host)
     return host
 
 
@@ -149,6 +188,18 @@ def test_every_next_step_that_is_typed_changes_what_is_found(site: Site, host: H
         # Only this test fails.
         made_ready(site)
         raise
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", CDI_GROUPS, ids=lambda group: group.name)
+def test_so_it_is_with_a_docker_that_reads_cdi_specifications(with_cdi: tuple[Site, Host], group: Group) -> None:
+    type_until_silent(*with_cdi, group)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", TOOLKIT_GROUPS, ids=lambda group: group.name)
+def test_so_it_is_with_nvidias_toolkit(with_toolkit: tuple[Site, Host], group: Group) -> None:
+    type_until_silent(*with_toolkit, group)
 
 
 def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:
