@@ -231,13 +231,13 @@ def timed(module, name, what):
         finally:
             found[what] = found.get(what, 0) + (now() - begun) * 1000
     setattr(module, name, measured)
-timed(decision, "load_config", "parse config.json")
+timed(decision, "parse_config", "parse config.json")
 timed(decision, "read_settings", "read settings")
 timed(decision, "parse_request", "request")
 timed(decision, "choose", "specification: read, choose")
-timed(main, "prepare_root", "files: links, loader cache")
+timed(main, "inject", "files: links, loader cache")
 timed(main, "apply_edits", "edit")
-timed(main, "write", "write config.json")
+timed(main, "replace_file", "write config.json")
 begun = now()
 main.prepare("{bundle}")
 found["all of it but the import"] = (now() - begun) * 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -48,7 +49,7 @@ def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
             # Only for this call, on hosts where gpuprov is not installed.
             Path(folder, "nvidia.json").write_bytes(_described())
             settings.spec_dirs = (folder,)
-        found = explain(config, settings, trouble)
+        found = explain(json.dumps(config), settings, trouble)
     if found["error"]:
         raise GpuprovError(found["error"], f"--gpus {gpus}", "gpuprov doctor")
     edits: dict[str, Any] = found["edits"]

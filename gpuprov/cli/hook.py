@@ -68,9 +68,10 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     if kept is not None:
         _show(kept, _kept_lines(kept), _libraries(lambda: _of_running(container, kept)), as_json=as_json)
         return
-    config = _config(bundle)
+    text = _text(bundle)
+    config = _config(text, bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
-    found = explained(config, settings, trouble, bundle or "")
+    found = explained(text, settings, trouble, bundle or "")
     libraries = _libraries(lambda: _of_bundle(config, bundle or "", settings)) if bundle else None
     _show(found, _lines(found), libraries, as_json=as_json)
 
@@ -113,7 +114,8 @@ def _of_running(container: str, kept: dict[str, Any]) -> Survey:
     except GpuprovError:
         if not Path(str(kept.get("bundle", ""))).is_dir():
             raise
-    return _of_bundle(_config(str(kept.get("bundle", ""))), str(kept.get("bundle", "")), read_settings()[0])
+    bundle = str(kept.get("bundle", ""))
+    return _of_bundle(_config(_text(bundle), bundle), bundle, read_settings()[0])
 
 
 def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
@@ -193,19 +195,26 @@ def _kept(container: str, bundle: str | None) -> dict[str, Any] | None:
     return decision_of_bundle(bundle) if bundle else None
 
 
-def _config(bundle: str | None) -> dict[str, Any]:
-    where = f"{bundle}/config.json" if bundle else "standard input"
+def _text(bundle: str | None) -> str:
     try:
         content = Path(f"{bundle}/config.json").read_bytes() if bundle else standard_input("a config.json")
-        config = json.loads(content.decode("utf-8", "replace"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _no_config(where, str(error)) from None
+    except OSError as error:
+        raise _no_config(bundle, str(error)) from None
+    return content.decode("utf-8", "replace")
+
+
+def _config(text: str, bundle: str | None) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_config(bundle, str(error)) from None
     if not isinstance(config, dict):
-        raise _no_config(where, "it is no object")
+        raise _no_config(bundle, "it is no object")
     return config
 
 
-def _no_config(where: str, evidence: str) -> GpuprovError:
+def _no_config(bundle: str | None, evidence: str) -> GpuprovError:
+    where = f"{bundle}/config.json" if bundle else "standard input"
     hint = "give a bundle with --bundle DIR, or its config.json on standard input"
     return GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
 

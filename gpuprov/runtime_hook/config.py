@@ -57,38 +57,33 @@ CONFIG: Shape = {
 STATE: Shape = dict.fromkeys(("ociVersion", "id", "status", "pid", "bundle", "bundlePath", "annotations", "root"))
 
 
-def load_config(path: str) -> dict[str, Any] | None:
-    """Return a GPU container's config.json, None if it is missing or no object: runc reads it next, and says so.
+def read_text(path: str) -> str | None:
+    """Return the text of a config.json as runc reads it, None if it can't be read."""
+    try:
+        # What is no UTF-8 is U+FFFD for runc too.
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def parse_config(path: str, text: str) -> tuple[dict[str, Any], str]:
+    """Return a configuration, empty for what is no object, and why runc reads a key otherwise ("" if it does not).
 
     Raises Refused for what is not JSON: runc takes some things for it that are none (something after the end), and a
-    GPU container must not slip by; and for keys that runc reads in another way.
+    GPU container must not slip by.
     """
-    config, odd, _ = read_config(path)
-    if odd:
-        raise Refused(ambiguous(path, odd))
-    return config
-
-
-def read_config(path: str) -> tuple[dict[str, Any] | None, str, str]:
-    """Return the configuration, what is odd about one of its keys ("" for nothing), and its text."""
     twice: list[str] = []
     try:
-        # runc too reads what is no UTF-8 as U+FFFD.
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
         config = jsonio.loads(text, jsonio.noting_duplicates(twice))
-    except OSError:
-        return None, "", ""
     except ValueError as error:
         raise Refused(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        return None, "", ""
-    return config, duplicate(twice) or odd_key(config, CONFIG), text
-
-
-def ambiguous(path: str, odd: str) -> str:
-    """Return why a GPU container with such a key is refused."""
-    return f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
+        return {}, ""
+    odd = duplicate(twice) or odd_key(config, CONFIG)
+    if not odd:
+        return config, ""
+    return config, f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
 
 
 def odd_key(document: Any, shape: Shape) -> str:

@@ -1,78 +1,122 @@
-"""From a container's config.json to what it gets: the one place where request, requirements and specification meet."""
+"""From a container's config.json to what it gets: the one place where request, requirements and specification meet.
+
+Nothing is changed here: the runtime and the hook make what is decided, `gpuprov hook explain` prints it.
+"""
 
 from __future__ import annotations
 
 from . import record
-from .config import ambiguous, as_runc_reads, config_id, owner_of, read_config, root_of
-from .edits import Equipment, choose
+from .config import as_runc_reads, config_id, owner_of, parse_config, read_text, root_of
+from .edits import ContainerEdits, choose
 from .errors import Refused
+from .links import find_compatibility, refuse_covered, statement_on_loader
 from .request import DeviceRequest, parse_request
 from .rootfs import Root
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
-from .volumes import Volume, cover, volumes_of
+from .volumes import Volume, cover, mounts_to_make, volumes_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+SETTINGS = (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
+# Who makes what is decided: the runtime before the volumes are mounted, the prestart hook after that.
+RUNTIME, HOOK = "runtime", "hook"
+
 
 class Decision:
-    """A GPU container: its configuration, request, equipment, root file system, volumes, and the settings that held."""
+    """A GPU container: its configuration, request, edits, root file system, volumes, and the settings that held.
 
-    __slots__ = ("config", "equipment", "request", "root", "root_path", "settings", "volumes")
+    `way`: RUNTIME or HOOK. `root` is None where there is no bundle.
+    """
+
+    __slots__ = ("config", "edits", "request", "root", "root_path", "settings", "volumes", "way")
 
     def __init__(
-        self, config: dict[str, Any], request: DeviceRequest, equipment: Equipment, root: Root, path: str,
-        volumes: list[Volume], settings: Settings,
+        self, config: dict[str, Any], request: DeviceRequest, edits: ContainerEdits, root: Root | None, path: str,
+        volumes: list[Volume], settings: Settings, way: str,
     ) -> None:  # fmt: skip
         self.config = config
         self.request = request
-        self.equipment = equipment
+        self.edits = edits
         self.root = root
         self.root_path = path
         self.volumes = volumes
         self.settings = settings
+        self.way = way
+
+    @property
+    def sentences(self) -> list[str]:
+        """Which rules decided."""
+        return [*self.request.decisions, *self.edits.decisions]
 
 
-SETTINGS = (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
-
-
-def decide(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision | None:
+def decide(bundle: str, way: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision | None:
     """Return what the container of a bundle gets, None if it asks for no GPU. Raises Refused if it can't have it."""
     path = f"{bundle}/config.json"
-    config, odd, text = read_config(path)
-    if config is None:
+    text = read_text(path)
+    # Missing, or no object: runc reads it next, and says so.
+    if text is None:
         return None
     settings, trouble = read_settings(*settings_paths)
-    if odd and _asks_in_any_reading(config, text, settings):
-        raise Refused(ambiguous(path, odd))
-    request = parse_request(config, settings)
+    config, request = asked(path, text, settings)
     if request.devices is None:
         return None
-    # What is wrong with our own configuration concerns none but GPU containers.
-    if trouble:
-        raise Refused(trouble)
     try:
-        return _decided(config, request, settings, bundle)
+        return given(config, request, settings, trouble, bundle, way)
     except Refused as refused:
         record.log(settings, "error", f"{config_id(bundle)}: refused: {refused}")
         raise
 
 
-def _decided(config: dict[str, Any], request: DeviceRequest, settings: Settings, bundle: str) -> Decision:
+def asked(path: str, text: str, settings: Settings) -> tuple[dict[str, Any], DeviceRequest]:
+    """Return a configuration and what it asks for. Raises Refused for a GPU container that runc reads otherwise."""
+    config, odd = parse_config(path, text)
+    if odd and _asks_in_any_reading(config, text, settings):
+        raise Refused(odd)
+    return config, parse_request(config, settings)
+
+
+def given(
+    config: dict[str, Any], request: DeviceRequest, settings: Settings, trouble: str, bundle: str, way: str = RUNTIME
+) -> Decision:
+    """Return what a GPU container gets; without a bundle, nobody looks into its root. Raises Refused, with the request.
+
+    `trouble` is what is wrong with our own configuration: that concerns none but GPU containers.
+    """
+    try:
+        if trouble:
+            raise Refused(trouble)
+        return _given(config, request, settings, bundle, way)
+    except Refused as refused:
+        refused.request = request
+        raise
+
+
+def _given(config: dict[str, Any], request: DeviceRequest, settings: Settings, bundle: str, way: str) -> Decision:
     specifications = Specifications(settings)
     if request.requirements:
         from .requirements import require  # images without CUDA have none
 
         require(request.requirements, specifications.own.host)
+        request.decisions.append("the host satisfies every requirement")
     path, volumes = root_of(config, bundle), volumes_of(config, bundle)
+    if not bundle:
+        edits = choose(specifications, request, settings, None)
+        return Decision(config, request, edits, None, path, volumes, settings, way)
     try:
         root = Root(path, owner_of(config))
     except (OSError, ValueError) as error:
         raise Refused(f"the container's root folder {path} can't be opened: {error}") from None
     cover(root, volumes)
-    return Decision(config, request, choose(specifications, request, settings, root), root, path, volumes, settings)
+    edits = choose(specifications, request, settings, root)
+    find_compatibility(root, edits, wanted=settings.cuda_compat)
+    if way == RUNTIME:  # the hook sees the volumes themselves, and is refused by them
+        edits.cdi["mounts"] = mounts_to_make(root, volumes, edits.cdi.get("mounts") or [])
+        refuse_covered(root, edits)
+    edits.decisions += statement_on_loader(root)
+    return Decision(config, request, edits, root, path, volumes, settings, way)
 
 
 def _asks_in_any_reading(config: dict[str, Any], text: str, settings: Settings) -> bool:

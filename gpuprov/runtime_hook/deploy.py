@@ -22,7 +22,13 @@ LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
 # The name under which docker looks for the hook of `docker run --gpus`, on its PATH, when it starts.
 NVIDIA_HOOK_PATH = "/usr/bin/nvidia-container-runtime-hook"
-_NOT_DEPLOYED = ("deploy",)
+# gpuprov's own commands alone import these.
+_NOT_DEPLOYED = ("deploy", "explain")
+# What names a container in a call of runc or crun.
+_COMMANDS = (
+    "create", "delete", "checkpoint", "events", "exec", "kill", "pause", "ps", "restore", "resume", "run", "start",
+    "state", "update",
+)  # fmt: skip
 # PEP 552: magic number, flags (checked hash), hash of the source.
 _CHECKED_HASH = b"\x03\x00\x00\x00"
 # A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json has one of the words by which
@@ -35,20 +41,33 @@ python={python}
 own={settings} nvidia={nvidia_settings} cache={cache}
 # Writes the sentence to stderr and to the file where the engine looks for it. It must not need Python.
 refuse() {{
-    sentence=$1 log= previous=
-    shift
-    for word do
-        case $word in --log=*) log=${{word#*=}} ;; esac
-        [ "$previous" = --log ] && log=$word
-        previous=$word
-    done
-    echo "gpuprov: $sentence" >&2
+    echo "gpuprov: $1" >&2
     [ -n "$log" ] && {{
         now=$(PATH=/usr/bin:/bin date -u +%Y-%m-%dT%H:%M:%SZ)
-        printf '{{"level":"error","msg":"gpuprov: %s","time":"%s"}}\\n' "$sentence" "$now" >>"$log"
+        printf '{{"level":"error","msg":"gpuprov: %s","time":"%s"}}\\n' "$1" "$now" >>"$log"
     }} 2>/dev/null
     exit 1
 }}
+# Flags with a value are named, so that no value passes for a command; of others the word is enough.
+command= bundle= log= flag= last=
+for word do
+    last=$word
+    case $flag in
+        -b|-bundle|--bundle) bundle=$word flag= ;;
+        --log) log=$word flag= ;;
+        ?*) flag= ;;
+        *)
+            case $word in
+                -b|-bundle|--bundle|--log|--root|--log-format|--log-level|--criu|--rootless|--cgroup-manager)
+                    flag=$word ;;
+                -b=*|-bundle=*|--bundle=*) bundle=${{word#*=}} ;;
+                --log=*) log=${{word#*=}} ;;
+                {commands})
+                    command=${{command:-$word}} ;;
+            esac ;;
+    esac
+done
+bundle=${{bundle:-.}}
 [ -e "$own" ] || own=
 [ -e "$nvidia" ] || nvidia=
 low_level=
@@ -60,8 +79,8 @@ if [ -n "$own$nvidia" ]; then
         . "$cache"
     fi
     if ! [ -x "$low_level" ]; then
-        [ -x "$python" ] || refuse "{missing}" "$@"
-        low_level=$("$python" -I -S -E -B -c '{keep}' "$@" </dev/null) || exit
+        [ -x "$python" ] || refuse "{missing}"
+        low_level=$("$python" -I -S -E -B -c '{keep}' "$log" </dev/null) || exit
     fi
 else
     for low_level in {candidates}; do
@@ -69,29 +88,18 @@ else
         low_level=
     done
 fi
-[ -n "$low_level" ] || refuse "neither runc nor crun is installed: install the package runc" "$@"
-create= delete= bundle=. previous=
-for word do
-    case $word in
-        create) create=yes ;;
-        delete) delete=yes ;;
-        -b=*|-bundle=*|--bundle=*) bundle=${{word#*=}} ;;
-    esac
-    case $previous in
-        -b|-bundle|--bundle) bundle=$word ;;
-    esac
-    previous=$word
-done
-if [ -n "$delete" ] && [ -f "{records}/$previous" ]; then
+[ -n "$low_level" ] || refuse "neither runc nor crun is installed: install the package runc"
+if [ "$command" = delete ] && [ -f "{records}/$last" ]; then
     "$low_level" "$@" || exit
-    rm -f "{records}/$previous"
+    rm -f "{records}/$last"
     exit 0
 fi
-[ -n "$create" ] || exec "$low_level" "$@"
+[ "$command" = create ] || exec "$low_level" "$@"
+case $flag in -b|-bundle|--bundle) refuse "$flag stands without a folder" ;; esac
 PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.json" $own $nvidia 2>/dev/null
 [ $? = 1 ] && exec "$low_level" "$@"
-[ -x "$python" ] || refuse "{missing}" "$@"
-exec "$python" -I -S -E -B -c '{start}main(sys.argv[1], sys.argv[2:])' "$low_level" "$@"
+[ -x "$python" ] || refuse "{missing}"
+exec "$python" -I -S -E -B -c '{start}main(*sys.argv[1:4], sys.argv[4:])' "$low_level" "$bundle" "$log" "$@"
 """
 # A shell script too: without its Python, the engine would only say "no such file or directory".
 _HOOK = """\
@@ -142,9 +150,7 @@ except Exception as error:
     fault = type(error).__name__ + ": " + str(error)
     sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
 """
-_KEEP = (
-    'sys.path.insert(0, "{library}"); from runtime_hook.settings import keep_low_level; keep_low_level(sys.argv[1:])'
-)
+_KEEP = 'sys.path.insert(0, "{library}"); from runtime_hook.settings import keep_low_level; keep_low_level(sys.argv[1])'
 # What that file begins with. Modules that only some containers need are in it as bytes, unmarshalled when a function
 # imports them. It is code in the file and not text in the launcher, because text is compiled at every start.
 _STARTER = """\
@@ -166,7 +172,7 @@ for _name, _code in _NEEDED:
 _ENTRIES = ("main", "hook_main")
 _DIGEST_SIZE = 32
 # Of the file with all modules: another one than the launcher knows is not read.
-_FORMAT = "2"
+_FORMAT = "3"
 
 
 def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[str, ...] = ("runc", "crun")) -> str:
@@ -179,7 +185,7 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
         start=_load("main", library), keep=_NEW_ENOUGH + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
-        words=_WORDS, keys=_KEYS, records=RECORDS,
+        words=_WORDS, keys=_KEYS, records=RECORDS, commands="|".join(_COMMANDS),
     )  # fmt: skip
 
 

@@ -36,28 +36,30 @@ _32_BIT = ("/usr/lib/i386-linux-gnu", "/usr/lib32")
 _RHEL_32_BIT = "/usr/lib"
 
 
-class Equipment:
+class ContainerEdits:
     """What a container gets.
 
-    `edits`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `libraries`: their paths
-    in the container; `host_driver`: the driver's version, "" if unknown; `decisions`: sentences that say which rule
+    `cdi`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `libraries`: their paths in
+    the container; `host_driver`: the driver's version, "" if unknown; `compatibility`: the folder and the names of the
+    image's own libraries for CUDA's forward compatibility, if they are used; `decisions`: sentences that say which rule
     decided.
     """
 
-    __slots__ = ("decisions", "edits", "host_driver", "libraries", "links")
+    __slots__ = ("cdi", "compatibility", "decisions", "host_driver", "libraries", "links")
 
-    def __init__(self, edits: dict[str, Any], links: list[tuple[str, str]], host_driver: str) -> None:
-        self.edits = edits
+    def __init__(self, cdi: dict[str, Any], links: list[tuple[str, str]], host_driver: str) -> None:
+        self.cdi = cdi
         self.links = links
         self.host_driver = host_driver
-        mounted = [mount["containerPath"] for mount in edits.get("mounts") or ()]
+        mounted = [mount["containerPath"] for mount in cdi.get("mounts") or ()]
         self.libraries = [path for path in mounted if ".so" in path.rpartition("/")[2]]
+        self.compatibility: tuple[str, list[str]] = ("", [])
         self.decisions: list[str] = []
 
 
 def choose(
     specifications: Specifications, request: DeviceRequest, settings: Settings, root: HasFolders | None
-) -> Equipment:
+) -> ContainerEdits:
     """Return what a GPU container's request gets; without a root to look into, all stays where the host has it.
 
     Raises Refused if something that was asked for is not there, or if a specification is not one.
@@ -78,7 +80,7 @@ def choose(
 def _chosen(
     parts: list[dict[str, Any]], request: DeviceRequest, settings: Settings, folders: _Folders,
     specifications: Specifications,
-) -> Equipment:  # fmt: skip
+) -> ContainerEdits:  # fmt: skip
     capabilities = request.capabilities
     edits = merge_edits([_wanted(part, capabilities, folders) for part in parts])
     if not settings.additional_gids:
@@ -86,26 +88,26 @@ def _chosen(
     # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
     hooks = [{**hook, "env": hook.get("env") or []} for hook in edits.pop("hooks", [])]
     own = next((hook for hook in hooks if _is_own(hook)), None)
-    links = _links(own, capabilities, folders) if own else []
+    words = (own or {}).get("args") or []
+    named = links_of(words)
+    if len(named) != words.count("--link"):
+        raise ValueError("a --link of its hook names no link")
+    links = [(target, folders.in_container(path)) for target, path in named if _is_wanted(path, capabilities)]
     others = [hook for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
-    equipment = Equipment(edits, links, _host_driver(specifications, links))
+    chosen = ContainerEdits(edits, links, specifications.own.host.get("driver", "") if links else "")
     mounts = len(edits.get("mounts") or ())
-    equipment.decisions = [
+    chosen.decisions = [
         f"driver capabilities {', '.join(sorted(capabilities)) or 'none'}: files: {mounts}, links: {len(links)}",
         *folders.decisions,
     ]
-    return equipment
+    return chosen
 
 
 def _is_own(hook: dict[str, Any]) -> bool:
     """By its name alone: a specification may have been made for another root."""
     return bool(hook["path"].rpartition("/")[2] == driver_files.HOOK_PATH.rpartition("/")[2])
-
-
-def _host_driver(specifications: Specifications, links: list[tuple[str, str]]) -> str:
-    return specifications.own.host.get("driver", "") if links else ""
 
 
 def _wanted(edits: dict[str, Any], capabilities: frozenset[str], folders: _Folders) -> dict[str, Any]:
@@ -139,11 +141,10 @@ def _source_is_there(mount: dict[str, Any]) -> bool:
     return "noexec" not in (mount.get("options") or ()) or is_trusted(mount["hostPath"])
 
 
-def _links(hook: dict[str, Any], capabilities: frozenset[str], folders: _Folders) -> list[tuple[str, str]]:
-    """Return the links (target, path) that the hook would make, those alone that a capability needs."""
-    arguments = hook.get("args") or []
-    pairs = [value.split("::", 1) for flag, value in zip(arguments, arguments[1:]) if flag == "--link"]
-    return [(target, folders.in_container(path)) for target, path in pairs if _is_wanted(path, capabilities)]
+def links_of(arguments: list[str]) -> list[tuple[str, str]]:
+    """Return the links (target, path) that our own hook's arguments name."""
+    named = [value.partition("::") for flag, value in zip(arguments, arguments[1:]) if flag == "--link"]
+    return [(target, path) for target, separator, path in named if separator]
 
 
 class _Folders:

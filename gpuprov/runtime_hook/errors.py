@@ -1,6 +1,8 @@
-"""The refusal of a container that can't have its GPUs."""
+"""The refusal of a container that can't have its GPUs, and the one line that an error gets."""
 
 from __future__ import annotations
+
+_LONGEST_LINE = 2000
 
 
 class Refused(Exception):  # noqa: N818 (an expected refusal, not a bug)
@@ -11,3 +13,18 @@ class Refused(Exception):  # noqa: N818 (an expected refusal, not a bug)
     """
 
     request: object = None
+
+
+def reason(error: Exception) -> str:
+    """Return why a container does not start: what a file system does is no fault of ours."""
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"the container's files can't be prepared: {error.filename or 'a file'}: {error.strerror}"
+    return f"internal error {type(error).__name__}: {error}: please report this"
+
+
+def printable(message: str) -> str:
+    """Return one line: an image's words stand in it, and are no commands to a terminal."""
+    text = "".join(character if character.isprintable() else " " for character in message[:_LONGEST_LINE])
+    return " ".join(text.split())

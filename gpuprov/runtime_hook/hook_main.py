@@ -13,15 +13,25 @@ import posix
 import sys
 
 from . import jsonio, record
-from .config import STATE, config_id, duplicate, has_user_namespace, load_config, odd_key, owner_of, root_of
-from .decision import decide
+from .config import (
+    STATE,
+    config_id,
+    duplicate,
+    has_user_namespace,
+    odd_key,
+    owner_of,
+    parse_config,
+    read_text,
+    root_of,
+)  # fmt: skip
+from .decision import HOOK, decide
 from .device_nodes import link_nodes, masked_copy
-from .edits import Equipment
-from .errors import Refused
-from .links import prepare_root
-from .main import failure, printable
+from .edits import ContainerEdits, links_of
+from .errors import Refused, printable, reason
+from .links import find_compatibility, inject
 from .rootfs import Root
 from .settings import read_settings
+from .specification import host_of
 from .volumes import volumes_of, watch
 
 TYPE_CHECKING = False
@@ -45,10 +55,8 @@ def main(arguments: list[str]) -> NoReturn:
     _signal.alarm(_SECONDS)
     try:
         code = serve(arguments)
-    except Refused as refused:
-        code = _refuse(f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must neither start a half-equipped container nor print a traceback
-        code = _refuse(failure(error))
+        code = _refuse(f"gpuprov: {reason(error)}")
     posix._exit(code)
 
 
@@ -57,7 +65,7 @@ def serve(arguments: list[str]) -> int:
     # Before it, engines' old configurations have flags of NVIDIA's own hook: -debug, -config FILE.
     stage = next((word for word in arguments if word in _STAGES), "")
     if stage in ("prestart", "createRuntime"):
-        return _equip(_state())
+        return _inject(_state())
     if stage == "createContainer":
         return _finish(_state(), arguments)
     if stage:
@@ -100,31 +108,33 @@ def _bundle(state: dict[str, Any]) -> str:
     return bundle
 
 
-def _equip(state: dict[str, Any]) -> int:
+def _inject(state: dict[str, Any]) -> int:
     bundle = _bundle(state)
-    decision = decide(bundle)
+    decision = decide(bundle, HOOK)
     if decision is None:
         return 0
     pid = state.get("pid")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
         raise Refused("the OCI state on standard input names no process")
-    from .prestart import equip  # with `_ctypes`, which no other stage needs
+    from .prestart import inject_into  # with `_ctypes`, which no other stage needs
 
     record.log(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
-    link_nodes(decision.equipment.edits.get("deviceNodes") or [])
+    link_nodes(decision.edits.cdi.get("deviceNodes") or [])
     # Before this process is in the container's mount namespace, where /run may be another.
     identifier = str(state.get("id", ""))
-    record.keep(identifier, bundle, decision, "hook")
-    equip(pid, identifier, decision)
+    record.keep(identifier, bundle, decision)
+    inject_into(pid, identifier, decision)
     return 0
 
 
 def _finish(state: dict[str, Any], arguments: list[str]) -> int:
     """Make what the specification's hook says, in the container's root: engines have mounted everything by then."""
     bundle = _bundle(state)
-    config = load_config(f"{bundle}/config.json")
-    if config is None:
-        raise Refused(f"{bundle}/config.json can't be read")
+    path = f"{bundle}/config.json"
+    text = read_text(path)
+    config, odd = parse_config(path, text or "null")
+    if odd or not config:
+        raise Refused(odd or f"{path} can't be read")
     settings, trouble = read_settings()
     if trouble:
         raise Refused(trouble)
@@ -134,15 +144,14 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
         for mount in (mounts if isinstance(mounts, list) else ())
         if isinstance(mount, dict) and str(mount.get("destination", "")).startswith("/usr/lib")
     ]
-    pairs = [word.split("::", 1) for flag, word in zip(arguments, arguments[1:]) if flag == "--link" and "::" in word]
-    driver = next((word for flag, word in zip(arguments, arguments[1:]) if flag == "--host-driver-version"), "")
-    equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], driver)
+    edits = ContainerEdits({"mounts": mounted}, links_of(arguments), host_of(arguments).get("driver", ""))
     try:
         root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     except OSError as error:
         raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
     watch(root, volumes_of(config, bundle))
-    prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
+    find_compatibility(root, edits, wanted=settings.cuda_compat)
+    inject(root, edits)
     if not _in_user_namespace() and not has_user_namespace(config):
         _mask_params(root, config)
     return 0

@@ -22,7 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from .edits import Equipment
+    from .edits import ContainerEdits
 
     class HasNames(Protocol):
         """A container's root, or what stands for it."""
@@ -56,61 +56,102 @@ _COMPAT_NAMES = (
 )  # fmt: skip
 
 
-def prepare_root(root: Root, equipment: Equipment, *, cuda_compat: bool = True) -> None:
+def inject(root: Root, edits: ContainerEdits) -> None:
     """Make the links and the cache. Raises Refused if the root file system can't take them."""
-    if not equipment.links and not equipment.libraries:
+    if not edits.links and not edits.libraries:
         return
     path = ""
     try:
-        for target, path in equipment.links:
+        for target, path in edits.links:
             root.make_link(path, target)
-        folder, names = compatibility_libraries(root, equipment.host_driver) if cuda_compat else ("", [])
+        folder, names = edits.compatibility
         path = COMPAT_CONFIGURATION
         if folder:
             _write(root, path, f"{folder}\n".encode())
-            equipment.decisions.append(f"the image's {folder} is newer than driver {equipment.host_driver}: it is used")
         else:
             _remove(root, path)
         path = CACHE
-        entries = [*cache_entries(equipment), *((name, f"{folder}/{name}", _FLAGS) for name in names)]
         try:
-            _write_cache(root, entries)
+            _write_cache(root, cache_entries(edits))
         except OSError as error:
             # The loader looks into its own folders after the cache, and finds all but compatibility libraries there.
             if error.errno != _EXDEV or names:
                 raise
-            equipment.decisions.append(f"{path} stays as it is: {error.strerror}")
     except OSError as error:
-        raise Refused(f"{path} can't be made in the container's root file system: {error.strerror}") from None
+        raise Refused(_cannot(path, error.strerror)) from None
 
 
-def statement_on_loader(root: Root) -> str:
+def refuse_covered(root: Root, edits: ContainerEdits) -> None:
+    """Raise Refused for what would have to be made in a volume that is not mounted yet.
+
+    A loader's cache in a volume stays as it is, which is one of the decisions; not with compatibility libraries.
+    """
+    for target, path in edits.links:
+        if _is_covered(root, path) and not root.has_link(path, target):
+            raise _in_volume(root, path)
+    for path in (COMPAT_CONFIGURATION, CACHE) if edits.compatibility[0] else ():
+        if _is_covered(root, path):
+            raise _in_volume(root, path)
+    if (edits.links or edits.libraries) and _is_covered(root, CACHE):
+        edits.decisions.append(f"{CACHE} stays as it is: {root.volume_over(root.resolve(CACHE))}")
+
+
+def _is_covered(root: Root, path: str) -> bool:
+    folder, _, name = path.rpartition("/")
+    try:
+        return root.cover_of(f"{root.resolve(folder)}/{name}") is not None
+    except OSError as error:
+        raise Refused(_cannot(path, error.strerror)) from None
+
+
+def _in_volume(root: Root, path: str) -> Refused:
+    return Refused(_cannot(path, root.volume_over(root.resolve(path.rpartition("/")[0]))))
+
+
+def _cannot(path: str, why: str | None) -> str:
+    return f"{path} can't be made in the container's root file system: {why}"
+
+
+def statement_on_loader(root: Root) -> list[str]:
     """Return what can't work in an image because of its C library, nothing for glibc's."""
-    if any(root.exists(path) for path in _MUSL) and not any(root.exists(path) for path in _GLIBC):
-        return (
-            "this image's C library is musl: NVIDIA's libraries and programs need glibc, so nvidia-smi and CUDA "
-            "can't run in it: use an image with glibc (device nodes are there all the same)"
-        )
-    return ""
+    if any(root.exists(path) for path in _GLIBC) or not any(root.exists(path) for path in _MUSL):
+        return []
+    return [
+        "this image's C library is musl: NVIDIA's libraries and programs need glibc, so nvidia-smi and CUDA "
+        "can't run in it: use an image with glibc (device nodes are there all the same)"
+    ]
 
 
-def cache_entries(equipment: Equipment) -> list[tuple[str, str, int]]:
-    """Return the cache's entries: each link, and each library to which no link leads, by its name."""
-    linked = {f"{path.rpartition('/')[0]}/{target}" for target, path in equipment.links}
-    links = [path for _, path in equipment.links]
+def find_compatibility(root: HasNames, edits: ContainerEdits, *, wanted: bool) -> None:
+    """Note in the edits which of the image's compatibility libraries are used."""
+    if wanted and (edits.links or edits.libraries):
+        edits.compatibility = compatibility_libraries(root, edits.host_driver)
+        if edits.compatibility[0]:
+            newer = f"the image's {edits.compatibility[0]} is newer than driver {edits.host_driver}"
+            edits.decisions.append(f"{newer}: it is used")
+
+
+def cache_entries(edits: ContainerEdits, flags: int = _FLAGS) -> list[tuple[str, str, int]]:
+    """Return the cache's entries: each link, and each library to which no link leads, by its name.
+
+    `flags` are of the image's own libraries for compatibility.
+    """
+    linked = {f"{path.rpartition('/')[0]}/{target}" for target, path in edits.links}
+    links = [path for _, path in edits.links]
     found = []
-    for path in (*links, *equipment.libraries):
+    for path in (*links, *edits.libraries):
         folder, _, name = path.rpartition("/")
         if folder in _64_BIT_FOLDERS:
-            flags = _FLAGS
+            kind = _FLAGS
         elif folder in _32_BIT_FOLDERS:
-            flags = ldcache.FLAGS_32_BIT
+            kind = ldcache.FLAGS_32_BIT
         else:
             continue
         # libcuda.so leads to libcuda.so.1, which leads on: both are names; the file at the end is found by them.
         if name.startswith("lib") and (path not in linked or path in links):
-            found.append((name, path, flags))
-    return found
+            found.append((name, path, kind))
+    folder, names = edits.compatibility
+    return [*found, *((name, f"{folder}/{name}", flags) for name in names)]
 
 
 def _write_cache(root: Root, entries: list[tuple[str, str, int]]) -> None:

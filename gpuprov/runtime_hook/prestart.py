@@ -15,7 +15,7 @@ from .device_cgroup import allow, read_proc
 from .device_nodes import PARAMS, is_rootless, masked_copy
 from .edits import node_identity
 from .errors import Refused
-from .links import prepare_root
+from .links import inject
 from .rootfs import Root
 from .scope import scope_of, tell, wait
 from .system_calls import act_as, bind, enter_mount_namespace
@@ -40,18 +40,18 @@ _TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
-def equip(pid: int, identifier: str, decision: Decision) -> None:
+def inject_into(pid: int, identifier: str, decision: Decision) -> None:
     """Give the container of a process what was decided; afterwards this process is in its mount namespace.
 
     Raises Refused if anything can't be given: then the container must not start.
     """
-    equipment, settings = decision.equipment, decision.settings
-    _refuse_what_comes_too_late(equipment.edits)
+    edits, settings = decision.edits.cdi, decision.settings
+    _refuse_what_comes_too_late(edits)
     in_user_namespace = _is_another_namespace(pid, "user")
     owner = _root_user(pid) if in_user_namespace else _HOST
     if not _is_another_namespace(pid, "mnt"):
         raise Refused("the container has no mount namespace of its own: what it is given would be the host's")
-    nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
+    nodes = [_node(node) for node in edits.get("deviceNodes") or ()]
     params = masked_copy()
     bound = in_user_namespace or is_rootless()
     told = None
@@ -65,12 +65,12 @@ def equip(pid: int, identifier: str, decision: Decision) -> None:
     posix.umask(0)
     for node in nodes:
         _attempt(node["path"], _add_node, root, node, bound)
-    for mount in equipment.edits.get("mounts") or ():
+    for mount in edits.get("mounts") or ():
         _attempt(mount["containerPath"], _add_mount, root, mount)
     mask_params(root, params, decision.config)
     posix.umask(0o022)
     act_as(owner)
-    prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
+    inject(root, decision.edits)
     act_as(_HOST)
     root.close()
     wait(told)
@@ -114,7 +114,7 @@ def _open_root(decision: Decision, owner: tuple[int, int]) -> Root:
         root = Root(path, owner)
     except OSError as error:
         raise Refused(f"the container's root folder {path} can't be opened: {error.strerror}") from None
-    if root.identity != decision.root.identity:
+    if decision.root is None or root.identity != decision.root.identity:
         raise Refused(f"something else than the container's root file system is mounted at {path}")
     watch(root, decision.volumes)
     return root

@@ -35,15 +35,15 @@ _APPEND = posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_NOFOLLOW | p
 _READ = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
 
 
-def keep(container: str, bundle: str, decision: Decision, way: str) -> None:
-    """Record what a container was given by `way` (runtime, hook), and remove the files of ended containers."""
+def keep(container: str, bundle: str, decision: Decision) -> None:
+    """Record what a container was given, and remove the files of ended containers."""
     if not is_name(container):
         return
     bundle = bundle if bundle.startswith("/") else f"{posix.getcwd()}/{bundle}"
     try:
         make_folder(FOLDER.rpartition("/")[0])
         make_folder(FOLDER, 0o700)
-        text = jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **_told(decision, way)})
+        text = jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **_values(decision)})
         replace_file(f"{FOLDER}/{container}", text, 0o600)
         _sweep(container)
     except (OSError, ValueError):
@@ -59,18 +59,18 @@ def is_name(container: str) -> bool:
     )
 
 
-def _told(decision: Decision, way: str) -> dict[str, Any]:
+def _values(decision: Decision) -> dict[str, Any]:
     """Return what was decided. What the host does not have was refused before: so all names here are the host's."""
-    request, edits = decision.request, decision.equipment.edits
+    request, edits = decision.request, decision.edits
     return {
-        "way": way, "legacy": request.legacy, "privileged": request.privileged,
+        "way": decision.way, "legacy": request.legacy, "privileged": request.privileged,
         "devices": list(request.devices or [""]), "capabilities": sorted(request.capabilities),
         "requirements": len(request.requirements), "imex_channels": request.imex_channels,
         "mig_config": bool(request.mig_config), "mig_monitor": bool(request.mig_monitor),
-        "nodes": [node["path"] for node in edits.get("deviceNodes") or ()],
-        "files": [mount["containerPath"] for mount in edits.get("mounts") or ()],
-        "links": [f"{target}::{path}" for target, path in decision.equipment.links],
-        "decisions": [*request.decisions, *decision.equipment.decisions],
+        "nodes": [node["path"] for node in edits.cdi.get("deviceNodes") or ()],
+        "files": [mount["containerPath"] for mount in edits.cdi.get("mounts") or ()],
+        "links": [f"{target}::{path}" for target, path in edits.links],
+        "decisions": decision.sentences,
     }  # fmt: skip
 
 

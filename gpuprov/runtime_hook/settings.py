@@ -177,10 +177,10 @@ def find_low_level(names: tuple[str, ...]) -> str:
     return ""
 
 
-def keep_low_level(arguments: list[str], cache: str = LOW_LEVEL_CACHE) -> None:
+def keep_low_level(log: str, cache: str = LOW_LEVEL_CACHE) -> None:
     """Print which low-level runtime it is, and write it for a shell; end with a sentence if there is none.
 
-    `arguments`: what stood behind the runtime's name; they say where the engine looks for that sentence.
+    `log`: the file in which the engine looks for that sentence.
     """
     settings, _ = read_settings()
     path = find_low_level(settings.runtimes)
@@ -189,7 +189,7 @@ def keep_low_level(arguments: list[str], cache: str = LOW_LEVEL_CACHE) -> None:
         from .main import refuse  # here alone: most starts need no more than a path
 
         refuse(
-            arguments,
+            log,
             f"gpuprov: none of the low-level runtimes {names} is installed: install one, "
             f"or change runtimes in {SETTINGS_PATH}",
         )

@@ -258,9 +258,13 @@ def _read(path: str) -> tuple[str, Specification]:
     if wrong:
         raise ValueError(wrong)
     words = [word for hook in common.get("hooks") or () for word in hook.get("args") or ()]
-    host = {_HOST[flag]: value for flag, value in zip(words, words[1:]) if flag in _HOST}
     devices = {device["name"]: device.get("containerEdits") for device in listed}
-    return document["kind"], Specification(path, devices, common, host)
+    return document["kind"], Specification(path, devices, common, host_of(words))
+
+
+def host_of(arguments: list[str]) -> dict[str, str]:
+    """Return what the arguments of our own hook say of the host: driver, cuda, arch, brand."""
+    return {_HOST[flag]: value for flag, value in zip(arguments, arguments[1:]) if flag in _HOST}
 
 
 def _is_named(device: Any) -> bool:

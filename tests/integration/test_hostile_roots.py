@@ -21,9 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuprov.runtime_hook.edits import Equipment
+from gpuprov.runtime_hook.edits import ContainerEdits
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.links import prepare_root
+from gpuprov.runtime_hook.links import find_compatibility, inject
 from gpuprov.runtime_hook.rootfs import Root
 from tests.examples import examples
 from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
@@ -90,16 +90,18 @@ def _between(root: Path, path: Path) -> list[Path]:
     return [parent for parent in path.parents if root in parent.parents]
 
 
-def equipment() -> Equipment:
+def edits() -> ContainerEdits:
     mounts = [{"containerPath": f"{LIBRARIES}/libcuda.so.550.163.01"}, {"containerPath": "/usr/bin/nvidia-smi"}]
     links = [("libcuda.so.550.163.01", f"{LIBRARIES}/libcuda.so.1"), ("libcuda.so.1", f"{LIBRARIES}/libcuda.so")]
-    return Equipment({"mounts": mounts}, links, "550.163.01")
+    return ContainerEdits({"mounts": mounts}, links, "550.163.01")
 
 
 def prepare(path: Path) -> bool:
     root = Root(str(path))
     try:
-        prepare_root(root, equipment())
+        given = edits()
+        find_compatibility(root, given, wanted=True)
+        inject(root, given)
         return True
     except Refused:
         return False

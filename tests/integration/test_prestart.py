@@ -66,13 +66,13 @@ def older(request: pytest.FixtureRequest, bench: Bench) -> Bench:
     """The bench with a hook to which this kernel is an older one: without mount_setattr, without all of them."""
     library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
     numbers = "428, 429, 442"
-    source = (library / "mounts.py").read_text()
+    source = (library / "system_calls.py").read_text()
     assert numbers in source and "_OPENAT2 = 437\n" in source
     if request.param == "5.10":
         source = source.replace(numbers, "428, 429, 9442")
     else:
         source = source.replace(numbers, "9428, 9429, 9442").replace("_OPENAT2 = 437\n", "_OPENAT2 = 9437\n")
-    (library / "mounts.py").write_text(source)
+    (library / "system_calls.py").write_text(source)
     deploy.compile_bytecode(str(library))
     return bench
 

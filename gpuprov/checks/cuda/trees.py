@@ -19,7 +19,7 @@ from gpuprov.cdi.files import CACHE
 from gpuprov.runtime_hook import ldcache
 from gpuprov.runtime_hook.edits import choose
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.links import cache_entries, compatibility_libraries
+from gpuprov.runtime_hook.links import cache_entries, find_compatibility
 from gpuprov.runtime_hook.request import DeviceRequest
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import Settings, read_settings
@@ -355,17 +355,16 @@ def add_driver(
     try:
         if trouble:
             raise Refused(trouble)
-        equipment = choose(specifications, request, settings, root)
+        edits = choose(specifications, request, settings, root)
     except Refused as refused:
         return f"without the driver's files, which the container runtime adds at the start: {refused}"
-    for mount in equipment.edits.get("mounts") or ():
+    for mount in edits.cdi.get("mounts") or ():
         tree.add_file(mount["containerPath"], Path(mount["hostPath"]))
-    for target, path in equipment.links:
+    for target, path in edits.links:
         tree.add_link(path, target)
-    compat, names = compatibility_libraries(root, equipment.host_driver) if settings.cuda_compat else ("", [])
+    find_compatibility(root, edits, wanted=settings.cuda_compat)
     flags = ldcache.FLAGS["x86_64" if tree.real_folder("/lib64") is not None else "aarch64"]
-    entries = [*cache_entries(equipment), *((name, f"{compat}/{name}", flags) for name in names)]
     cache = folder / "ld.so.cache"
-    cache.write_bytes(ldcache.merge(read_start(tree, CACHE, ldcache.LARGEST), entries))
+    cache.write_bytes(ldcache.merge(read_start(tree, CACHE, ldcache.LARGEST), cache_entries(edits, flags)))
     tree.add_file(CACHE, cache)
-    return f"with the files of driver {equipment.host_driver}, as the container runtime adds them at the start"
+    return f"with the files of driver {edits.host_driver}, as the container runtime adds them at the start"

@@ -61,7 +61,11 @@ def test_everything_but_what_deploys_is_deployed() -> None:
     }
     assert set(files) == {
         *programs,
-        *(f"{LIBRARY_PATH}/runtime_hook/{path.name}" for path in SOURCES.glob("*.py") if path.name != "deploy.py"),
+        *(
+            f"{LIBRARY_PATH}/runtime_hook/{path.name}"
+            for path in SOURCES.glob("*.py")
+            if path.stem not in ("deploy", "explain")
+        ),
     }
     assert {path: files[path] for path in programs} == {path: (0o755, text.encode()) for path, text in programs.items()}
     assert set(files) - {path for path, _, _ in deployed_files(PYTHON, docker_hook=False)} == {NVIDIA_HOOK_PATH}
@@ -116,7 +120,8 @@ def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, envir
         "hook = lambda event, _: event == 'os.exec' and (print(*sys.modules), sys.stdout.flush()); "
         "sys.addaudithook(hook); import runtime_hook.main as main; "
         f"main.record.FOLDER = {str(tmp_path / 'run/containers')!r}; "
-        f"main.prepare.__defaults__ = (({str(settings)!r}, '/none'),); main.main('/bin/true', sys.argv[1:])"
+        f"main.prepare.__defaults__ = (({str(settings)!r}, '/none'),); "
+        "main.main('/bin/true', sys.argv[3], '', sys.argv[1:])"
     )
     done = isolated(modules, code, "create", "--bundle", str(tmp_path), "id")
     assert (done.returncode, done.stderr) == (0, "")

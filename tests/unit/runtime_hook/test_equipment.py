@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuprov.runtime_hook import driver_files
-from gpuprov.runtime_hook.edits import Equipment, choose
+from gpuprov.runtime_hook.edits import ContainerEdits, choose
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.request import parse_request
 from gpuprov.runtime_hook.rootfs import Root
@@ -45,7 +45,7 @@ def common() -> dict[str, Any]:
 
 def chosen(
     folder: Path, common: dict[str, Any], *environment: str, root: Path | None = None, **settings: Any
-) -> Equipment:
+) -> ContainerEdits:
     """Return what a container with this environment gets."""
     devices = [{"name": name, "containerEdits": {"deviceNodes": [node("/dev/nvidia0", 0)]}} for name in ("0", "all")]
     document = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "containerEdits": common, "devices": devices}
@@ -62,12 +62,12 @@ def chosen(
             opened.close()
 
 
-def names(equipment: Equipment) -> set[str]:
-    return {mount["containerPath"].rpartition("/")[2] for mount in equipment.edits.get("mounts", ())}
+def names(edits: ContainerEdits) -> set[str]:
+    return {mount["containerPath"].rpartition("/")[2] for mount in edits.cdi.get("mounts", ())}
 
 
-def paths(equipment: Equipment) -> list[str]:
-    return [one["path"] for one in equipment.edits.get("deviceNodes", ())]
+def paths(edits: ContainerEdits) -> list[str]:
+    return [one["path"] for one in edits.cdi.get("deviceNodes", ())]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
 
 def test_files_alone_come_without_the_groups_that_may_open_nodes(tmp_path: Path, common: dict[str, Any]) -> None:
     common["deviceNodes"][0]["gid"] = 44
-    assert chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0").edits["additionalGids"] == [44]
-    assert not chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none").edits.get("additionalGids")
+    assert chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0").cdi["additionalGids"] == [44]
+    assert not chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none").cdi.get("additionalGids")
 
 
 def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
@@ -116,7 +116,7 @@ def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their
         {"hookName": "prestart", "path": "/opt/x", "env": ["B=1"]},
     ]
     got = chosen(tmp_path, common)
-    assert [(hook["path"], hook["env"]) for hook in got.edits["hooks"]] == [
+    assert [(hook["path"], hook["env"]) for hook in got.cdi["hooks"]] == [
         ("/usr/bin/nvidia-cdi-hook", []), ("/opt/x", ["B=1"]),
     ]  # fmt: skip
     assert got.links == [(target, f"{MULTIARCH}/{name}") for target, name in LINKS]
@@ -130,16 +130,16 @@ def test_a_socket_that_is_gone_keeps_no_container_from_starting(tmp_path: Path, 
     there.touch()
     for path in (str(there), str(tmp_path / "absent/socket")):
         common["mounts"].append({"hostPath": path, "containerPath": path, "options": ["ro", "noexec", "bind"]})
-    assert [one["hostPath"] for one in chosen(tmp_path, common).edits["mounts"] if "socket" in one["hostPath"]] == [
+    assert [one["hostPath"] for one in chosen(tmp_path, common).cdi["mounts"] if "socket" in one["hostPath"]] == [
         str(there)
     ]
 
 
 def test_groups_can_be_turned_off(tmp_path: Path, common: dict[str, Any]) -> None:
-    assert chosen(tmp_path, common).edits["additionalGids"] == [44]
+    assert chosen(tmp_path, common).cdi["additionalGids"] == [44]
     off: dict[str, Any] = {"features.no-additional-gids-for-device-nodes": True}
     without = chosen(tmp_path, common, **off)
-    assert "additionalGids" not in without.edits
+    assert "additionalGids" not in without.cdi
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_node_that_is_left_out_brings_no_group(
     common["additionalGids"] = [27, 44]
     got = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
     assert len([path for path in paths(got) if "/dri/" in path]) == nodes
-    assert got.edits["additionalGids"] == groups
+    assert got.cdi["additionalGids"] == groups
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_libraries_go_where_the_images_loader_searches(
         (root / name).mkdir(parents=True, exist_ok=True)
     everything = ("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=all")
     got = chosen(tmp_path, common, *everything, root=root)
-    places = [mount["containerPath"] for mount in got.edits["mounts"]]
+    places = [mount["containerPath"] for mount in got.cdi["mounts"]]
     assert f"{folder}/libcuda.so.550" in places and f"{folder_32}/libcuda.so.550" in places
     assert f"{folder}/vdpau/libvdpau_nvidia.so.550" in places
     assert "/usr/bin/nvidia-smi" in places

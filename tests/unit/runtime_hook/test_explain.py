@@ -169,6 +169,28 @@ def test_a_volume_that_has_a_container_refused_is_named(
 
 
 @pytest.mark.root
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "process": {}, "root": {"path": "rootfs"}}',
+            "twice in one",
+        ),
+        ('{"process": {"ENV": ["NVIDIA_VISIBLE_DEVICES=0"]}, "root": {"path": "rootfs"}}', "which runc reads as 'env'"),
+        ('{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "root": {"path": "absent"}}', "can't be opened"),
+    ],
+)
+def test_what_the_runtime_refuses_is_explained_in_its_words(
+    settings: Path, tmp_path: Path, config: str, says: str
+) -> None:
+    bundle = bundle_with(tmp_path)
+    (bundle / "config.json").write_text(config)
+    with pytest.raises(Refused, match=says) as caught:
+        prepare(str(bundle), (str(settings), "/none"))
+    assert of_bundle(settings, bundle)["error"] == str(caught.value)
+
+
+@pytest.mark.root
 @pytest.mark.parametrize("compat", [False, True])
 def test_a_volume_over_the_loaders_cache_is_told_and_refused_only_with_compatibility_libraries(
     settings: Path, tmp_path: Path, compat: bool

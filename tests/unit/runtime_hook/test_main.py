@@ -1,4 +1,4 @@
-"""`create`: which call is one, what it does to config.json, and that nothing but a refusal comes out of it."""
+"""`create`: what it does to config.json, and that nothing but a refusal comes out of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.runtime_hook.config import owner_of, root_of
-from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.main import bundle_of, failure, is_create, prepare
+from gpuprov.runtime_hook.errors import Refused, reason
+from gpuprov.runtime_hook.main import prepare
 
 GPU = {"deviceNodes": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0, "permissions": "rw"}]}
 SPECIFICATION = {
@@ -70,62 +70,6 @@ def one_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
     made = Bundle(tmp_path_factory.mktemp("bundle"))
     made.set("accept-nvidia-visible-devices-as-volume-mounts = true")
     yield made
-
-
-@pytest.mark.parametrize(
-    ("words", "create"),
-    [
-        ("create", True),
-        ("create --bundle /b id", True),
-        ("--root /r --log /l --log-format json --systemd-cgroup create --bundle /b --pid-file /p id", True),
-        ("--root=/r create id", True),
-        ("--root create create id", True),
-        ("--log state create id", True),
-        ("create --bundle /b create", True),
-        ("create --bundle create id", True),
-        ("-b create create id", True),
-        ("--unknown-flag value create id", True),
-        ("", False),
-        ("state id", False),
-        ("--version", False),
-        # A container, or what runs in it, by that name.
-        ("state create", False),
-        ("--root /r --log /l --log-format json --systemd-cgroup delete --force create", False),
-        ("kill create 9", False),
-        ("exec id create", False),
-        ("run --bundle create id", False),
-        ("--root create state id", False),
-        ("--bundle create id", False),
-        ("created", False),
-    ],
-)
-def test_which_call_is_a_create(words: str, create: bool) -> None:
-    assert is_create(words.split()) is create
-
-
-@pytest.mark.parametrize(
-    ("words", "folder"),
-    [
-        ("create id", ""),
-        ("create --bundle /b id", "/b"),
-        ("create --bundle=/b=c id", "/b=c"),
-        ("create -b /b id", "/b"),
-        ("create -b=/b id", "/b"),
-        ("create -bundle /b id", "/b"),
-        ("create -bundle=/b id", "/b"),
-        ("create --bundle /a -b /b id", "/b"),
-        ("create --bundle= id", ""),
-        ("create --bundles /b id", ""),
-    ],
-)
-def test_the_bundle_that_a_call_names(words: str, folder: str) -> None:
-    assert bundle_of(words.split()) == folder
-
-
-@pytest.mark.parametrize("flag", ["-b", "-bundle", "--bundle"])
-def test_a_bundle_flag_without_a_folder_is_refused(flag: str) -> None:
-    with pytest.raises(Refused, match=f"{flag} stands without a folder"):
-        bundle_of(["create", flag])
 
 
 @pytest.mark.parametrize(
@@ -251,9 +195,9 @@ def test_a_link_loop_in_the_image_is_named_and_is_no_internal_error(bundle: Bund
     config = {**json.loads(ASKS), "mounts": [volume]}
     with pytest.raises(OSError, match="too many links") as caught:
         bundle.prepare(json.dumps(config))
-    said = "gpuprov: the container's files can't be prepared: /usr/bin/nvidia-smi: too many links"
-    assert failure(caught.value) == said and bundle.is_untouched
-    assert "please report this" in failure(KeyError("x"))
+    said = "the container's files can't be prepared: /usr/bin/nvidia-smi: too many links"
+    assert reason(caught.value) == said and bundle.is_untouched
+    assert "please report this" in reason(KeyError("x"))
 
 
 def test_a_configuration_that_cannot_be_replaced_is_refused(bundle: Bundle) -> None:

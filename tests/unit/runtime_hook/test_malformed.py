@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import hook_main, jsonio, prestart
-from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.errors import Refused, printable
 from gpuprov.runtime_hook.explain import explain
-from gpuprov.runtime_hook.main import printable
 from gpuprov.runtime_hook.settings import read_settings
 from tests.unit.runtime_hook.test_main import Bundle
 
@@ -117,7 +116,7 @@ def test_a_wrong_value_anywhere_in_a_specification_is_one_clean_line(
     bundle.config.write_text(json.dumps(CONFIG))
     require_clean(bundle)
     settings, trouble = read_settings(str(bundle.settings), str(bundle.absent))
-    explained = explain(CONFIG, settings, trouble, str(bundle.folder))
+    explained = explain(json.dumps(CONFIG), settings, trouble, str(bundle.folder))
     for node in explained["edits"].get("deviceNodes", ()):
         found = node_of(node)
         os.makedev(found["major"], found["minor"])
