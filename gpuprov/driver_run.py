@@ -19,7 +19,7 @@ from gpuprov.driver.unload import Unloading, start_again, start_all_again, unloa
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of, kernel_compiler
 from gpuprov.machine.machine import gather_os
-from gpuprov.packages.registry import manager_of
+from gpuprov.packages.managers import manager_of
 from gpuprov.protocol import driver_releases
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked

@@ -1,66 +1,55 @@
-"""Repositories and their keys for apt, dnf and zypper: which a host needs, and the changes that add them."""
+"""Sets up repositories and their GPG keys for apt, dnf and zypper.
+
+`plan` returns what to write and what to remove on a host, `problems` what only a person can correct. A repository
+renders itself: as a deb822 source for apt, as a .repo file for dnf and zypper. Its key is taken only if it has the
+pinned fingerprint, and counts for this repository alone where the package manager can tell them apart (apt).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import configparser
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Callable, Union
 
-from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
 from gpuprov.machine.driver_rows import own_driver
-from gpuprov.packages import apt_components, rpm_repos
-from gpuprov.packages.apt_components import PATH as COMPONENTS
-from gpuprov.packages.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
-from gpuprov.packages.keys import InstallKey, problems_of_any
-from gpuprov.packages.pgp import dearmored, fingerprints
+from gpuprov.packages.interface import Host
+from gpuprov.packages.keys import InstallKey, armored, dearmored, fingerprints
 from gpuprov.packages.retired import REPOSITORY
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.toolkit_channels import toolkit_channels
+from gpuprov.packages.rpm_changes import InstallRpmKey
+from gpuprov.packages.sources import (
+    COMPONENTS_PATH,
+    OURS,
+    SOURCES,
+    Entry,
+    component_source,
+    entries,
+    foreign_sources,
+    repo_sections,
+    text_of,
+)
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
-    from gpuprov.core.changes import FileFact
     from gpuprov.machine.distros import ExtraRepository
-    from gpuprov.packages.interface import PackageManager
     from gpuprov.protocol.site_repository import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"
+RPM_KEYS = "/etc/pki/rpm-gpg"
+_RPM_KEY = f"{RPM_KEYS}/RPM-GPG-KEY-{OURS}"
 # Debian's name of an architecture, from `uname -m`.
 _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-
-
-class Host(rpm_repos.Host, Protocol):
-    """The facts about a host that repositories need."""
-
-    @property
-    def package_manager(self) -> PackageManager: ...
-
-
-def host_problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Problem, ...]:
-    """Return what gpuprov can't correct in the repositories of the host or the user."""
-    manager = host.package_manager
-    if isinstance(manager, RpmManager):
-        return manager.repository_problems(host, spec, extra)
-    return problems(host.files, spec, host.architecture, extra)
-
-
-def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
-    """Return the keys and sources to write on a host, and the conflicting ones to remove."""
-    manager = host.package_manager
-    if isinstance(manager, RpmManager):
-        return manager.plan_repositories(host, spec, extra)
-    return plan_repositories(host.files, spec, host.architecture, extra, _driver_components(host, spec))
-
-
-def _driver_components(host: Host, spec: HostSpec) -> str:
-    """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
-    row, own = host.distribution, own_driver(host.distribution)
-    if spec.driver != "distribution" or row is None or own is None or not own.components:
-        return ""
-    return apt_components.source(host.files, row.codename, own.components, own.keyrings)
+# Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
+# Source: NVIDIA's blog, 27 April 2022.
+_WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
+# What apt_auth.conf(5), and the .repo files of dnf and zypper, take without quotes.
+_LOGIN = re.compile(r"[A-Za-z0-9!%&()*+,./:;<=>?@^_~-]+")
 
 
 @dataclass(frozen=True)
@@ -87,16 +76,6 @@ class AptRepository:
         # apt takes the format from the name: a binary key must end in .gpg, an armored one in .asc.
         return f"{_KEYRINGS}/{OURS}{self.name}.gpg"
 
-    @property
-    def login_path(self) -> str:
-        return f"{_LOGINS}/{OURS}{self.name}.conf"
-
-    @property
-    def login(self) -> bytes:
-        """The entry of apt_auth.conf(5) for a login in the URI, empty for none: every user can read a source."""
-        place, user, password = split_login(self.uri)
-        return f"machine {place} login {user} password {password}\n".encode() if user else b""
-
     def __str__(self) -> str:
         lines = ["Types: deb", f"URIs: {split_login(self.uri)[0]}", f"Suites: {self.suite}"]
         if not self.suite.endswith("/"):
@@ -104,8 +83,88 @@ class AptRepository:
         lines += [f"Architectures: {self.architecture}", f"Signed-By: {self.key_path}"]
         return "".join(f"{line}\n" for line in lines)
 
+    def files(self) -> tuple[WriteFile, ...]:
+        """Return the source, and the entry of apt_auth.conf(5) for a login: every user can read a source."""
+        source = WriteFile(self.source_path, str(self).encode())
+        place, user, password = split_login(self.uri)
+        if not user:
+            return (source,)
+        login = f"machine {place} login {user} password {password}\n"
+        return (WriteFile(f"{_LOGINS}/{OURS}{self.name}.conf", login.encode(), 0o600), source)
 
-def repositories(
+    def key(self) -> Change:
+        return InstallKey(self.key_path, self.key_url, self.key_fingerprint)
+
+    def has_key(self, host: Host) -> bool:
+        """Say whether its key is there. Armored, it would be in a form that apt does not read from this file."""
+        return _is_key(host.files.get(self.key_path), self.key_fingerprint, dearmored)
+
+
+@dataclass(frozen=True)
+class RpmRepository:
+    """A signed rpm repository; `str()` is its .repo file (dnf.conf(5), zypper(8)).
+
+    The metadata, which has the digest of every package, or every package must be signed; ideally both.
+    `only`: patterns of the packages that may come from it; none means all.
+    """
+
+    name: str
+    uri: str
+    key_url: str
+    key_fingerprint: str
+    manager: RpmManager
+    signed_metadata: bool = True
+    signed_packages: bool = True
+    only: tuple[str, ...] = ()
+
+    @property
+    def file_path(self) -> str:
+        return f"{self.manager.repository_directory}/{OURS}{self.name}.repo"
+
+    @property
+    def key_path(self) -> str:
+        return f"{_RPM_KEY}{self.name}"
+
+    def __str__(self) -> str:
+        enabled, limits = self.manager.limited(self.only) if self.only else (True, ())
+        place, user, password = split_login(self.uri)
+        login: tuple[str, ...] = (f"username={user}", f"password={password}") if user else ()
+        if self.manager.login_in_url:
+            login, place = (), self.uri
+        lines = [
+            f"[{OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={place}", f"enabled={enabled:d}",
+            f"repo_gpgcheck={self.signed_metadata:d}", f"{self.manager.package_check}={self.signed_packages:d}",
+            f"gpgkey=file://{self.key_path}", *self.manager.repository_lines, *limits, *login,
+        ]  # fmt: skip
+        return "".join(f"{line}\n" for line in lines)
+
+    def files(self) -> tuple[WriteFile, ...]:
+        """Return its .repo file; a login in it is for root only."""
+        return (WriteFile(self.file_path, str(self).encode(), 0o600 if split_login(self.uri)[1] else 0o644),)
+
+    def key(self) -> Change:
+        return InstallRpmKey(self.key_path, self.key_url, self.key_fingerprint)
+
+    def has_key(self, host: Host) -> bool:
+        is_trusted = self.key_fingerprint in host.packages.trusted_keys
+        return is_trusted and _is_key(host.files.get(self.key_path), self.key_fingerprint, armored)
+
+
+# Python 3.9 has no `|` for types at run time.
+Repository = Union[AptRepository, RpmRepository]
+
+
+def _is_key(file: FileFact | None, fingerprint: str, form: Callable[[bytes], bytes]) -> bool:
+    """Say whether a file is the key with this fingerprint, and no other, in the form that `form` gives it."""
+    if file is None or file.mode != 0o644:
+        return False
+    try:
+        return fingerprints(file.content) == (fingerprint,) and form(file.content) == file.content
+    except GpuprovError:
+        return False
+
+
+def apt_repositories(
     spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
 ) -> tuple[AptRepository, ...]:
     """Return the repositories that a host needs besides its distribution's: the user's, the toolkit's, and `extra`."""
@@ -117,114 +176,206 @@ def repositories(
     ]
     # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
     found += [
-        AptRepository(one.name, f"{one.base}/deb/{debian}", "/", "", one.key_url, spec.toolkit_key_fingerprint, debian)
-        for one in toolkit_channels(spec)
+        AptRepository(name, f"{base}/deb/{debian}", "/", "", key_url, spec.toolkit_key_fingerprint, debian)
+        for name, base, key_url in _toolkit_channels(spec)
     ]
     return tuple(found)
 
 
-def problems(
-    files: Mapping[str, FileFact], spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
-) -> tuple[Problem, ...]:
-    """Return what gpuprov can't correct in the host's or the user's sources."""
-    wanted = repositories(spec, architecture, extra)
-    mixed = tuple(
+def rpm_repositories(
+    manager: RpmManager, spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
+) -> tuple[RpmRepository, ...]:
+    """Return the same repositories for dnf or zypper."""
+    found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, manager) for own in spec.repositories]
+    # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
+    found += [
+        RpmRepository(
+            name, f"{base}/rpm/{architecture}", key_url, spec.toolkit_key_fingerprint, manager, signed_packages=False
+        )
+        for name, base, key_url in _toolkit_channels(spec)
+    ]
+    found += [
+        RpmRepository(
+            one.name, one.uri, one.key_url, one.key_fingerprint, manager, signed_metadata=one.signed_metadata,
+            only=one.only,
+        )
+        for one in extra
+    ]  # fmt: skip
+    return tuple(found)
+
+
+def _toolkit_channels(spec: HostSpec) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, base, URL of the key) of the container toolkit's repositories that a host needs.
+
+    The repository of release candidates does not replace the stable one: the installation guide enables both.
+    """
+    base = spec.toolkit_repository.rstrip("/")
+    if spec.toolkit == "nvidia":
+        yield "nvidia-container-toolkit", f"{base}/stable", f"{base}/gpgkey"
+    if spec.toolkit == "nvidia" and spec.toolkit_channel == "experimental":
+        yield "nvidia-container-toolkit-experimental", f"{base}/experimental", f"{base}/gpgkey"
+
+
+def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
+    """Return the keys and sources to write on a host, and the conflicting ones to remove."""
+    wanted, conflicts = _wanted(host, spec, extra)
+    components = _driver_components(host, spec)
+    changes: list[Change] = []
+    kept = set()
+    for one in wanted:
+        changes += [] if one.has_key(host) else [one.key()]
+        changes += [file for file in one.files() if not _is_there(host, file)]
+        kept |= {one.key_path, *(file.path for file in one.files())}
+    if components:
+        source = WriteFile(COMPONENTS_PATH, components.encode())
+        changes += [] if _is_there(host, source) else [source]
+        kept.add(source.path)
+    changes += [one for one in conflicts if isinstance(one, Change)]
+    places = tuple(f"{folder}/{OURS}" for folder in (SOURCES, _KEYRINGS, _LOGINS))
+    if isinstance(host.package_manager, RpmManager):
+        places = (f"{host.package_manager.repository_directory}/{OURS}", _RPM_KEY)
+    old = (path for path in host.files if path.startswith(places) and path not in kept)
+    return (*changes, *(RemoveFile(path, "no longer asked for") for path in old))
+
+
+def _is_there(host: Host, file: WriteFile) -> bool:
+    found = host.files.get(file.path)
+    return found is not None and (found.content, found.mode) == (file.content, file.mode)
+
+
+def problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Problem, ...]:
+    """Return what gpuprov can't correct in the repositories of the host or the user."""
+    wanted, conflicts = _wanted(host, spec, extra)
+    return _problems_of_any(wanted) + tuple(one for one in conflicts if isinstance(one, Problem))
+
+
+def _wanted(
+    host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...]
+) -> tuple[Sequence[Repository], Sequence[Change | Problem]]:
+    """Return the repositories that a host needs, and the conflicts with its own: corrected, or problems."""
+    if isinstance(host.package_manager, RpmManager):
+        rpm = rpm_repositories(host.package_manager, spec, host.architecture, extra)
+        return rpm, list(_rpm_conflicts(host.package_manager, host, rpm))
+    apt = apt_repositories(spec, host.architecture, extra)
+    return apt, [one for path, file in foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)]
+
+
+def _driver_components(host: Host, spec: HostSpec) -> str:
+    """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
+    row, own = host.distribution, own_driver(host.distribution)
+    if spec.driver != "distribution" or row is None or own is None or not own.components:
+        return ""
+    return component_source(host.files, row.codename, own.components, own.keyrings)
+
+
+def _problems_of_any(wanted: Sequence[Repository]) -> tuple[Problem, ...]:
+    """Return what is wrong with repositories of any package manager."""
+    withdrawn = tuple(
         Problem(
+            f"the key of repository {one.name} is withdrawn",
+            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
+            "set the fingerprint of the current key",
+        )
+        for one in wanted
+        if one.key_fingerprint in _WITHDRAWN
+    )
+    names = [one.name for one in wanted]
+    same = tuple(
+        Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
+        for name in sorted({name for name in names if names.count(name) > 1})
+    )
+    logins = tuple(
+        Problem(
+            f"the login in the URL of repository {one.name} can't be given to the package manager", masked(one.uri),
+            "use USER:PASSWORD, each of letters, digits and !%&()*+,-./:;<=>?@^_~; or a mirror that needs no login",
+        )
+        for one in wanted
+        if "@" in one.uri.partition("://")[2].partition("/")[0]
+        and not all(map(_LOGIN.fullmatch, split_login(one.uri)[1:]))
+    )  # fmt: skip
+    return withdrawn + same + logins
+
+
+def _apt_conflicts(
+    path: str, file: FileFact, wanted: Sequence[AptRepository], spec: HostSpec
+) -> Iterator[Change | Problem]:
+    """Yield the change that comments unwanted entries of a source out, or removes a source that has no other.
+
+    What the journal keeps of the file is the way back. Entries that share their lines with others are problems: only
+    their owner may take them out.
+    """
+    found = entries(path, text_of(file))
+    unwanted = _unwanted(found, wanted, spec)
+    others = {entry.block for entry in found if entry not in unwanted}
+    inseparable = [entry for entry in unwanted if entry.block in others]
+    for entry in inseparable:
+        yield Problem(
             f"{path} names {masked(entry.uri)} too, among others; apt would report conflicting values for Signed-By",
             f"{path}, line {entry.line}",
             f"remove that line: gpuprov keeps this repository in {SOURCES}/{OURS}*.sources",
         )
-        for path, file in foreign_sources(files)
-        for entry in _inseparable(path, file, _unwanted(path, file, wanted, spec))
-    )
-    return problems_of_any(wanted) + mixed
-
-
-def plan_repositories(
-    files: Mapping[str, FileFact],
-    spec: HostSpec,
-    architecture: str,
-    extra: tuple[ExtraRepository, ...] = (),
-    components: str = "",
-) -> tuple[Change, ...]:
-    """Return the keys and sources to write, and the conflicting ones to remove.
-
-    `components`: the text of a source with further components of the distribution's archive.
-    """
-    wanted = repositories(spec, architecture, extra)
-    changes: list[Change] = []
-    for one in wanted:
-        key = files.get(one.key_path)
-        if key is None or key.mode != 0o644 or not _is_pinned(key.content, one.key_fingerprint):
-            changes.append(InstallKey(one.key_path, one.key_url, one.key_fingerprint))
-    sources = {**{one.source_path: str(one) for one in wanted}, **({COMPONENTS: components} if components else {})}
-    logins = {one.login_path: one.login for one in wanted if one.login}
-    for path, login in logins.items():
-        found = files.get(path)
-        if found is None or (found.content, found.mode) != (login, 0o600):
-            changes.append(WriteFile(path, login, 0o600))
-    for path, text in sources.items():
-        source = files.get(path)
-        if source is None or source.content != text.encode() or source.mode != 0o644:
-            changes.append(WriteFile(path, text.encode()))
-    for path, file in foreign_sources(files):
-        changes += _cleaned(path, file, _unwanted(path, file, wanted, spec))
-    ours = {*sources, *logins, *(one.key_path for one in wanted)}
-    for path in files:
-        if path.startswith((f"{SOURCES}/{OURS}", f"{_KEYRINGS}/{OURS}", f"{_LOGINS}/{OURS}")) and path not in ours:
-            changes.append(RemoveFile(path, "no longer asked for"))
-    return tuple(changes)
-
-
-def _is_pinned(content: bytes, fingerprint: str) -> bool:
-    try:
-        # Armored, it would be the right key in a form that apt does not read from this file.
-        return fingerprints(content) == (fingerprint,) and dearmored(content) == content
-    except GpuprovError:
-        return False
-
-
-def _unwanted(path: str, file: FileFact, wanted: tuple[AptRepository, ...], spec: HostSpec) -> dict[Entry, str]:
-    """Return the entries of a source that stand in the way of `wanted`, each with the reason.
-
-    To apt a repository is a URI with a suite: another suite of the same mirror is another one, with a key of its own.
-    """
-    ours = {(_plain(one.uri, one.architecture), suite): one for one in wanted for suite in one.suite.split()}
-    architecture = wanted[0].architecture if wanted else ""
-    found = {}
-    for entry in entries(path, text_of(file)):
-        double = ours.get((_plain(entry.uri, architecture), entry.suite.replace("$(ARCH)", architecture)))
-        if double is not None:
-            found[entry] = f"a second source for {masked(double.uri)}"
-        elif (spec.toolkit == "nvidia" or spec.migrate_nvidia_docker) and REPOSITORY.match(entry.uri):
-            found[entry] = "NVIDIA has retired this repository"
-    return found
-
-
-def _inseparable(path: str, file: FileFact, unwanted: Mapping[Entry, str]) -> list[Entry]:
-    """Return the entries that share their lines with others, so that only their owner may take them out."""
-    kept = {entry.block for entry in entries(path, text_of(file)) if entry not in unwanted}
-    return [entry for entry in unwanted if entry.block in kept]
-
-
-def _cleaned(path: str, file: FileFact, unwanted: Mapping[Entry, str]) -> list[Change]:
-    """Return the change that takes the entries out: the file goes if it has no other, else their lines are commented.
-
-    What the journal keeps of the file is the way back.
-    """
-    if not unwanted or _inseparable(path, file, unwanted):
-        return []
-    reason = next(iter(unwanted.values()))
-    if all(entry in unwanted for entry in entries(path, text_of(file))):
-        return [RemoveFile(path, reason)]
+    if not unwanted or inseparable:
+        return
+    if not others:
+        yield RemoveFile(path, next(iter(unwanted.values())))
+        return
     blocks = [range(*entry.block) for entry in unwanted]
     lines = [
         f"# {line}" if any(number in block for block in blocks) else line
         for number, line in enumerate(text_of(file).splitlines(keepends=True), 1)
     ]
-    return [WriteFile(path, "".join(lines).encode("utf-8", "surrogateescape"), file.mode)]
+    yield WriteFile(path, "".join(lines).encode("utf-8", "surrogateescape"), file.mode)
 
 
-def _plain(uri: str, architecture: str) -> str:
+def _unwanted(found: Sequence[Entry], wanted: Sequence[AptRepository], spec: HostSpec) -> Mapping[Entry, str]:
+    """Return the entries of a source that stand in the way of `wanted`, each with the reason.
+
+    To apt a repository is a URI with a suite: another suite of the same mirror is another one, with a key of its own.
+    """
+    ours = {(_plain_apt(one.uri, one.architecture), suite): one for one in wanted for suite in one.suite.split()}
+    architecture = wanted[0].architecture if wanted else ""
+    unwanted = {}
+    for entry in found:
+        double = ours.get((_plain_apt(entry.uri, architecture), entry.suite.replace("$(ARCH)", architecture)))
+        if double is not None:
+            unwanted[entry] = f"a second source for {masked(double.uri)}"
+        elif (spec.toolkit == "nvidia" or spec.migrate_nvidia_docker) and REPOSITORY.match(entry.uri):
+            unwanted[entry] = "NVIDIA has retired this repository"
+    return unwanted
+
+
+def _plain_apt(uri: str, architecture: str) -> str:
     """Return a URI as apt compares it: sources.list(5) has one variable, login and final slash do not count."""
     return split_login(uri)[0].replace("$(ARCH)", architecture).rstrip("/")
+
+
+def _rpm_conflicts(manager: RpmManager, host: Host, wanted: Sequence[RpmRepository]) -> Iterator[Change | Problem]:
+    """Yield the removal of each file that defines the `wanted` repositories again, problems for one with others too."""
+    ours = {_plain_rpm(one.uri, host.architecture): masked(one.uri) for one in wanted}
+    pattern = re.compile(rf"{manager.repository_directory}/(?!{OURS})[^/]+\.repo")
+    for path, file in host.files.items():
+        if not pattern.fullmatch(path):
+            continue
+        try:
+            sections = repo_sections(file.content.decode("utf-8", "replace"))
+        except configparser.Error:
+            # dnf and zypper do not read it either.
+            continue
+        doubles = {
+            name: sorted({plain for one in urls if (plain := _plain_rpm(one, host.architecture)) in ours})
+            for name, urls in ((name, re.split(r"[\s,]+", one.get("baseurl", ""))) for name, one in sections)
+        }
+        if any(doubles.values()) and all(doubles.values()):
+            yield RemoveFile(path, f"a second definition of {ours[[*doubles.values()][-1][-1]]}")
+            continue
+        for name, uri in ((name, uri) for name, uris in doubles.items() for uri in uris):
+            yield Problem(
+                f"{path} names {ours[uri]} too, among others: packages could come from there with other checks",
+                f"{path}, section [{name}]",
+                f"remove that section: gpuprov keeps this repository in {manager.repository_directory}/{OURS}*.repo",
+            )
+
+
+def _plain_rpm(uri: str, architecture: str) -> str:
+    """Return a URI as dnf(8) and zypper compare it: the architecture filled in, no login, no final slash."""
+    return re.sub(r"\$\{?basearch\}?", architecture, split_login(uri)[0]).rstrip("/")

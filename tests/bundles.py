@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpuprov.bundle.format import write_bundle
 from gpuprov.bundle.manifest import BundleFile, BundlePackage, Manifest
-from gpuprov.packages.pgp import fingerprints
+from gpuprov.packages.keys import fingerprints
 from tests import simgpu
 
 DRIVER = f"driver/NVIDIA-Linux-x86_64-{simgpu.DRIVER_VERSION}.run"

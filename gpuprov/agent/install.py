@@ -17,10 +17,10 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.facts.watch import OFF, gather_watch
-from gpuprov.packages import source_names
+from gpuprov.packages import managers
+from gpuprov.packages.interface import wait_until_free
 from gpuprov.packages.keys import InstallKey
-from gpuprov.packages.package_lock import wait_until_free
-from gpuprov.packages.rpm_repos import InstallRpmKey
+from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.inputs import gather_for, resolve
@@ -218,10 +218,10 @@ def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
     if not names or not all(one.fingerprint for one in planned if isinstance(one, (InstallKey, InstallRpmKey))):
         return ()
     # Most runs change nothing and query no repository.
-    from gpuprov.packages import offers
+    from gpuprov.packages import managers
 
     run.note("reading the package sources, in a copy")
-    return offers.ask(run.system, facts.package_manager, names, planned, run.spec.lock_timeout).problems
+    return managers.ask(run.system, facts.package_manager, names, planned, run.spec.lock_timeout).problems
 
 
 def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Problem, ...]:
@@ -230,7 +230,7 @@ def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Pr
     fetches = run.bundle is None and any(item.change.bundle_part == "packages" for item in plan.changes)
     dead = run.system.proxy_problem() if plan.urls or asks else None
     if dead is None and fetches:
-        dead = source_names.problem(run.system, facts.package_manager.name, facts.files)
+        dead = managers.dns_problem(run.system, facts.package_manager.name, facts.files)
     return (dead,) if dead else unreachable(run.system, plan.urls)
 
 

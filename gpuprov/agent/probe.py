@@ -231,6 +231,6 @@ def _distribution(probe: Probe) -> Distribution:
 
 
 def _commands(row: Distribution) -> Commands:
-    from gpuprov.packages.registry import manager_of
+    from gpuprov.packages.managers import manager_of
 
     return manager_of(row).commands

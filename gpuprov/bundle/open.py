@@ -12,7 +12,7 @@ from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.place import CACHE
 from gpuprov.core.places import REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.packages.pgp import fingerprints
+from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError
 
 

@@ -13,7 +13,7 @@ from gpuprov.bundle.format import Contents, chunks
 from gpuprov.bundle.manifest import SIGNING_KEY
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.packages.pgp import dearmored, fingerprints
+from gpuprov.packages.keys import dearmored, fingerprints
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import counted
 

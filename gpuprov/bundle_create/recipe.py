@@ -25,16 +25,14 @@ from gpuprov.machine.distros import (
     supported_names,
 )
 from gpuprov.machine.driver_rows import DriverBranch, own_driver
-from gpuprov.packages import rpm_repos
-from gpuprov.packages.dkms_repositories import PACKAGE, dkms_repository
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.registry import manager_of
-from gpuprov.packages.rpm_repos import RpmRepository
+from gpuprov.packages.known_repositories import DKMS, dkms_repository
+from gpuprov.packages.managers import manager_of
 from gpuprov.plan import software
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import AptRepository, repositories
+from gpuprov.repos import AptRepository, RpmRepository, apt_repositories, rpm_repositories
 
 _Repository = TypeVar("_Repository", AptRepository, RpmSource)
 
@@ -173,7 +171,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
-    extra = (PACKAGE for spec in specs if _dkms(row, wanted, spec) is not None)
+    extra = (DKMS for spec in specs if _dkms(row, wanted, spec) is not None)
     others = (
         name
         for spec in specs
@@ -233,12 +231,12 @@ def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
 
 def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[AptRepository, ...]:
     """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
-    return repositories(spec, wanted.architecture, _extra_repositories(row, wanted, spec))
+    return apt_repositories(spec, wanted.architecture, _extra_repositories(row, wanted, spec))
 
 
 def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[RpmRepository, ...]:
     """Return the same repositories for dnf, which also resolves zypper's packages."""
-    return rpm_repos.repositories(DNF, spec, wanted.architecture, _extra_repositories(row, wanted, spec))
+    return rpm_repositories(DNF, spec, wanted.architecture, _extra_repositories(row, wanted, spec))
 
 
 def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[ExtraRepository, ...]:

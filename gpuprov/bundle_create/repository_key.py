@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.packages.pgp import fingerprints
+from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError
 
 # plan/steps.py rejects hosts with an earlier clock, so no signature is in a host's future.

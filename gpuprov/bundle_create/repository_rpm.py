@@ -17,9 +17,8 @@ from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.changes import Tell
 from gpuprov.core.places import KEYS, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System, sha256_of
-from gpuprov.packages.keys import fetch_pinned_key
-from gpuprov.packages.pgp import armored, key_ids
-from gpuprov.packages.rpm_failures import finish
+from gpuprov.packages.failures import finish_rpm
+from gpuprov.packages.keys import armored, fetch_pinned_key, key_ids
 from gpuprov.protocol.errors import GpuprovError
 
 _DOWNLOAD_SECONDS = 7200
@@ -118,7 +117,7 @@ def _download(to: Collection, root: str) -> None:
     done = system.run(
         command, timeout=_DOWNLOAD_SECONDS, env=system.proxy.environment, on_line=lambda line: _tell_get(line, tell)
     )
-    finish(done, "the packages can't be had")
+    finish_rpm(done, "the packages can't be had")
 
 
 def _tell_get(line: str, tell: Tell) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpuprov.packages.rpm_repos import RpmRepository
-from gpuprov.packages.rpm_vendor_keys import vendor_key
+from gpuprov.packages.known_repositories import vendor_key
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.tables import server
+from gpuprov.repos import RpmRepository
 
 
 @dataclass(frozen=True)
 class RpmSource:
     """A repository to take packages from; `keys` holds each key's location and its full fingerprint.
 
-    As in rpm_repos.py, either its metadata or every package must be signed. `all_streams`: also use packages of module
+    As in repos.py, either its metadata or every package must be signed. `all_streams`: also use packages of module
     streams that are not enabled. `only`: patterns of the packages that may come from it; empty means all.
     """
 

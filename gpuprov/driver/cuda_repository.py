@@ -27,10 +27,11 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, nvidia_folder
 from gpuprov.packages.apt import apt_options
-from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex, missing
-from gpuprov.packages.registry import manager_of
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.dpkg import missing
+from gpuprov.packages.managers import manager_of
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_packages import RefreshRpmIndex
+from gpuprov.packages.rpm_changes import RefreshRpmIndex
 from gpuprov.protocol import driver_releases
 from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
 from gpuprov.protocol.errors import Problem

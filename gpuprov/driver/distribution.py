@@ -13,9 +13,9 @@ from gpuprov.driver.packaged import PackagedDriver, SwitchBranch, fits
 from gpuprov.facts.host import PREFERENCES, HostFacts
 from gpuprov.machine.distros import Distribution, packages_for_kernels
 from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, names_with_own_driver, own_driver
-from gpuprov.packages import apt_components
+from gpuprov.packages import sources
 from gpuprov.packages.apt import apt_options
-from gpuprov.packages.apt_packages import RefreshPackageIndex
+from gpuprov.packages.apt_changes import RefreshPackageIndex
 from gpuprov.packages.interface import Installation
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
@@ -353,7 +353,7 @@ class DistributionDriver(PackagedDriver):
     def _source_problems(self, row: Distribution, own: OwnDriver) -> tuple[Problem, ...]:
         if not own.components or self.facts.bundle is not None:
             return ()
-        return apt_components.problems(self.facts.files, f"{row.name} {row.version}", row.codename, own.components)
+        return sources.component_problems(self.facts.files, f"{row.name} {row.version}", row.codename, own.components)
 
     def _offer_problems(self, choice: Choice) -> tuple[Problem, ...]:
         """Return what the queried repositories lack: a branch, or modules of the libraries' version."""

@@ -10,7 +10,7 @@ from gpuprov.core.changes import FileFact
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import ExtraRepository
-from gpuprov.packages.dkms_repositories import PACKAGE, dkms_repository
+from gpuprov.packages.known_repositories import DKMS, dkms_repository
 from gpuprov.protocol.errors import Problem
 
 # Names of the repositories as EPEL's own package, Oracle, cloud images and SUSEConnect give them; not their sources,
@@ -28,10 +28,10 @@ def packages(driver: DriverSource) -> tuple[str, ...]:
     if not _is_wanted(driver):
         return ()
     if facts.bundle is not None:
-        has_it = any(one.name == PACKAGE for one in facts.bundle.manifest.packages)
-        return (PACKAGE,) if has_it else ()
+        has_it = any(one.name == DKMS for one in facts.bundle.manifest.packages)
+        return (DKMS,) if has_it else ()
     has_source = _has_own_source(facts) or repository(driver) is not None
-    return (PACKAGE,) if has_source or PACKAGE in facts.packages.installed else ()
+    return (DKMS,) if has_source or DKMS in facts.packages.installed else ()
 
 
 def repository(driver: DriverSource) -> ExtraRepository | None:
@@ -44,7 +44,7 @@ def repository(driver: DriverSource) -> ExtraRepository | None:
         return None
     found = dkms_repository(row, facts.os.version, facts.architecture, spec)
     ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
-    return found if ours or PACKAGE not in facts.packages.installed else None
+    return found if ours or DKMS not in facts.packages.installed else None
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
@@ -104,7 +104,7 @@ def _is_wanted(driver: DriverSource) -> bool:
     it.
     """
     row = driver.facts.distribution
-    if row is None or not row.dkms_from or PACKAGE in driver.spec.packages or not driver.compiles:
+    if row is None or not row.dkms_from or DKMS in driver.spec.packages or not driver.compiles:
         return False
     return driver.has_installer or row.package_manager == "dnf"
 

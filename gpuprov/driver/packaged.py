@@ -11,10 +11,10 @@ from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled, running_driver
 from gpuprov.driver.source import DriverSource
-from gpuprov.packages import dpkg, rpm_failures, rpm_packages
-from gpuprov.packages.apt_failures import finish
-from gpuprov.packages.apt_packages import InstallPackages
-from gpuprov.packages.rpm_packages import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
+from gpuprov.packages import dpkg, failures
+from gpuprov.packages.apt_changes import InstallPackages
+from gpuprov.packages.failures import finish_apt
+from gpuprov.packages.rpm_changes import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 _INSTALL_SECONDS = 600
@@ -51,7 +51,7 @@ class SwitchPin(InstallPackages):
         # apt-get(8): a trailing dash removes a package.
         words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
         done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
-        finish(done, f"{', '.join(self.names)} could not be installed")
+        finish_apt(done, f"{', '.join(self.names)} could not be installed")
 
     @classmethod
     def irreversible(
@@ -98,7 +98,7 @@ class ChangeDriverPackages(InstallPackages):
                 f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be",
             )
         done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
-        finish(done, f"the driver's packages could not be changed to {self.wanted}")
+        finish_apt(done, f"the driver's packages could not be changed to {self.wanted}")
         versions = {one.name: one.version for one in dpkg.query(system)}
         _require_version(versions.get(self.names[0], ""), self.wanted, f"apt-cache policy {self.names[0]}")
 
@@ -166,8 +166,8 @@ class ChangeDriverRpms(InstallRpmPackages):
         # dnf(8): to the newest version in the enabled streams, even if it is older than the installed one.
         command = (self.program.name, "-y", *self.options, "distro-sync", *names)
         done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
-        rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
-        version = rpm_packages.gather_packages(system, self.program).installed.get(self.names[0], "")
+        failures.finish_rpm(done, f"the driver's packages could not be changed to {self.wanted}")
+        version = self.program.gather(system).installed.get(self.names[0], "")
         _require_version(version, self.wanted, f"{self.program.name} list --showduplicates {self.names[0]}")
         self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
         return {"added": sorted(added(before, installed_rpms(system)))}
@@ -181,7 +181,7 @@ class ChangeDriverRpms(InstallRpmPackages):
         stale = sorted(one for one in installed_rpms(system) if precompiled.is_stale(package_name(one), driver))
         if stale:
             done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS, self.lock_timeout)
-            rpm_failures.finish(done, f"{', '.join(stale)} could not be removed")
+            failures.finish_rpm(done, f"{', '.join(stale)} could not be removed")
 
     @classmethod
     def irreversible(

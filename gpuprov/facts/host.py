@@ -37,16 +37,16 @@ from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
 from gpuprov.machine.pci import PciGpu, gather_gpus
-from gpuprov.packages import retired, rpm_repos
-from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.packages.apt_pins import PinnedOut
-from gpuprov.packages.interface import PackageManager
-from gpuprov.packages.registry import manager_of
+from gpuprov.packages import retired
+from gpuprov.packages.interface import PackageFacts, PackageManager
+from gpuprov.packages.managers import manager_of
+from gpuprov.packages.sources import PinnedOut
+from gpuprov.repos import RPM_KEYS
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 if TYPE_CHECKING:
-    from gpuprov.packages.offers import Offers
+    from gpuprov.packages.managers import Offers
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
@@ -75,7 +75,7 @@ _MANAGED_FILES = (
 )
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
-    "/etc/yum.repos.d", "/etc/zypp/repos.d", rpm_repos.KEYS,
+    "/etc/yum.repos.d", "/etc/zypp/repos.d", RPM_KEYS,
     "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
 )  # fmt: skip
 # Of logins (apt_auth.conf(5)), only gpuprov's are read.

@@ -14,8 +14,7 @@ from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, Settings, read_s
 
 if TYPE_CHECKING:
     from gpuprov.engines.docker import DockerFacts
-    from gpuprov.packages.apt_packages import PackageFacts
-    from gpuprov.packages.interface import PackageManager
+    from gpuprov.packages.interface import PackageFacts, PackageManager
 
 PLUGIN = "nvidia-docker"
 UNIT = "nvidia-docker.service"

@@ -154,7 +154,7 @@ class RunOptions:
         "--host-command-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=1800.0,
         commands=("install", "rollback", "uninstall"), help="Time limit of each of these two commands.",
     )  # fmt: skip
-    # Longer than the longest command on a host may be quiet (packages/apt_packages.py: 3900).
+    # Longer than the longest command on a host may be quiet (packages/apt_changes.py: 3900).
     host_timeout: float = _option(
         "--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500.0,
         help="Give up on a host that sends nothing for this long.",

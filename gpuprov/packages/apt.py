@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from gpuprov.core.changes import Change
+from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY, SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution
-from gpuprov.packages import apt_packages, apt_remove, apt_undo, dpkg, retired
-from gpuprov.packages.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
-from gpuprov.packages.interface import Bundle, Commands, Installation
-from gpuprov.packages.rpm_repos import Host
+from gpuprov.packages import dpkg, retired
+from gpuprov.packages.apt_changes import (
+    REFRESH_SECONDS,
+    InstallPackages,
+    RefreshPackageIndex,
+    RemovePackages,
+    needed_by_others,
+    plan_holds,
+)
+from gpuprov.packages.failures import finish_apt
+from gpuprov.packages.interface import (
+    Bundle,
+    Commands,
+    Host,
+    Installation,
+    PackageFacts,
+    PackageManager,
+    Versions,
+    pinned,
+    versions_by_name,
+)
+from gpuprov.packages.keys import InstallKey, dearmored, place_keys, with_placed_keys
 from gpuprov.protocol.spec import HostSpec
 
 _BUNDLE_SOURCE = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
@@ -29,6 +46,21 @@ _BUNDLE_SETTINGS = {
     # Nothing is downloaded, and the folder is closed to apt's own user.
     "APT::Sandbox::User": "root",
 }
+_SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d", "/etc/apt/auth.conf.d")
+# A host's hooks (command-not-found, appstream) would write to the host (apt.conf(5), APT::Update). Descriptions are not
+# needed, and are as large as all the rest.
+_CONFIGURATION = """\
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+APT::Update::Error-Mode "any";
+Acquire::Languages "none";
+Dir::State::lists "{work}/lists";
+Dir::Cache "{work}/cache";
+Dir::Etc::sourcelist "{work}/sources.list";
+Dir::Etc::sourceparts "{work}/sources.list.d";
+Dir::Etc::netrcparts "{work}/auth.conf.d";
+"""
 
 
 def apt_options(bundle: Bundle | None) -> tuple[str, ...]:
@@ -37,7 +69,7 @@ def apt_options(bundle: Bundle | None) -> tuple[str, ...]:
     return tuple(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))
 
 
-class Apt:
+class Apt(PackageManager):
     """apt and dpkg."""
 
     name = "apt"
@@ -50,15 +82,16 @@ class Apt:
         "export DEBIAN_FRONTEND=noninteractive; apt-get -q update && apt-get -q -y install",
     )
     # Debian's and Ubuntu's docker only recommend it, and recommendations are not installed (docs.docker.com, AppArmor).
-    confinement_packages: tuple[str, ...] = ("apparmor",)
+    confinement_packages = ("apparmor",)
     has_pin_packages = True
     old_fabric_manager = "nvidia-fabricmanager-{branch}"
     # -1, or -1ubuntu1 on newer releases.
     any_release = "-*"
 
-    gather = staticmethod(apt_packages.gather_packages)
+    gather = staticmethod(dpkg.gather_packages)
     lock_holder = staticmethod(dpkg.lock_holder)
-    missing = staticmethod(apt_packages.missing)
+    missing = staticmethod(dpkg.missing)
+    needed_by = staticmethod(needed_by_others)
 
     def version_names(self, version: str) -> set[str]:
         return {version}
@@ -69,42 +102,75 @@ class Apt:
     def typed(self, name: str) -> str:
         return shlex.quote(name)
 
-    def offered(
-        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
-    ) -> Mapping[str, tuple[str, ...]]:
-        from gpuprov.packages import apt_offers
+    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> Versions:
+        """Ask apt in a copy of the host's sources, with an index of its own.
 
-        # It takes no lock: all that it writes is in a folder of its own.
-        return apt_offers.ask(system, names, planned)
+        It takes no lock, because it writes only to its own folder.
+        """
+        work = system.temporary_directory("/var/tmp")
+        try:
+            # apt downloads as the user _apt, who reads keys and writes the index (apt.conf(5), APT::Sandbox::User).
+            system.change_mode(work, 0o755)
+            _copy_sources(system, work, planned)
+            configuration = ("-c", f"{work}/apt.conf")
+            system.write(f"{work}/apt.conf", _CONFIGURATION.format(work=work).encode())
+            options = (*dpkg.TRUST, "-o", "Acquire::Retries=3", *dpkg.proxy_options(system), *configuration)
+            command = ("apt-get", "-q", *options, "update")
+            done = system.run(command, timeout=REFRESH_SECONDS, env=system.proxy.environment)
+            finish_apt(done, "the package index could not be refreshed")
+            said = system.run(("apt-cache", *configuration, "madison", *names)).stdout
+        finally:
+            system.remove_tree(work)
+        return parse_madison(said)
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         lacking, options = self.missing(packages, wanted.names), apt_options(wanted.bundle)
-        keeps_holds = wanted.hold is None
-        names = {name: own_name(packages, name) for name in pinned(lacking)}
-        lifted = () if keeps_holds else tuple(name for name, own in names.items() if own in packages.held)
+        names = {name: dpkg.own_name(packages, name) for name in pinned(lacking) if wanted.hold is not None}
+        lifted = tuple(name for name, own in names.items() if own in packages.held)
         installation: tuple[Change, ...] = (
             RefreshPackageIndex(wanted.lock_timeout, options),
             InstallPackages(lacking, lifted, wanted.lock_timeout, options, wanted.advice),
         )
         # A hold that the installation takes off is set again after it.
         held = replace(packages, held=packages.held - {names[name] for name in lifted})
-        holds = () if wanted.hold is None else apt_packages.plan_holds(held, wanted.hold, wanted.lock_timeout)
+        holds = () if wanted.hold is None else plan_holds(held, wanted.hold, wanted.lock_timeout)
         return (*(installation if lacking else ()), *holds)
 
-    unowned = staticmethod(apt_remove.unowned)
-    needed_by = staticmethod(apt_undo.needed_by_others)
+    def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if not dpkg.owner(system, path))
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
-        return apt_remove.RemovePackages(names, keep, lock_timeout)
+        return RemovePackages(names, keep, lock_timeout)
 
     def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
         return retired.plan_keys(host.files, spec.toolkit_key_fingerprint)
-
-    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
-        return ()
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())
 
 
 APT = Apt()
+
+
+def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
+    """Copy the host's sources and index below `work`, with the planned changes of sources applied."""
+    for place in ("sources.list.d", "auth.conf.d", "lists", "lists/partial", "cache", "keys"):
+        system.make_directory(f"{work}/{place}")
+    # What has not changed since the host's last refresh need not be fetched again.
+    for source in (*(path for path in _SOURCES if system.exists(path)), "/var/lib/apt/lists"):
+        system.run(("cp", "-a", "--reflink=auto", source, f"{work}/"))
+    new_keys = [change for change in planned if isinstance(change, InstallKey)]
+    keys = place_keys(system, f"{work}/keys", new_keys, dearmored)
+    for change in planned:
+        if isinstance(change, (WriteFile, RemoveFile)) and change.path.startswith(_SOURCES):
+            place = change.path.replace("/etc/apt", work, 1)
+            if isinstance(change, RemoveFile):
+                system.remove(place)
+            else:
+                system.write(place, with_placed_keys(change.content, keys), mode=change.mode)
+
+
+def parse_madison(text: str) -> Versions:
+    """Return name → versions from lines of `NAME | VERSION | SOURCE` (apt-cache(8)); sources of source are left out."""
+    rows = ([part.strip() for part in [*line.split("|"), "", ""][:3]] for line in text.splitlines())
+    return versions_by_name((row[0], row[1]) for row in rows if row[1] and not row[2].endswith(" Sources"))

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Sequence
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
-from gpuprov.packages import rpm_bundle
-from gpuprov.packages.interface import Commands
-from gpuprov.packages.package_lock import tell_nobody
-from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
-from gpuprov.packages.rpm_failures import finish
+from gpuprov.packages.failures import finish_rpm
+from gpuprov.packages.interface import Commands, Versions, tell_nobody, versions_by_name
+from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager
+from gpuprov.packages.rpm_changes import run_rpm
 from gpuprov.packages.rpm_locks import LOCK_TOOLS
-from gpuprov.packages.rpm_packages import run_rpm
 
 # fedoraproject.org/wiki/Changes/SwitchToDnf5
 _DNF5_FEDORA = 41
@@ -37,18 +35,18 @@ class Dnf(RpmManager):
         "dnf versionlock add",
         "dnf -q -y install",
     )
-    refresh: tuple[str, ...] = ("dnf", "-y", "makecache")
-    install: tuple[str, ...] = ("dnf", "-y", "--setopt=install_weak_deps=False", "install")
+    refresh = ("dnf", "-y", "makecache")
+    install = ("dnf", "-y", "--setopt=install_weak_deps=False", "install")
     version_joint = "-"
     repository_directory = "/etc/yum.repos.d"
     copied_directory = "repos.d"
     package_check = "gpgcheck"
     # Some distributions skip a repository that is out of reach, without a word.
-    repository_lines: tuple[str, ...] = ("skip_if_unavailable=0",)
+    repository_lines = ("skip_if_unavailable=0",)
     login_in_url = False
     # The bundle has packages of module streams without the lists of the streams.
-    bundle_lines: tuple[str, ...] = ("skip_if_unavailable=0", "module_hotfixes=1")
-    bundle_options: tuple[str, ...] = (f"--setopt=reposdir={rpm_bundle.SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
+    bundle_lines = ("skip_if_unavailable=0", "module_hotfixes=1")
+    bundle_options = (f"--setopt=reposdir={BUNDLE_SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
     rebuilds = False
 
     def hold_tool(self, system: System) -> str:
@@ -81,14 +79,14 @@ class Dnf(RpmManager):
 
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
         done = run_rpm(system, ("dnf", "-q", "-y", *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
-        finish(done, NO_INDEX)
+        finish_rpm(done, NO_INDEX)
         return parse_repoquery(done.stdout)
 
 
 def parse_repoquery(text: str) -> Versions:
     """Return name → versions from lines of `NAME EPOCH:VERSION-RELEASE.ARCH`."""
     rows = re.finditer(r"^(\S+) (\d+:\S+)$", text, re.MULTILINE)
-    return collected((match[1], match[2]) for match in rows)
+    return versions_by_name((match[1], match[2]) for match in rows)
 
 
 DNF = Dnf()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from gpuprov.core.changes import Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.packages import package_lock
-from gpuprov.packages.apt_failures import finish
-from gpuprov.packages.package_lock import LOCK_SECONDS
+from gpuprov.packages import interface
+from gpuprov.packages.failures import finish_apt
+from gpuprov.packages.interface import LOCK_SECONDS, PackageFacts
+from gpuprov.packages.rpm_locks import read_held
 
 INSTALL_SECONDS = 3600
 # In the order in which apt and dpkg take them.
@@ -75,25 +77,14 @@ class Package:
 
 def query(system: System) -> tuple[Package, ...]:
     """Return all packages that dpkg knows of, by one query."""
-    return parse_query(query_text(system))
+    return _query(system)[0]
 
 
-def query_text(system: System) -> str:
-    """Return what dpkg-query says, for parse_query."""
-    return system.run(_QUERY).stdout
-
-
-def parse_query(text: str) -> tuple[Package, ...]:
-    """Return the packages in lines of `STATUS NAME VERSION ARCHITECTURE WANT ERROR PROVIDES`."""
-    rows = [row for row in (line.split(" ", 6) for line in text.splitlines()) if len(row) >= 3]
-    native = own_architecture(text)
-    return tuple(_package(row + [""] * (7 - len(row)), native) for row in rows)
-
-
-def own_architecture(text: str) -> str:
-    """Return the machine's architecture, which is dpkg's own."""
-    found = re.search(r"^installed dpkg \S+ (\S+)", text, re.MULTILINE)
-    return found[1] if found else ""
+def _query(system: System) -> tuple[tuple[Package, ...], str]:
+    """Return the packages, and the machine's architecture, which is dpkg's own."""
+    rows = [row for row in (line.split(" ", 6) for line in system.run(_QUERY).stdout.splitlines()) if len(row) >= 3]
+    native = next((row[3] for row in rows if row[:2] == ["installed", "dpkg"] and len(row) > 3), "")
+    return tuple(_package(row + [""] * (7 - len(row)), native) for row in rows), native
 
 
 def _package(row: list[str], native: str) -> Package:
@@ -103,6 +94,52 @@ def _package(row: list[str], native: str) -> Package:
     return Package(
         f"{name}:{architecture}" if foreign else name, version, status, want or "install", error or "ok", names
     )
+
+
+def gather_packages(system: System) -> PackageFacts:
+    """Return what is installed, by one query."""
+    if system.which("apt-get") is None or system.which("dpkg-query") is None:
+        return PackageFacts("", {})
+    found, architecture = _query(system)
+    packages = [one for one in found if one.whole]
+    held = frozenset(one.name for one in packages if one.want == "hold")
+    return PackageFacts(
+        "apt",
+        {one.name: one.version for one in packages},
+        architecture,
+        frozenset(name for one in packages for name in one.provides),
+        held,
+        held & read_held(system),
+        unfinished={one.name: one.status for one in found if one.present and not one.whole},
+    )
+
+
+def missing(packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of `names` (`NAME[:ARCHITECTURE][=VERSION]`) that are not installed, or not in that version."""
+    return tuple(dict.fromkeys(name for name in names if not _is_installed(packages, name)))
+
+
+def _is_installed(packages: PackageFacts, name: str) -> bool:
+    plain, _, version = name.partition("=")
+    plain = own_name(packages, plain)
+    found = packages.installed.get(plain)
+    if found is None:
+        return not version and plain in packages.provided
+    # A version may be a pattern, as apt takes them (apt-get(8)): "550.163.01-*".
+    return version == "" or fnmatchcase(found, version)
+
+
+def own_name(packages: PackageFacts, name: str) -> str:
+    """Return a package's name as dpkg's query gives it: without the architecture where that is the machine's own."""
+    plain, _, architecture = name.partition(":")
+    return plain if architecture in ("", "all", "native", packages.architecture) else name
+
+
+def owner(system: System, path: str) -> str:
+    """Return dpkg's line about the package that has brought a path, or nothing."""
+    # /lib is a link to /usr/lib on current releases; packages name the one or the other.
+    other = path[len("/usr") :] if path.startswith("/usr/") else f"/usr{path}"
+    return system.run(("dpkg-query", "--search", path, other)).stdout
 
 
 def run_apt(
@@ -130,7 +167,7 @@ def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds:
     deadline = system.now() + lock_timeout
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
-        package_lock.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
+        interface.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
         env = system.proxy.environment
         done = system.run(command, timeout=seconds, env=env, on_line=lambda line: _tell_progress(line, tell))
         # Another process may have taken the lock between the check and apt's own.
@@ -141,7 +178,7 @@ def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds:
 
 def lock_holder(system: System) -> str:
     """Return the process that holds a lock of apt's or dpkg's, or nothing."""
-    return package_lock.lock_holder(system, _LOCKS)
+    return interface.lock_holder(system, _LOCKS)
 
 
 def _tell_progress(line: str, tell: Tell) -> None:
@@ -157,19 +194,10 @@ def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options
     if system.list_directory("/var/lib/dpkg/updates") or system.run(("dpkg", "--audit")).stdout.strip():
         tell("finishing what an interrupted dpkg left half done", 0, 0)
         done = run_dpkg(system, ("dpkg", "--force-confold", "--configure", "-a"), tell, lock_timeout)
-        halves = half_installed(system)
+        # Packages that are only partly on the disk, so that dpkg requires them to be unpacked again.
+        present = [one for one in query(system) if one.present]
+        halves = tuple(one.name for one in present if one.error != "ok" or one.status == "half-installed")
         if halves:
             words = ("install", "--reinstall", "--no-remove", "--", *halves)
             done = run_apt(system, words, tell, lock_timeout=lock_timeout, options=options)
-        finish(done, "an interrupted package installation could not be finished")
-
-
-def half_installed(system: System) -> tuple[str, ...]:
-    """Return the packages that are only partly on the disk, so that dpkg requires them to be unpacked again."""
-    packages = query(system)
-    return tuple(one.name for one in packages if one.present and (one.error != "ok" or one.status == "half-installed"))
-
-
-def unfinished(system: System) -> Mapping[str, str]:
-    """Return name → status of the packages that are partly installed."""
-    return {one.name: one.status for one in query(system) if one.present and not one.whole}
+        finish_apt(done, "an interrupted package installation could not be finished")

@@ -1,19 +1,62 @@
-"""The interface of a package manager. No code outside this folder compares the name of one."""
+"""What gpuprov asks of a package manager, and what it knows about one: packages, installations, the lock."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Callable, Protocol
 
-from gpuprov.core.changes import Change
+from gpuprov.core.changes import Change, FileFact, Tell
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
-from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.packages.package_lock import LOCK_SECONDS
-from gpuprov.packages.past_kernels import Advice
-from gpuprov.packages.rpm_repos import Host
+from gpuprov.packages.failures import Advice
+from gpuprov.packages.rpm_locks import NO_LOCKS, LockFacts
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
+
+# Longer than unattended-upgrades usually takes.
+LOCK_SECONDS = 300
+_POLL_SECONDS = 0.5
+Versions = Mapping[str, tuple[str, ...]]
+_ENGINES = re.compile(r"(docker|moby|containerd|runc|crun|cri-o|podman|nvidia-driver|nvidia-open|cuda-drivers)[^=]*=")
+
+
+@dataclass(frozen=True)
+class PackageFacts:
+    """The package manager (apt, dnf, zypper, or nothing that is supported) and what is installed: name → version.
+
+    `provided` are other names that installed packages answer to. apt: `held` are those that it will not touch,
+    `held_here` those of them that gpuprov holds, `unfinished` name → status of packages whose installation was cut
+    off; a name has its architecture behind it if that is not the machine's own. rpm: several versions of one name are
+    parted by spaces; `trusted_keys` are the fingerprints of the keys that packages may be signed with, `locks` tells
+    what is held, and by what.
+    """
+
+    manager: str
+    installed: Mapping[str, str]
+    architecture: str = ""
+    provided: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
+    held_here: frozenset[str] = frozenset()
+    trusted_keys: frozenset[str] = frozenset()
+    locks: LockFacts = NO_LOCKS
+    unfinished: Mapping[str, str] = field(default_factory=dict)
+
+
+class Host(Protocol):
+    """The facts about a host that its packages and repositories depend on."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def distribution(self) -> Distribution | None: ...
+    @property
+    def files(self) -> Mapping[str, FileFact]: ...
+    @property
+    def packages(self) -> PackageFacts: ...
+    @property
+    def package_manager(self) -> PackageManager: ...
 
 
 @dataclass(frozen=True)
@@ -69,10 +112,10 @@ class PackageManager(Protocol):
 
     name: str
     commands: Commands
-    confinement_packages: tuple[str, ...]
-    has_pin_packages: bool
+    confinement_packages: tuple[str, ...] = ()
+    has_pin_packages: bool = False
     old_fabric_manager: str
-    any_release: str
+    any_release: str = ""
 
     def gather(self, system: System) -> PackageFacts:
         """Return the installed and the held packages."""
@@ -92,9 +135,7 @@ class PackageManager(Protocol):
     def typed(self, name: str) -> str:
         """Return `NAME=VERSION` in the syntax of the command line."""
 
-    def offered(
-        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
-    ) -> Mapping[str, tuple[str, ...]]:
+    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> Versions:
         """Return name → versions in the repositories, after the `planned` changes to these.
 
         Raises GpuprovError, as a refresh of the index does, if a repository can't be queried.
@@ -106,7 +147,7 @@ class PackageManager(Protocol):
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
         """Return those of the paths that no package owns."""
 
-    def needed_by(self, system: System, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    def needed_by(self, system: System, names: Sequence[str]) -> Versions:
         """Return name → other installed packages that need it, except those in `names`."""
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
@@ -117,6 +158,67 @@ class PackageManager(Protocol):
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         """Return the packages needed to hold packages on this distribution."""
+        return ()
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         """Make the unpacked bundle, signed by this key (fingerprint), a source of packages."""
+
+
+def pinned(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names, without their versions, of those whose version is asked for."""
+    return tuple(name.partition("=")[0] for name in names if "=" in name)
+
+
+def restarts_engine(names: Iterable[str]) -> bool:
+    """Say whether a package of an engine or of the driver is asked for in a version: it may replace the one that runs.
+
+    A package without a version is only installed where it is missing, so nothing runs on it yet.
+    """
+    return any(_ENGINES.match(name) for name in names)
+
+
+def lock_holder(system: System, locks: Iterable[str]) -> str:
+    """Return `NAME (pid N: COMMAND LINE)` of the process that holds one of these locks (fcntl(2)), or nothing."""
+    for path in locks:
+        pid = system.lock_holder(path)
+        if pid:
+            name = (system.read_text(f"/proc/{pid}/comm") or "a process").strip()
+            line = (system.read_text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+            return f"{name} (pid {pid}{': ' + line if line else ''})"
+        if pid == 0:
+            return "a process that can't be seen from here"
+    return ""
+
+
+def wait_until_free(
+    system: System, tell: Tell, holder: Callable[[System], str], lock_timeout: int, deadline: float | None = None
+) -> None:
+    """Wait until `holder` returns nothing. `deadline`: the end of the `lock_timeout` seconds, if they run already.
+
+    Raises GpuprovError that names the holder.
+    """
+    deadline = system.now() + lock_timeout if deadline is None else deadline
+    told = ""
+    while found := holder(system):
+        if system.now() > deadline:
+            raise GpuprovError(
+                "another program holds the package manager's lock",
+                f"{found}; waited {lock_timeout} s for its end",
+                "wait for it, or set gpuprov_lock_timeout (seconds) higher, then run the same command again",
+            )
+        if found != told:
+            tell(f"waiting up to {lock_timeout} s for {found}, which holds the package manager's lock", 0, 0)
+            told = found
+        system.sleep(_POLL_SECONDS)
+
+
+def tell_nobody(message: str, done: int, total: int) -> None:
+    """Ignore progress: of a roll-back's commands, and of queries that their caller announces."""
+
+
+def versions_by_name(pairs: Iterable[tuple[str, str]]) -> Versions:
+    """Return name → versions from pairs of both."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, version in pairs:
+        found[name] = (*found.get(name, ()), version)
+    return found

@@ -1,66 +1,159 @@
-"""Repository keys: fetched, compared with the pinned fingerprint, installed; for all package managers."""
+"""Repository keys: fingerprints of OpenPGP public keys, so that each is known before anything trusts it; installation.
+
+RFC 9580 (and RFC 4880, whose keys it keeps): armor section 6, packet headers 4.2, version 4 fingerprints 5.5.4.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Callable
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
-from gpuprov.packages.pgp import dearmored, fingerprints
-from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.secrets import masked, split_login
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.words import counted
 
-# Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
-# Source: NVIDIA's blog, 27 April 2022.
-_WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
-
-
-# What apt_auth.conf(5), and the .repo files of dnf and zypper, take without quotes.
-_LOGIN = re.compile(r"[A-Za-z0-9!%&()*+,./:;<=>?@^_~-]+")
+_PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
+_ARMOR = re.compile(
+    r"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(?:[^\r\n:]+:[^\r\n]*\r?\n)*[ \t]*\r?\n(?P<body>[A-Za-z0-9+/=\s]+?)"
+    r"(?:\r?\n=[A-Za-z0-9+/]{4})?\r?\n-----END PGP PUBLIC KEY BLOCK-----"
+)
 
 
-class Named(Protocol):
-    """What all kinds of repositories have."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def uri(self) -> str: ...
-    @property
-    def key_fingerprint(self) -> str: ...
-
-
-def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
-    """Return what is wrong with repositories of any package manager."""
-    withdrawn = tuple(
-        Problem(
-            f"the key of repository {one.name} is withdrawn",
-            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
-            "set the fingerprint of the current key",
+def dearmored(key: bytes) -> bytes:
+    """Return a key's packets, whether it comes armored (several blocks too) or not. Raises GpuprovError for no key."""
+    if re.match(rb"\s*<(!doctype|html|\?xml)", key, re.IGNORECASE):
+        raise GpuprovError(
+            "this is a web page, not a key", key.strip()[:80].decode("utf-8", "replace"), "check the URL"
         )
-        for one in wanted
-        if one.key_fingerprint in _WITHDRAWN
-    )
-    names = [one.name for one in wanted]
-    same = tuple(
-        Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
-        for name in sorted({name for name in names if names.count(name) > 1})
-    )
-    return withdrawn + same + tuple(filter(None, map(_login_problem, wanted)))
+    if not key.lstrip().startswith(b"-----BEGIN"):
+        return key
+    blocks = [match["body"] for match in _ARMOR.finditer(key.decode("ascii", "replace"))]
+    if not blocks:
+        raise GpuprovError(
+            "this is no armored public key", key.strip()[:40].decode("utf-8", "replace"), "check the URL"
+        )
+    try:
+        return b"".join(base64.b64decode("".join(block.split()), validate=True) for block in blocks)
+    except binascii.Error as error:
+        raise GpuprovError("this armored key is damaged", str(error), "get it again") from None
 
 
-def _login_problem(one: Named) -> Problem | None:
-    _, *login = split_login(one.uri)
-    if "@" not in one.uri.partition("://")[2].partition("/")[0] or all(map(_LOGIN.fullmatch, login)):
-        return None
-    return Problem(
-        f"the login in the URL of repository {one.name} can't be given to the package manager", masked(one.uri),
-        "use USER:PASSWORD, each of letters, digits and !%&()*+,-./:;<=>?@^_~; or a mirror that needs no login",
-    )  # fmt: skip
+def armored(key: bytes) -> bytes:
+    """Return a key in one armored block, which is the form that rpm imports (with its checksum: old ones want it)."""
+    packets = dearmored(key)
+    text = base64.encodebytes(packets).decode("ascii")
+    lines = re.findall(".{1,64}", text.replace("\n", ""))
+    checksum = base64.b64encode(_crc24(packets).to_bytes(3, "big")).decode("ascii")
+    head, tail = (f"-----{word} PGP PUBLIC KEY BLOCK-----" for word in ("BEGIN", "END"))
+    return "".join(f"{line}\n" for line in (head, "", *lines, f"={checksum}", tail)).encode("ascii")
+
+
+def _crc24(data: bytes) -> int:
+    """RFC 4880, 6.1."""
+    crc = 0xB704CE
+    for byte in data:
+        crc ^= byte << 16
+        for _ in range(8):
+            crc = (crc << 1) ^ 0x1864CFB if crc & 0x800000 else crc << 1
+    return crc & 0xFFFFFF
+
+
+def fingerprints(key: bytes) -> tuple[str, ...]:
+    """Return the fingerprints (hexadecimal, capitals) of all primary keys in a key file.
+
+    All of them: a file that holds a second key would make a package manager trust that one too. Raises GpuprovError
+    for secret keys, damaged packets, key versions other than 4, or no key at all.
+    """
+    found = []
+    for tag, body in _packets(dearmored(key)):
+        if tag in (_SECRET_KEY, _SECRET_SUBKEY):
+            raise GpuprovError("this is a secret key; a repository needs the public one", "", "export the public key")
+        if tag == _PUBLIC_KEY:
+            found.append(_fingerprint(body))
+    if not found:
+        raise GpuprovError("there is no public key in this file", counted(len(key), "byte"), "check the URL")
+    return tuple(found)
+
+
+def without_key(keyring: bytes, fingerprint: str) -> bytes:
+    """Return the packets of a keyring without one primary key and all that belongs to it. Raises GpuprovError."""
+    plain = dearmored(keyring)
+    kept, place, is_gone = b"", 0, False
+    while place < len(plain):
+        tag, start, length = _header(plain, place)
+        if tag == _PUBLIC_KEY:
+            is_gone = _fingerprint(plain[start : start + length]) == fingerprint
+        kept += b"" if is_gone else plain[place : start + length]
+        place = start + length
+    return armored(kept) if keyring.lstrip().startswith(b"-----BEGIN") else kept
+
+
+def key_ids(key: bytes) -> frozenset[str]:
+    """Return the ids (16 hexadecimal digits, small) of a key and its subkeys, by which signatures name their maker."""
+    packets = _packets(dearmored(key))
+    return frozenset(_fingerprint(body)[-16:].lower() for tag, body in packets if tag in (_PUBLIC_KEY, _PUBLIC_SUBKEY))
+
+
+def _fingerprint(body: bytes) -> str:
+    if body[:1] != b"\x04":
+        version = body[0] if body else 0
+        raise GpuprovError(
+            f"keys of version {version} are not supported", "", "get the version 4 key of this repository"
+        )
+    if len(body) > 0xFFFF:
+        raise GpuprovError("this key is too long to be one", counted(len(body), "byte"), "check the URL")
+    return hashlib.sha1(b"\x99" + len(body).to_bytes(2, "big") + body).hexdigest().upper()
+
+
+def _packets(data: bytes) -> list[tuple[int, bytes]]:
+    """Return (tag, body) of each packet. Raises GpuprovError if the data is not made of whole packets."""
+    packets = []
+    place = 0
+    while place < len(data):
+        try:
+            tag, start, length = _header(data, place)
+        except IndexError:
+            raise _damaged(place) from None
+        if start + length > len(data):
+            raise _damaged(place)
+        packets.append((tag, data[start : start + length]))
+        place = start + length
+    return packets
+
+
+def _header(data: bytes, place: int) -> tuple[int, int, int]:
+    """Return a packet's tag, where its body starts, and how long that is."""
+    first = data[place]
+    if not first & 0x80:
+        raise _damaged(place)
+    if not first & 0x40:
+        # Legacy format: the low two bits tell how many octets the length has; 3, indeterminate, is not for keys.
+        octets = {0: 1, 1: 2, 2: 4}.get(first & 3)
+        if octets is None:
+            raise _damaged(place)
+        length = int.from_bytes(data[place + 1 : place + 1 + octets], "big")
+        return (first >> 2) & 0x0F, place + 1 + octets, length
+    second = data[place + 1]
+    if second < 192:
+        return first & 0x3F, place + 2, second
+    if second < 224:
+        return first & 0x3F, place + 3, ((second - 192) << 8) + data[place + 2] + 192
+    if second == 255:
+        return first & 0x3F, place + 6, int.from_bytes(data[place + 2 : place + 6], "big")
+    # Partial lengths are for data packets, never for keys.
+    raise _damaged(place)
+
+
+def _damaged(place: int) -> GpuprovError:
+    return GpuprovError("this is no OpenPGP key, or a damaged one", f"at byte {place}", "check the URL")
 
 
 @dataclass(frozen=True)
@@ -105,19 +198,8 @@ def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
     return key
 
 
-class PlannedKey(Protocol):
-    """What the changes that install a key, apt's and rpm's, have in common."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-
-
 def place_keys(
-    system: System, folder: str, keys: Collection[PlannedKey], convert: Callable[[bytes], bytes]
+    system: System, folder: str, keys: Collection[InstallKey], convert: Callable[[bytes], bytes]
 ) -> Mapping[str, str]:
     """Write keys that are yet to be installed to `folder`, converted; return the path each will have → where it is.
 

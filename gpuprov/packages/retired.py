@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
-from gpuprov.packages.apt_sources import OURS, entries, foreign_sources, text_of
-from gpuprov.packages.pgp import dearmored, fingerprints, without_key
+from gpuprov.packages.keys import dearmored, fingerprints, without_key
+from gpuprov.packages.sources import OURS, entries, foreign_sources, text_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 

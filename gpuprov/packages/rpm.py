@@ -1,45 +1,50 @@
-"""What dnf and zypper have in common: rpm's packages, keys and .repo files."""
+"""What dnf and zypper have in common: rpm's packages, keys, .repo files and bundles."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.places import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution
-from gpuprov.packages import retired, rpm_bundle, rpm_locks, rpm_packages, rpm_remove, rpm_repos
-from gpuprov.packages.apt_packages import PackageFacts, pinned
-from gpuprov.packages.interface import Commands, Installation
-from gpuprov.packages.keys import place_keys, with_placed_keys
-from gpuprov.packages.pgp import armored
-from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packages.rpm_repos import Host, InstallRpmKey
+from gpuprov.packages import retired, rpm_locks
+from gpuprov.packages.interface import Host, Installation, PackageFacts, PackageManager, Versions, pinned
+from gpuprov.packages.keys import armored, fingerprints, place_keys, with_placed_keys
+from gpuprov.packages.rpm_changes import (
+    InstallRpmKey,
+    InstallRpmPackages,
+    RefreshRpmIndex,
+    RemoveRpmKey,
+    RemoveRpms,
+    RpmProgram,
+    gather_keys,
+    package_name,
+    rpm_lock_holder,
+)
 from gpuprov.protocol.spec import HostSpec
 
 QUERY_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
-Versions = Mapping[str, tuple[str, ...]]
+_QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
+BUNDLE_SOURCES = f"{FOLDER}/repos.d"
+_BUNDLE_KEY = f"{FOLDER}/key.asc"
+# Where a key lies while rpm imports it.
+_TAKEN = f"{FOLDER}/trusted"
 
 
-class RpmManager(ABC):
+class RpmManager(RpmProgram, PackageManager):
     """A package manager that uses rpm.
 
-    `version_joint`: what stands between a name and the version that is asked for. `good_codes`: exit codes that mean
-    success. `package_check`: the option of a .repo file that checks the signatures of packages. `repository_lines` and
+    `package_check`: the option of a .repo file that checks the signatures of packages. `repository_lines` and
     `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a release ends in a number that counts
     how often the package was built. `login_in_url`: a .repo file has no other place for a login.
     `copied_directory`: where .repo files lie in a copy of the configuration.
     """
 
-    name: str
-    commands: Commands
-    refresh: tuple[str, ...]
-    install: tuple[str, ...]
-    version_joint: str
-    good_codes: tuple[int, ...] = (0,)
     repository_directory: str
     copied_directory: str
     package_check: str
@@ -48,14 +53,9 @@ class RpmManager(ABC):
     bundle_lines: tuple[str, ...]
     bundle_options: tuple[str, ...]
     rebuilds: bool
-    confinement_packages: tuple[str, ...] = ()
-    has_pin_packages = False
     old_fabric_manager = "nvidia-fabric-manager"
-    any_release = ""
 
-    lock_holder = staticmethod(rpm_packages.rpm_lock_holder)
-    repository_problems = rpm_repos.problems
-    plan_repositories = rpm_repos.plan_repositories
+    lock_holder = staticmethod(rpm_lock_holder)
 
     @abstractmethod
     def hold_tool(self, system: System) -> str:
@@ -85,36 +85,55 @@ class RpmManager(ABC):
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
         """Return name → versions of what one set of repositories has."""
 
-    @abstractmethod
-    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
-        """Return the packages that holding needs on this distribution."""
-
-    @abstractmethod
-    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the command that fetches installed packages (NAME-VERSION-RELEASE.ARCH) into a folder."""
-
-    unowned = staticmethod(rpm_remove.unowned)
-    needed_by = staticmethod(rpm_remove.needed_by)
-
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
-        return rpm_remove.RemoveRpms(self, names, keep, lock_timeout)
+        return RemoveRpms(self, names, keep, lock_timeout)
 
     def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
         changes = retired.plan_repo_files(host.files)
         fingerprint = spec.toolkit_key_fingerprint
         is_left = fingerprint in host.packages.trusted_keys and spec.toolkit != "nvidia"
         if is_left and not retired.needs_key(host.files):
-            changes += (rpm_remove.RemoveRpmKey(fingerprint),)
+            changes += (RemoveRpmKey(fingerprint),)
         return changes
 
     def gather(self, system: System) -> PackageFacts:
-        return rpm_packages.gather_packages(system, self)
+        """Return what is installed and which keys are trusted, by two queries.
+
+        Raises GpuprovError if rpm's database can't be read: no plan may be based on it.
+        """
+        if system.which("rpm") is None or system.which(self.name) is None:
+            return PackageFacts("", {})
+        again = "rpm --rebuilddb; then run this again"
+        done = system.require(("rpm", "-qa", "--queryformat", _QUERY), "rpm's database can't be read", again)
+        installed, provided = parse_rpm(done.stdout)
+        keys = frozenset(gather_keys(system))
+        locks = rpm_locks.gather_locks(system, self.hold_tool(system))
+        return PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)
 
     def missing(self, packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
-        return rpm_packages.missing(packages, names, rebuilds=self.rebuilds)
+        return tuple(dict.fromkeys(name for name in names if not self._is_installed(packages, name)))
+
+    def _is_installed(self, packages: PackageFacts, wanted: str) -> bool:
+        name, _, version = wanted.partition("=")
+        found = packages.installed.get(name)
+        if not version:
+            return found is not None or name in packages.provided
+        return any(version in self.version_names(one) for one in (found or "").split())
 
     def version_names(self, version: str) -> set[str]:
-        return rpm_packages.versions(version, rebuilds=self.rebuilds)
+        """Return the forms of `EPOCH:VERSION-RELEASE.ARCH`: without its ends, and without the number of the build."""
+        names = {version, version.rpartition(":")[2]}
+        names |= {name.rpartition(".")[0] for name in names}
+        names |= {name.rpartition("-")[0] for name in names}
+        if self.rebuilds:
+            names |= {name.rpartition(".")[0] for name in names if "-" in name}
+        return names
+
+    def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if not system.run(("rpm", "--query", "--file", path)).ok)
+
+    def needed_by(self, system: System, names: Sequence[str]) -> Versions:
+        return {name: others for name in names if (others := _needing(system, name, names))}
 
     def bundled_versions(self, version: str, architecture: str) -> set[str]:
         return self.version_names(f"{version}.{architecture}")
@@ -161,7 +180,7 @@ class RpmManager(ABC):
         for file in files:
             content = with_placed_keys(file.content, places)
             system.write(f"{folder}/{file.path.rpartition('/')[2]}", content, mode=file.mode)
-        named = {path for file in files for path in rpm_repos.key_files(file.content.decode())}
+        named = {path for file in files for path in _key_files(file.content.decode())}
         return self.only_from_copy(system, work, sorted(places.get(path, path) for path in named))
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
@@ -176,9 +195,7 @@ class RpmManager(ABC):
         apart = tuple(name for name in names if more and name in wanted.limited_names)
         together = tuple(name for name in names if name not in apart)
         return (
-            *rpm_bundle.plan_keys(
-                wanted.bundle.vendor_keys if wanted.bundle is not None else (), packages.trusted_keys
-            ),
+            *plan_bundle_keys(wanted.bundle.vendor_keys if wanted.bundle is not None else (), packages.trusted_keys),
             *lift,
             *(self._installation(together, wanted, options) if together else ()),
             *(self._installation(apart, replace(wanted, units=()), more) if apart else ()),
@@ -194,12 +211,66 @@ class RpmManager(ABC):
         )
 
     def open_bundle(self, system: System, repository_key: str) -> None:
-        rpm_bundle.prepare(system, repository_key, rpm_bundle.source_text(self.bundle_lines))
+        """Write the source, and make rpm trust the bundle's key: zypper, and packages that it signs, need that."""
+        key = system.read_bytes(f"{FOLDER}/{REPOSITORY_KEY}")
+        if key is None:
+            return
+        system.make_directory(BUNDLE_SOURCES, 0o700)
+        system.write(_BUNDLE_KEY, armored(key))
+        system.write(f"{BUNDLE_SOURCES}/bundle.repo", bundle_source(self.bundle_lines).encode())
+        system.require(("rpm", "--import", _BUNDLE_KEY), f"rpm does not take the key {repository_key}")
 
 
-def collected(pairs: Iterable[tuple[str, str]]) -> Versions:
-    """Return name → versions from pairs of both."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, version in pairs:
-        found[name] = (*found.get(name, ()), version)
-    return found
+def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
+    """Return name → versions, and the plain names that packages provide, from `NAME VERSION PROVIDED…` lines."""
+    installed: dict[str, str] = {}
+    provided: set[str] = set()
+    for words in (line.split(" ") for line in text.splitlines()):
+        if len(words) < 2 or words[0] == "gpg-pubkey":
+            continue
+        installed[words[0]] = f"{installed[words[0]]} {words[1]}" if words[0] in installed else words[1]
+        # Users never name libraries, files and capabilities with brackets.
+        provided.update(name for name in words[2:] if not re.search(r"[(/]", name))
+    return installed, frozenset(provided - set(installed))
+
+
+def _needing(system: System, name: str, names: Sequence[str]) -> tuple[str, ...]:
+    if len(names) > 1 and system.run(("rpm", "--erase", "--test", *names)).ok:
+        return ()
+    said = system.run(("rpm", "--erase", "--test", name)).stderr
+    others = {package_name(found) for found in re.findall(r"is needed by \(installed\) (\S+)", said)}
+    return tuple(sorted(others - set(names)))
+
+
+def _key_files(text: str) -> list[str]:
+    """Return the key files that a .repo file names."""
+    return re.findall(r"^gpgkey=file://(\S+)", text, re.MULTILINE)
+
+
+def bundle_source(lines: Iterable[str]) -> str:
+    """Return the repository as a .repo file with these further lines.
+
+    The bundle's key signs the metadata; the keys of the vendors sign the packages.
+    """
+    head = (
+        "[gpuprov-bundle]", "name=gpuprov bundle", f"baseurl=file://{FOLDER}/{REPOSITORY}", "enabled=1",
+        "repo_gpgcheck=1", f"gpgkey=file://{_BUNDLE_KEY}", "gpgcheck=1",
+    )  # fmt: skip
+    return "".join(f"{line}\n" for line in (*head, *lines))
+
+
+def plan_bundle_keys(vendor_keys: Iterable[str], trusted: frozenset[str]) -> tuple[Change, ...]:
+    """Return the change that makes rpm trust the vendor keys of the bundle's packages."""
+    return tuple(
+        InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one)
+        for one in vendor_keys
+        if one not in trusted
+    )
+
+
+def forget_bundle(system: System) -> None:
+    """Remove a bundle's key from rpm again, if present, including the key of a killed run."""
+    key = system.read_bytes(_BUNDLE_KEY)
+    package = gather_keys(system).get(fingerprints(key)[0]) if key else None
+    if package is not None:
+        system.run(("rpm", "-e", package))

@@ -111,7 +111,7 @@ def gather_locks(system: System, tool: str) -> LockFacts:
     """Return what is held on a host where this tool holds packages."""
     path = _list_path(system, LOCK_TOOLS[tool])
     held = held_names(tool, (system.read_text(path) or "") if path else "")
-    return LockFacts(tool, path, held, held & frozenset((system.read_text(HELD_LIST) or "").split()))
+    return LockFacts(tool, path, held, held & read_held(system))
 
 
 def _list_path(system: System, tool: LockTool) -> str:
@@ -161,6 +161,24 @@ def plan(
     return before, ((behind,) if hold or release else ())
 
 
+def hold_summary(names: Iterable[str], release: Iterable[str]) -> str:
+    """Return the sentence of a change that holds packages and releases others, for any package manager."""
+    parts = (("hold ", ", ".join(names), " at this version"), ("no longer hold ", ", ".join(release), ""))
+    return "; ".join(f"{before}{shown}{after}" for before, shown, after in parts if shown)
+
+
+def write_held(system: System, names: Iterable[str], release: Iterable[str]) -> None:
+    """Write down which packages gpuprov holds."""
+    ours = {*read_held(system), *names} - {*release}
+    system.make_directory(STATE_DIRECTORY, 0o700)
+    system.write(HELD_LIST, "".join(f"{name}\n" for name in sorted(ours)).encode())
+
+
+def read_held(system: System) -> frozenset[str]:
+    """Return the packages that gpuprov holds."""
+    return frozenset((system.read_text(HELD_LIST) or "").split())
+
+
 @dataclass(frozen=True)
 class HoldRpmPackages(Change):
     """Hold these packages (`names`) at the version that they have, and no longer hold those of `release`."""
@@ -171,8 +189,7 @@ class HoldRpmPackages(Change):
     release: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        parts = (("hold ", self.names, " at this version"), ("no longer hold ", self.release, ""))
-        return "; ".join(f"{before}{', '.join(names)}{after}" for before, names, after in parts if names)
+        return hold_summary(self.names, self.release)
 
     def diff(self, system: System) -> str:
         """Return what will change for packages that are there; a version that is yet to come is not known."""
@@ -195,9 +212,7 @@ class HoldRpmPackages(Change):
         text = self._wanted(system)
         system.make_directory(parent_of(self.path))
         system.write(self.path, text.encode())
-        ours = {*(system.read_text(HELD_LIST) or "").split(), *self.names} - {*self.release}
-        system.make_directory(STATE_DIRECTORY, 0o700)
-        system.write(HELD_LIST, "".join(f"{name}\n" for name in sorted(ours)).encode())
+        write_held(system, self.names, self.release)
         return {"text": text}
 
     @classmethod

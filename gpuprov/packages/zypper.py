@@ -6,13 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution
-from gpuprov.packages import rpm_bundle
-from gpuprov.packages.interface import Commands
-from gpuprov.packages.package_lock import tell_nobody
-from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
-from gpuprov.packages.rpm_failures import finish
-from gpuprov.packages.rpm_packages import run_rpm
+from gpuprov.packages.failures import finish_rpm
+from gpuprov.packages.interface import Commands, Versions, tell_nobody, versions_by_name
+from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager
+from gpuprov.packages.rpm_changes import run_rpm
 
 _ZYPPER = ("zypper", "--non-interactive")
 _QUERY = ("search", "--details", "--match-exact", "--type", "package")
@@ -32,26 +29,23 @@ class Zypper(RpmManager):
         "zypper addlock",
         "zypper -q -n install",
     )
-    refresh: tuple[str, ...] = (*_ZYPPER, "refresh")
-    install: tuple[str, ...] = (*_ZYPPER, "install", "--no-recommends", "--")
+    refresh = (*_ZYPPER, "refresh")
+    install = (*_ZYPPER, "install", "--no-recommends", "--")
     version_joint = "="
     # 102: reboot advised, 103: the package manager itself was updated.
-    good_codes: tuple[int, ...] = (0, 102, 103)
+    good_codes = (0, 102, 103)
     repository_directory = "/etc/zypp/repos.d"
     copied_directory = "etc/zypp/repos.d"
     # gpgcheck is both checks together.
     package_check = "pkg_gpgcheck"
-    repository_lines: tuple[str, ...] = ("gpgcheck=1", "autorefresh=1")
+    repository_lines = ("gpgcheck=1", "autorefresh=1")
     login_in_url = True
-    bundle_lines: tuple[str, ...] = ("pkg_gpgcheck=1",)
-    bundle_options: tuple[str, ...] = ("--reposd-dir", rpm_bundle.SOURCES, "--cache-dir", f"{FOLDER}/cache")
+    bundle_lines = ("pkg_gpgcheck=1",)
+    bundle_options = ("--reposd-dir", BUNDLE_SOURCES, "--cache-dir", f"{FOLDER}/cache")
     rebuilds = True
 
     def hold_tool(self, system: System) -> str:
         return "zypper"
-
-    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
-        return ()
 
     def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
         # zypper takes NAME=VERSION; the names here are rpm's.
@@ -84,16 +78,16 @@ class Zypper(RpmManager):
         done = run_rpm(system, (*_ZYPPER, *options, "refresh"), tell_nobody, QUERY_SECONDS, lock_timeout)
         if done.returncode == _NO_REPOSITORIES:
             return {}
-        finish(done, NO_INDEX)
+        finish_rpm(done, NO_INDEX)
         done = run_rpm(system, (*_ZYPPER, *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
-        finish(done, NO_INDEX, (0, _NOTHING_FOUND))
+        finish_rpm(done, NO_INDEX, (0, _NOTHING_FOUND))
         return parse_search(done.stdout)
 
 
 def parse_search(text: str) -> Versions:
     """Return name → versions from zypper's table, without packages that are installed and in no repository."""
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.count("|") == 5]
-    return collected((row[1], f"{row[3]}.{row[4]}") for row in rows if row[2] == "package" and row[5][:1] != "(")
+    return versions_by_name((row[1], f"{row[3]}.{row[4]}") for row in rows if row[2] == "package" and row[5][:1] != "(")
 
 
 ZYPPER = Zypper()

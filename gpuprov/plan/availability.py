@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpuprov.driver import kernel
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
-from gpuprov.packages import past_kernels
+from gpuprov.packages import known_repositories
 from gpuprov.protocol.errors import Problem
 
 
@@ -31,7 +31,7 @@ def _lacking_headers(driver: DriverSource) -> tuple[str, ...]:
 
 def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:
     row, release = facts.distribution, facts.kernel.release
-    said = past_kernels.advice(row, release, facts.architecture) if row else None
+    said = known_repositories.advice(row, release, facts.architecture) if row else None
     return Problem(
         said.meaning if said else f"no repository of this host has the headers of the running kernel {release}",
         f"{facts.packages.manager} was asked for {', '.join(lacking)}",

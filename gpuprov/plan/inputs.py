@@ -28,7 +28,7 @@ from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.packages import apt_pins, source_names
+from gpuprov.packages import managers, sources
 from gpuprov.plan import with_bundle
 from gpuprov.plan.availability import questions
 from gpuprov.plan.context import PlanContext
@@ -127,7 +127,7 @@ def _with_obstacles(system: System, facts: HostFacts, context: PlanContext, step
         facts = replace(facts, hiding=gather_hiding(system, version))
     packages = facts.package_manager.missing(facts.packages, context.wanted_packages) if not facts.bundle else ()
     if packages and facts.package_manager.name == "apt" and (not steps or "packages" in steps):
-        facts = replace(facts, pinned_out=apt_pins.gather_pinned_out(system, packages))
+        facts = replace(facts, pinned_out=sources.gather_pinned_out(system, packages))
     return facts
 
 
@@ -136,12 +136,11 @@ def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequen
     if not names:
         return facts
     # Most runs change nothing and query no repository.
-    from gpuprov.packages import offers
 
-    if dead := system.proxy_problem() or source_names.problem(system, facts.package_manager.name, facts.files):
-        return replace(facts, offers=offers.Offers(facts.package_manager.name, {}, (dead,)))
+    if dead := system.proxy_problem() or managers.dns_problem(system, facts.package_manager.name, facts.files):
+        return replace(facts, offers=managers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.
     without_dkms = PlanContext(facts, replace(context.spec, epel=False))
     planned = without_dkms.repository_changes if "repositories" in steps else ()
-    return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, context.spec.lock_timeout))
+    return replace(facts, offers=managers.ask(system, facts.package_manager, names, planned, context.spec.lock_timeout))

@@ -14,7 +14,7 @@ from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
-from gpuprov.packages import apt_pins
+from gpuprov.packages import sources
 from gpuprov.plan import availability, migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
@@ -59,7 +59,7 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *fabric_manager.plan_problems(driver),
             *mig.problems(facts, spec),
             *software.problems(driver),
-            *apt_pins.problems(facts.pinned_out),
+            *sources.pin_problems(facts.pinned_out),
             *_repository_problems(context),
             *_docker_problems(facts, spec),
             *migration.problems(facts, spec),
@@ -77,7 +77,7 @@ def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
 def _repository_problems(context: PlanContext) -> tuple[Problem, ...]:
     if context.facts.bundle:
         return ()
-    return repos.host_problems(context.facts, context.spec, context.extra_repositories)
+    return repos.problems(context.facts, context.spec, context.extra_repositories)
 
 
 def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

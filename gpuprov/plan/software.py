@@ -11,10 +11,10 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.engines import kubernetes, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
-from gpuprov.packages import past_kernels
-from gpuprov.packages.apt_packages import pinned
-from gpuprov.packages.interface import Installation
-from gpuprov.packages.registry import manager_of
+from gpuprov.packages import known_repositories
+from gpuprov.packages.failures import Advice
+from gpuprov.packages.interface import Installation, pinned
+from gpuprov.packages.managers import manager_of
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -179,12 +179,12 @@ def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change
     return facts.package_manager.plan_installation(facts.packages, installation)
 
 
-def _advice(facts: HostFacts) -> past_kernels.Advice | None:
+def _advice(facts: HostFacts) -> Advice | None:
     """Return what to say if no repository has the headers of the running kernel."""
     row = facts.distribution
     if row is None or facts.bundle is not None:
         return None
-    return past_kernels.advice(row, facts.kernel.release, facts.architecture)
+    return known_repositories.advice(row, facts.kernel.release, facts.architecture)
 
 
 def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:
@@ -192,14 +192,14 @@ def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     facts, row = driver.facts, driver.facts.distribution
     if row is None or not driver.spec.kernel_archive or not kernel.packages(driver):
         return ()
-    return past_kernels.past_releases(row, facts.kernel.release, facts.architecture)
+    return known_repositories.past_releases(row, facts.kernel.release, facts.architecture)
 
 
 def _archive_problems(driver: DriverSource) -> tuple[Problem, ...]:
     facts, row = driver.facts, driver.facts.distribution
     if row is None or not driver.spec.kernel_archive or facts.bundle or not kernel.packages(driver):
         return ()
-    return past_kernels.problems(row, facts.kernel.release, facts.architecture)
+    return known_repositories.archive_problems(row, facts.kernel.release, facts.architecture)
 
 
 def _held(spec: HostSpec) -> tuple[str, ...]:

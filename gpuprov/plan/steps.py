@@ -29,9 +29,8 @@ from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVol
 from gpuprov.engines.other_engines import ConfigureEngine
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packages import rpm_packages, rpm_remove, rpm_repos
-from gpuprov.packages.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
-from gpuprov.packages.apt_remove import RemovePackages
+from gpuprov.packages import rpm_changes
+from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, RemovePackages
 from gpuprov.packages.keys import InstallKey
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.plan import images, migration, software
@@ -177,7 +176,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
         WriteFile, RemoveFile, MakeNode, SetMode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
-        rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
+        rpm_changes.InstallRpmKey, rpm_changes.RefreshRpmIndex, rpm_changes.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         packaged.SwitchBranch,
         run_files.FetchRunfile, driver_run.InstallDriver, packaged.LoadDriver,
@@ -188,7 +187,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_toolkit.InstallCudaToolkit,
         cuda_toolkit.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
-        RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
+        RemovePackages, rpm_changes.RemoveRpms, rpm_changes.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
         RemoveFolder,
     )
 }  # fmt: skip
@@ -236,7 +235,7 @@ def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
     """Return the changes; a key that several steps need appears only with the first of them."""
     found: list[StepChange] = []
     for one in changes:
-        is_key = isinstance(one.change, rpm_repos.InstallRpmKey)
+        is_key = isinstance(one.change, rpm_changes.InstallRpmKey)
         if not is_key or all(one.change != other.change for other in found):
             found.append(one)
     return tuple(found)

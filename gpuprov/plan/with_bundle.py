@@ -21,9 +21,9 @@ from gpuprov.core.system import System
 from gpuprov.driver import cuda_toolkit
 from gpuprov.engines.containers import image_identity
 from gpuprov.machine.distros import find_distribution
-from gpuprov.packages import rpm_bundle
 from gpuprov.packages.interface import PackageManager
-from gpuprov.packages.registry import manager_of
+from gpuprov.packages.managers import manager_of
+from gpuprov.packages.rpm import forget_bundle
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -188,7 +188,7 @@ def _takes_from_bundle(change: Change) -> bool:
 
 
 def _remove(system: System) -> None:
-    rpm_bundle.forget(system)
+    forget_bundle(system)
     system.remove_tree(FOLDER)
 
 

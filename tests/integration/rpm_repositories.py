@@ -15,7 +15,7 @@ from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec

@@ -18,21 +18,15 @@ from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.facts.host import gather, gather_files
 from gpuprov.packages.apt import APT
-from gpuprov.packages.apt_packages import (
-    InstallPackages,
-    RefreshPackageIndex,
-    gather_packages,
-    missing,
-    plan_holds,
-    repair,
-)
-from gpuprov.packages.apt_pins import gather_pinned_out, problems
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex, plan_holds
+from gpuprov.packages.dpkg import gather_packages, missing, repair
+from gpuprov.packages.sources import gather_pinned_out, pin_problems
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import plan_repositories
+from tests.apt_host import plan_repositories
 from tests.clock import has_ended
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.repository import sign
@@ -133,7 +127,7 @@ def test_a_pin_that_keeps_a_package_out_is_told_with_its_line(host: ChrootHost) 
     host.write("/etc/apt/preferences.d/ignored.bak", b"Package: *\nPin: release *\nPin-Priority: -1\n")
     (one,) = gather_pinned_out(host, ("old-tool", "new-tool", "pinned=1.0"))
     assert (one.name, one.places) == ("old-tool", ("/etc/apt/preferences.d/ours:2",))
-    (problem,) = problems((one,))
+    (problem,) = pin_problems((one,))
     assert "apt-cache policy old-tool: Candidate: (none), of 1.0" in problem.evidence
     host.remove("/etc/apt/preferences.d/ours")
     assert gather_pinned_out(host, ("old-tool",)) == ()

@@ -14,13 +14,13 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather_files
-from gpuprov.packages import offers
+from gpuprov.packages import managers
 from gpuprov.packages.apt import APT
-from gpuprov.packages.apt_packages import RefreshPackageIndex
+from gpuprov.packages.apt_changes import RefreshPackageIndex
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
-from gpuprov.repos import plan_repositories
+from tests.apt_host import plan_repositories
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.integration.loopback import LOGIN_IN_URL, LoginHandler, served
 
@@ -72,7 +72,7 @@ def configure(host: ChrootHost, server: SiteServer) -> None:
 
 def test_a_repository_that_is_yet_to_be_set_up_is_asked_in_a_copy(host: ChrootHost, server: SiteServer) -> None:
     before = state(host)
-    answer = offers.ask(host, APT, ("tool", "nobody-has-this"), planned(host, server))
+    answer = managers.ask(host, APT, ("tool", "nobody-has-this"), planned(host, server))
     assert answer.problems == ()
     assert answer.found == {"tool": ("2.0", "1.0")}
     assert answer.lacking(("tool", "nobody-has-this")) == ("nobody-has-this",)
@@ -83,7 +83,7 @@ def test_a_planned_repository_with_a_login_is_asked(host: ChrootHost, server: Si
     (own,) = server.spec.repositories
     with served(server.folder, LoginHandler) as url:
         spec = HostSpec(repositories=(replace(own, uri=url.replace("//", f"//{LOGIN_IN_URL}@")),))
-        answer = offers.ask(host, APT, ("tool",), plan_repositories(gather_files(host), spec, "x86_64"))
+        answer = managers.ask(host, APT, ("tool",), plan_repositories(gather_files(host), spec, "x86_64"))
     assert (answer.problems, answer.found) == ((), {"tool": ("2.0", "1.0")})
 
 
@@ -100,7 +100,7 @@ def test_the_answer_is_fresh_though_the_hosts_index_is_not(host: ChrootHost, ser
     for name in ("InRelease", "Packages"):
         os.utime(server.folder / name, (time.time() + 10,) * 2)
     before = state(host)
-    answer = offers.ask(host, APT, ("tool", "newcomer"), ())
+    answer = managers.ask(host, APT, ("tool", "newcomer"), ())
     assert answer.problems == ()
     assert answer.lacking(("tool", "newcomer")) == ("tool",)
     assert state(host) == before
@@ -110,7 +110,7 @@ def test_a_planned_repository_that_was_tampered_with_is_not_asked(host: ChrootHo
     release = server.folder / "InRelease"
     release.write_text(release.read_text().replace("MD5Sum:", "MD5Summe:", 1))
     before = state(host)
-    (problem,) = offers.ask(host, APT, ("tool",), planned(host, server)).problems
+    (problem,) = managers.ask(host, APT, ("tool",), planned(host, server)).problems
     assert problem.what.startswith("the package index could not be refreshed: "), problem
     assert state(host) == before
 
@@ -118,7 +118,7 @@ def test_a_planned_repository_that_was_tampered_with_is_not_asked(host: ChrootHo
 def test_a_source_of_the_host_that_is_out_of_reach_is_told(host: ChrootHost, server: SiteServer) -> None:
     configure(host, server)
     host.write("/etc/apt/sources.list", b"deb http://127.0.0.9:9/debian stable main\n")
-    (problem,) = offers.ask(host, APT, ("tool",), ()).problems
+    (problem,) = managers.ask(host, APT, ("tool",), ()).problems
     assert problem.what == "the package index could not be refreshed: a repository can't be reached"
     assert "127.0.0.9:9" in problem.evidence
 

@@ -15,7 +15,7 @@ from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.bundle_create.create import Collected, collect
 from gpuprov.bundle_create.recipe import Collection, Recipe, RunFile
 from gpuprov.core.system import System
-from gpuprov.packages.pgp import fingerprints
+from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
 from tests.lab.repository import PACKAGE, build_repository

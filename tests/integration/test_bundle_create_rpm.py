@@ -15,7 +15,7 @@ from gpuprov.bundle_create.recipe import Collection, Recipe
 from gpuprov.bundle_create.rpm_sources import RpmSource
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.rpm_packages import gather_keys
+from gpuprov.packages.rpm_changes import gather_keys
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.errors import GpuprovError

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov import repos
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle_create.create import collect
 from gpuprov.bundle_create.recipe import Collection, RunFile, Wanted, make_recipe
@@ -19,7 +20,6 @@ from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.facts.fabric import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.dnf import DNF
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.spec import HostSpec
@@ -128,7 +128,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
 
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
-    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
+    repositories = repos.plan(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
     for change in (*repositories, *fabric_manager.plan(source_of(facts, spec))[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):

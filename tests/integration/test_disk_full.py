@@ -19,12 +19,13 @@ from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather, gather_files
-from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
-from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.dpkg import gather_packages
+from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import plan_repositories
+from tests.apt_host import plan_repositories
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import EACH_HOST, Repository, repository, template

@@ -12,9 +12,9 @@ import pytest
 
 from gpuprov.driver import dkms
 from gpuprov.facts.host import HostFacts
-from gpuprov.packages import offers
+from gpuprov.packages import managers
 from gpuprov.packages.interface import Installation
-from gpuprov.packages.rpm_packages import InstallRpmPackages
+from gpuprov.packages.rpm_changes import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -84,7 +84,7 @@ def test_dkms_comes_from_there_and_nothing_else_can(repository: Path, tmp_path: 
             assert PlanContext(metal(host), spec).repository_changes == ()
             install(host, spec)
             assert "dkms" in manager(host).gather(host).installed
-            assert offers.ask(host, manager(host), ("surprise",), ()).lacking(("surprise",)) == ("surprise",)
+            assert managers.ask(host, manager(host), ("surprise",), ()).lacking(("surprise",)) == ("surprise",)
             with pytest.raises(GpuprovError, match=r"no repository has such a package|an exclude"):
                 InstallRpmPackages(manager(host), ("surprise",)).apply(host, tell)
             # With DKMS there, nothing is left to do, and its repository stays.

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov import repos
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import NextAction
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
@@ -67,7 +68,7 @@ def converge(host: RpmHost, branch: str) -> list[EnableStream]:
     facts = facts_of(host)
     assert cuda_repository.problems(facts, spec) == ()
     streams = [change for change in source_of(facts, spec).plan_preparation() if isinstance(change, EnableStream)]
-    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
+    repositories = repos.plan(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
     names = source_of(facts, spec).packages()
     for change in (*repositories, RefreshRpmIndex(DNF), *streams, InstallRpmPackages(DNF, names)):
         change.apply(host, tell)
@@ -88,7 +89,7 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
     change = EnableStream("570-open")
     facts = facts_of(host)
     spec = wanted(host, "570")
-    for one in DNF.plan_repositories(facts, spec, cuda_repository.repositories(source_of(facts, spec))):
+    for one in repos.plan(facts, spec, cuda_repository.repositories(source_of(facts, spec))):
         one.apply(host, tell)
     seen = change.capture(host)
     change.apply(host, tell)

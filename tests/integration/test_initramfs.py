@@ -41,7 +41,7 @@ _NEXT_KERNEL = """
 from gpuprov.machine.distros import distribution_of, next_kernel_headers
 from gpuprov.machine.machine import gather_os
 from gpuprov.facts.kernels import gather_kernels
-from gpuprov.packages.apt_packages import gather_packages
+from gpuprov.packages.dpkg import gather_packages
 from gpuprov.core.system import System
 
 (kernel,) = gather_kernels(System())

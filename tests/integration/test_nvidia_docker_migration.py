@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.packages.pgp import dearmored, fingerprints
+from gpuprov.packages.keys import dearmored, fingerprints
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences
 from tests.lab import Host, HostRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.packages import offers
+from gpuprov.packages import managers
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
@@ -47,7 +47,7 @@ def test_a_repository_is_asked_before_it_is_set_up_and_after(
     if set_up:
         configure(host, repository.spec)
     before = configured(host)
-    answer = offers.ask(host, manager(host), ("site-gpu-tools", "nobody-has-this"), () if set_up else planned)
+    answer = managers.ask(host, manager(host), ("site-gpu-tools", "nobody-has-this"), () if set_up else planned)
     assert answer.problems == ()
     assert {version.rpartition(":")[2] for version in answer.found["site-gpu-tools"]} == {
         "1.0-1.noarch",
@@ -62,7 +62,7 @@ def test_a_repository_is_asked_before_it_is_set_up_and_after(
 
 def test_what_is_only_installed_is_not_offered(host: RpmHost, repository: Repository) -> None:
     configure(host, repository.spec)
-    assert offers.ask(host, manager(host), ("base-system",), ()).lacking(("base-system",)) == ("base-system",)
+    assert managers.ask(host, manager(host), ("base-system",), ()).lacking(("base-system",)) == ("base-system",)
 
 
 def test_a_planned_repository_of_another_key_is_not_asked(
@@ -73,7 +73,7 @@ def test_a_planned_repository_of_another_key_is_not_asked(
         shutil.copy(stranger / "www/repodata" / name, repository.folder / "repodata" / name)
     before = configured(host)
     planned = plan_repositories(facts_of(host), repository.spec)
-    answer = offers.ask(host, manager(host), ("site-gpu-tools",), planned)
+    answer = managers.ask(host, manager(host), ("site-gpu-tools",), planned)
     (problem,) = answer.problems
     assert problem.what.startswith("the package index could not be refreshed: "), problem
     assert answer.found == {}
@@ -83,7 +83,7 @@ def test_a_planned_repository_of_another_key_is_not_asked(
 def test_a_key_that_is_not_the_pinned_one_ends_it(host: RpmHost, repository: Repository) -> None:
     url = repository.url
     wanted = HostSpec(repositories=(SiteRepository("site", url, f"{url}/key.asc", "A" * 40),))
-    answer = offers.ask(host, manager(host), ("site-gpu-tools",), plan_repositories(facts_of(host), wanted))
+    answer = managers.ask(host, manager(host), ("site-gpu-tools",), plan_repositories(facts_of(host), wanted))
     assert [one.what for one in answer.problems] == ["the repository's key is not the one that is pinned"]
     assert host.list_directory("/var/tmp") == ()
 
@@ -91,7 +91,7 @@ def test_a_key_that_is_not_the_pinned_one_ends_it(host: RpmHost, repository: Rep
 def test_a_repository_of_the_host_that_is_out_of_reach_is_told(host: RpmHost, repository: Repository) -> None:
     configure(host, repository.spec)
     shutil.rmtree(repository.folder / "repodata")
-    (problem,) = offers.ask(host, manager(host), ("site-gpu-tools",), ()).problems
+    (problem,) = managers.ask(host, manager(host), ("site-gpu-tools",), ()).problems
     assert problem.what.startswith("the package index could not be refreshed: "), problem
 
 
@@ -105,7 +105,7 @@ def test_both_sets_of_repositories_answer(host: RpmHost, repository: Repository,
     second = SiteRepository("more", "file:///opt/more", "file:///opt/more/key.asc", fingerprint)
     wanted = HostSpec(repositories=(*repository.spec.repositories, second))
     planned = plan_repositories(facts_of(host), wanted)
-    answer = offers.ask(host, manager(host), ("site-gpu-tools", "kernel-devel"), planned)
+    answer = managers.ask(host, manager(host), ("site-gpu-tools", "kernel-devel"), planned)
     assert answer.problems == ()
     assert answer.lacking(("site-gpu-tools=1.0", "site-gpu-tools=7.0", "kernel-devel=5.14.0")) == ()
 
@@ -121,8 +121,8 @@ def test_a_repository_that_moves_is_asked_at_its_new_place_alone_with_the_key_th
     (site,) = repository.spec.repositories
     planned = plan_repositories(facts_of(host), HostSpec(repositories=(replace(site, uri=f"{site.uri}/moved"),)))
     assert [type(change).__name__ for change in planned] == ["WriteFile"]
-    assert offers.ask(host, manager(host), ("site-gpu-tools",), ()).problems
-    answer = offers.ask(host, manager(host), ("site-gpu-tools",), planned)
+    assert managers.ask(host, manager(host), ("site-gpu-tools",), ()).problems
+    answer = managers.ask(host, manager(host), ("site-gpu-tools",), planned)
     assert answer.problems == ()
     assert len(answer.found["site-gpu-tools"]) == 1
 
@@ -130,6 +130,6 @@ def test_a_repository_that_moves_is_asked_at_its_new_place_alone_with_the_key_th
 def test_a_repository_that_goes_is_not_asked(host: RpmHost, repository: Repository) -> None:
     configure(host, repository.spec)
     shutil.rmtree(repository.folder / "repodata")
-    answer = offers.ask(host, manager(host), ("site-gpu-tools",), plan_repositories(facts_of(host), HostSpec()))
+    answer = managers.ask(host, manager(host), ("site-gpu-tools",), plan_repositories(facts_of(host), HostSpec()))
     assert answer.problems == ()
     assert answer.lacking(("site-gpu-tools",)) == ("site-gpu-tools",)

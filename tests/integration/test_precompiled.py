@@ -21,8 +21,8 @@ from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.interpreter import Interpreter
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packages import offers
-from gpuprov.packages.rpm_packages import InstallRpmPackages
+from gpuprov.packages import managers
+from gpuprov.packages.rpm_changes import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
@@ -100,7 +100,7 @@ def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFa
         return bare
     # As a plan asks them (plan/inputs.py): without the repository of DKMS, which only a build needs.
     repositories = PlanContext(bare, replace(spec, epel=False)).repository_changes
-    return replace(bare, offers=offers.ask(host, found.package_manager, names, repositories))
+    return replace(bare, offers=managers.ask(host, found.package_manager, names, repositories))
 
 
 def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:

@@ -16,13 +16,13 @@ from gpuprov.core.download import fetch_small, unreachable
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather_files
-from gpuprov.packages import offers
+from gpuprov.packages import managers
 from gpuprov.packages.apt import APT
-from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import plan_repositories
+from tests.apt_host import plan_repositories
 from tests.integration import rpm_repositories
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.loopback import served
@@ -98,7 +98,7 @@ def test_apt_reaches_its_repository_through_the_proxy(proxy: RunningProxy, tmp_p
             fetch_small(host, f"{url}/key.asc")
         host.proxy = Proxy(proxy.url)
         planned = plan_repositories(gather_files(host), spec, "x86_64")
-        assert offers.ask(host, APT, (PACKAGE,), planned).lacking((PACKAGE,)) == ()
+        assert managers.ask(host, APT, (PACKAGE,), planned).lacking((PACKAGE,)) == ()
         for change in planned:
             change.apply(host, tell)
         RefreshPackageIndex().apply(host, tell)

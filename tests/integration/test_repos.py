@@ -20,12 +20,13 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver.distribution import PREFERENCES_TEXT
 from gpuprov.facts.host import PREFERENCES, gather_files
-from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import AptRepository, plan_repositories
+from gpuprov.repos import AptRepository
+from tests.apt_host import plan_repositories
 from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run

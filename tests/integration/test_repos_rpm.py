@@ -16,17 +16,18 @@ import pytest
 
 from gpuprov.core.changes import RemoveFile
 from gpuprov.machine.distros import distribution_of, kernel_headers
-from gpuprov.packages import past_kernels
-from gpuprov.packages.rpm_packages import (
+from gpuprov.packages import known_repositories
+from gpuprov.packages.rpm_changes import (
+    InstallRpmKey,
     InstallRpmPackages,
     RefreshRpmIndex,
     gather_keys,
     rpm_lock_holder,
 )
-from gpuprov.packages.rpm_repos import InstallRpmKey, RpmRepository
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.repos import RpmRepository
 from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
@@ -264,7 +265,7 @@ def test_headers_that_no_repository_has_any_more_come_with_what_to_do(
     configure(host, repository.spec)
     row = distribution_of(facts_of(host).os)
     assert row is not None
-    found = past_kernels.advice(row, kernel, "x86_64")
+    found = known_repositories.advice(row, kernel, "x86_64")
     change = InstallRpmPackages(manager(host), kernel_headers(row, kernel), advice=found)
     assert found is not None and found.next_step in refusal(lambda: change.apply(host, tell))
 

@@ -8,8 +8,7 @@ import pytest
 
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather
-from gpuprov.packages.rpm_packages import gather_keys
-from gpuprov.packages.rpm_remove import COPIES, RemoveRpms
+from gpuprov.packages.rpm_changes import COPIES, RemoveRpms, gather_keys
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (

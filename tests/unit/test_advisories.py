@@ -24,7 +24,7 @@ from gpuprov.fleet.report import summary_json
 from gpuprov.fleet.run import request_for
 from gpuprov.fleet.target import HostTarget
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from gpuprov.core.changes import FileFact
-from gpuprov.packages.apt_components import PATH, problems, source
+from gpuprov.packages.sources import COMPONENTS_PATH as PATH
+from gpuprov.packages.sources import component_problems as problems
+from gpuprov.packages.sources import component_source as source
 
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _COMPONENTS = ("contrib", "non-free", "non-free-firmware")

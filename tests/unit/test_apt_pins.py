@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.packages.apt_pins import PinnedOut, parse_policy, pins_on, problems
+from gpuprov.packages.sources import PinnedOut, parse_policy, pin_problems, pins_on
 
 # `apt-cache policy` of apt 2.6.1 on a host with the preferences below.
 POLICY = """\
@@ -66,9 +66,9 @@ def test_the_records_on_a_package_are_told_with_their_lines(name: str, places: t
 
 
 def test_the_problem_names_the_file_and_what_apt_says() -> None:
-    (one,) = problems((PinnedOut("site-gpu-tools", ("1.0",), ("/etc/apt/preferences.d/site:2",)),))
+    (one,) = pin_problems((PinnedOut("site-gpu-tools", ("1.0",), ("/etc/apt/preferences.d/site:2",)),))
     assert one.what == "a pin in apt's preferences keeps site-gpu-tools out"
     assert "apt-cache policy site-gpu-tools: Candidate: (none), of 1.0" in one.evidence
     assert one.next_step.startswith("${EDITOR:-vi} +2 /etc/apt/preferences.d/site")
-    (unknown,) = problems((PinnedOut("x", ("1",), ()),))
+    (unknown,) = pin_problems((PinnedOut("x", ("1",), ()),))
     assert unknown.next_step.startswith("grep -rn")

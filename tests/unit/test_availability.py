@@ -8,9 +8,9 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.journal import new_journal
-from gpuprov.packages import apt_offers, dnf, offers, zypper
+from gpuprov.packages import apt, dnf, managers, zypper
 from gpuprov.packages.apt import APT
-from gpuprov.packages.offers import Offers
+from gpuprov.packages.managers import Offers
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
@@ -91,7 +91,7 @@ def test_an_answer_of_apts() -> None:
         "   linux |   6.1.55-1 | http://mirror.example/debian bookworm/main Sources\n"
         "N: Unable to locate package nothing\n"
     )
-    assert apt_offers.parse_madison(text) == {"linux-headers-6.1.0-13-amd64": ("6.1.55-1", "6.1.52-1")}
+    assert apt.parse_madison(text) == {"linux-headers-6.1.0-13-amd64": ("6.1.55-1", "6.1.52-1")}
 
 
 def test_an_answer_of_dnfs() -> None:
@@ -120,7 +120,7 @@ def test_an_answer_of_zyppers() -> None:
 def test_nothing_is_lacking_where_nobody_could_be_asked(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root", metal=True)
     host._apt_get = lambda words: (100, "E: something")  # type: ignore[method-assign]
-    answer = offers.ask(host, APT, ("gcc",), ())
+    answer = managers.ask(host, APT, ("gcc",), ())
     assert answer.problems
     assert answer.lacking(("gcc",)) == ()
 

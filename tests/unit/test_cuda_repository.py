@@ -18,8 +18,9 @@ from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, Enab
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import PciGpu, gather_gpus
-from gpuprov.packages.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.dnf import DNF
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan

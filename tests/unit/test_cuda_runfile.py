@@ -20,7 +20,7 @@ from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.cuda_toolkit import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.facts.cuda import PROFILE
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError

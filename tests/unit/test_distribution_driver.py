@@ -18,10 +18,11 @@ from gpuprov.facts.host import PREFERENCES, HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.driver_rows import OWN_DRIVERS
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packages.apt_components import PATH as COMPONENTS
-from gpuprov.packages.apt_packages import InstallPackages, PackageFacts
-from gpuprov.packages.offers import Offers
-from gpuprov.packages.rpm_packages import InstallRpmPackages
+from gpuprov.packages.apt_changes import InstallPackages
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.managers import Offers
+from gpuprov.packages.rpm_changes import InstallRpmPackages
+from gpuprov.packages.sources import COMPONENTS_PATH as COMPONENTS
 from gpuprov.plan import availability
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight, security_warnings

@@ -14,15 +14,15 @@ from gpuprov.driver import dkms
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.packages.dkms_repositories import dkms_repository
-from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packages.rpm_repos import repositories
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.known_repositories import dkms_repository
+from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.repos import rpm_repositories
 from tests.unit.fake_host import FakeHost
 
 EPEL8 = "94E279EB8D8F25B21810ADF121EA45AB2F86D6A1"
@@ -106,7 +106,8 @@ def test_only_dkms_may_come_from_epel(debian: HostFacts, spec: HostSpec) -> None
 def test_package_hub_counts_for_dkms_alone(debian: HostFacts) -> None:
     facts = host(debian, "sles", "15.6")
     (found,) = (
-        one for one in repositories(ZYPPER, RUNFILE, "x86_64", software.extra_repositories(source_of(facts, RUNFILE)))
+        one
+        for one in rpm_repositories(ZYPPER, RUNFILE, "x86_64", software.extra_repositories(source_of(facts, RUNFILE)))
     )
     assert "enabled=0\n" in str(found) and "priority=200\n" in str(found)
     changes = PlanContext(facts, RUNFILE).package_changes

@@ -19,8 +19,9 @@ from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages.apt import APT
-from gpuprov.packages.apt_packages import PackageFacts, missing
-from gpuprov.packages.registry import manager_of
+from gpuprov.packages.dpkg import missing
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.managers import manager_of
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError

@@ -13,8 +13,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts.leftovers import FOLDER, SETTINGS_FOLDER, UNIT, Leftovers, Volume, gather_leftovers, with_docker
-from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 

@@ -18,8 +18,8 @@ from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, with_docker
 from gpuprov.packages import retired
-from gpuprov.packages.apt_remove import RemovePackages, control_of
-from gpuprov.packages.pgp import armored, fingerprints, without_key
+from gpuprov.packages.apt_changes import RemovePackages, control_of
+from gpuprov.packages.keys import armored, fingerprints, without_key
 from gpuprov.plan import migration
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError

@@ -11,7 +11,7 @@ from gpuprov.driver import kernel
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.host import gather
 from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, has_module, newest
-from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec, parse_spec

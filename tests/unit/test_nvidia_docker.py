@@ -13,7 +13,7 @@ from gpuprov.boot.nvidia_docker import InstallNvidiaDocker
 from gpuprov.core.changes import Change
 from gpuprov.engines.nvidia_docker import PATH, is_ours
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu

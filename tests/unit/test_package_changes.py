@@ -11,17 +11,11 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import SOURCES_LIST
-from gpuprov.packages.apt_packages import (
-    HELD_LIST,
-    HoldPackages,
-    InstallPackages,
-    PackageFacts,
-    RefreshPackageIndex,
-    gather_packages,
-    pinned,
-    plan_holds,
-)
-from gpuprov.packages.past_kernels import Advice
+from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, plan_holds
+from gpuprov.packages.dpkg import gather_packages
+from gpuprov.packages.failures import Advice
+from gpuprov.packages.interface import PackageFacts, pinned
+from gpuprov.packages.rpm_locks import HELD_LIST
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 

@@ -16,20 +16,11 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
-from gpuprov.packages.apt_failures import listed_under
-from gpuprov.packages.apt_packages import (
-    HELD_LIST,
-    HoldPackages,
-    InstallPackages,
-    PackageFacts,
-    RefreshPackageIndex,
-    gather_packages,
-    lock_holder,
-    missing,
-    parse_dpkg,
-    plan_holds,
-)
-from gpuprov.packages.apt_undo import parse_conffiles
+from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, parse_conffiles, plan_holds
+from gpuprov.packages.dpkg import gather_packages, lock_holder, missing
+from gpuprov.packages.failures import listed_under
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.rpm_locks import HELD_LIST
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 
@@ -43,16 +34,17 @@ installed libstdc++6 12.2.0-14+deb12u1
 """
 
 
-def test_only_wholly_installed_packages_count() -> None:
-    assert parse_dpkg(DPKG) == {
+def test_only_wholly_installed_packages_count(tmp_path: Path) -> None:
+    assert gather_packages(Queried(tmp_path, text=DPKG)).installed == {
         "adduser": "3.134",
         "libc6": "2.36-9+deb12u13",
         "libstdc++6": "12.2.0-14+deb12u1",
     }
 
 
-def test_nonsense_from_dpkg_is_nothing() -> None:
-    assert parse_dpkg("") == parse_dpkg("dpkg-query: error: no database\n\n") == {}
+@pytest.mark.parametrize("text", ["", "dpkg-query: error: no database\n\n"])
+def test_nonsense_from_dpkg_is_nothing(tmp_path: Path, text: str) -> None:
+    assert gather_packages(Queried(tmp_path, text=text)).installed == {}
 
 
 def test_debians_manager_is_apt_though_rpms_are_there_too(tmp_path: Path) -> None:
@@ -79,8 +71,10 @@ def test_a_machine_without_apt_has_no_package_manager(tmp_path: Path) -> None:
         (("docker.io",), ("docker.io",)),
     ],
 )
-def test_what_is_missing_is_named_once_and_in_order(names: tuple[str, ...], lacking: tuple[str, ...]) -> None:
-    assert missing(PackageFacts("apt", parse_dpkg(DPKG)), names) == lacking
+def test_what_is_missing_is_named_once_and_in_order(
+    tmp_path: Path, names: tuple[str, ...], lacking: tuple[str, ...]
+) -> None:
+    assert missing(gather_packages(Queried(tmp_path, text=DPKG)), names) == lacking
 
 
 class RecordedApt(System):
@@ -381,8 +375,12 @@ half-installed half 1.0 amd64 install reinstreq gone
 
 
 class Queried(RecordedApt):
+    def __init__(self, root: Path, text: str = QUERY) -> None:
+        super().__init__(root)
+        self.text = text
+
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        return Completed(tuple(argv), 0, QUERY)
+        return Completed(tuple(argv), 0, self.text)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,15 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.interface import Installation
-from gpuprov.packages.pgp import armored, dearmored, fingerprints
-from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_packages import (
+from gpuprov.packages.interface import Installation, PackageFacts
+from gpuprov.packages.keys import armored, dearmored, fingerprints
+from gpuprov.packages.rpm import RpmManager, parse_rpm
+from gpuprov.packages.rpm_changes import (
     InstallRpmPackages,
     RefreshRpmIndex,
     added,
-    gather_packages,
     parse_keys,
-    parse_rpm,
     rpm_lock_holder,
 )
 from gpuprov.packages.zypper import ZYPPER
@@ -273,11 +270,11 @@ def test_a_database_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.rpm_answers = 1
     with pytest.raises(GpuprovError, match="rpm's database can't be read"):
-        gather_packages(host, DNF)
+        DNF.gather(host)
 
 
 def test_a_machine_without_its_package_manager_has_none(tmp_path: Path) -> None:
-    assert gather_packages(System(str(tmp_path)), DNF) == PackageFacts("", {})
+    assert DNF.gather(System(str(tmp_path))) == PackageFacts("", {})
 
 
 KEY = dearmored(

@@ -19,10 +19,10 @@ from gpuprov.core.site_tables import for_request, use_tables
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import ROWS, Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.packages import apt_failures, rpm_failures
-from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.packages.past_kernels import Advice, advice, past_releases
-from gpuprov.packages.rpm_repos import InstallRpmKey
+from gpuprov.packages.failures import Advice, finish_apt, finish_rpm
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.known_repositories import advice, past_releases
+from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
@@ -162,9 +162,9 @@ def failure(program: str, output: str, found: Advice) -> str:
     done = Completed((program, "install"), 1, "", output)
     with pytest.raises(GpuprovError) as caught:
         if program == "apt-get":
-            apt_failures.finish(done, "headers could not be installed", found)
+            finish_apt(done, "headers could not be installed", found)
         else:
-            rpm_failures.finish(done, "headers could not be installed", advice=found)
+            finish_rpm(done, "headers could not be installed", advice=found)
     return str(caught.value)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.packages.pgp import armored, dearmored, fingerprints, key_ids
+from gpuprov.packages.keys import armored, dearmored, fingerprints, key_ids
 from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
 

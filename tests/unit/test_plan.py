@@ -23,7 +23,8 @@ from gpuprov.facts.holders import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packages.apt_packages import InstallPackages, PackageFacts
+from gpuprov.packages.apt_changes import InstallPackages
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight

@@ -16,9 +16,9 @@ from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import has_key_of
 from gpuprov.machine.pci import PciGpu
-from gpuprov.packages.apt_packages import PackageFacts
-from gpuprov.packages.offers import Offers
-from gpuprov.packages.rpm_packages import InstallRpmPackages
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.managers import Offers
+from gpuprov.packages.rpm_changes import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan

@@ -14,7 +14,8 @@ from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import plan_repositories, problems, repositories
+from gpuprov.repos import apt_repositories
+from tests.apt_host import plan_repositories, problems
 
 URI = "https://apt.example.org/gpu"
 KEY_URL = "https://apt.example.org/gpu/key.asc"
@@ -51,12 +52,12 @@ def fact(content: str | bytes, mode: int = 0o644) -> FileFact:
 
 def settled(fingerprint: str, key: bytes, architecture: str = "x86_64") -> dict[str, FileFact]:
     """The files of a host that is as `spec` says."""
-    (one,) = repositories(spec(fingerprint), architecture)
+    (one,) = apt_repositories(spec(fingerprint), architecture)
     return {KEY: fact(key), SOURCE: fact(str(one))}
 
 
 def test_a_flat_repository_has_no_components() -> None:
-    (one,) = repositories(spec("A" * 40), "x86_64")
+    (one,) = apt_repositories(spec("A" * 40), "x86_64")
     assert str(one) == (
         "Types: deb\n"
         "URIs: https://apt.example.org/gpu\n"
@@ -69,14 +70,14 @@ def test_a_flat_repository_has_no_components() -> None:
 
 @pytest.mark.parametrize(("components", "line"), [("", "main"), ("main contrib", "main contrib")])
 def test_a_repository_with_a_suite_has_components(components: str, line: str) -> None:
-    (one,) = repositories(spec("A" * 40, suite="bookworm", components=components), "aarch64")
+    (one,) = apt_repositories(spec("A" * 40, suite="bookworm", components=components), "aarch64")
     assert f"Suites: bookworm\nComponents: {line}\nArchitectures: arm64\n" in str(one)
 
 
 def test_nvidias_repository_comes_with_its_toolkit() -> None:
-    assert repositories(HostSpec(), "x86_64") == ()
+    assert apt_repositories(HostSpec(), "x86_64") == ()
     wanted = HostSpec(toolkit="nvidia", toolkit_repository="https://mirror.example.org/toolkit/")
-    (one,) = repositories(wanted, "x86_64")
+    (one,) = apt_repositories(wanted, "x86_64")
     assert (one.uri, one.suite) == ("https://mirror.example.org/toolkit/stable/deb/amd64", "/")
     assert (one.key_url, one.key_fingerprint) == (
         "https://mirror.example.org/toolkit/gpgkey",
@@ -85,17 +86,17 @@ def test_nvidias_repository_comes_with_its_toolkit() -> None:
 
 
 def test_release_candidates_lie_beside_the_stable_releases() -> None:
-    found = repositories(HostSpec(toolkit="nvidia", toolkit_channel="experimental"), "x86_64")
+    found = apt_repositories(HostSpec(toolkit="nvidia", toolkit_channel="experimental"), "x86_64")
     base = "https://nvidia.github.io/libnvidia-container"
     assert [one.uri for one in found] == [f"{base}/stable/deb/amd64", f"{base}/experimental/deb/amd64"]
     assert {one.key_url for one in found} == {f"{base}/gpgkey"}
     assert len({one.source_path for one in found}) == 2
-    assert repositories(HostSpec(toolkit_channel="experimental"), "x86_64") == ()
+    assert apt_repositories(HostSpec(toolkit_channel="experimental"), "x86_64") == ()
 
 
 def test_back_on_the_stable_channel_the_other_repository_goes() -> None:
     both = HostSpec(toolkit="nvidia", toolkit_channel="experimental")
-    files = {one.source_path: fact(str(one)) for one in repositories(both, "x86_64")}
+    files = {one.source_path: fact(str(one)) for one in apt_repositories(both, "x86_64")}
     changes = plan_repositories(files, replace(both, toolkit_channel="stable"), "x86_64")
     gone = [change.path for change in changes if isinstance(change, RemoveFile)]
     assert gone == ["/etc/apt/sources.list.d/gpuprov-nvidia-container-toolkit-experimental.sources"]
@@ -131,7 +132,7 @@ def test_a_key_that_is_not_exactly_the_pinned_one_is_replaced(keys: Mapping[str,
 
 def test_a_source_that_was_edited_is_written_again(keys: Mapping[str, bytes]) -> None:
     pinned, key = next(iter(keys.items()))
-    (one,) = repositories(spec(pinned), "x86_64")
+    (one,) = apt_repositories(spec(pinned), "x86_64")
     for found in (fact(str(one) + "Trusted: yes\n"), fact(str(one), 0o600)):
         changes = plan_repositories({**settled(pinned, key), SOURCE: found}, spec(pinned), "x86_64")
         assert changes == (WriteFile(SOURCE, str(one).encode()),)

@@ -14,16 +14,11 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import docker_repository, find_distribution
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.packages.apt_packages import PackageFacts
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.pgp import armored, dearmored, fingerprints
+from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.keys import armored, dearmored, fingerprints
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packages.rpm_repos import (
-    InstallRpmKey,
-    RpmRepository,
-    repositories,
-)
+from gpuprov.packages.rpm_changes import InstallRpmKey, InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
@@ -31,6 +26,7 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.site_repository import SiteRepository
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.repos import RpmRepository, rpm_repositories
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_packages_rpm import KEY
 
@@ -70,12 +66,12 @@ def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    return repos.host_problems(facts, spec)
+    return repos.problems(facts, spec)
 
 
 def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:
     """The same host as `spec` wants it."""
-    (one,) = repositories(rpm(facts), spec, facts.architecture)
+    (one,) = rpm_repositories(rpm(facts), spec, facts.architecture)
     files = {one.key_path: fact(armored(KEY)), one.file_path: fact(str(one))}
     return replace(facts, files=files, packages=replace(facts.packages, trusted_keys=frozenset({FINGERPRINT})))
 
@@ -93,7 +89,7 @@ def test_a_repository_is_checked_twice_and_never_passed_over() -> None:
         "skip_if_unavailable=0\n"
     )
     assert one.file_path == "/etc/yum.repos.d/gpuprov-site.repo"
-    zypper = str(replace(one, program=ZYPPER))
+    zypper = str(replace(one, manager=ZYPPER))
     assert {"gpgcheck=1", "repo_gpgcheck=1", "pkg_gpgcheck=1", "autorefresh=1"} <= set(zypper.splitlines())
 
 
@@ -171,14 +167,14 @@ def test_a_variable_for_the_architecture_hides_nothing(facts: HostFacts) -> None
 
 
 def test_nvidias_toolkit_comes_with_signed_metadata() -> None:
-    (one,) = repositories(DNF, parse_spec({"toolkit": "nvidia"}), "aarch64")
+    (one,) = rpm_repositories(DNF, parse_spec({"toolkit": "nvidia"}), "aarch64")
     assert one.uri == "https://nvidia.github.io/libnvidia-container/stable/rpm/aarch64"
     assert (one.signed_metadata, one.signed_packages) == (True, False)
 
 
 @pytest.mark.parametrize("manager", [DNF, ZYPPER])
 def test_release_candidates_lie_beside_the_stable_releases(manager: RpmManager) -> None:
-    found = repositories(manager, parse_spec({"toolkit": "nvidia", "toolkit_channel": "experimental"}), "x86_64")
+    found = rpm_repositories(manager, parse_spec({"toolkit": "nvidia", "toolkit_channel": "experimental"}), "x86_64")
     base = "https://nvidia.github.io/libnvidia-container"
     assert [one.uri for one in found] == [f"{base}/stable/rpm/x86_64", f"{base}/experimental/rpm/x86_64"]
     assert len({one.file_path for one in found}) == 2
@@ -188,7 +184,7 @@ def test_release_candidates_lie_beside_the_stable_releases(manager: RpmManager) 
 def test_no_repository_is_without_any_signature(facts: HostFacts) -> None:
     rocky = find_distribution("rocky", "9")
     assert rocky is not None
-    wanted = repositories(
+    wanted = rpm_repositories(
         rpm(facts), replace(parse_spec({"toolkit": "nvidia"}), repositories=SITE.repositories), "x86_64",
         tuple(filter(None, [docker_repository(rocky, "x86_64")])),
     )  # fmt: skip

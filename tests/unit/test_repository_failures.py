@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuprov.core.commands import Completed
-from gpuprov.packages import rpm_failures
-from gpuprov.packages.apt_failures import finish
+from gpuprov.packages.failures import finish_apt, finish_rpm
 from gpuprov.protocol.errors import GpuprovError
 
 REFUSED = "E: Failed to fetch http://dead.example/InRelease  Could not connect to dead.example:80 (192.0.2.1)"
@@ -18,7 +17,7 @@ UNKNOWN = "E: Failed to fetch http://gone.example/InRelease  Temporary failure r
 )
 def test_of_several_repositories_the_first_error_is_the_cause(lines: tuple[str, ...], meaning: str) -> None:
     with pytest.raises(GpuprovError) as caught:
-        finish(Completed(("apt-get",), 100, "", "\n".join(lines)), "the index could not be read")
+        finish_apt(Completed(("apt-get",), 100, "", "\n".join(lines)), "the index could not be read")
     (problem,) = caught.value.problems
     assert problem.what.endswith(meaning) and problem.evidence.endswith(lines[0])
 
@@ -44,6 +43,6 @@ def test_of_several_rpm_repositories_the_first_error_is_the_cause(
     lines: tuple[str, ...], decisive: str, meaning: str
 ) -> None:
     with pytest.raises(GpuprovError) as caught:
-        rpm_failures.finish(Completed(("dnf",), 1, "", "\n".join(lines)), "the index could not be read")
+        finish_rpm(Completed(("dnf",), 1, "", "\n".join(lines)), "the index could not be read")
     (problem,) = caught.value.problems
     assert problem.what.endswith(meaning) and problem.evidence.endswith(decisive)

@@ -11,7 +11,7 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import FileFact
 from gpuprov.core.commands import TIMED_OUT, Completed
-from gpuprov.packages.source_names import problem
+from gpuprov.packages.managers import dns_problem
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeStarted, Event, Finished
 from gpuprov.protocol.request import Request
@@ -114,5 +114,5 @@ def test_the_names_of_rpm_sources(tmp_path: Path, folder: str, text: str, names:
     host = Nameless(tmp_path)
     write(host, "usr/bin/getent", "")
     (host.root / "usr/bin/getent").chmod(0o755)
-    found = problem(host, "dnf", {f"{folder}/a.repo": FileFact(text.encode(), 0o644, 0, 0)})
+    found = dns_problem(host, "dnf", {f"{folder}/a.repo": FileFact(text.encode(), 0o644, 0, 0)})
     assert (found is not None, host.looked_up) == (bool(names), len(names))

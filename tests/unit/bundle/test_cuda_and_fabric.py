@@ -16,8 +16,8 @@ from gpuprov.bundle_create.sources import mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.apt_packages import InstallPackages, RefreshPackageIndex
-from gpuprov.packages.rpm_repos import InstallRpmKey
+from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
+from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once

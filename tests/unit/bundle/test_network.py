@@ -16,7 +16,7 @@ from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, SOURCES_LIST
 from gpuprov.facts.host import gather
-from gpuprov.packages.apt_packages import InstallPackages
+from gpuprov.packages.apt_changes import InstallPackages
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode

@@ -17,12 +17,11 @@ from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.packages import rpm_bundle
-from gpuprov.packages.apt_packages import PackageFacts
+from gpuprov.packages import rpm
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.interface import Installation
+from gpuprov.packages.interface import Installation, PackageFacts
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_repos import InstallRpmKey
+from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import with_bundle
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -147,15 +146,15 @@ def test_what_the_bundle_holds(facts: HostFacts, name: str, held: bool) -> None:
 
 def test_the_makers_keys_are_trusted_where_they_are_not_yet() -> None:
     keys = BundleFacts(MANIFEST).vendor_keys
-    assert rpm_bundle.plan_keys(keys, frozenset()) == (
+    assert rpm.plan_bundle_keys(keys, frozenset()) == (
         InstallRpmKey(f"{FOLDER}/trusted/{KEY}.asc", f"file://{FOLDER}/keys/{KEY}.asc", KEY),
     )
-    assert rpm_bundle.plan_keys(keys, frozenset((KEY,))) == ()
+    assert rpm.plan_bundle_keys(keys, frozenset((KEY,))) == ()
 
 
 @pytest.mark.parametrize(("manager", "packages_key"), [(DNF, "gpgcheck"), (ZYPPER, "pkg_gpgcheck")])
 def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: RpmManager, packages_key: str) -> None:
-    text = rpm_bundle.source_text(manager.bundle_lines)
+    text = rpm.bundle_source(manager.bundle_lines)
     assert f"\n{packages_key}=1\n" in text and "\nrepo_gpgcheck=1\n" in text
     assert f"\nbaseurl=file://{FOLDER}/repository\n" in text
 

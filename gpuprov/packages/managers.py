@@ -1,18 +1,72 @@
-"""Whether DNS answers for the package sources: known before the first change. Reads only; in doubt it says nothing."""
+"""The package manager of a host, and what its repositories offer."""
 
 from __future__ import annotations
 
 import configparser
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from gpuprov.core.changes import FileFact
+from gpuprov.core.changes import Change, FileFact
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
-from gpuprov.packages.apt_sources import entries, text_of
-from gpuprov.protocol.errors import Problem
+from gpuprov.machine.distros import Distribution
+from gpuprov.packages.apt import APT
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.interface import LOCK_SECONDS, PackageManager
+from gpuprov.packages.sources import entries, repo_sections, text_of
+from gpuprov.packages.zypper import ZYPPER
+from gpuprov.protocol.errors import GpuprovError, Problem
+
+_MANAGERS: Mapping[str, PackageManager] = {"apt": APT, "dnf": DNF, "zypper": ZYPPER}
+
+
+def manager_of(row: Distribution | None, name: str = "") -> PackageManager:
+    """Return the package manager of this name, else that of a distribution; apt if neither tells."""
+    return _MANAGERS.get(name or (row.package_manager if row is not None else ""), APT)
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Package name → its versions in the repositories, as reported by this package manager.
+
+    `problems`: why a repository could not be queried.
+    """
+
+    manager: str
+    found: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    def lacking(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `names` (`NAME` or `NAME=VERSION`) that no repository has; none if the query failed."""
+        return () if self.problems else tuple(name for name in names if not self._has(name))
+
+    def _has(self, wanted: str) -> bool:
+        name, _, version = wanted.partition("=")
+        found, manager = self.found.get(name, ()), manager_of(None, self.manager)
+        return bool(found) and (not version or any(version in manager.version_names(one) for one in found))
+
+
+def ask(
+    system: System,
+    manager: PackageManager,
+    names: Sequence[str],
+    planned: Sequence[Change],
+    lock_timeout: int = LOCK_SECONDS,
+) -> Offers:
+    """Return what the repositories have of `names`, which may be patterns (fnmatch(3)) for dnf.
+
+    `planned` are the planned changes of sources and keys: they are made in a copy. apt's copy has its own, refreshed
+    index; dnf and zypper keep the host's cache as fresh as they are configured to.
+    """
+    plain = tuple(dict.fromkeys(name.partition("=")[0] for name in names))
+    try:
+        return Offers(manager.name, manager.offered(system, plain, planned, lock_timeout))
+    except GpuprovError as error:
+        return Offers(manager.name, {}, error.problems)
+
 
 # A second server is asked after five seconds (resolv.conf(5)).
 _SECONDS = 8
@@ -25,7 +79,7 @@ _PROXY = re.compile(r"^[^#;/\n]*proxy\S*\s*\S*[\w:\"]", re.IGNORECASE | re.MULTI
 _SUSE = "/etc/sysconfig/proxy"
 
 
-def problem(system: System, manager: str, files: Mapping[str, FileFact]) -> Problem | None:
+def dns_problem(system: System, manager: str, files: Mapping[str, FileFact]) -> Problem | None:
     """Return the problem of a host on which no source's name can be looked up; None if one can, or it is not needed."""
     names = _names(manager, files)
     if not names or system.which("getent") is None or _has_proxy(system):
@@ -68,12 +122,9 @@ def _apt_urls(files: Mapping[str, FileFact]) -> Iterator[str]:
 def _rpm_urls(files: Mapping[str, FileFact]) -> Iterator[str]:
     for path, file in files.items():
         if re.fullmatch(r"/etc/(yum\.|zypp/)repos\.d/[^/]+\.repo", path):
-            parser = configparser.RawConfigParser(strict=False)
-            parser.read_string(text_of(file))
-            for section in parser.values():
-                if section.get("enabled", "1").strip().lower() not in ("0", "no", "false"):
-                    texts = (section.get(key, "") for key in ("baseurl", "mirrorlist", "metalink"))
-                    yield from (word for text in texts for word in re.split(r"[\s,]+", text) if word)
+            for _, section in repo_sections(text_of(file)):
+                texts = (section.get(key, "") for key in ("baseurl", "mirrorlist", "metalink"))
+                yield from (word for text in texts for word in re.split(r"[\s,]+", text) if word)
 
 
 def _has_proxy(system: System) -> bool:

@@ -1,0 +1,479 @@
+"""The changes of packages by apt: install, hold and remove them, and undo each."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.places import SOURCES_LIST
+from gpuprov.core.system import System
+from gpuprov.packages import dpkg
+from gpuprov.packages.dpkg import Package
+from gpuprov.packages.failures import Advice, finish_apt
+from gpuprov.packages.interface import LOCK_SECONDS, PackageFacts, pinned, restarts_engine, tell_nobody
+from gpuprov.packages.rpm_locks import HELD_LIST, hold_summary, write_held
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.words import counted
+
+REFRESH_SECONDS = 600
+# dpkg runs the packages' scripts here.
+_SCRIPTS = "/var/lib/dpkg/info"
+
+
+@dataclass(frozen=True)
+class RefreshPackageIndex(Change):
+    """Fetch the current index of the repositories; `options` are further options for apt."""
+
+    lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
+
+    # A half-fetched index is fetched again; nothing to undo.
+    undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
+    executes: ClassVar[str] = _SCRIPTS
+    bundle_part: ClassVar[str] = "packages"
+
+    def summary(self) -> str:
+        return "refresh the package index (apt-get update)"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # Without the option, apt-get answers 0 even if no repository could be reached.
+        command = ("-o", "APT::Update::Error-Mode=any", "update")
+        done = dpkg.run_apt(
+            system, command, tell, seconds=REFRESH_SECONDS, lock_timeout=self.lock_timeout, options=self.options
+        )
+        finish_apt(done, "the package index could not be refreshed")
+        return {}
+
+
+@dataclass(frozen=True)
+class InstallPackages(Change):
+    """Install these packages (`NAME[:ARCHITECTURE][=VERSION]`), and never remove another for them.
+
+    `unhold`: those that are held in another version than the requested one; their hold is removed first. `options` are
+    options for apt, such as those that make a bundle its only source. `advice` is the answer if no repository has a
+    package.
+    """
+
+    names: tuple[str, ...]
+    unhold: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
+    advice: Advice | None = field(default=None, compare=False)
+
+    # The next run finishes what a killed dpkg began and then plans again: removing packages only to install them once
+    # more would gain nothing and could fail.
+    undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
+    executes: ClassVar[str] = _SCRIPTS
+    bundle_part: ClassVar[str] = "packages"
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return restarts_engine(self.names)
+
+    def summary(self) -> str:
+        held = f" (taking the hold off {', '.join(self.unhold)})" if self.unhold else ""
+        return f"install {', '.join(self.names)}{held}"
+
+    @property
+    def key(self) -> str:
+        return f"install {', '.join(self.names)}"
+
+    def capture(self, system: System) -> Json:
+        packages = dpkg.query(system)
+        return {
+            "installed": sorted(one.name for one in packages if one.present),
+            "versions": {one.name: one.version for one in packages if one.present},
+            "left": conffiles_left(system, packages, self.names, self.options),
+            "unhold": list(self.unhold),
+            "lock_timeout": self.lock_timeout,
+            "options": list(self.options),
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        dpkg.repair(system, tell, self.lock_timeout, self.options)
+        before = _present(system)
+        if self.unhold:
+            _mark(system, "unhold", self.unhold, tell, self.lock_timeout)
+        self._install(system, tell)
+        return _outcome(before, _present(system))
+
+    def _install(self, system: System, tell: Tell) -> None:
+        what = f"{', '.join(self.names)} could not be installed"
+        # A version that is asked for may be an older one.
+        older = ("--allow-downgrades",) if pinned(self.names) else ()
+        words = ("install", "--no-remove", *older, "--", *self.names)
+        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        finish_apt(done, what, self.advice)
+        left, lacking = self._left(system)
+        if left or lacking:
+            # apt-get exits 0 despite a package that an earlier, killed run unpacked in part.
+            dpkg.repair(system, tell, self.lock_timeout, self.options)
+            left, lacking = self._left(system)
+        if left or lacking:
+            seen = [f"{name} is {status}" for name, status in left.items()]
+            raise GpuprovError(
+                f"{what}: apt-get reported success, but not all packages are installed",
+                "dpkg-query: " + "; ".join([*seen, *(f"{name} is not installed" for name in lacking)]),
+                "dpkg --audit tells what is wrong with a package; apt-get install --reinstall NAME often fixes it",
+            )
+
+    def _left(self, system: System) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """Return name → status of all packages that are partly installed, and those of its own that are not."""
+        packages = dpkg.gather_packages(system)
+        return packages.unfinished, dpkg.missing(packages, self.names)
+
+    @classmethod
+    def interrupted(cls, system: System, before: Json) -> Json:
+        """Return the packages that are present now and were not before, complete or not."""
+        versions = before.get("versions", dict.fromkeys(before["installed"], ""))
+        return _outcome(versions, _present(system))
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Remove what this change added; keep what was there before, and what another package needs by now."""
+        lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+        added = (outcome or cls.interrupted(system, before))["added"]
+        left: Mapping[str, Any] = before.get("left", {})
+        # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
+        options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
+        purge(system, added, tuple(left), lock_timeout, options)
+        restore_conffiles(system, left, added)
+        held_again = [name for name in before.get("unhold", ()) if name in _present(system)]
+        if held_again:
+            _mark(system, "hold", held_again, tell_nobody, lock_timeout)
+
+    @classmethod
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
+        found = outcome or cls.interrupted(system, before)
+        changed = tuple(
+            f"{name} stays at {new}; before gpuprov it was {old}"
+            for name, (old, new) in found.get("changed", {}).items()
+        )
+        return (*changed, *lasting_of_purge(system, found["added"], tuple(before.get("left", {}))))
+
+
+def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int = LOCK_SECONDS) -> tuple[Change, ...]:
+    """Return the change that holds these packages, and releases others that gpuprov held before."""
+    wanted = {dpkg.own_name(packages, name) for name in names}
+    hold, release = wanted - packages.held, packages.held_here - wanted
+    return (HoldPackages(tuple(sorted(hold)), tuple(sorted(release)), lock_timeout),) if hold or release else ()
+
+
+@dataclass(frozen=True)
+class HoldPackages(Change):
+    """Hold these packages (`names`) at their version, and no longer hold those of `release`."""
+
+    names: tuple[str, ...]
+    release: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
+
+    uses_package_manager: ClassVar[bool] = True
+    executes: ClassVar[str] = _SCRIPTS
+
+    def summary(self) -> str:
+        return hold_summary(self.names, self.release)
+
+    def capture(self, system: System) -> Json:
+        held = {one.name for one in dpkg.query(system) if one.want == "hold"}
+        return {
+            "held": sorted(held & {*self.names, *self.release}),
+            "names": [*self.names, *self.release],
+            "list": capture_path(system, HELD_LIST),
+            "lock_timeout": self.lock_timeout,
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for verb, names in (("hold", self.names), ("unhold", self.release)):
+            if names:
+                _mark(system, verb, names, tell, self.lock_timeout)
+        write_held(system, self.names, self.release)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        held, here = set(before["held"]), _present(system)
+        for verb, names in (("hold", held), ("unhold", set(before["names"]) - held)):
+            found = sorted(name for name in names if name in here)
+            if found:
+                _mark(system, verb, found, tell_nobody, before["lock_timeout"])
+        restore_path(system, before["list"])
+
+
+def _mark(system: System, verb: str, names: Iterable[str], tell: Tell, lock_timeout: int) -> None:
+    done = dpkg.run_dpkg(system, ("apt-mark", verb, *names), tell, lock_timeout)
+    finish_apt(done, f"apt-mark {verb} {' '.join(names)} failed")
+
+
+def _present(system: System) -> Mapping[str, str]:
+    return {one.name: one.version for one in dpkg.query(system) if one.present}
+
+
+def _outcome(before: Mapping[str, str], after: Mapping[str, str]) -> Json:
+    """Return what an installation added, and what it changed to another version: name → old and new."""
+    changed = {name: [old, after[name]] for name, old in before.items() if old and after.get(name, old) != old}
+    return {"added": sorted(after.keys() - before.keys()), "changed": changed}
+
+
+_CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
+# Debian's docker.io takes all of docker's data along when it is purged (its postrm).
+_PURGES_DATA = "docker.io"
+_SIMULATE_SECONDS = 60
+
+
+def conffiles_left(
+    system: System, packages: Iterable[Package], wanted: Sequence[str], options: Sequence[str] = ()
+) -> Mapping[str, list[Json]]:
+    """Return name → images of the configuration that packages left when they were removed, and not purged.
+
+    Only those count that apt would install again for `wanted`; `options` are further words for it.
+    """
+    names = [one.name for one in packages if one.status == "config-files"]
+    if not names:
+        return {}
+    words = (
+        "apt-get", *options, "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--",
+    )  # fmt: skip
+    coming = re.findall(r"^Inst (\S+)", system.run((*words, *wanted), timeout=_SIMULATE_SECONDS).stdout, re.MULTILINE)
+    names = [name for name in names if name in coming]
+    if not names:
+        return {}
+    listed = parse_conffiles(system.run((*_CONFFILES, *names)).stdout)
+    return {name: [capture_path(system, path) for path, _ in listed.get(name, ())] for name in names}
+
+
+def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """Return package → (path, MD5) of its configuration files, as dpkg-query prints them below the name."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for line in text.splitlines():
+        words = line.split()
+        if words and not line.startswith(" "):
+            name = line.strip()
+        elif len(words) >= 2 and words[-1] != "obsolete":
+            found.setdefault(name, []).append((words[0], words[1]))
+    return {package: tuple(files) for package, files in found.items()}
+
+
+def purge(
+    system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int, options: tuple[str, ...] = ()
+) -> None:
+    """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
+    dpkg.repair(system, tell_nobody, lock_timeout, options)
+    there = {one.name for one in dpkg.query(system) if one.present}
+    gone = [name for name in added if name in there]
+    kept = needed_by_others(system, gone)
+    for verb, names in (
+        ("purge", [name for name in gone if name not in kept and name not in left]),
+        ("remove", [name for name in gone if name not in kept and name in left]),
+    ):
+        if names:
+            done = dpkg.run_apt(system, (verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
+            finish_apt(done, f"{', '.join(names)} could not be removed")
+
+
+def restore_conffiles(system: System, left: Mapping[str, Sequence[Json]], added: Sequence[str]) -> None:
+    """Bring back the configuration that packages had left behind before they were installed again."""
+    for name in added:
+        for image in left.get(name, ()):
+            restore_path(system, image)
+
+
+def needed_by_others(system: System, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return those of `names` that can't go because others, installed since, would go with them: name → these."""
+    if not names or not _taken_along(system, names):
+        return {}
+    found = {name: tuple(sorted(_taken_along(system, [name]) - set(names))) for name in names}
+    return {name: others for name, others in found.items() if others}
+
+
+def _taken_along(system: System, names: Sequence[str]) -> set[str]:
+    """Return what apt would remove besides, without doing it."""
+    done = system.run(("apt-get", "--simulate", "--yes", "purge", "--", *names), timeout=_SIMULATE_SECONDS)
+    removed = re.findall(r"^(?:Purg|Remv) (\S+)", done.stdout, re.MULTILINE)
+    return set(removed) - set(names)
+
+
+def lasting_of_purge(system: System, added: Sequence[str], left: Sequence[str]) -> tuple[str, ...]:
+    """Return, a sentence each, what purging takes along or has to leave."""
+    there = {one.name for one in dpkg.query(system) if one.present}
+    gone = [name for name in added if name in there]
+    kept = needed_by_others(system, gone)
+    told = [f"{name} stays: {', '.join(others)}, installed since, needs it" for name, others in kept.items()]
+    purged = [name for name in gone if name not in kept and name not in left]
+    told += [f"{path}, changed since {name} was installed, goes with it" for name, path in _changed(system, purged)]
+    if _PURGES_DATA in purged and (data := _docker_data(system)):
+        told.append(f"{_PURGES_DATA} takes all of /var/lib/docker along: {data}")
+    return tuple(told)
+
+
+def _changed(system: System, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (package, path) of the configuration files that are not as the package brought them."""
+    if not names:
+        return []
+    listed = parse_conffiles(system.run((*_CONFFILES, *names)).stdout)
+    return [
+        (name, path)
+        for name, files in listed.items()
+        for path, digest in files
+        if (content := system.read_bytes(path)) is not None and _md5(content) != digest
+    ]
+
+
+def _md5(content: bytes) -> str:
+    # dpkg's own choice; nothing rests on it here but a sentence.
+    return hashlib.new("md5", content, usedforsecurity=False).hexdigest()
+
+
+def _docker_data(system: System) -> str:
+    """Return how many containers and images of the site's own there are, nothing if there are none."""
+    containers = system.run(("docker", "ps", "--all", "--quiet"), timeout=20).stdout.split()
+    images = system.run(("docker", "images", "--format", "{{.Repository}}"), timeout=20).stdout.split()
+    others = [name for name in images if not name.startswith("gpuprov-")]
+    return f"{counted(len(containers), 'container')}, {counted(len(others), 'image')}" if containers or others else ""
+
+
+COPIES = f"{STATE_DIRECTORY}/removed"
+_INFO = "/var/lib/dpkg/info"
+# What a package brings beside its files (deb(5)); dpkg's own lists are not among these.
+_CONTROL = ("preinst", "postinst", "prerm", "postrm", "triggers", "config", "templates", "shlibs", "conffiles")
+# $1: the list of files, $2: the folder that gets them, with owner, mode and links.
+_COPY = 'tar -C / -c -f - --no-recursion --ignore-failed-read -T "$1" | tar -C "$2" -x -p -f -'
+_COPY_SECONDS = 300
+# Links to /usr on current releases, folders in packages.
+_ALIASES = ("/.", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
+
+
+@dataclass(frozen=True)
+class RemovePackages(Change):
+    """These packages shall be gone, with their configuration; the files of `keep` stay as they are."""
+
+    names: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
+
+    uses_package_manager: ClassVar[bool] = True
+
+    def summary(self) -> str:
+        kept = f"; {', '.join(self.keep)} stays" if self.keep else ""
+        return f"remove {', '.join(self.names)} (a rollback installs them again from copies){kept}"
+
+    @property
+    def key(self) -> str:
+        return f"remove {', '.join(self.names)}"
+
+    def capture(self, system: System) -> Json:
+        there = {one.name: one.version for one in dpkg.query(system) if one.present and one.name in self.names}
+        automatic = system.run(("apt-mark", "showauto", *there)).stdout.split() if there else []
+        return {
+            "names": there,
+            "automatic": [name for name in automatic if name in there],
+            "keep": [capture_path(system, path) for path in self.keep],
+            "lock_timeout": self.lock_timeout,
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        before = self.capture(system)
+        dpkg.repair(system, tell, self.lock_timeout)
+        gone = tuple(before["names"])
+        if others := needed_by_others(system, gone):
+            needed = "; ".join(f"{name}: {', '.join(found)}" for name, found in others.items())
+            raise GpuprovError("other packages need what is to be removed", needed, f"apt-get purge {' '.join(gone)}")
+        for name in gone:
+            tell(f"keeping a copy of {name}", 0, 0)
+            build_again(system, name, _copy(name))
+        system.sync()
+        done = dpkg.run_apt(system, ("purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
+        for image in before["keep"]:
+            restore_path(system, image)
+        finish_apt(done, f"{', '.join(gone)} could not be removed")
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        there = {one.name for one in dpkg.query(system) if one.whole}
+        gone = [name for name in before["names"] if name not in there]
+        lock_timeout = before["lock_timeout"]
+        if gone:
+            words = ("dpkg", "--force-confold", "--force-confmiss", "--install", *(_copy(name) for name in gone))
+            done = dpkg.run_dpkg(system, words, tell_nobody, lock_timeout)
+            if not done.ok:
+                raise GpuprovError(
+                    f"{', '.join(gone)} could not be installed again", done.evidence(8),
+                    f"the packages lie in {COPIES}; remove what is in conflict with them, then run the same again",
+                )  # fmt: skip
+        automatic = [name for name in before["automatic"] if name in gone]
+        if automatic:
+            finish_apt(
+                dpkg.run_dpkg(system, ("apt-mark", "auto", *automatic), tell_nobody, lock_timeout), "apt-mark failed"
+            )
+        for image in before["keep"]:
+            restore_path(system, image)
+        for name in before["names"]:
+            system.remove(_copy(name))
+        if not system.list_directory(COPIES):
+            system.remove(COPIES)
+
+
+def _copy(name: str) -> str:
+    return f"{COPIES}/{name.replace(':', '_')}.deb"
+
+
+def build_again(system: System, name: str, target: str) -> None:
+    """Build an installed package again as a file: its files as they are now, its scripts, its fields.
+
+    What others than NVIDIA keep in a repository can be fetched again; a retired repository may be gone tomorrow.
+    Raises GpuprovError if dpkg-deb can't build it.
+    """
+    work = system.temporary_directory("/var/tmp")
+    try:
+        # The folder becomes the package's root, which is not for root alone.
+        system.change_mode(work, 0o755)
+        folder = f"{work}/DEBIAN"
+        system.make_directory(folder)
+        fields = system.require(("dpkg-query", "--status", name), f"dpkg does not know {name}").stdout
+        system.write(f"{folder}/control", control_of(fields).encode())
+        for part in _CONTROL:
+            _copy_control(system, name, part, folder)
+        listed = system.require(("dpkg-query", "--listfiles", name), f"dpkg does not know {name}").stdout
+        paths = (path for path in listed.splitlines() if path.startswith("/") and path not in _ALIASES)
+        files = [path for path in paths if system.status(path)]
+        system.write(f"{work}.list", "".join(f"./{path.lstrip('/')}\n" for path in files).encode())
+        what = f"no copy of {name} could be kept, so it is not removed"
+        system.require(("sh", "-c", _COPY, "sh", f"{work}.list", work), what, timeout=_COPY_SECONDS)
+        system.make_directory(COPIES, 0o700)
+        system.require(("dpkg-deb", "--build", "-Zgzip", work, target), what, timeout=_COPY_SECONDS)
+    finally:
+        system.remove_tree(work)
+        system.remove(f"{work}.list")
+
+
+def _copy_control(system: System, name: str, part: str, folder: str) -> None:
+    native = name.partition(":")[0]
+    names = [
+        one for one in system.list_directory(_INFO) if re.fullmatch(rf"{re.escape(native)}(:[\w-]+)?\.{part}", one)
+    ]
+    content = system.read_bytes(f"{_INFO}/{names[0]}") if names else None
+    if content is None:
+        return
+    if part == "conffiles":
+        # One that an administrator has deleted can not be packed.
+        lines = content.decode("utf-8", "replace").splitlines()
+        content = "".join(f"{line}\n" for line in lines if system.status(line.split()[-1])).encode()
+    system.write(f"{folder}/{part}", content, mode=0o755 if "inst" in part or "rm" in part else 0o644)
+
+
+def control_of(status: str) -> str:
+    """Return a package's control file from what `dpkg-query --status` prints: without dpkg's own fields."""
+    fields = re.split(r"\n(?=\S)", status.strip("\n"))
+    own = ("Status:", "Conffiles:", "Config-Version:", "Triggers-Pending:", "Triggers-Awaited:")
+    return "".join(f"{field}\n" for field in fields if not field.startswith(own))
