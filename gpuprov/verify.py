@@ -9,7 +9,7 @@ from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks.cuda.judgement import gather_hiding
 from gpuprov.checks.engine_checks import Subject, check_engines
-from gpuprov.checks.outcome import Checks, Failed, Shown, Verdict
+from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
 from gpuprov.checks.smi import EXITS, LOOK, Exit, SmiReport, exit_code, parse_smi
 from gpuprov.checks.without_gpu import verify_copy
 from gpuprov.core.changes import parent_of
@@ -66,7 +66,7 @@ def known_holes(versions: Mapping[str, str]) -> tuple[Vulnerabilities, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
+def _host_smi(system: System, reports: list[SmiReport]) -> Values:
     done = system.run(("nvidia-smi", "-q", "-x"), timeout=_SMI_SECONDS)
     said = ((done.stdout.strip() or done.stderr.strip()).splitlines() or ["(silent)"])[0]
     path = system.which("nvidia-smi") or "nvidia-smi"
@@ -96,7 +96,7 @@ def _where(system: System, hint: str) -> str:
     return f"{hint} (outside {manager}, on the container host)" if manager and _OF_KERNEL.search(hint) else hint
 
 
-def _device_nodes(system: System) -> Shown:
+def _device_nodes(system: System) -> Values:
     driver = discover(system)
     if not driver.nodes:
         hint = "modprobe nvidia; dmesg | grep -i nvrm"
@@ -110,7 +110,7 @@ def _device_nodes(system: System) -> Shown:
     return f"{len(driver.nodes)} present", ""
 
 
-def _fabric_manager(system: System, fabric: FabricFacts) -> Shown:
+def _fabric_manager(system: System, fabric: FabricFacts) -> Values:
     """Check the fabric manager. Without it, or with another version's, CUDA returns error 802."""
     driver = discover(system).library_version
     if fabric.version != driver:
@@ -121,7 +121,7 @@ def _fabric_manager(system: System, fabric: FabricFacts) -> Shown:
     return fabric.version, ""
 
 
-def _cdi(system: System) -> Shown:
+def _cdi(system: System) -> Values:
     path = PATH
     content = system.read_bytes(path)
     if content is None:
@@ -140,7 +140,7 @@ def _cdi(system: System) -> Shown:
     return path, ""
 
 
-def _next_kernel(system: System) -> Shown:
+def _next_kernel(system: System) -> Values:
     if gather_kernel(system).container:
         return "the container host's", ""
     running = system.kernel_release()

@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpuprov.checks.containers import Bench, ended
+from gpuprov.checks.containers import EngineTest, ended
 from gpuprov.checks.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
 from gpuprov.checks.cuda.judgement import Finding
 from gpuprov.checks.cuda.results import result_of
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.checks.cuda.survey import Survey, survey
 from gpuprov.checks.engines import ALL, DockerLike
-from gpuprov.checks.outcome import Checks, Failed, LeftOut, Shown
+from gpuprov.checks.outcome import Checks, Failed, Skipped, Values
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
@@ -65,32 +65,32 @@ def names(engine: str) -> tuple[str, ...]:
     return tuple(f"{engine}, {part}" for part in _PARTS)
 
 
-def cuda_checks(checks: Checks, bench: Bench, *, own_image: bool) -> None:
+def cuda_checks(checks: Checks, test: EngineTest, *, own_image: bool) -> None:
     """Make the checks of CUDA. `own_image`: the image is verify's own, made of the host's C library."""
-    python = _host_python(bench.system) if own_image else _Python("python3")
-    cuda, management, calls, computes = names(bench.engine.name)
+    python = _host_python(test.system) if own_image else _Python("python3")
+    cuda, management, calls, computes = names(test.engine.name)
     seen: list[_Seen] = []
 
     def look() -> _Seen:
         if not seen:
-            seen.append(_look(bench, python))
+            seen.append(_look(test, python))
         return seen[0]
 
-    checks.check(cuda, lambda: _library(bench.system, LIBCUDA, look()))
+    checks.check(cuda, lambda: _library(test.system, LIBCUDA, look()))
     if not seen:
         checks.skip((management, calls, computes), "requires a container that runs")
         return
-    checks.check(management, lambda: _library(bench.system, LIBNVIDIA_ML, look()))
-    if checks.check(calls, lambda: _calls(bench, python, look())):
-        checks.check(computes, lambda: _computes(_readable(look().calls, bench.image)))
+    checks.check(management, lambda: _library(test.system, LIBNVIDIA_ML, look()))
+    if checks.check(calls, lambda: _calls(test, python, look())):
+        checks.check(computes, lambda: _computes(_readable(look().calls, test.image)))
     else:
         checks.skip((computes,), f"requires {calls}")
 
 
-def explain_image(bench: Bench) -> str:
+def explain_image(test: EngineTest) -> str:
     """Return why CUDA fails in a container of an image with all GPUs, with what to do; nothing if it does not fail."""
     try:
-        seen = _look(bench, _Python("python3"))
+        seen = _look(test, _Python("python3"))
         found = parse_calls(seen.calls) if seen.calls is not None else ""
     except (Failed, GpuprovError) as error:
         return " ".join(str(error).split())
@@ -106,52 +106,52 @@ def _host_python(system: System) -> _Python:
     return _Python("", missing=parts) if isinstance(parts, str) else _Python(path, parts)
 
 
-def _look(bench: Bench, python: _Python) -> _Seen:
+def _look(test: EngineTest, python: _Python) -> _Seen:
     """Start a container with all GPUs, read its files, and make the calls in it. Raises Failed.
 
     A container of containerd's is not read from outside.
     """
     asked = command(python.path, KERNEL)
-    engine = bench.engine
+    engine = test.engine
     if not isinstance(engine, DockerLike):
         if python.missing:
-            raise LeftOut(python.missing)
-        return _Seen(None, engine.run(bench.system, bench.image, asked, ALL, mounts=python.mounts))
-    with _waiting(bench, engine, python) as container:
-        files = survey(bench.system, container, Program())
-        return _Seen(files, None if python.missing else engine.execute(bench.system, container, asked))
+            raise Skipped(python.missing)
+        return _Seen(None, engine.run(test.system, test.image, asked, ALL, mounts=python.mounts))
+    with _waiting(test, engine, python) as container:
+        files = survey(test.system, container, Program())
+        return _Seen(files, None if python.missing else engine.execute(test.system, container, asked))
 
 
 @contextlib.contextmanager
-def _waiting(bench: Bench, engine: DockerLike, python: _Python) -> Iterator[str]:
+def _waiting(test: EngineTest, engine: DockerLike, python: _Python) -> Iterator[str]:
     """Give the id of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
     for wait in _WAIT:
-        done = engine.start(bench.system, bench.image, wait, ALL, python.mounts)
+        done = engine.start(test.system, test.image, wait, ALL, python.mounts)
         if done.returncode != _NOT_FOUND:
             break
     if not done.ok:
-        _explain_start(bench, done)
+        _explain_start(test, done)
     container = done.stdout.split()[-1]
     try:
         yield container
     finally:
-        engine.remove(bench.system, container)
+        engine.remove(test.system, container)
 
 
-def _explain_start(bench: Bench, done: Completed) -> None:
+def _explain_start(test: EngineTest, done: Completed) -> None:
     """Raise Failed with the reason that the image's files show, else with the engine's."""
-    found = survey(bench.system, bench.image, Program())
+    found = survey(test.system, test.image, Program())
     problem = next((one for one in found.findings if not one.note), None)
     if found.loader.library != GLIBC and problem is not None:
-        raise Failed(f"{bench.image}: {problem.what}; {problem.next_step}")
-    raise Failed(ended(bench, done))
+        raise Failed(f"{test.image}: {problem.what}; {problem.next_step}")
+    raise Failed(ended(test, done))
 
 
 def _winner(found: Survey, name: str) -> Candidate | None:
     return next(one.winner for one in found.libraries if one.name == name)
 
 
-def _library(system: System, name: str, seen: _Seen) -> Shown:
+def _library(system: System, name: str, seen: _Seen) -> Values:
     """Check that a program in the container loads the host driver's library, or a newer cuda-compat."""
     ours, theirs = _winner(survey(system, "", Program()), name), seen.winner(name)
     loaded = _loaded(seen, name)
@@ -170,7 +170,7 @@ def _library(system: System, name: str, seen: _Seen) -> Shown:
     return shown
 
 
-def _measured(name: str, ours: Candidate, loaded: str) -> Shown:
+def _measured(name: str, ours: Candidate, loaded: str) -> Values:
     """Compare by the name of the file that a program loaded: it has the driver's version."""
     folder, _, file = loaded.rpartition("/")
     version = file[len(name) - 1 :]
@@ -191,20 +191,20 @@ def _loaded(seen: _Seen, name: str) -> str:
     return calls.loaded.get(name, "") if isinstance(calls, Calls) else ""
 
 
-def _calls(bench: Bench, python: _Python, seen: _Seen) -> Shown:
+def _calls(test: EngineTest, python: _Python, seen: _Seen) -> Values:
     """Check that CUDA gives the same in a container as on the host: with all GPUs, with one, and with none."""
     if python.missing:
-        raise LeftOut(python.missing)
-    host = _on_host(bench.system)
-    everything = _readable(seen.calls, bench.image)
+        raise Skipped(python.missing)
+    host = _on_host(test.system)
+    everything = _readable(seen.calls, test.image)
     told = f"CUDA {host.release}, {counted(len(host.uuids), 'GPU')}"
     _require_same(host, everything, seen, told)
-    last = bench.host.gpus[-1]
-    asked = last.uuid if len(bench.host.gpus) > 1 else "0"
-    one = _readable(_run(bench, python, asked), bench.image)
+    last = test.host.gpus[-1]
+    asked = last.uuid if len(test.host.gpus) > 1 else "0"
+    one = _readable(_run(test, python, asked), test.image)
     if one.failed or (one.uuids != (last.uuid,) and last.mig != _DIVIDED):
         raise Failed(f"with GPU {asked} alone: {_said(one)}", told, _said(one))
-    none = _readable(_run(bench, python, bench.engine.nothing[-1]), bench.image)
+    none = _readable(_run(test, python, test.engine.nothing[-1]), test.image)
     if none.uuids:
         raise Failed(f"a container that asked for no GPU computes on {', '.join(none.uuids)}", told, _said(none))
     return told, f"CUDA {everything.release}, {counted(len(everything.uuids), 'GPU')}; one alone; none"
@@ -232,9 +232,9 @@ def _on_host(system: System) -> Calls:
     return found
 
 
-def _run(bench: Bench, python: _Python, devices: str) -> Completed:
+def _run(test: EngineTest, python: _Python, devices: str) -> Completed:
     """Make the calls in a container of their own."""
-    return bench.engine.run(bench.system, bench.image, command(python.path), devices, mounts=python.mounts)
+    return test.engine.run(test.system, test.image, command(python.path), devices, mounts=python.mounts)
 
 
 def _readable(done: Completed | None, where: str) -> Calls:
@@ -244,7 +244,7 @@ def _readable(done: Completed | None, where: str) -> Calls:
     if isinstance(found, str):
         # docker exec ends with 126 for it, docker run with 127.
         missing = done.returncode in (_NOT_EXECUTABLE, _NOT_FOUND)
-        raise LeftOut(f"{where} has no python3 with ctypes" + ("" if missing else f": it {found}"))
+        raise Skipped(f"{where} has no python3 with ctypes" + ("" if missing else f": it {found}"))
     return found
 
 
@@ -262,13 +262,13 @@ def _listed(found: Calls) -> str:
     return ", ".join(found.uuids) or "no GPU"
 
 
-def _computes(found: Calls) -> Shown:
+def _computes(found: Calls) -> Values:
     """Check that a small kernel computes right results on each GPU."""
     kernel = found.kernel
     if kernel is None:
         raise Failed("the program that runs the kernel printed nothing of it; gpuprov doctor")
     if kernel.left_out:
-        raise LeftOut(kernel.left_out)
+        raise Skipped(kernel.left_out)
     if kernel.wrong:
         raise Failed(f"{kernel.wrong}; dmesg | grep -i -e nvrm -e xid")
     return "", f"right results on {counted(kernel.gpus, 'GPU')}"

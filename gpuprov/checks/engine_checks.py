@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from gpuprov import toolkit
 from gpuprov.checks import containers, cuda_checks, frameworks
-from gpuprov.checks.containers import Bench
+from gpuprov.checks.containers import EngineTest
 from gpuprov.checks.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
-from gpuprov.checks.outcome import Checks, Failed, Shown, all_gpus_check
+from gpuprov.checks.outcome import Checks, Failed, Values, all_gpus_check
 from gpuprov.checks.smi import SmiReport
 from gpuprov.core.system import System
 from gpuprov.engines import docker, kubernetes, other_engines
@@ -32,14 +32,14 @@ _TITLES = {"crio": "CRI-O", "rke2": "RKE2"}
 class Subject:
     """What is verified: the host, the specification, what nvidia-smi says (None without a driver).
 
-    `benches` gathers the engines whose containers can be tried, in the order of the checks.
+    `tests` gathers the engines whose containers can be tried, in the order of the checks.
     """
 
     checks: Checks
     system: System
     spec: HostSpec
     host: SmiReport | None
-    benches: list[Bench] = field(default_factory=list)
+    tests: list[EngineTest] = field(default_factory=list)
 
 
 def check_engines(subject: Subject) -> None:
@@ -82,25 +82,25 @@ def _check_docker(subject: Subject) -> None:
         missing = "the driver" if subject.host is None else "docker" if not docker_ok else "the runtime"
         checks.skip(names, f"requires {missing}")
         return
-    bench = _bench(subject, DOCKER, names, "image")
-    if bench is None:
+    test = _engine_test(subject, DOCKER, names, "image")
+    if test is None:
         return
-    _check_containers(checks, bench)
-    checks.check("docker run --gpus", lambda: containers.same_gpus(bench.by(DOCKER_GPUS)))
+    _check_containers(checks, test)
+    checks.check("docker run --gpus", lambda: containers.same_gpus(test.by(DOCKER_GPUS)))
     if _BY_CDI in names:
-        _check_docker_cdi(checks, facts, bench)
-    _check_computing(subject, bench, _frameworks(spec))
+        _check_docker_cdi(checks, facts, test)
+    _check_computing(subject, test, _frameworks(spec))
 
 
-def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
+def _check_docker_cdi(checks: Checks, facts: DockerFacts, test: EngineTest) -> None:
     """Check that docker takes devices by CDI, unless somebody has switched that off, or it waits for containers."""
     off = docker.why_cdi_is_off(facts)
 
-    def check() -> Shown:
+    def check() -> Values:
         if off:
             waits = docker.cdi_waits_for_restart(facts) and not docker.cdi_is_to_be_set(facts)
             raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
-        return containers.same_gpus(bench.by(DOCKER_CDI))
+        return containers.same_gpus(test.by(DOCKER_CDI))
 
     if off and docker.cdi_waits_for_containers(facts):
         checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
@@ -119,15 +119,15 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
         _check_handler(subject, name, facts)
     if name in _NO_CONTAINERS:
         return
-    asked = _frameworks(spec) if spec.docker == "none" and not subject.benches else ()
+    asked = _frameworks(spec) if spec.docker == "none" and not subject.tests else ()
     names = (*_names(name), *cuda_checks.names(name), *asked)
     if not is_ready or subject.host is None:
         checks.skip(names, f"requires {name if not is_ready else 'the driver'}")
         return
-    bench = _bench(subject, engine, names, f"{name}, image")
-    if bench is not None:
-        _check_containers(checks, bench)
-        _check_computing(subject, bench, asked)
+    test = _engine_test(subject, engine, names, f"{name}, image")
+    if test is not None:
+        _check_containers(checks, test)
+        _check_computing(subject, test, asked)
 
 
 def _check_handler(subject: Subject, name: str, facts: EngineFacts) -> None:
@@ -144,7 +144,7 @@ def _check_handler(subject: Subject, name: str, facts: EngineFacts) -> None:
         checks.skip((check,), f"{name} has not read its files yet, and a restart is yours to choose: {command}")
         return
 
-    def known() -> Shown:
+    def known() -> Values:
         if facts.has_not_read_its_files:
             seen = ", ".join(running.handlers)
             raise Failed(f"{name} runs and has not read its files (it knows {seen}); {command}")
@@ -157,11 +157,11 @@ def _names(engine: str) -> tuple[str, ...]:
     return (all_gpus_check(engine), f"{engine}, one GPU", f"{engine}, no GPU")
 
 
-def _bench(subject: Subject, engine: Engine, names: tuple[str, ...], check: str) -> Bench | None:
+def _engine_test(subject: Subject, engine: Engine, names: tuple[str, ...], check: str) -> EngineTest | None:
     """Have the engine get the image, as a check of its own; skip the others where it can't."""
     image: list[str] = []
 
-    def prepare() -> Shown:
+    def prepare() -> Values:
         image.append(engine.image(subject.system, subject.spec.verify_image))
         return "", image[0]
 
@@ -169,26 +169,26 @@ def _bench(subject: Subject, engine: Engine, names: tuple[str, ...], check: str)
         subject.checks.skip(names, "requires an image")
         return None
     assert subject.host is not None
-    bench = Bench(subject.system, image[0], subject.host, engine)
-    subject.benches.append(bench)
-    return bench
+    test = EngineTest(subject.system, image[0], subject.host, engine)
+    subject.tests.append(test)
+    return test
 
 
-def _check_containers(checks: Checks, bench: Bench) -> None:
-    for name, check in zip(_names(bench.engine.name), (containers.all_gpus, containers.one_gpu, containers.no_gpu)):
-        checks.check(name, lambda check=check: check(bench))  # type: ignore[misc]
+def _check_containers(checks: Checks, test: EngineTest) -> None:
+    for name, check in zip(_names(test.engine.name), (containers.all_gpus, containers.one_gpu, containers.no_gpu)):
+        checks.check(name, lambda check=check: check(test))  # type: ignore[misc]
 
 
-def _check_computing(subject: Subject, bench: Bench, asked: tuple[str, ...]) -> None:
+def _check_computing(subject: Subject, test: EngineTest, asked: tuple[str, ...]) -> None:
     """Check that CUDA computes, and what the frameworks that are asked see."""
     spec = subject.spec
-    cuda_checks.cuda_checks(subject.checks, bench, own_image=not spec.verify_image)
+    cuda_checks.cuda_checks(subject.checks, test, own_image=not spec.verify_image)
     for name, image, look in (
         (frameworks.TORCH, spec.torch_image, frameworks.torch),
         (frameworks.TENSORFLOW, spec.tensorflow_image, frameworks.tensorflow),
     ):
         if name in asked:
-            framework = Bench(subject.system, image, bench.host, bench.engine)
+            framework = EngineTest(subject.system, image, test.host, test.engine)
             subject.checks.check(name, lambda look=look, framework=framework: look(framework))  # type: ignore[misc]
 
 
@@ -198,7 +198,7 @@ def _frameworks(spec: HostSpec) -> tuple[str, ...]:
     return tuple(name for name, image in images if image)
 
 
-def _docker(facts: DockerFacts) -> Shown:
+def _docker(facts: DockerFacts) -> Values:
     if not facts.installed:
         raise Failed(
             "docker is not installed (there is no dockerd); run gpuprov install, "
@@ -214,7 +214,7 @@ def _docker(facts: DockerFacts) -> Shown:
     return facts.version, ""
 
 
-def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Shown:
+def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Values:
     wanted = toolkit.runtime_path(spec)
     loaded = (facts.runtimes or {}).get("nvidia", "no runtime nvidia")
     wrong = docker.problems(facts, runtime_path=wanted, set_default=spec.docker_default_runtime)
@@ -231,7 +231,7 @@ def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Shown:
     return wanted, ""
 
 
-def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> Shown:
+def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> Values:
     """Return the engine's version. Raises Failed if it is missing, does not run, or does not know the runtime."""
     system, wanted = subject.system, toolkit.runtime_path(subject.spec)
     if not facts.program:

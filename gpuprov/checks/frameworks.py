@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpuprov.checks.containers import Bench
+from gpuprov.checks.containers import EngineTest
 from gpuprov.checks.cuda.results import result_of
 from gpuprov.checks.cuda_checks import explain_image
 from gpuprov.checks.engines import ALL
-from gpuprov.checks.outcome import Failed, Shown
+from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.commands import Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, load
 from gpuprov.protocol.words import counted
@@ -41,45 +41,45 @@ _TENSORFLOW_VERSIONS = re.compile(r"kernel version (\S+) does not match DSO vers
 _TENSORFLOW_LIBRARIES = "Cannot dlopen some GPU libraries"
 
 
-def torch(bench: Bench) -> Shown:
+def torch(test: EngineTest) -> Values:
     """PyTorch must see each of the GPUs, and compute on it."""
-    found, _ = _asked(bench, TORCH)
+    found, _ = _asked(test, TORCH)
     name = f"torch {found['version'] or '?'}"
     cuda = found["cuda"]
     if not cuda:
         other = f"for ROCm {found['hip']}" if found["hip"] else "without CUDA"
-        raise Failed(f"{name} in {bench.image} is built {other}; use an image with a CUDA build of PyTorch")
+        raise Failed(f"{name} in {test.image} is built {other}; use an image with a CUDA build of PyTorch")
     said = next(iter(found["warnings"]), "")
     if not found["available"]:
-        raise Failed(_reason(bench, f"{name} for CUDA {cuda} sees no GPU", said, _torch_result(said)))
-    _require_all(bench, found, f"torch.cuda.device_count() of {name}")
+        raise Failed(_reason(test, f"{name} for CUDA {cuda} sees no GPU", said, _torch_result(said)))
+    _require_all(test, found, f"torch.cuda.device_count() of {name}")
     error = found["error"]
     if error and not any(text in error for text in _BUSY):
         raise Failed(
-            _reason(bench, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
+            _reason(test, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
         )
-    return _shown(bench, found, name, cuda)
+    return _shown(test, found, name, cuda)
 
 
-def tensorflow(bench: Bench) -> Shown:
+def tensorflow(test: EngineTest) -> Values:
     """TensorFlow must see each of the GPUs."""
-    found, done = _asked(bench, TENSORFLOW)
+    found, done = _asked(test, TENSORFLOW)
     name = f"tensorflow {found['version'] or '?'}"
     if not found["built_with_cuda"]:
-        raise Failed(f"{name} in {bench.image} is built without CUDA; use an image such as tensorflow:latest-gpu")
+        raise Failed(f"{name} in {test.image} is built without CUDA; use an image such as tensorflow:latest-gpu")
     if not found["count"]:
-        raise Failed(_reason(bench, f"{name} sees no GPU", *_tensorflow_cause(done.stderr)))
-    _require_all(bench, found, f"{name}: the number of GPUs")
-    return _shown(bench, found, name, found["cuda"])
+        raise Failed(_reason(test, f"{name} sees no GPU", *_tensorflow_cause(done.stderr)))
+    _require_all(test, found, f"{name}: the number of GPUs")
+    return _shown(test, found, name, found["cuda"])
 
 
-def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
+def _asked(test: EngineTest, framework: str) -> tuple[Mapping[str, Any], Completed]:
     """Return what a framework's program printed, and how it ended. Raises Failed if it printed nothing."""
     source = pkgutil.get_data(__package__ or "gpuprov.checks", f"{framework}_program.py")
     assert source is not None
-    done = _run(bench, "python3", source.decode())
+    done = _run(test, "python3", source.decode())
     if done.returncode == _NOT_FOUND:
-        older = _run(bench, "python", source.decode())
+        older = _run(test, "python", source.decode())
         done = done if older.returncode == _NOT_FOUND else older
     for line in reversed(done.stdout.splitlines()):
         try:
@@ -87,10 +87,10 @@ def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict):
-            return _checked(bench, found), done
+            return _checked(test, found), done
     lines = done.stderr.strip().splitlines() or ["(silent)"]
     last = next((line for line in reversed(lines) if "rror" in line), lines[-1])
-    raise Failed(f"Python in {bench.image} exited {done.returncode}: {_short(last)}")
+    raise Failed(f"Python in {test.image} exited {done.returncode}: {_short(last)}")
 
 
 @dataclass(frozen=True)
@@ -107,27 +107,27 @@ class _Answer:
     error: Text = ""
 
 
-def _checked(bench: Bench, found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked(test: EngineTest, found: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return vars(load(_Answer, found))
     except WrongDataError as error:
-        raise Failed(f"Python in {bench.image} gives an answer that is not the framework's: {error}") from None
+        raise Failed(f"Python in {test.image} gives an answer that is not the framework's: {error}") from None
 
 
-def _run(bench: Bench, python: str, source: str) -> Completed:
-    image = bench.engine.image(bench.system, bench.image)
-    return bench.engine.run(bench.system, image, (python, "-c", source), ALL, seconds=_SECONDS)
+def _run(test: EngineTest, python: str, source: str) -> Completed:
+    image = test.engine.image(test.system, test.image)
+    return test.engine.run(test.system, image, (python, "-c", source), ALL, seconds=_SECONDS)
 
 
-def _require_all(bench: Bench, found: Mapping[str, Any], what: str) -> None:
-    divided = any(gpu.mig == _DIVIDED for gpu in bench.host.gpus)
-    if found["count"] != len(bench.host.gpus) and not divided:
-        raise Failed(f"{what} is {found['count']} in {bench.image}, the host has {len(bench.host.gpus)}")
+def _require_all(test: EngineTest, found: Mapping[str, Any], what: str) -> None:
+    divided = any(gpu.mig == _DIVIDED for gpu in test.host.gpus)
+    if found["count"] != len(test.host.gpus) and not divided:
+        raise Failed(f"{what} is {found['count']} in {test.image}, the host has {len(test.host.gpus)}")
 
 
-def _shown(bench: Bench, found: Mapping[str, Any], name: str, cuda: str) -> Shown:
+def _shown(test: EngineTest, found: Mapping[str, Any], name: str, cuda: str) -> Values:
     made_for = f" for CUDA {cuda}" if cuda else ""
-    return counted(len(bench.host.gpus), "GPU"), f"{counted(found['count'], 'GPU')}, {name}{made_for}"
+    return counted(len(test.host.gpus), "GPU"), f"{counted(found['count'], 'GPU')}, {name}{made_for}"
 
 
 def _torch_result(said: str) -> str:
@@ -150,10 +150,10 @@ def _tensorflow_cause(log: str) -> tuple[str, str]:
     return "", ""
 
 
-def _reason(bench: Bench, what: str, said: str, result: str) -> str:
+def _reason(test: EngineTest, what: str, said: str, result: str) -> str:
     """Return what failed, with the framework's own words, and the cause: the image's libcuda, else CUDA's result."""
-    seen = f"{what} in {bench.image}" + (f": {_short(said)}" if said else "")
-    cause = explain_image(replace(bench, image=bench.engine.image(bench.system, bench.image)))
+    seen = f"{what} in {test.image}" + (f": {_short(said)}" if said else "")
+    cause = explain_image(replace(test, image=test.engine.image(test.system, test.image)))
     known = result_of(result) if result else None
     if not cause and known is not None:
         cause = f"{known.cause}; {known.remedy}"

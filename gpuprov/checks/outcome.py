@@ -13,7 +13,7 @@ from gpuprov.protocol.events import CheckDone, Sink
 
 _LONGEST_LINE = 400
 # The values that a successful check shows: for the host, for the container.
-Shown = tuple[str, str]
+Values = tuple[str, str]
 
 
 class Failed(Exception):  # noqa: N818 (carries a check's outcome)
@@ -26,7 +26,7 @@ class Failed(Exception):  # noqa: N818 (carries a check's outcome)
         self.container = container
 
 
-class LeftOut(Exception):  # noqa: N818 (carries a check's outcome)
+class Skipped(Exception):  # noqa: N818 (carries a check's outcome)
     """Ends a check that is not possible here, with the reason; this is not a failure."""
 
 
@@ -75,12 +75,12 @@ class Checks:
         finally:
             self._engine = ""
 
-    def check(self, name: str, do: Callable[[], Shown]) -> bool:
+    def check(self, name: str, do: Callable[[], Values]) -> bool:
         """Run a check and say whether it went well; `do` returns what to show for host and container, or raises."""
         try:
             host, container = do()
-        except LeftOut as left_out:
-            self.skip((name,), str(left_out))
+        except Skipped as skipped:
+            self.skip((name,), str(skipped))
             return False
         except (Failed, GpuprovError) as error:
             failed = error if isinstance(error, Failed) else Failed(" ".join(str(error).split()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuprov.cdi.discover import discover
-from gpuprov.checks.outcome import Checks, Failed, Shown, Verdict
+from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
 from gpuprov.core.system import System
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, WANTS
@@ -29,14 +29,14 @@ def verify_copy(system: System, spec: HostSpec, sink: Sink) -> Verdict:
     return Verdict(checks.good, unknown=known) if checks.good else checks.verdict()
 
 
-def _libraries(system: System) -> Shown:
+def _libraries(system: System) -> Values:
     version = discover(system).library_version
     if not version:
         raise Failed("no NVIDIA driver is installed; run gpuprov install -e gpuprov_target=image")
     return f"{version} installed; no GPU to ask", ""
 
 
-def _modules(system: System, spec: HostSpec) -> Shown:
+def _modules(system: System, spec: HostSpec) -> Values:
     kernels = gather_kernels(system)
     lacking = [kernel.release for kernel in kernels if not kernel.module]
     if spec.kernel_modules != "none" and lacking:
@@ -46,7 +46,7 @@ def _modules(system: System, spec: HostSpec) -> Shown:
     return ", ".join(kernel.release for kernel in kernels) or "no kernel is installed", ""
 
 
-def _units(system: System) -> Shown:
+def _units(system: System) -> Values:
     lacking = []
     for name in (NODES, REFRESH):
         link = system.status(f"{WANTS}/{name}")
@@ -57,7 +57,7 @@ def _units(system: System) -> Shown:
     return f"{NODES}, {REFRESH}", ""
 
 
-def _docker(system: System) -> Shown:
+def _docker(system: System) -> Values:
     facts = gather_docker(system)
     if not facts.installed:
         raise Failed("docker is not installed")

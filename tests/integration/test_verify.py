@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpuprov.checks import containers
-from gpuprov.checks.containers import Bench
+from gpuprov.checks.containers import EngineTest
 from gpuprov.checks.engines import DOCKER
 from gpuprov.checks.image import REPOSITORY
 from gpuprov.checks.outcome import Failed
@@ -114,10 +114,10 @@ def test_what_an_image_asks_for_itself_is_taken_out(host: DockerHost) -> None:
 
 
 def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
-    bench = Bench(System(), DOCKER.image(System()), SmiReport("", "", ()))
-    assert containers.no_gpu(bench) == ("", "no GPU visible")
+    test = EngineTest(System(), DOCKER.image(System()), SmiReport("", "", ()))
+    assert containers.no_gpu(test) == ("", "no GPU visible")
     with pytest.raises(Failed, match=r"exited 127: .*nvidia-smi.*; the container did not get it"):
-        containers.all_gpus(bench)
+        containers.all_gpus(test)
 
 
 def test_a_container_that_hangs_is_removed(host: DockerHost, monkeypatch: pytest.MonkeyPatch) -> None:

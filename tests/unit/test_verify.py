@@ -18,7 +18,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.checks import cuda_checks
-from gpuprov.checks.containers import Bench, ended
+from gpuprov.checks.containers import EngineTest, ended
 from gpuprov.checks.engines import PODMAN
 from gpuprov.checks.outcome import Checks
 from gpuprov.checks.smi import SmiReport
@@ -132,9 +132,9 @@ def host(tmp_path: Path) -> RecordedHost:
 def cuda_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of CUDA have tests of their own, in verify/test_cuda_checks.py."""
 
-    def well(checks: Checks, bench: Bench, *, own_image: bool) -> None:
+    def well(checks: Checks, test: EngineTest, *, own_image: bool) -> None:
         assert own_image is False
-        for name in cuda_checks.names(bench.engine.name):
+        for name in cuda_checks.names(test.engine.name):
             checks.check(name, lambda: ("", ""))
 
     monkeypatch.setattr(cuda_checks, "cuda_checks", well)
@@ -496,5 +496,5 @@ ENDED = [
 
 @pytest.mark.parametrize(("code", "said", "hint"), ENDED)
 def test_a_runtime_that_fails_is_not_the_image_s_fault(code: int, said: str, hint: str) -> None:
-    bench = Bench(System(), "image", SmiReport("", "", ()), PODMAN)
-    assert hint in ended(bench, Completed(("podman",), code, "", said))
+    test = EngineTest(System(), "image", SmiReport("", "", ()), PODMAN)
+    assert hint in ended(test, Completed(("podman",), code, "", said))

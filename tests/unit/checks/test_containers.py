@@ -10,7 +10,7 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.checks import containers, frameworks
-from gpuprov.checks.containers import Bench
+from gpuprov.checks.containers import EngineTest
 from gpuprov.checks.engines import (
     ALL,
     DOCKER,
@@ -58,7 +58,7 @@ def test_of_several_gpus_the_last_is_asked_for_by_its_uuid() -> None:
     uuid = TWO.gpus[1].uuid
     docker = Docker((0, REPORT.replace(TWO.gpus[0].uuid, "GPU-other"), ""))
     with pytest.raises(Failed, match=f"asked for {uuid}, the container sees GPU-other, {uuid}; gpuprov install"):
-        containers.one_gpu(Bench(docker, IMAGE, TWO))
+        containers.one_gpu(EngineTest(docker, IMAGE, TWO))
     assert f"NVIDIA_VISIBLE_DEVICES={uuid}" in environment(docker.asked[0])
 
 
@@ -67,14 +67,14 @@ def test_an_only_gpu_is_asked_for_by_its_index() -> None:
     first_alone = f"{REPORT[:end]}</nvidia_smi_log>\n"
     assert start < end and parse_smi(first_alone).gpus == ONE.gpus
     docker = Docker((0, first_alone, ""))
-    assert containers.one_gpu(Bench(docker, IMAGE, ONE)) == ("0", "only the requested GPU")
+    assert containers.one_gpu(EngineTest(docker, IMAGE, ONE)) == ("0", "only the requested GPU")
     assert "NVIDIA_VISIBLE_DEVICES=0" in environment(docker.asked[0])
 
 
 def test_what_the_image_sets_is_taken_out_where_nothing_shall_be_asked_for() -> None:
     """NVIDIA's images set NVIDIA_VISIBLE_DEVICES=all themselves."""
     docker = Docker((0, "", ""), (0, "", ""))
-    assert containers.no_gpu(Bench(docker, IMAGE, TWO)) == ("", "no GPU visible")
+    assert containers.no_gpu(EngineTest(docker, IMAGE, TWO)) == ("", "no GPU visible")
     assert [environment(argv) for argv in docker.asked] == [
         ["NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION"],
         ["NVIDIA_VISIBLE_DEVICES=void"],
@@ -84,17 +84,17 @@ def test_what_the_image_sets_is_taken_out_where_nothing_shall_be_asked_for() -> 
 def test_a_container_that_hangs_is_removed() -> None:
     docker = Docker((TIMED_OUT, "", "stopped after 120 s, its time limit"))
     with pytest.raises(Failed, match=r"exited 124: stopped after 120 s.*; dmesg"):
-        containers.all_gpus(Bench(docker, IMAGE, TWO))
+        containers.all_gpus(EngineTest(docker, IMAGE, TWO))
     assert docker.verbs() == ["run", "rm"]
     name = docker.asked[1][-1]
     assert f"--name={name}" in docker.asked[0] and docker.asked[1][2] == "--force"
 
 
 @pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, frameworks.torch])
-def test_no_container_pulls(check: Callable[[Bench], object]) -> None:
+def test_no_container_pulls(check: Callable[[EngineTest], object]) -> None:
     docker = Docker((1, "", "x"))
     with pytest.raises(Failed):
-        check(Bench(docker, IMAGE, TWO))
+        check(EngineTest(docker, IMAGE, TWO))
     assert "--pull=never" in docker.asked[-1] and "--network=none" in docker.asked[-1]
 
 
@@ -126,21 +126,21 @@ def test_the_users_image_is_pulled_once_if_it_is_missing() -> None:
 )
 def test_how_a_container_ended_comes_with_what_to_do(answer: tuple[int, str, str], says: str) -> None:
     with pytest.raises(Failed) as caught:
-        containers.all_gpus(Bench(Docker(answer), IMAGE, TWO))
+        containers.all_gpus(EngineTest(Docker(answer), IMAGE, TWO))
     assert says in caught.value.reason and "\n" not in caught.value.reason
 
 
 def test_our_own_runtimes_word_needs_no_hint() -> None:
     said = "docker: Error response from daemon: OCI runtime create failed\ngpuprov: there is no GPU '7' on this host\n"
     with pytest.raises(Failed) as caught:
-        containers.all_gpus(Bench(Docker((125, "", said)), IMAGE, TWO))
+        containers.all_gpus(EngineTest(Docker((125, "", said)), IMAGE, TWO))
     assert caught.value.reason == "the container exited 125: gpuprov: there is no GPU '7' on this host"
 
 
 def test_a_difference_shows_both_sides_and_what_to_do() -> None:
     other = REPORT.replace(TWO.gpus[1].uuid, "GPU-bbb")
     with pytest.raises(Failed) as caught:
-        containers.all_gpus(Bench(Docker((0, other, "")), IMAGE, TWO))
+        containers.all_gpus(EngineTest(Docker((0, other, "")), IMAGE, TWO))
     failed = caught.value
     assert (failed.host, failed.container) == (TWO.gpus[1].uuid, "GPU-bbb")
     assert failed.reason.startswith(f"GPU 1 UUID: host {TWO.gpus[1].uuid}, container GPU-bbb; gpuprov install")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuprov.checks import cuda_checks
-from gpuprov.checks.containers import Bench
+from gpuprov.checks.containers import EngineTest
 from gpuprov.checks.cuda.survey import Survey
 from gpuprov.checks.engines import DOCKER, PODMAN, Containerd, Engine
 from gpuprov.checks.outcome import Checks
@@ -91,7 +91,7 @@ class Case:
 
     def checks(self, *, own_image: bool = False, engine: Engine = DOCKER) -> dict[str, CheckDone]:
         seen: list[Event] = []
-        cuda_checks.cuda_checks(Checks(seen.append), Bench(self.host, "app", REPORT, engine), own_image=own_image)
+        cuda_checks.cuda_checks(Checks(seen.append), EngineTest(self.host, "app", REPORT, engine), own_image=own_image)
         found = {event.name: event for event in seen if isinstance(event, CheckDone)}
         assert tuple(found) == cuda_checks.names(engine.name)
         return {name.partition(", ")[2]: one for name, one in found.items()}

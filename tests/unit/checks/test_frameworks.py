@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gpuprov.checks import frameworks
-from gpuprov.checks.containers import Bench
-from gpuprov.checks.outcome import Failed, Shown
+from gpuprov.checks.containers import EngineTest
+from gpuprov.checks.outcome import Failed, Values
 from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
@@ -51,13 +51,13 @@ class Images(System):
 @pytest.fixture(autouse=True)
 def explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The image itself shows no fault, unless a test says so."""
-    monkeypatch.setattr(frameworks, "explain_image", lambda bench: "")
+    monkeypatch.setattr(frameworks, "explain_image", lambda test: "")
 
 
-def asked(do: Callable[[Bench], Shown], found: dict[str, Any], log: str = "") -> str:
+def asked(do: Callable[[EngineTest], Values], found: dict[str, Any], log: str = "") -> str:
     """Return what the check shows of the container, or why it failed."""
     try:
-        return do(Bench(Images(python3=(0, f"== banner ==\n{json.dumps(found)}\n", log)), "app", REPORT))[1]
+        return do(EngineTest(Images(python3=(0, f"== banner ==\n{json.dumps(found)}\n", log)), "app", REPORT))[1]
     except Failed as failed:
         return failed.reason
 
@@ -77,16 +77,16 @@ def test_what_is_well_is_shown_with_the_versions() -> None:
 def test_an_image_that_answers_otherwise_fails_the_check(key: str, value: Any) -> None:
     divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
     for do, answer in ((frameworks.torch, {**NONE, "available": key == "count"}), (frameworks.tensorflow, FLOW)):
-        bench = Bench(Images(python3=(0, json.dumps({**answer, key: value}), "")), "app", divided)
+        test = EngineTest(Images(python3=(0, json.dumps({**answer, key: value}), "")), "app", divided)
         with pytest.raises(Failed, match=f"not the framework's: _Answer.{key}"):
-            do(bench)
+            do(test)
 
 
 def test_a_gpu_that_is_divided_counts_otherwise() -> None:
     """CUDA has one of its MIG devices."""
     divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
-    bench = Bench(Images(python3=(0, json.dumps({**FOUND, "count": 1}), "")), "app", divided)
-    assert frameworks.torch(bench) == ("2 GPUs", "1 GPU, torch 2.5.1 for CUDA 12.4")
+    test = EngineTest(Images(python3=(0, json.dumps({**FOUND, "count": 1}), "")), "app", divided)
+    assert frameworks.torch(test) == ("2 GPUs", "1 GPU, torch 2.5.1 for CUDA 12.4")
 
 
 # The warnings as PyTorch 1.13 to 2.5 write them.
@@ -180,18 +180,18 @@ def test_why_tensorflow_has_no_gpu(found: dict[str, Any], log: str, reason: str)
 
 
 def test_the_images_own_libcuda_is_the_cause_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frameworks, "explain_image", lambda bench: "/opt/own/libcuda.so.1 is of driver 535")
+    monkeypatch.setattr(frameworks, "explain_image", lambda test: "/opt/own/libcuda.so.1 is of driver 535")
     said = UNEXPECTED.format("36: API call is not supported")
     told = asked(frameworks.torch, {**NONE, "warnings": [said]})
     assert told == f"torch 2.5.1 for CUDA 12.4 sees no GPU in app: {said}; /opt/own/libcuda.so.1 is of driver 535"
 
 
 def test_older_images_have_python_alone_and_others_none() -> None:
-    old = Bench(Images(python=(0, json.dumps(FLOW), "")), "app", REPORT)
+    old = EngineTest(Images(python=(0, json.dumps(FLOW), "")), "app", REPORT)
     assert frameworks.tensorflow(old)[1] == "2 GPUs, tensorflow 2.16.1 for CUDA 12.3"
     for answers in ({}, {"python3": (1, "", "Traceback\nModuleNotFoundError: No module named 'torch'")}):
         with pytest.raises(Failed, match=r"Python in app exited (127: exec: python3: not found|1: .*No module named)"):
-            frameworks.torch(Bench(Images(**answers), "app", REPORT))
+            frameworks.torch(EngineTest(Images(**answers), "app", REPORT))
 
 
 MODULES = {
