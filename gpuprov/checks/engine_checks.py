@@ -205,10 +205,8 @@ def _docker(facts: DockerFacts) -> Values:
             "or set gpuprov_docker: none where other engines have the GPUs"
         )
     if facts.is_unreachable:
-        raise Failed(
-            f"docker runs, but its client gets no answer at {facts.address or 'its usual address'}: {facts.error}; "
-            "docker info; systemctl cat docker"
-        )
+        one = docker.unreachable(facts)
+        raise Failed(f"{one.what}: {facts.error}; {one.next_step}")
     if not facts.active:
         raise Failed(f"docker does not answer: {facts.error}; systemctl status docker")
     return facts.version, ""

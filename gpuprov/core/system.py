@@ -266,7 +266,7 @@ class System:
         """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
         found: dict[tuple[str, str], list[str]] = {}
         for path in paths:
-            refusal = disk.write_refusal(self.path(self.real_path(path)))
+            refusal = self._dangling_folder(path) or disk.write_refusal(self.path(self.real_path(path)))
             found.setdefault(refusal, []).append(path)
         found.pop(("", ""), None)
         noexec = {mount: path for path in executed if (mount := disk.mounted_noexec(self.path(path)))}
@@ -275,6 +275,14 @@ class System:
             *(Problem(f"no program can run in {path}", f"{mount} is mounted noexec",
                       f"mount -o remount,exec {shlex.quote(mount)}") for mount, path in noexec.items()),
         )  # fmt: skip
+
+    def _dangling_folder(self, path: str) -> tuple[str, str] | None:
+        """Return the folder of a path that is a link to nothing, and how to remove it: no folder can be made there."""
+        for folder in map(str, reversed(Path(path).parents)):
+            target = getattr(self.status(folder), "target", "")
+            if target and not self.exists(folder):
+                return f"{folder} is a link to {target}, which does not exist", f"rm {shlex.quote(folder)}"
+        return None
 
     def append(self, path: str, content: bytes) -> None:
         """Append to a file, all or nothing, and wait until it is on disk."""

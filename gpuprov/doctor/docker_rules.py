@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import re
 
-from gpuprov.doctor.finding import CERTAIN, DOCKER, LIKELY, POSSIBLE, WARNING, Finding, Rule, Rules, restart, steps
+from gpuprov.doctor.finding import (
+    CERTAIN,
+    DOCKER,
+    LIKELY,
+    POSSIBLE,
+    WARNING,
+    Finding,
+    Rule,
+    Rules,
+    finding_of,
+    restart,
+    steps,
+)
 from gpuprov.doctor.parse import find_in_log
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.doctor.suggested_commands import gpuprov_install, is_gpuprovs, reinstall_packages, restart_docker
+from gpuprov.engines import docker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import decisive_lines, listens_at
 from gpuprov.protocol.errors import Problem
@@ -50,8 +63,8 @@ def _start(x: HostSnapshot) -> str:
 
 def _wrong(x: HostSnapshot) -> tuple[Problem, ...]:
     """Return what gpuprov can't read in docker's file; docker may still be able to read it."""
-    docker = x.host.docker
-    return parse_config(docker.config_text, docker.config_path, docker.version)[1]
+    facts = x.host.docker
+    return parse_config(facts.config_text, facts.config_path, facts.version)[1]
 
 
 @RULES.add("docker-missing", DOCKER, "no dockerd, and no other engine in its place")
@@ -69,23 +82,17 @@ def _docker_missing(x: HostSnapshot) -> Finding | None:
 def _docker_snap(x: HostSnapshot) -> Finding | None:
     if not x.host.docker.snap:
         return None
-    return Finding(
-        "docker comes from snap, which keeps it from the host's driver and runtime", "/snap/bin/docker, and no dockerd",
-        f"snap remove docker; {gpuprov_install(x)}",
-    )  # fmt: skip
+    return finding_of(docker.FROM_SNAP, next_step=f"snap remove docker; {gpuprov_install(x)}")
 
 
 @RULES.add("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it")
 def _daemon_json_broken(x: HostSnapshot) -> Finding | None:
-    docker, path = x.host.docker, x.host.docker.config_path
+    facts, path = x.host.docker, x.host.docker.config_path
     wrong, said = _wrong(x), _refused(x)
-    if not docker.installed or not (wrong or said or docker.config_kind) or _FLAGS_TWICE in said:
+    if not facts.installed or not (wrong or said or facts.config_kind) or _FLAGS_TWICE in said:
         return None
-    if docker.config_kind:
-        kind = f"{path} is a {docker.config_kind}, not a file"
-        step = f"mv {path} {path}.old; {_start(x)}"
-        return Finding(f"docker can't read its configuration: {kind}", f"stat {path}: {docker.config_kind}", step,
-                       CERTAIN if said else LIKELY)  # fmt: skip
+    if facts.config_kind:
+        return finding_of(docker.not_a_file(facts), CERTAIN if said else LIKELY)
     line = re.match(r"line (\d+)", wrong[0].evidence) if wrong else None
     place = f"+{line[1]} {path}" if line else path
     ours = [f"{path}:{line[1] if line else '1'}: {wrong[0].evidence}"] if wrong else []
@@ -123,11 +130,7 @@ def _docker_flags_twice(x: HostSnapshot) -> Finding | None:
 
 @RULES.add("docker-masked", DOCKER, "the unit is masked")
 def _docker_masked(x: HostSnapshot) -> Finding | None:
-    unit = x.units.get(_UNIT)
-    if unit is None or unit.load != "masked":
-        return None
-    return Finding("docker is masked, so nothing starts it", f"systemctl show {_UNIT}: masked",
-                   f"systemctl unmask {_UNIT}; systemctl start docker")  # fmt: skip
+    return finding_of(docker.MASKED) if x.host.docker.unit.load == "masked" else None
 
 
 @RULES.add("docker-disabled", DOCKER, "the unit is disabled")
@@ -150,16 +153,10 @@ def _docker_disabled(x: HostSnapshot) -> Finding | None:
 
 @RULES.add("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer")
 def _docker_unreachable(x: HostSnapshot) -> Finding | None:
-    docker, unit = x.host.docker, x.units.get(_UNIT)
-    if not docker.installed or docker.active or unit is None or unit.active != "active":
+    unit = x.units.get(_UNIT)
+    if not x.host.docker.installed or x.host.docker.active or unit is None or unit.active != "active":
         return None
-    host = f"--host {docker.address} " if docker.address else ""
-    return Finding(
-        "docker runs, but its client gets no answer; nothing more is known of it",
-        f"systemctl show {_UNIT}: {unit.active}\ndocker {host}info: {docker.error or 'no answer'}",
-        f"systemctl cat docker; docker {host}info",
-        LIKELY,
-    )
+    return finding_of(docker.unreachable(x.host.docker), LIKELY)
 
 
 @RULES.add(
@@ -186,15 +183,9 @@ def _docker_down(x: HostSnapshot) -> Finding | None:
 
 @RULES.add("docker-unit-changed", DOCKER, "the running dockerd reads another file than its unit names")
 def _docker_unit_changed(x: HostSnapshot) -> Finding | None:
-    unit = x.host.docker.unit
-    if not x.host.docker.active or not unit.is_outdated:
+    if not x.host.docker.active or not x.host.docker.unit.is_outdated:
         return None
-    return Finding(
-        "docker has not been restarted since its unit changed: it reads another configuration file",
-        f"systemctl show {_UNIT}: {' '.join(unit.command)}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}",
-        restart_docker(x),
-        remedies=_RESTART,
-    )
+    return finding_of(docker.outdated(x.host.docker), remedies=_RESTART, next_step=restart_docker(x))
 
 
 def _reason(line: str) -> str:
@@ -227,16 +218,16 @@ def _docker_not_restarted(x: HostSnapshot) -> Finding | None:
 def _runtime_unregistered(x: HostSnapshot) -> Finding | None:
     if not x.host.docker.active or in_file(x) or in_daemon(x) or _wrong(x):
         return None
-    docker, step = x.host.docker, gpuprov_install(x)
+    facts, step = x.host.docker, gpuprov_install(x)
     if not is_gpuprovs(x):
         step = f"nvidia-ctk runtime configure --runtime=docker; {restart_docker(x)}"
     return Finding(
         "docker does not know the runtime nvidia",
-        f"{docker.config_path}: {'no runtimes.nvidia' if docker.config_text is not None else 'No such file'}\n"
-        f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
-        step,
+        f"{facts.config_path}: {'no runtimes.nvidia' if facts.config_text is not None else 'No such file'}\n"
+        f"docker info: runtimes {', '.join(sorted(facts.runtimes or {}))}{_rewritten(x)}",
+        f"{_who_rewrites(x)}{step}",
         # `--device nvidia.com/gpu=all` works without the runtime.
-        WARNING if docker.cdi and not is_gpuprovs(x) else CERTAIN,
+        WARNING if facts.cdi and not is_gpuprovs(x) else CERTAIN,
         _STEP,
     )
 
@@ -249,11 +240,25 @@ def _runtime_unsaved(x: HostSnapshot) -> Finding | None:
         return None
     return Finding(
         "the runtime nvidia is gone from docker's configuration; docker forgets it at its next start",
-        f"docker info: runtime nvidia is {in_daemon(x)}\n{x.host.docker.config_path}: no runtimes.nvidia",
-        gpuprov_install(x),
+        f"docker info: runtime nvidia is {in_daemon(x)}\n"
+        f"{x.host.docker.config_path}: no runtimes.nvidia{_rewritten(x)}",
+        f"{_who_rewrites(x)}{gpuprov_install(x)}",
         LIKELY,
         _STEP,
     )
+
+
+def _rewritten(x: HostSnapshot) -> str:
+    """Return the evidence that a tool rewrites docker's file after each installation, "" if none seems to."""
+    if x.docker_file_rewritten < 2:
+        return ""
+    return f"\n/var/lib/gpuprov/runs: {x.docker_file_rewritten} runs wrote it, and another tool wrote it after each"
+
+
+def _who_rewrites(x: HostSnapshot) -> str:
+    """Return the command that shows what ran when such a tool wrote docker's file; it would do so again."""
+    written = int(x.modified.get(x.host.docker.config_path, 0))
+    return f"journalctl --since @{written - 60} --until @{written + 60}; " if _rewritten(x) and written else ""
 
 
 @RULES.add("default-runtime-unknown", DOCKER, "daemon.json: default-runtime names one that is not configured")
@@ -324,6 +329,22 @@ def _hook_not_on_path(x: HostSnapshot) -> Finding | None:
     )  # fmt: skip
 
 
+@RULES.add("log-driver-unreachable", DOCKER, "docker's log: `failed to initialize logging driver`")
+def _log_driver_unreachable(x: HostSnapshot) -> Finding | None:
+    found = find_in_log(x.docker_log, r"failed to initialize logging driver: \S")
+    if found is None:
+        return None
+    what, seen = "docker's log driver does not reach its server", f"journalctl -u docker: {found[1][0][:300]}"
+    driver = str(x.host.docker.config.get("log-driver") or "")
+    if not driver:
+        # Asked for by --log-driver: that concerns the one container alone.
+        step = "journalctl -u docker | grep 'logging driver'  # start the server that it names"
+        return Finding(f"{what}, so a container did not start", seen, step, WARNING)
+    step = f"${{EDITOR:-vi}} {x.host.docker.config_path}; {restart_docker(x)}  # or start the server of {driver}"
+    seen += f"\n{_line_of(x, 'log-driver')}: log-driver: {driver}"
+    return Finding(f"{what}, so no container starts", seen, step, LIKELY)
+
+
 @RULES.add("docker-is-podman", DOCKER, "package podman-docker")
 def _docker_is_podman(x: HostSnapshot) -> Finding | None:
     if "podman-docker" not in x.host.packages.installed:
@@ -340,16 +361,14 @@ def _docker_host(x: HostSnapshot) -> Finding | None:
     found = re.search(
         r"""^\s*(?:export )?DOCKER_HOST=["']?([^"'\s]+)""", x.texts.get("/etc/environment", ""), re.MULTILINE
     )
-    docker = x.host.docker
-    if found is None or not docker.installed or not docker.unit.load:
+    facts = x.host.docker
+    if found is None or not facts.installed or not facts.unit.load:
         return None
-    if _place(found[1]) in {
-        _place(one) for one in (docker.address, *listens_at(docker.unit, docker.config.get("hosts")))
-    }:
+    if _place(found[1]) in {_place(one) for one in (facts.address, *listens_at(facts.unit, facts.config.get("hosts")))}:
         return None
     return Finding(
         f"docker's clients talk to another docker than this host's: DOCKER_HOST is {found[1]}",
-        f"/etc/environment: DOCKER_HOST={found[1]}\nthis host's docker listens at {docker.address}",
+        f"/etc/environment: DOCKER_HOST={found[1]}\nthis host's docker listens at {facts.address}",
         "sed -i '/^\\s*DOCKER_HOST=/d' /etc/environment  # then log in again", LIKELY,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -37,6 +38,12 @@ RULES = Rules()
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 _MAIN = KNOWN["containerd"].main
 _PACKAGES = {"crio": "cri-o"}
+# Engines that no package of a distribution has, in the words of their own documentation.
+_INSTALLERS = {
+    "k3s": "curl -sfL https://get.k3s.io | sh -",
+    "microk8s": "snap install microk8s --classic",
+    "rke2": "curl -sfL https://get.rke2.io | sh -; systemctl enable --now rke2-server",
+}
 
 
 @RULES.add("engine-missing", ENGINES, "an engine of gpuprov_engines is not installed, or none at all")
@@ -49,7 +56,7 @@ def _engine_missing(x: HostSnapshot) -> Finding | None:
         return None
     return Finding(
         f"{name} is asked for (gpuprov_engines) and not installed", f"command -v {KNOWN[name].program}: nothing",
-        install_packages(x, _PACKAGES.get(name, name)),
+        _INSTALLERS.get(name) or install_packages(x, _PACKAGES.get(name, name)),
     )  # fmt: skip
 
 
@@ -147,7 +154,7 @@ def _node_engine_unnamed(x: HostSnapshot) -> Finding | None:
     return Finding(
         f"this is a Kubernetes node, and gpuprov does not configure its engine {missing[0]}: pods get no GPU",
         f"kubernetes: {', '.join(x.host.kubernetes)}; gpuprov_engines: {', '.join(x.spec.engines) or 'not set'}",
-        f"{gpuprov_install(x)}  # with gpuprov_engines: [{missing[0]}]",
+        f"{gpuprov_install(x)} -e {shlex.quote(json.dumps({'gpuprov_engines': [*x.spec.engines, missing[0]]}))}",
         LIKELY if x.spec.docker == "none" else WARNING,
     )
 

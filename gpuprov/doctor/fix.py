@@ -130,6 +130,8 @@ def _refused(x: HostSnapshot, remedy: Remedy) -> str:
         problems = _step_problems(facts, x.spec, remedy.names)
         return problems[0].what if problems else ""
     if remedy.kind == UNITS and DOCKER_UNIT in remedy.names:
+        if facts.docker.unit.refuses_restart:
+            return docker.RESTART_REFUSED.what
         running = facts.docker.running_containers
         return f"a restart of docker stops {', '.join(running)}" if running and not facts.docker.live_restore else ""
     if remedy.kind == MODULES and facts.kernel.container:

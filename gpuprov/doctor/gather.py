@@ -14,9 +14,10 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks.cuda.judgement import gather_hiding
+from gpuprov.core.changes import file_digest
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.image_system import BOOTED
-from gpuprov.core.journal import unfinished_run
+from gpuprov.core.journal import read_runs, unfinished_run
 from gpuprov.core.lock import LOCK_PATH, other_run
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
@@ -25,6 +26,7 @@ from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_
 from gpuprov.doctor.snapshot import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, HostSnapshot, OtherSmi, Smi
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
+from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.kubernetes import KUBELET_CONFIG
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
@@ -114,6 +116,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         smi_is_script=bool(first) and system.read_start(own if is_other else system.real_path(first), 2) == b"#!",
         other_smi=OtherSmi(first, _smi(system, host.driver, first)) if is_other else None,
         preload_said=_preload_said(system),
+        docker_file_rewritten=_rewritten(system, host.docker.config_path),
         closed=_closed(system, texts),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
         rootless=_rootless(system),
@@ -296,8 +299,28 @@ def _closed(system: System, texts: Mapping[str, str]) -> Mapping[str, int]:
 
 
 def _rootless(system: System) -> tuple[str, ...]:
-    paths = (f"/run/user/{user}/docker.sock" for user in system.list_directory("/run/user"))
-    return tuple(path for path in paths if system.exists(path))
+    """Return the sockets of users' own dockers that can give no GPU yet, by their daemon.json."""
+    accounts = (line.split(":") for line in (system.read_text("/etc/passwd") or "").splitlines())
+    homes = {fields[2]: fields[5] for fields in accounts if len(fields) > 5}
+    found = []
+    for user in system.list_directory("/run/user"):
+        path = f"{homes.get(user, '')}/.config/docker/daemon.json"
+        config = parse_config(system.read_text(path) if user in homes else None, path)[0]
+        ready = "nvidia" in (config.get("runtimes") or {}) or (config.get("features") or {}).get("cdi")
+        if not ready and system.exists(f"/run/user/{user}/docker.sock"):
+            found.append(f"/run/user/{user}/docker.sock")
+    return tuple(found)
+
+
+def _rewritten(system: System, path: str) -> int:
+    """Return how many runs wrote docker's file otherwise than it is now."""
+    try:
+        entries = [entry for run in read_runs(system) for entry in run.entries if entry.state == "done"]
+    except GpuprovError:
+        return 0
+    written = [((entry.outcome or {}).get("written") or {}).get(path) for entry in entries]
+    now = file_digest(system, path)
+    return sum(digest not in (None, now) for digest in written) if now not in written else 0
 
 
 def _settings_fault(system: System) -> str:

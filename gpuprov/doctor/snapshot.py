@@ -62,8 +62,10 @@ class HostSnapshot:
     specification that do not exist. `modified`: path → time. `library_files`: driver library → its version.
     `package_change`: the last change of the driver by a package manager. `in_place`: missing node → what occupies its
     path, "" if nothing does. `open_run`: the interrupted change of a gpuprov run; `runs_now`: a run that holds the
-    host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the nvidia-smi that was run; `other_smi`: one
-    before it on the PATH. `preload_said`: the loader's message about /etc/ld.so.preload. `closed`: CDI folders and
+    host's lock. `rootless`: sockets of users' own dockers
+    whose files name no runtime nvidia and no CDI. `smi_path`: the nvidia-smi that was run; `other_smi`: one
+    before it on the PATH. `docker_file_rewritten`: the runs whose docker configuration somebody has
+    changed since. `preload_said`: the loader's message about /etc/ld.so.preload. `closed`: CDI folders and
     files that only root can read, with their modes. `is_booted`: systemd runs, which is False in the root file system
     of an image. `containers`: libraries that running containers load.
     """
@@ -101,6 +103,7 @@ class HostSnapshot:
     smi_is_script: bool = False
     other_smi: OtherSmi | None = None
     preload_said: str = ""
+    docker_file_rewritten: int = 0
     closed: Mapping[str, int] = field(default_factory=dict)
     selinux: str = ""
     container_use_devices: str = ""

@@ -6,6 +6,7 @@ import shlex
 
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.driver.precompiled import module_package
+from gpuprov.engines.docker import RESTART_REFUSED
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.initramfs import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
@@ -71,6 +72,8 @@ def refresh_specification(x: HostSnapshot) -> str:
 
 def restart_docker(x: HostSnapshot) -> str:
     """Return the command that restarts docker or, without systemd, the one that shows how it was started."""
+    if x.host.docker.unit.refuses_restart:
+        return RESTART_REFUSED.next_step
     unit = x.units.get("docker.service")
     if unit is None or unit.load != "not-found":
         return RESTART_DOCKER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,23 @@ from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 
 _SNAP = "/snap/bin/docker"
+
+# Troubles of docker: install says them before the first change, the doctor when containers get no GPU.
+FROM_SNAP = Problem(
+    "docker on this host comes from snap, which keeps it from the host's driver and runtime",
+    f"{_SNAP} is there and no dockerd",
+    "snap remove docker; gpuprov install",
+)
+MASKED = Problem(
+    "docker is masked, so nothing can start it",
+    f"systemctl show {UNIT}: LoadState=masked",
+    f"systemctl unmask {UNIT}; systemctl start docker",
+)
+RESTART_REFUSED = Problem(
+    "docker must be restarted, and its unit refuses that",
+    f"systemctl show {UNIT}: RefuseManualStop=yes",
+    "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no in [Unit]",
+)
 
 
 @dataclass(frozen=True)
@@ -141,8 +159,10 @@ def _kind(status: FileStatus | None) -> str:
 
 def parse_info(text: str) -> DockerFacts:
     """Return the fields of `docker info --format '{{json .}}'`; a daemon that does not respond counts as not active."""
+    # A wrapper of docker's client may print lines of its own first.
+    start = re.search(r"^\{", text, re.MULTILINE)
     try:
-        info: Any = json.loads(text)
+        info: Any = json.loads(text[start.start() :] if start else text)
     except (ValueError, RecursionError):
         info = None
     if not isinstance(info, dict):
@@ -168,53 +188,66 @@ def parse_info(text: str) -> DockerFacts:
 def problems(facts: DockerFacts, *, runtime_path: str = "", set_default: bool = False) -> tuple[Problem, ...]:
     """Return what prevents the configuration of docker; nothing is changed then."""
     if facts.snap:
-        return (
-            Problem(
-                "docker on this host comes from snap, which keeps it from using a runtime of the host",
-                f"{_SNAP} is there and no dockerd",
-                "snap remove docker, then run the same command again: the distribution's docker is installed",
-            ),
-        )
+        return (FROM_SNAP,)
     if not facts.installed:
         return parse_config(facts.config_text, facts.config_path)[1]
-    return (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, runtime_path, set_default))
+    found = (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, runtime_path, set_default))
+    changes = plan(facts, runtime_path=runtime_path, set_default=set_default, cdi=True) if runtime_path else ()
+    if not found and facts.unit.refuses_restart and any(map(_restarts, changes)):
+        return (RESTART_REFUSED,)
+    return found
+
+
+def _restarts(change: Change) -> bool:
+    """Say whether a change restarts docker: systemd also refuses that of a docker that does not run."""
+    return isinstance(change, ReconfigureDocker) and not change.is_loaded and (change.restart or not change.runs)
 
 
 def _file_problems(facts: DockerFacts) -> tuple[Problem, ...]:
-    path = facts.config_path
     if facts.config_kind:
-        step = f"mv {path} {path}.old, then run the same command again"
-        return (Problem(f"{path} is a {facts.config_kind}, not a file", f"stat {path}: {facts.config_kind}", step),)
-    return parse_config(facts.config_text, path, facts.version)[1]
+        return (not_a_file(facts),)
+    return parse_config(facts.config_text, facts.config_path, facts.version)[1]
+
+
+def not_a_file(facts: DockerFacts) -> Problem:
+    """Return the problem of a folder or the like in place of docker's configuration file."""
+    path = facts.config_path
+    return Problem(
+        f"{path} is a {facts.config_kind}, not a file",
+        f"stat {path}: {facts.config_kind}",
+        f"mv {path} {path}.old; systemctl reset-failed docker; systemctl restart docker",
+    )
+
+
+def unreachable(facts: DockerFacts) -> Problem:
+    """Return the problem of a docker that runs, by systemd, and does not answer its client."""
+    info = f"docker {f'--host {facts.address} ' if facts.address else ''}info"
+    return Problem(
+        "docker runs, but does not answer: whether containers run is not known",
+        f"systemctl show {UNIT}: active\n{info}: {facts.error or 'no answer'}",
+        f"{info}; journalctl -u docker -n 50",
+    )
+
+
+def outdated(facts: DockerFacts) -> Problem:
+    """Return the problem of a docker that has not been restarted since its unit names another file."""
+    return Problem(
+        f"the running docker does not read {facts.config_path}, which its unit names since it was changed",
+        f"systemctl show {UNIT}: {' '.join(facts.unit.command)}\n"
+        f"/proc/PID/cmdline of dockerd: {' '.join(facts.unit.running)}",
+        "systemctl restart docker",
+    )
 
 
 def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
     if facts.unit.load == "masked":
-        return (
-            Problem(
-                "docker is masked, so nothing can start it",
-                f"systemctl show {UNIT}: LoadState=masked",
-                f"systemctl unmask {UNIT}, then run the same command again",
-            ),
-        )
+        return (MASKED,)
     if facts.is_unreachable:
-        place = facts.address or "its default address"
-        return (
-            Problem(
-                "docker runs, but does not answer: whether containers run is not known",
-                f"systemctl show {UNIT}: active\ndocker info, at {place}: {facts.error or 'no answer'}",
-                f"docker {f'--host {facts.address} ' if facts.address else ''}info; journalctl -u docker -n 50",
-            ),
-        )
+        return (unreachable(facts),)
     if facts.active and facts.unit.is_outdated and facts.running_containers and not facts.live_restore:
-        return (
-            Problem(
-                f"the running docker does not read {facts.config_path}, which its unit names since it was changed",
-                f"/proc/PID/cmdline of dockerd: {' '.join(facts.unit.running)}\n"
-                f"running containers: {', '.join(facts.running_containers)}",
-                "systemctl restart docker (this stops the containers), then run the same command again",
-            ),
-        )
+        one = outdated(facts)
+        seen = f"{one.evidence}\nrunning containers: {', '.join(facts.running_containers)}"
+        return (replace(one, evidence=seen, next_step=f"{one.next_step}  # this stops the containers"),)
     return ()
 
 

@@ -177,8 +177,11 @@ class ReconfigureDocker(Change):
         since = system.clock()
         back = systemctl(system, "reload", UNIT) if is_active(system, UNIT) else restart(system, UNIT)
         if is_active(system, UNIT):
+            what = f"docker failed to start with the new {self.path}"
+            if "Operation refused" in trouble:
+                words, what = trouble, f"systemd does not restart docker with the new {self.path}"
             return GpuprovError(
-                f"docker failed to start with the new {self.path}; the old one is back and docker runs with it",
+                f"{what}; the old one is back and docker runs with it",
                 words,
                 "fix what docker names, then run the same command again",
             )

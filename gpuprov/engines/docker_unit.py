@@ -19,7 +19,8 @@ UNIT = "docker.service"
 SOCKET = "docker.socket"
 _DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _PROPERTIES = (
-    "Id,LoadState,ActiveState,Result,UnitFileState,MainPID,ExecStart,Environment,EnvironmentFiles,Listen,FragmentPath"
+    "Id,LoadState,ActiveState,Result,UnitFileState,MainPID,ExecStart,Environment,EnvironmentFiles,Listen,FragmentPath,"
+    "RefuseManualStop"
 )
 _SECONDS = 20
 # Lines of docker's log that only report a stop or that it read its file, not why it failed.
@@ -38,7 +39,7 @@ class DockerUnit:
 
     `command`: what starts dockerd, variables expanded. `running`: the command line of the running dockerd, which may be
     older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts when it is
-    used.
+    used. `refuses_restart`: RefuseManualStop, with which systemd also refuses a restart.
     """
 
     load: str = ""
@@ -49,6 +50,7 @@ class DockerUnit:
     running: tuple[str, ...] = ()
     socket: str = ""
     on_demand: bool = False
+    refuses_restart: bool = False
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -96,6 +98,7 @@ def gather_unit(system: Reader) -> DockerUnit:
         running=_running(system, _one(unit, "MainPID")),
         socket=_one(socket, "Listen").partition(" ")[0],
         on_demand=_one(socket, "UnitFileState") == "enabled",
+        refuses_restart=_one(unit, "RefuseManualStop") == "yes",
     )
 
 

@@ -480,3 +480,22 @@ def test_a_docker_that_the_run_installs_decides_by_its_version(tmp_path: Path, v
     change.apply(host, lambda *_: None)
     written = json.loads(host.read_text("/etc/docker/daemon.json") or "")
     assert written == {**json.loads(ONLY_OURS), **({"features": {"cdi": True}} if is_set else {})}
+
+
+def test_lines_that_a_wrapper_of_the_client_prints_first_are_skipped() -> None:
+    assert parse_info(f"*** this host belongs to team ml ***\nsee https://wiki/\n{INFO_20_10}") == parse_info(
+        INFO_20_10
+    )
+
+
+def test_a_unit_that_refuses_a_restart_is_a_problem_only_where_one_is_needed() -> None:
+    unit = DockerUnit(load="loaded", active="active", refuses_restart=True)
+    facts = replace(parse_info(INFO_20_10), installed=True, config_text="{}", unit=unit, running_containers=())
+    (problem,) = problems(facts, runtime_path=RUNTIME)
+    assert "RefuseManualStop=yes" in problem.evidence and "RefuseManualStop=no" in problem.next_step
+    # With running containers docker is only reloaded, and a docker that knows the runtime is left alone.
+    assert problems(replace(facts, running_containers=("a",)), runtime_path=RUNTIME) == ()
+    configured = replace(facts, config_text=f'{{"runtimes": {{"nvidia": {ENTRY}}}}}')
+    assert problems(configured, runtime_path=RUNTIME) == ()
+    stopped = replace(configured, active=False, runtimes=None, unit=replace(unit, active="inactive"))
+    assert problems(stopped, runtime_path=RUNTIME) == (problem,)

@@ -194,3 +194,14 @@ def test_a_foreign_file_is_small_and_no_link(system: System, tmp_path: Path) -> 
     assert system.read_foreign("/small", 10) == ""
     assert system.read_foreign("/link", 64) == ""
     assert system.read_foreign("/loop", 64) == ""
+
+
+def test_a_folder_that_is_a_link_to_nothing_prevents_a_write(tmp_path: Path) -> None:
+    system = System(str(tmp_path))
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/cdi").symlink_to("/gone/cdi")
+    (problem,) = system.write_problems(["/etc/cdi/nvidia.json"])
+    assert problem.evidence == "/etc/cdi is a link to /gone/cdi, which does not exist"
+    assert problem.next_step == "rm /etc/cdi"
+    (tmp_path / "gone/cdi").mkdir(parents=True)
+    assert system.write_problems(["/etc/cdi/nvidia.json"]) == ()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from gpuprov.doctor.finding import LIKELY, POSSIBLE, WARNING
 from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.engines.kubernetes import KUBELET_CONFIG
 from gpuprov.engines.other_engines import EngineFacts, registrations
@@ -32,6 +33,10 @@ from tests.unit.doctor.ill import (
     without,
 )
 
+_NO_LOG_SERVER = (
+    'level=error msg="Handler for POST /v1.45/containers/4f/start returned error: failed to create task for container: '
+    'failed to initialize logging driver: dial tcp 127.0.0.1:24224: connect: connection refused"'
+)
 CRI = b'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n'
 
 
@@ -143,7 +148,10 @@ ENGINE_ROWS = (
     ),
     Row(
         "docker-masked",
-        both(docker(active=False), unit("docker.service", load="masked", active="inactive")),
+        both(
+            docker(active=False, unit=DockerUnit(load="masked")),
+            unit("docker.service", load="masked", active="inactive"),
+        ),
         "masked",
         "systemctl unmask docker.service",
     ),
@@ -184,6 +192,38 @@ ENGINE_ROWS = (
         "nvidia-ctk runtime configure --runtime=docker; systemctl restart docker",
     ),
     Row("runtime-unsaved", docker(config_text="{}"), "no runtimes.nvidia", "gpuprov install", LIKELY),
+    # A tool that manages the file has written it after each of two runs: the next installation would not last either.
+    Row(
+        "runtime-unsaved",
+        both(
+            docker(config_text="{}"),
+            lambda x: replace(x, docker_file_rewritten=2, modified={DAEMON_JSON: 1700000000.0}),
+        ),
+        "2 runs wrote it, and another tool wrote it after each",
+        "journalctl --since @1699999940 --until @1700000060; gpuprov install",
+        LIKELY,
+    ),
+    # systemd 252: "Operation refused, unit docker.service may be requested by dependency only".
+    Row(
+        "docker-not-restarted",
+        docker(runtimes={"runc": "runc"}, unit=DockerUnit(load="loaded", active="active", refuses_restart=True)),
+        f"runtime nvidia is {LAUNCHER_PATH}",
+        "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no",
+    ),
+    # docker 26.1, `docker run` with fluentd stopped.
+    Row(
+        "log-driver-unreachable",
+        both(
+            lambda x: docker(
+                config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "log-driver": "fluentd"})
+            )(x),
+            docker_says(_NO_LOG_SERVER),
+        ),
+        "log-driver: fluentd",
+        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl restart docker  # or start the server of fluentd",
+        LIKELY,
+    ),
+    Row("log-driver-unreachable", docker_says(_NO_LOG_SERVER), "dial tcp 127.0.0.1:24224", "logging driver", WARNING),
     Row(
         "default-runtime-unknown",
         lambda x: docker(
@@ -309,6 +349,11 @@ ENGINE_ROWS = (
     # -- other engines
     Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y cri-o"),
     Row(
+        "engine-missing", host(engines={"k3s": EngineFacts()}), "command -v k3s", "curl -sfL https://get.k3s.io | sh -"
+    ),
+    Row("engine-missing", host(engines={"rke2": EngineFacts()}), "command -v rke2", "curl -sfL https://get.rke2.io"),
+    Row("engine-missing", host(engines={"microk8s": EngineFacts()}), "command -v microk8s", "snap install microk8s"),
+    Row(
         "engine-missing",
         lambda x: replace(host(docker=DockerFacts())(x), spec=replace(x.spec, docker="none")),
         "command -v containerd crio podman: nothing",
@@ -346,14 +391,14 @@ ENGINE_ROWS = (
         "node-engine-unnamed",
         host(kubernetes=("kubelet",)),
         "kubernetes: kubelet; gpuprov_engines: not set",
-        "with gpuprov_engines: [containerd]",
+        """gpuprov install -e '{"gpuprov_engines": ["containerd"]}'""",
         WARNING,
     ),
     Row(
         "node-engine-unnamed",
         both(host(kubernetes=("k3s",)), lambda x: replace(x, spec=replace(x.spec, docker="none"))),
         "kubernetes: k3s",
-        "with gpuprov_engines: [k3s]",
+        """gpuprov install -e '{"gpuprov_engines": ["k3s"]}'""",
         LIKELY,
     ),
     Row(

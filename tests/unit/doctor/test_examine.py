@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,28 @@ def test_the_doctor_quotes_the_sentence_that_an_installation_quotes(host: Doctor
     finding = first(FAILED(examined(host))).finding
     assert finding.what == f"docker does not run: {sentence}"
     assert finding.evidence.splitlines()[-1] == f"journalctl -u docker: {last_words(host)}"
+
+
+def test_a_users_own_docker_that_has_the_runtime_is_no_trouble(host: DoctorHost) -> None:
+    (host.root / "run/user/1000").mkdir(parents=True)
+    (host.root / "run/user/1000/docker.sock").touch()
+    accounts = host.root / "etc/passwd"
+    accounts.write_text("root:x:0:0:root:/root:/bin/sh\nann:x:1000:1000::/home/ann:/bin/sh\n")
+    assert rules_of(host) == ["docker-rootless"]
+    file = host.root / "home/ann/.config/docker/daemon.json"
+    file.parent.mkdir(parents=True)
+    for text, expected in (('{"runtimes": {"nvidia": {"path": "/x"}}}', []), ('{"features": {"cdi": true}}', []),
+                           ("{", ["docker-rootless"])):  # fmt: skip
+        file.write_text(text)
+        assert rules_of(host) == expected
+
+
+def test_a_file_that_a_tool_writes_after_each_run_is_told_by_its_second_time(host: DoctorHost) -> None:
+    (host.root / "etc/docker/daemon.json").write_text("{}")
+    assert "journalctl" not in causes(events_of(host))[0].next_step
+    # As another run of gpuprov leaves its journal.
+    runs = host.root / "var/lib/gpuprov/runs"
+    shutil.copy(runs / "0001.jsonl", runs / "0002.jsonl")
+    found = causes(events_of(host))[0]
+    assert found.rule in ("docker-not-restarted", "runtime-unsaved", "runtime-unregistered")
+    assert found.next_step.startswith("journalctl --since @") and "gpuprov install" in found.next_step

@@ -186,10 +186,11 @@ def test_what_a_rule_follows_from_exists(rule: Any) -> None:
 
 # What a step may begin with: programs of a GPU host, its package managers, and gpuprov.
 PROGRAMS = {
-    "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "dkms", "dmesg", "docker", "echo", "gpuprov",
+    "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "curl", "dkms", "dmesg", "docker", "echo",
+    "gpuprov",
     "grep", "journalctl", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
     "nvidia-bug-report.sh", "nvidia-ctk",
-    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "snap",
+    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "sh", "snap",
     "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
 
