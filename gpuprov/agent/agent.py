@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import selectors
 import signal
 import sys
+import threading
 import traceback
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
-from typing import Callable
+from typing import Any, Callable
 
-from gpuprov.agent.worker import STOP, StopFlag, start_worker
+from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.events import Event, Finished, to_line
+from gpuprov.protocol.events import ChangeStarted, Event, EventReader, Finished, Sink, to_line
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.secrets import masked
 
@@ -28,7 +32,11 @@ LOG_PATH = "/var/log/gpuprov.log"
 JOB = "job"
 # Argument that gpuprov-watch.service passes instead: there is no request, the host has a stored specification.
 WATCH = "watch"
+# A line that the caller may write after the request: stop, unless a change has begun.
+STOP = "stop"
 _CHUNK = 1 << 16
+# Carries out a request in a new session and writes its events into a pipe; returns its exit code.
+Work = Callable[[Request, int], int]
 
 
 def main() -> None:
@@ -45,9 +53,7 @@ def main() -> None:
         _print(to_line(Finished(int(error.exit_code), problems=error.problems)))
         raise SystemExit(int(error.exit_code)) from None
     if sys.argv[1:] == [JOB]:
-        from gpuprov.agent import background
-
-        background.begin(request, background.job_from_line(sys.stdin.readline()), _work)
+        begin(request, job_from_line(sys.stdin.readline()), _work)
         return
     # Ended by it before it is listened to, the worker would leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -103,6 +109,46 @@ def _write(data: bytes) -> None:
         os._exit(0)
 
 
+def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:
+    """Start a process that works on the request; return its id and the read end of the pipe for its events."""
+    reading, writing = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.close(reading)
+        os._exit(work(request, writing))
+    os.close(writing)
+    return worker, reading
+
+
+class StopFlag:
+    """Whether a run is to stop; asked while it looks, and between two changes."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._unless_begun = False
+        self._begun = False
+
+    def set(self, *_: object) -> None:
+        """Stop after the current change; a signal's handler."""
+        self._requested = True
+
+    def set_unless_begun(self, *_: object) -> None:
+        """Stop if no change has begun."""
+        self._unless_begun = True
+
+    def watching(self, sink: Sink) -> Sink:
+        """Return a sink that notes whether a change has begun."""
+
+        def watched(event: Event) -> None:
+            self._begun = self._begun or isinstance(event, ChangeStarted)
+            sink(event)
+
+        return watched
+
+    def __call__(self) -> bool:
+        return self._requested or (self._unless_begun and not self._begun)
+
+
 def _work(request: Request, writing: int) -> int:
     """Carry out the request in a new session."""
     os.setsid()
@@ -139,8 +185,6 @@ def _work(request: Request, writing: int) -> int:
 
 def _remove_agents(argument: str) -> None:
     """Remove the pushed agents, and their folders if these are empty then."""
-    from pathlib import Path
-
     folder = Path(argument).parent
     if folder.parts[-2:] != (".cache", "gpuprov"):
         return
@@ -178,6 +222,105 @@ def _log(text: str) -> None:
 def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+# -- requests that continue after the controller disconnects: Ansible's `async` -------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the controller names it: its id, the folder of its file, its command, its time limit in seconds.
+
+    The file is the one that Ansible's async_status reads (ansible-core, modules/async_wrapper.py and async_status.py):
+    it has the key `started` while the job runs, and holds the task's result afterwards.
+    """
+
+    id: str
+    folder: str
+    command: str
+    seconds: float
+    local_facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder).expanduser() / self.id
+
+    def started(self) -> dict[str, Any]:
+        """Return what the task answers while the job runs; the controller says it itself, whatever the host answers."""
+        return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": f"{self.folder}/{self.id}"}
+
+
+_REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
+
+
+def job_from_line(line: str) -> Job:
+    """Return the job of a line. Raises GpuprovError for an id that is no safe file name."""
+    try:
+        job = load(Job, parse(line), trusted=True, exact=True)
+    except WrongDataError as error:
+        raise GpuprovError("this is no job", str(error), _REPORT, exit_code=ExitCode.USAGE) from None
+    if not job.id.replace(".", "").isalnum() or job.id.startswith("."):
+        raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), _REPORT, exit_code=ExitCode.USAGE)
+    return job
+
+
+def begin(request: Request, job: Job, work: Work) -> None:
+    """Continue in a child process; returns in the parent only."""
+    job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write_result(job.path, job.started())
+    if os.fork() != 0:
+        return
+    # Close everything of the connection, or the controller waits for it.
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    try:
+        _write_result(job.path, {**_result(job, request, work), "ansible_job_id": job.id})
+    finally:
+        os._exit(0)
+
+
+def _events(request: Request, seconds: float, work: Work) -> tuple[Event, ...]:
+    """Return the events of the whole run; after its timeout the run is asked to stop between two changes."""
+    worker, reading = start_worker(request, work)
+    too_late = threading.Timer(seconds, os.kill, (worker, signal.SIGTERM))
+    too_late.daemon = True
+    too_late.start()
+    with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
+        read = EventReader()
+        events = tuple(event for line in lines if (event := read(line)) is not None)
+    too_late.cancel()
+    os.waitpid(worker, 0)
+    return events
+
+
+def _result(job: Job, request: Request, work: Work) -> dict[str, Any]:
+    from gpuprov.agent.playbook_task import failure, task_result
+
+    try:
+        events = _events(request, job.seconds, work)
+    except GpuprovError as error:
+        return failure(error).answer({})
+    if not any(isinstance(event, Finished) for event in events):
+        return failure(
+            GpuprovError(
+                "the agent ended without a result",
+                "the job's process was killed, or the host went down",
+                "run the same task again; it resumes that run",
+            )
+        ).answer({})
+    return task_result(job.command, events).answer(job.local_facts)
+
+
+def _write_result(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file atomically: the controller reads it while the job runs."""
+    temporary = path.with_name(f".{path.name}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

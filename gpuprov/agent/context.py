@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
+from gpuprov.core.image_system import BOOTED, ImageSystem
 from gpuprov.core.system import System
+from gpuprov.engines import docker, kubernetes
+from gpuprov.facts.image import newest_kernel
+from gpuprov.machine.machine import gather_displays
+from gpuprov.machine.pci import gather_gpus
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Level, Note, Sink
+from gpuprov.protocol.image_options import IMAGE
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 
@@ -31,3 +38,36 @@ class RunContext:
     def note(self, message: str, level: Level = "info") -> None:
         """Tell the user one sentence."""
         self.sink(Note(message, level))
+
+
+# Read-only commands may look at the devices of the machine that they run on.
+_CHANGING = ("install", "rollback", "uninstall")
+
+
+def for_target(run: RunContext) -> RunContext:
+    """Return the run for the kind of machine that the spec names: a host or an image.
+
+    Raises GpuprovError if the machine is to become an image but shows signs of use.
+    """
+    if run.spec.target != IMAGE or (run.request.command not in _CHANGING and run.system.exists(BOOTED)):
+        return run
+    signs = () if run.spec.image_force or run.request.command != "install" else _signs_of_use(run.system)
+    if signs:
+        raise GpuprovError(
+            "this machine looks as if it were in use, and an image loses its identity (machine-id, SSH host keys)",
+            "\n".join(signs),
+            "build images on a machine of their own, in a chroot or in a container build; if this is one: "
+            "gpuprov_image_force: true. To install this very machine: leave gpuprov_target out",
+        )
+    return replace(run, system=ImageSystem(run.system, newest_kernel(run.system)))
+
+
+def _signs_of_use(system: System) -> tuple[str, ...]:
+    """Return the signs that this machine is in use, one per line; a chroot or a container build has no such signs."""
+    if not system.exists(BOOTED):
+        return ()
+    gpus = tuple(f"GPU {gpu.bus_id} is on the PCI bus" for gpu in gather_gpus(system))
+    containers = docker.gather(system).running_containers
+    running = (f"containers run: {', '.join(containers)}",) if containers else ()
+    cluster = ("a kubelet is here",) if kubernetes.KUBELET in kubernetes.gather(system) else ()
+    return (*gpus, *running, *gather_displays(system), *cluster)

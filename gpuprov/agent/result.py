@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional
 
-from gpuprov.facts.mig import mig_layout
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.errors import ExitCode, Problem, worst
 from gpuprov.protocol.events import (
@@ -199,6 +198,8 @@ def _exit_code(number: int) -> ExitCode:
 
 def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions in a host's facts, under a run's names; facts come from hosts and may have any form."""
+    from gpuprov.facts.mig import mig_layout  # only a run of `facts` has them
+
     places = {
         "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver", "library_version"),
         "docker": ("docker", "version"), "gpus": ("gpus",), "toolkit": ("packages", "installed", TOOLKIT_PACKAGE),

@@ -12,10 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Callable
 
 from gpuprov import __version__
-from gpuprov.agent.context import RunContext, StopRequested
-from gpuprov.agent.image import for_target
-from gpuprov.agent.install import check, install
-from gpuprov.agent.resume import forget_resume
+from gpuprov.agent.context import RunContext, StopRequested, for_target
+from gpuprov.agent.install import check, forget_resume, install
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
 from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles

@@ -279,7 +279,7 @@ def main() -> None:
         say_text(error, err=True)
         sys.exit(int(error.exit_code))
     except Exception as error:  # the log keeps the traceback
-        from gpuprov.fleet.crash import write_log
+        from gpuprov.fleet.history import write_log
 
         say_text(write_log(error), err=True)
         sys.exit(int(ExitCode.FAILED))

@@ -23,13 +23,13 @@ def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bo
       gpuprov report --list
       gpuprov report --run 20261121T0815 --html report.html
     """
-    from gpuprov.fleet import report_command
+    from gpuprov.fleet import report as reports
     from gpuprov.fleet.command import make_console
     from gpuprov.fleet.history import load
 
     if as_list:
-        report_command.show_list(make_console(), as_json=as_json)
+        reports.show_list(make_console(), as_json=as_json)
     elif html:
-        report_command.write_page(load(identifier), html)
+        reports.write_page(load(identifier), html)
     else:
-        report_command.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)
+        reports.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)

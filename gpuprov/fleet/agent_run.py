@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuprov.agent.agent import STOP
 from gpuprov.agent.probe import (
     PROBE,
     PYTHONS,
@@ -20,7 +21,6 @@ from gpuprov.agent.probe import (
 )  # fmt: skip
 from gpuprov.agent.push import STORE, agent_command, ending, no_probe_problem, unfinished_problem
 from gpuprov.agent.refusals import sudo_problem
-from gpuprov.agent.worker import STOP
 from gpuprov.bundle.place import ASK, CACHE, Place, parse_there
 from gpuprov.bundle.place import STORE as STORE_BUNDLE
 from gpuprov.core.commands import Completed

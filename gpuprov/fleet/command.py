@@ -228,8 +228,7 @@ def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> P
 
 
 def _report(options: Options, run: Run, next_command: str) -> None:
-    from gpuprov.fleet.report import print_report
-    from gpuprov.fleet.report_command import summary, write_page
+    from gpuprov.fleet.report import print_report, summary, write_page
 
     console = make_console()
     if options.json:
@@ -247,7 +246,7 @@ def _report(options: Options, run: Run, next_command: str) -> None:
 
 def _write_metrics(options: Options, run: Run) -> None:
     if options.metrics:
-        from gpuprov.fleet.report_command import write_metrics
+        from gpuprov.fleet.report import write_metrics
 
         try:
             write_metrics(run, options.metrics, time.time())

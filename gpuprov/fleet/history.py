@@ -1,4 +1,4 @@
-"""The runs of this user, stored as JSON under ~/.local/state/gpuprov/runs; old ones are deleted, secrets never stored.
+"""What is stored under ~/.local/state/gpuprov: the last runs of this user as JSON, and logs of internal errors.
 
 Only results are stored: no passwords, no extra variables, no diffs, no raw facts. The text of hosts is still searched
 for the passwords of the run and for passwords in URLs.
@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.core.disk import make_user_folder
 from gpuprov.protocol import codec
 from gpuprov.protocol.codec import WrongDataError
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.secrets import masked
 
 MOST_RUNS = 50
 _FORMAT = 2  # Format 1 had other names of a check's fields
@@ -35,8 +37,6 @@ _SHORTEST_SECRET = 4  # shorter ones would mask half of every sentence
 _LONGEST_TEXT = 20_000
 _GONE, _NEW = "not in this run", "new in this run"
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
-
-
 _Signal = Optional[ExitCode]
 
 
@@ -65,8 +65,12 @@ class Run:
 
 def folder() -> Path:
     """Return the folder of stored runs."""
+    return _state("runs")
+
+
+def _state(name: str) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return (Path(state) / "gpuprov" / "runs").expanduser()
+    return (Path(state) / "gpuprov" / name).expanduser()
 
 
 def new_identifier(now: float) -> str:
@@ -234,3 +238,19 @@ def _of_host(old: HostResult, new: HostResult) -> Iterator[tuple[str, str]]:
     for name, version in new.versions.items():
         if old.versions and old.versions.get(name, "") != version:
             yield f"{name} {old.versions.get(name) or 'none'} → {version or 'none'}", ""
+
+
+def write_log(error: BaseException) -> Problem:
+    """Write the traceback into ~/.local/state/gpuprov/log and return the message for the user."""
+    what = f"internal error: {type(error).__name__}"
+    path = _state("log") / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
+    try:
+        make_user_folder(path.parent)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(handle, "a", encoding="utf-8") as file:
+            file.write(f"gpuprov {__version__}\n" + masked("".join(traceback.format_exception(error))) + "\n")
+    except OSError as refusal:
+        return Problem(
+            what, f"{error}\nthe log {path} cannot be written: {refusal}", "make room or set HOME, then again"
+        )
+    return Problem(what, str(error), f"the log {path} has the whole story; please report it with that file")

@@ -1,26 +1,40 @@
-"""Print the results of a run for users: tables, problems by cause, and a final summary line; renders only."""
+"""Show results: tables, problems by cause, a last line; write page and metrics; print a stored run again."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpuprov.agent.metrics import MADE, PENDING, metrics_text
 from gpuprov.agent.result import HostResult, fact, hosts_by_hole, machines, overall_exit_code
+from gpuprov.core.disk import write_whole
 from gpuprov.core.site_tables import advisories_table
-from gpuprov.fleet.causes import causes
-from gpuprov.fleet.display_text import listed, shortened
-from gpuprov.fleet.drains import drains_table, still_drained
-from gpuprov.fleet.versions import Spread, spreads
+from gpuprov.fleet import history
+from gpuprov.fleet.grouping import (
+    DRAIN_STATES,
+    Spread,
+    causes,
+    command_of,
+    drained,
+    listed,
+    shortened,
+    spreads,
+    still_drained,
+)
+from gpuprov.fleet.history import Run
+from gpuprov.fleet.standard_streams import say_text
 from gpuprov.protocol.advisories import rows_of
-from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import SCHEMA, CheckDone
 from gpuprov.protocol.words import counted, one_line, plain
 
@@ -52,7 +66,7 @@ def print_report(
     if len(results) > 1 and (command != "facts" or overall_exit_code(results) != ExitCode.DONE):
         short = len(results) > _MOST_ROWS and not verbose
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
-    parts += drains_table(results, verbose=verbose)
+    parts += _drains_table(results, verbose=verbose)
     parts += _versions_table(spreads(results))
     parts += _holes_table(results)
     for part in parts:
@@ -161,6 +175,22 @@ def _holes_table(results: Sequence[HostResult]) -> list[Table]:
         table.add_row(
             Text(plain(what), "yellow"), f"{one.score:g}", one.bulletins, one.fixed_in, Text(listed(map(plain, hosts)))
         )
+    return [table]
+
+
+def _drains_table(results: Sequence[HostResult], *, verbose: bool) -> list[Table]:
+    """Return a table of the drains; empty if no host was drained."""
+    rows = drained(results)
+    if not rows:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("host", "drain", "seconds", "since", "command to type"):
+        table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
+    for host, drain in rows if verbose else rows[:_MOST_ROWS]:
+        word, style = DRAIN_STATES[drain.state]
+        seconds = "" if drain.state == "foreseen" else f"{drain.seconds:.1f}"
+        command = shortened(one_line(command_of(drain)))
+        table.add_row(Text(plain(host)), Text(word, style), seconds, Text(plain(drain.since)), Text(command))
     return [table]
 
 
@@ -325,3 +355,83 @@ def _gpu_count(checks: Sequence[CheckDone]) -> int | None:
 
 def _has_counted(check: CheckDone) -> bool:
     return check.status == "ok" and check.name.endswith(_ALL_GPUS)
+
+
+def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> None:
+    """Print a run as it was reported when it ended."""
+    if as_json:
+        console.file.write(json.dumps(history.to_json(run), separators=(",", ":")) + "\n")
+        return
+    console.print(Text(f"run {run.identifier}: {_call(run)}, {run.began}, {run.seconds:.0f} s", "bold"), soft_wrap=True)
+    console.print()
+    print_report(
+        console, run.command, run.results, check=run.check, next_command="", verbose=verbose, ended_by=run.ended_by
+    )
+
+
+def show_list(console: Console, *, as_json: bool) -> None:
+    """Print one line for each stored run, the latest first."""
+    runs = []
+    for identifier in history.identifiers():
+        try:
+            runs.append(history.load(identifier))
+        except GpuprovError as error:
+            say_text(error, err=True)
+    if as_json:
+        summaries = [{"run": run.identifier, "began": run.began, **_counts(run)} for run in runs]
+        console.file.write(json.dumps(summaries, separators=(",", ":")) + "\n")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "began", "command", "hosts", "failed", "exit code"):
+        table.add_column(name, justify="right" if name in ("hosts", "failed", "exit code") else "left")
+    for run in runs:
+        counts = _counts(run)
+        table.add_row(
+            run.identifier, run.began, Text(_call(run)), *(str(counts[key]) for key in ("hosts", "failed", "exit_code"))
+        )
+    console.print(table)
+
+
+def _call(run: Run) -> str:
+    where = ", ".join(run.inventory) or "this machine"
+    return plain(
+        f"gpuprov {run.command}{' --check' if run.check else ''} on {counted(len(run.results), 'host')} of {where}"
+    )
+
+
+def _counts(run: Run) -> dict[str, object]:
+    failed = sum(result.has_failed for result in run.results)
+    return {"command": run.command, "hosts": len(run.results), "failed": failed, "exit_code": int(run.exit_code)}
+
+
+def write_page(run: Run, path: str) -> None:
+    """Write the page, which compares with the last stored run of the same kind.
+
+    Raises GpuprovError (exit code 2) if the file cannot be written.
+    """
+    from gpuprov.fleet.page import render  # Jinja2 is loaded only for a page
+
+    try:
+        Path(path).expanduser().write_text(render(run, history.before(run)), "utf-8", "replace")
+    except OSError as error:
+        raise GpuprovError(
+            f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere",
+            exit_code=ExitCode.USAGE,
+        ) from None  # fmt: skip
+
+
+def write_metrics(run: Run, path: str, ended: float) -> None:
+    """Write the run's metrics atomically; `ended` is its end in seconds since the epoch. Raises OSError.
+
+    The collector that reads them has another account.
+    """
+    text = metrics_text(
+        run.command, run.results, rows_of(advisories_table()), ended=ended, seconds=run.seconds,
+        changes=PENDING if run.check else MADE,
+    )  # fmt: skip
+    write_whole(Path(path).expanduser(), text.encode(), 0o644, (os.geteuid(), os.getegid()))
+
+
+def summary(run: Run) -> dict[str, object]:
+    """Return the last object of `--json`, with the identifier of the stored run."""
+    return {**summary_json(run.command, run.results, run.ended_by), "run": run.identifier}

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.agent import same_machine
+from gpuprov.agent.agent import StopFlag
 from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
 from gpuprov.agent.same_machine import local_host_keys, local_machine
-from gpuprov.agent.worker import StopFlag
 from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.chroot import run_in_root
-from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.host_command import HostCommands
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import Rolling
@@ -301,7 +301,7 @@ class Fleet:
             error = _left() if self.interruptions > 1 and not cut_drain else error
             tell(Finished(int(error.exit_code), problems=error.problems))
         except Exception as error:  # an internal error on one host must not end the others; the log has the traceback
-            from gpuprov.fleet.crash import write_log
+            from gpuprov.fleet.history import write_log
 
             tell(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
         return replace(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
-from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.history import Run, moment, new_identifier
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.standard_streams import say

@@ -13,7 +13,7 @@ from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
-from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node, PodState

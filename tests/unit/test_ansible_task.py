@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpuprov.agent.background import job_from_line
+from gpuprov.agent.agent import job_from_line
 from gpuprov.agent.playbook_task import (
     BOOTSTRAP_VARIABLE,
     BUNDLE_KEY_VARIABLE,

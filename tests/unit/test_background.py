@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.agent.background import Job, begin, job_from_line
+from gpuprov.agent.agent import Job, begin, job_from_line
 from gpuprov.agent.playbook_task import for_a_job, task_request
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import GpuprovError

@@ -23,7 +23,7 @@ from gpuprov.agent.run import run_request
 from gpuprov.cli.main import cli
 from gpuprov.fleet.history import Run, save
 from gpuprov.fleet.progress import JsonLines
-from gpuprov.fleet.report_command import summary
+from gpuprov.fleet.report import summary
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import SCHEMA, Event, PlannedChange
 from gpuprov.protocol.request import COMMANDS, Request

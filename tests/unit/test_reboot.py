@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.resume import UNIT, leave_resume
+from gpuprov.agent.install import UNIT, leave_resume
 from gpuprov.agent.run import run_request
 from gpuprov.boot import reboot
 from gpuprov.core.commands import Completed

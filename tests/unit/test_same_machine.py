@@ -12,8 +12,8 @@ from gpuprov.agent.probe import PROBE, parse_probe
 from gpuprov.agent.result import HostResult
 from gpuprov.agent.same_machine import claim_in, local_machine, machine_of
 from gpuprov.core.system import System
+from gpuprov.fleet.grouping import spreads
 from gpuprov.fleet.report import last_line
-from gpuprov.fleet.versions import spreads
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CheckDone
 from gpuprov.protocol.request import Request

@@ -160,8 +160,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         self, command: str, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], bootstrap: bool
     ) -> Any:
         """Let the agent continue without the connection (`async`), and return the Job."""
-        from gpuprov.agent.agent import JOB
-        from gpuprov.agent.background import Job
+        from gpuprov.agent.agent import JOB, Job
         from gpuprov.agent.playbook_task import for_a_job
         from gpuprov.agent.push import agent_command
         from gpuprov.protocol.codec import dump

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from gpuprov.agent.result import HostResult, MadeChange
 from gpuprov.cli.main import cli
 from gpuprov.fleet import history
-from gpuprov.fleet.crash import write_log
-from gpuprov.fleet.history import Run, load, save, without_secrets
+from gpuprov.fleet.history import Run, load, save, without_secrets, write_log
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, PlannedChange
 

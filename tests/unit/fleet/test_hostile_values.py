@@ -18,8 +18,7 @@ from gpuprov.agent.result import HostResult, Recorder
 from gpuprov.fleet.history import Run, before, load, save
 from gpuprov.fleet.page import render
 from gpuprov.fleet.progress import JsonLines, PlainLines
-from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.report_command import write_metrics
+from gpuprov.fleet.report import print_report, summary_json, write_metrics
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
     CauseFound,

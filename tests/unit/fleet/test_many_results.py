@@ -9,10 +9,8 @@ import pytest
 from rich.console import Console
 
 from gpuprov.agent.result import HostResult, versions_of_facts
-from gpuprov.fleet.causes import causes
-from gpuprov.fleet.display_text import listed, shortened
+from gpuprov.fleet.grouping import causes, listed, shortened, spreads
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.versions import spreads
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone
 

@@ -14,7 +14,7 @@ from gpuprov.agent.result import HostResult
 from gpuprov.cli.main import cli
 from gpuprov.fleet import command
 from gpuprov.fleet.history import Run
-from gpuprov.fleet.report_command import write_metrics
+from gpuprov.fleet.report import write_metrics
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CheckDone
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from gpuprov.agent.result import HostResult
 from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.fleet import command
-from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json

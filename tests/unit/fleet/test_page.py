@@ -11,9 +11,9 @@ import pytest
 
 from gpuprov.agent.result import HostResult, MadeChange, versions_of_facts
 from gpuprov.facts.mig import MigGpu, mig_layout
+from gpuprov.fleet.grouping import mig_instances
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page import render
-from gpuprov.fleet.versions import mig_instances
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone, PlannedChange
 from tests.unit.fleet import fleets

@@ -1,0 +1,194 @@
+"""Group what hosts have in common: failures by cause, versions, drains, and names in rows. Pure."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gpuprov.agent.result import Drain, HostResult, machines, told
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.words import counted, plain
+
+# Text that identifies one host in a sentence: `[name]:port`, `name port 22`, an IPv4 address.
+# The bounds prevent quadratic time on long input from a host.
+_PLACE = re.compile(
+    r"\[[^\]\s]{1,255}\]:\d+|(?<![\w.:-])[\w.:-]{1,255} port \d+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])"
+)
+_LONGEST = 4000
+_ANY_HOST = "HOST"
+_MOST_EVIDENCE = 3
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One fault and its hosts. If the texts differ only by the host, they say HOST."""
+
+    what: str
+    next_step: str
+    hosts: tuple[str, ...]
+    evidence: tuple[str, ...]
+
+
+def causes(results: Iterable[HostResult]) -> tuple[Cause, ...]:
+    """Return the problems and failed checks of all hosts by cause and next step, the most frequent first."""
+    groups: dict[tuple[str, str], list[tuple[str, Problem]]] = {}
+    for host, problem in _problems(results):
+        key = (_of_any_host(problem.what, host), _of_any_host(problem.next_step, host))
+        groups.setdefault(key, []).append((host, problem))
+    made = (_cause(key, members) for key, members in groups.items())
+    return tuple(sorted(made, key=lambda cause: -len(cause.hosts)))
+
+
+def _problems(results: Iterable[HostResult]) -> Iterator[tuple[str, Problem]]:
+    for result in results:
+        told_already = {problem.what for problem in result.problems}
+        for check in result.checks:
+            # The doctor's findings are among its causes; a problem has the evidence of its check.
+            if check.status == "failed" and check.reason not in told_already and (check.reason or not result.problems):
+                yield result.host, Problem(told(check))
+        for problem in result.problems:
+            yield result.host, problem
+
+
+def _cause(key: tuple[str, str], members: Sequence[tuple[str, Problem]]) -> Cause:
+    evidence: dict[str, str] = {}
+    for host, problem in members:
+        if problem.evidence:
+            evidence.setdefault(_of_any_host(problem.evidence, host), problem.evidence)
+    return Cause(
+        what=_the_one({problem.what for _, problem in members}, key[0]),
+        next_step=_the_one({problem.next_step for _, problem in members}, key[1]),
+        hosts=tuple(dict.fromkeys(host for host, _ in members)),
+        evidence=tuple(evidence.values())[:_MOST_EVIDENCE],
+    )
+
+
+def _the_one(texts: set[str], otherwise: str) -> str:
+    return next(iter(texts)) if len(texts) == 1 else otherwise
+
+
+def _of_any_host(text: str, host: str) -> str:
+    """Return the text without the parts that identify one host."""
+    named = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", _ANY_HOST, text[:_LONGEST])
+    return _PLACE.sub(_ANY_HOST, named)
+
+
+_ORDER = ("os", "kernel", "driver", "docker", "gpus")
+_NONE = "none"
+_OF_GPU = re.compile(r"([0-9]{1,3}): ([\w.+, -]+)")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One kind of version over the fleet: the usual one with its number of hosts, and the others with theirs."""
+
+    name: str
+    usual: str
+    count: int
+    others: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
+    """Return how versions spread over the hosts that reported theirs; empty if fewer than two did."""
+    told = [result for result in machines(results) if result.versions]
+    if len(told) < 2:
+        return ()
+    names = dict.fromkeys((*_ORDER, *(name for result in told for name in result.versions)))
+    return tuple(_spread(name, told) for name in names if any(result.versions.get(name) for result in told))
+
+
+def _spread(name: str, results: Sequence[HostResult]) -> Spread:
+    hosts: dict[str, list[str]] = collections.defaultdict(list)
+    for result in results:
+        hosts[str(result.versions.get(name) or _NONE)].append(result.host)
+    (usual, first), *others = sorted(hosts.items(), key=lambda item: -len(item[1]))
+    return Spread(name, usual, len(first), tuple((version, tuple(names)) for version, names in others))
+
+
+def mig_instances(text: str) -> dict[int, tuple[str, ...]]:
+    """Return each GPU's MIG instances from the text that facts.mig.mig_layout makes; {} from any other."""
+    return {int(index): tuple(names.split(", ")) for index, names in _OF_GPU.findall(text)}
+
+
+DRAIN_STATES = {
+    "foreseen": ("would be drained", ""),
+    "failed": ("drain failed", "red"),
+    "drained": ("still drained", "bold yellow"),
+    "undrained": ("undrained", "green"),
+}
+
+
+def state_of(drain: Drain) -> str:
+    """Return the text of a drain's state."""
+    return DRAIN_STATES[drain.state][0]
+
+
+def command_of(drain: Drain) -> str:
+    """Return the command to type, or the one that a run would begin with; "" if nothing is left to do."""
+    return drain.before if drain.state == "foreseen" else drain.after if drain.lasts else ""
+
+
+def drained(results: Sequence[HostResult]) -> tuple[tuple[str, Drain], ...]:
+    """Return the hosts that were or would be drained, those still drained first."""
+    found = [(result.host, result.drain) for result in results if result.drain is not None]
+    return tuple(sorted(found, key=lambda one: not one[1].lasts))
+
+
+def still_drained(results: Sequence[HostResult]) -> str:
+    """Return `; still drained: a, b` for the last line of a report, or nothing."""
+    sure = [plain(host) for host, drain in drained(results) if drain.state == "drained"]
+    unsure = [plain(host) for host, drain in drained(results) if drain.state == "failed"]
+    parts = (f"still drained: {listed(sure)}" if sure else "", f"drain failed: {listed(unsure)}" if unsure else "")
+    return "".join(f"; {part}" for part in parts if part)
+
+
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})(\D*)", re.DOTALL)
+_SHORTEST_ROW = 3
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return names with commas, rows of numbered ones as Ansible's ranges, and how many there are beyond `most`."""
+    rows = folded(names)
+    rest = sum(number for _, number in rows[most:])
+    return ", ".join(text for text, _ in rows[:most]) + (f" and {rest} more" if rest else "")
+
+
+def folded(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Return (text, number of names): `gpu[01:37].example.org` and 37 for a row without a gap, of three or more."""
+    rows: list[list[str]] = []
+    for name in names:
+        if rows and _follows(rows[-1][-1], name):
+            rows[-1].append(name)
+        else:
+            rows.append([name])
+    return [one for row in rows for one in _folded_row(row)]
+
+
+def _follows(one: str, other: str) -> bool:
+    (before, number, after), (prefix, next_number, suffix) = _parts(one), _parts(other)
+    same = before == prefix and after == suffix and len(number) == len(next_number)
+    return same and bool(number) and int(next_number) == int(number) + 1
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Split a name at the last number of its first label; in gpu07.dc1, dc1 is not part of the host's number."""
+    label, dot, domain = name.partition(".")
+    found = _NUMBERED.fullmatch(label)
+    return (found.group(1), found.group(2), found.group(3) + dot + domain) if found else (name, "", "")
+
+
+def _folded_row(row: list[str]) -> list[tuple[str, int]]:
+    if len(row) < _SHORTEST_ROW:
+        return [(name, 1) for name in row]
+    (before, first, after), (_, last, _) = _parts(row[0]), _parts(row[-1])
+    return [(f"{before}[{first}:{last}]{after}", len(row))]
+
+
+def shortened(text: str, *, lines: int = 20, columns: int = 400) -> str:
+    """Return a host's text, cut if it is too long to read."""
+    said = text.rstrip("\n").splitlines()
+    shown = [line if len(line) <= columns else line[:columns] + " …" for line in said[:lines]]
+    more = [f"… {counted(len(said) - lines, 'line')} more"] if len(said) > lines else []
+    return "\n".join(shown + more)
