@@ -5,6 +5,7 @@ python -m tools.cli_page
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _WIDTH = 110
 _HEAD = """\
 # Command line
 
-The help of each command, written by `make docs`. [Exit codes](fleets.md#exit-codes). The variables of `-e`:
+The help of each command (`--help`), written by `make docs`. [Exit codes](fleets.md#exit-codes). The variables of `-e`:
 [configuration.md](configuration.md).
 """
 _SHARED = "Options of runs over hosts"
@@ -55,16 +56,14 @@ def _sections(command: click.Command, context: click.Context, shared: frozenset[
 
 
 def _help(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> str:
-    """Return a command's help; a line stands for the options that all runs over hosts have."""
-    params = command.params
-    left = [one for one in params if _key(one) not in shared]
-    if len(params) - len(left) < len(shared):
-        return command.get_help(context).strip()
-    command.params = left
-    try:
-        return f"{command.get_help(context).strip()}\n\n  Also all {_SHARED[0].lower()}{_SHARED[1:]} (below)."
-    finally:
-        command.params = params
+    """Return a command's help without --help; a line stands for the options that all runs over hosts have."""
+    shown = copy.copy(command)
+    shown.add_help_option = False
+    left = [one for one in command.params if _key(one) not in shared]
+    if len(command.params) - len(left) < len(shared):
+        return shown.get_help(context).strip()
+    shown.params = left
+    return f"{shown.get_help(context).strip()}\n\n  Also all {_SHARED[0].lower()}{_SHARED[1:]} (below)."
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def documented() -> dict[str, dict[str, str]]:
     """Return the fields and their types of every heading in the page."""
     sections = re.split(r"^#+ (.+)$", _PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]
     return {
-        name: dict(re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", text, re.MULTILINE))
+        name: dict(re.findall(r"^- `(\w+)` \(([\w ]+)\)", text, re.MULTILINE))
         for name, text in zip(sections[::2], sections[1::2])
     }
 
