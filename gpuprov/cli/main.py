@@ -16,7 +16,6 @@ import click
 
 from gpuprov import __version__
 from gpuprov.cli.advisories import advisories
-from gpuprov.cli.agent import agent
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
@@ -27,12 +26,12 @@ from gpuprov.cli.hook import hook
 from gpuprov.cli.kubernetes import kubernetes
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.cli.playbooks import playbooks
-from gpuprov.cli.report import report
 from gpuprov.cli.runtime import runtime
-from gpuprov.cli.serve import serve_command
+from gpuprov.fleet import one_file
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.words import counted
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -231,8 +230,92 @@ def completion(shell: str) -> None:
     say_text(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
 
 
+@cli.group()
+def agent() -> None:
+    """The program that runs on the hosts.
+
+    \b
+    Example:
+      gpuprov agent build -o agent.pyz
+    """
+
+
+@agent.command()
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
+def build(output: str) -> None:
+    """Write the agent as one file that runs on Python 3.9 and later.
+
+    \b
+    Example:
+      gpuprov agent build -o agent.pyz
+      echo '{"command": "facts"}' | sudo python3 -I agent.pyz
+    """
+    from pathlib import Path
+
+    from gpuprov.fleet.agent_build import build_agent
+    from gpuprov.protocol.errors import from_os_error
+
+    one_file.require_whole_program("`gpuprov agent build`")
+    made = build_agent()
+    try:
+        Path(output).write_bytes(made.content)
+    except OSError as error:
+        raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
+    say(f"{output}: {counted(len(made.content), 'byte')}, SHA-256 {made.digest}")
+
+
+@cli.command()
+@click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
+@text_option("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
+              "beginning of it. Default: the last.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@text_option("--html", type=FILE, help="Write it as one HTML page instead.")
+@click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
+def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
+    """Show again what came of a run.
+
+    \b
+    Examples:
+      gpuprov report
+      gpuprov report --list
+      gpuprov report --run 20261121T0815 --html report.html
+    """
+    from gpuprov.fleet import report as reports
+    from gpuprov.fleet.command import make_console
+    from gpuprov.fleet.history import load
+
+    if as_list:
+        reports.show_list(make_console(), as_json=as_json)
+    elif html:
+        reports.write_page(load(identifier), html)
+    else:
+        reports.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)
+
+
+@cli.command("serve", short_help="Answer nvidia-docker scripts on 127.0.0.1:3476.")
+def serve_command() -> None:
+    """Answer GET requests in the form of nvidia-docker-plugin 1.0, so that scripts that ask it work again.
+
+    It listens on 127.0.0.1:3476 and, as root, on /run/gpuprov/serve.sock (root alone); no other address can be named.
+    It loads and changes nothing. Paths: /docker/cli, /gpu/info and /gpu/status, each also with /json, and all below
+    /v1.0. For a service: gpuprov_serve. `gpuprov docker-args` is the safer way, for no other program can answer in its
+    place.
+
+    \b
+    Examples:
+      sudo gpuprov serve
+      docker run --rm $(curl -sf 'localhost:3476/docker/cli?dev=0+1') IMAGE nvidia-smi
+      curl -s localhost:3476/gpu/status
+    """
+    from gpuprov.boot.serve_main import ADDRESS, serve
+    from gpuprov.core.system import System
+
+    say(f"serving {ADDRESS[0]}:{ADDRESS[1]} until Ctrl-C", err=True)
+    serve(System())
+
+
 cli.add_command(advisories)
-cli.add_command(agent)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
@@ -240,9 +323,7 @@ cli.add_command(docker_args)
 cli.add_command(hook)
 cli.add_command(kubernetes)
 cli.add_command(playbooks)
-cli.add_command(report)
 cli.add_command(runtime)
-cli.add_command(serve_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:

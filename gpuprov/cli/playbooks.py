@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import shutil
 from pathlib import Path
 
 import click
 
+import gpuprov
 from gpuprov.fleet import one_file
 from gpuprov.fleet.standard_streams import say
+from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
 
 
 @click.command(short_help="Write the playbooks and an example inventory into a folder.")
@@ -22,8 +26,75 @@ def playbooks(folder: Path) -> None:
       gpuprov playbooks ~/gpu-hosts
       cd ~/gpu-hosts && ansible-playbook -i inventories/example playbooks/site.yml --check --diff
     """
-    from gpuprov.fleet.playbook_files import write_playbooks
-
     one_file.require_whole_program("`gpuprov playbooks`")
     for path in write_playbooks(folder):
         say(f"wrote {path}")
+
+
+_AGENT = "files/gpuprov-agent.pyz"
+_COLLECTION = "collections/ansible_collections/gpuprov/host"
+_LINKED = ("plugins", "roles")
+# Made again below, of no use without a clone, or written by Python.
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "collection.py", "collections")
+
+
+def write_playbooks(folder: Path) -> tuple[Path, ...]:
+    """Write playbooks/, inventories/example and ansible.cfg into `folder`; return what was written.
+
+    playbooks/ of an earlier version is replaced. An inventory or ansible.cfg that exists is the user's and stays.
+    Raises GpuprovError if another playbooks/ is there, or if the folder can't be written.
+    """
+    playbooks = folder / "playbooks"
+    if playbooks.is_symlink() or (playbooks.exists() and not (playbooks / _AGENT).is_file()):
+        raise GpuprovError(
+            f"{playbooks} exists and was not written by gpuprov",
+            f"it is a link, or lacks {_AGENT}",
+            "name another folder",
+            exit_code=ExitCode.USAGE,
+        )
+    try:
+        return _written(_source(), folder, playbooks)
+    except OSError as error:
+        raise from_os_error(f"the playbooks can't be written into {folder}", error) from None
+
+
+def _written(source: Path, folder: Path, playbooks: Path) -> tuple[Path, ...]:
+    from gpuprov.fleet.agent_build import build_agent
+
+    if playbooks.exists():
+        shutil.rmtree(playbooks)
+    shutil.copytree(source / "playbooks", playbooks, ignore=_LEFT_OUT)
+    (playbooks / _AGENT).parent.mkdir()
+    (playbooks / _AGENT).write_bytes(build_agent().content)
+    (playbooks / _COLLECTION).mkdir(parents=True)
+    for name in _LINKED:
+        (playbooks / _COLLECTION / name).symlink_to(f"../../../../{name}")
+    written = [playbooks]
+    for name in ("inventories/example", "ansible.cfg"):
+        if not (folder / name).exists():
+            written.append(folder / name)
+            _copy(source / name, folder / name)
+    return tuple(written)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
+
+
+def _source() -> Path:
+    """Return the folder that holds playbooks/: a clone, or where the wheel's data are."""
+    clone = Path(gpuprov.__file__).resolve().parents[1]
+    if (clone / "playbooks/site.yml").is_file():
+        return clone
+    for path in importlib.metadata.files("gpuprov") or ():
+        if path.parts[-2:] == ("playbooks", "site.yml"):
+            return Path(str(path.locate())).resolve().parents[1]
+    raise GpuprovError(
+        "this installation of gpuprov has no playbooks",
+        f"gpuprov is in {clone}",
+        "pip install --force-reinstall gpuprov",
+    )

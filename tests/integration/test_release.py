@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.cli.playbooks import write_playbooks
 from gpuprov.fleet.agent_build import host_distributions
-from gpuprov.fleet.playbook_files import write_playbooks
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tools import host_program
 
