@@ -1,4 +1,7 @@
-"""The changes that remove nvidia-docker 1 from a host: its volumes, its plugin's service, its user and its folder."""
+"""nvidia-docker on a host: the changes that remove version 1, and the file of gpuprov's own command.
+
+Version 1 left volumes, its plugin's service, its user and its folder. The command is nvidia_docker_command.py.
+"""
 
 from __future__ import annotations
 

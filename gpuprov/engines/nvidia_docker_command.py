@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
+_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
+# The labels of nvidia-docker 1.
+_VOLUMES_LABEL = "com.nvidia.volumes.needed"
+_CUDA_LABEL = "com.nvidia.cuda.version"
+# docker's exit code if it can't start a container, and a shell's if a program is missing.
+_REFUSED, _NO_DOCKER = 125, 127
+_LARGEST_ENV_FILE = 1 << 20
+# docker stops reading options at the first word that is not one. What follows the image is the container's command, not
+# parsed. Sources: docker(1), docker-run(1), and pflag's rules for words such as `-itv/a:/b`.
 # docker's own options. An unknown one ends the parsing: the call goes to docker unchanged.
 _GLOBAL_FLAGS = frozenset(("D", "debug", "tls", "tlsverify", "v", "version", "h", "help"))
 _GLOBAL_VALUES = frozenset(("H", "host", "c", "context", "l", "log-level", "config", "tlscacert", "tlscert", "tlskey"))
@@ -31,15 +41,14 @@ _STARTING = ("run", "create")
 class ContainerCall:
     """A call of `run` or `create`: `before` is everything up to and including that word, `after` what follows it.
 
-    `hosts` are the daemons that docker's own options name. `options` are those of the command: pairs of name (without
-    hyphens) and value, in their order. `image` is "" where there is none, else the word of `after` at `place`.
+    `options` are those of the command: pairs of name (without hyphens) and value, in their order. `image` is "" where
+    there is none, else the word of `after` at `place`.
     """
 
-    __slots__ = ("after", "before", "hosts", "image", "options", "place")
+    __slots__ = ("after", "before", "image", "options", "place")
 
-    def __init__(self, before: Sequence[str], after: Sequence[str], hosts: Sequence[str] = ()) -> None:
+    def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
         self.before = tuple(before)
-        self.hosts = tuple(hosts)
         self.after = tuple(after)
         self.options, self.place = _options(self.after, _RUN_FLAGS, None)
         self.image = self.after[self.place] if 0 <= self.place < len(self.after) else ""
@@ -57,7 +66,7 @@ class ContainerCall:
             words[place] = (
                 others.get(word, word) if place and words[place - 1] == f"--{option}" else long.get(word, word)
             )
-        return ContainerCall(self.before, words, self.hosts)
+        return ContainerCall(self.before, words)
 
     def values(self, *names: str) -> tuple[str, ...]:
         """Return the values of the options of these names."""
@@ -66,15 +75,14 @@ class ContainerCall:
 
 def container_call(words: Sequence[str]) -> ContainerCall | None:
     """Return the call of `run` or `create` in the words after `docker`, None for any other command."""
-    options, place = _options(words, _GLOBAL_FLAGS, _GLOBAL_VALUES)
+    _, place = _options(words, _GLOBAL_FLAGS, _GLOBAL_VALUES)
     if place < 0 or place >= len(words):
         return None
     if words[place] == "container":
         place += 1
     if place >= len(words) or words[place] not in _STARTING:
         return None
-    hosts = [value for name, value in options if name in ("H", "host")]
-    return ContainerCall(words[: place + 1], words[place + 1 :], hosts)
+    return ContainerCall(words[: place + 1], words[place + 1 :])
 
 
 def _options(
@@ -118,18 +126,6 @@ def _in_word(word: str, flags: frozenset[str]) -> list[tuple[str, str | None]]:
     return found
 
 
-_DEVICES = "NVIDIA_VISIBLE_DEVICES"
-_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
-_DISABLE = "NVIDIA_DISABLE_REQUIRE"
-# The labels of nvidia-docker 1.
-_VOLUMES_LABEL = "com.nvidia.volumes.needed"
-_CUDA_LABEL = "com.nvidia.cuda.version"
-_TRUE = ("1", "t", "T", "true", "TRUE", "True")
-# docker's exit code if it can't start a container, and a shell's if a program is missing.
-_REFUSED, _NO_DOCKER = 125, 127
-_LARGEST_ENV_FILE = 1 << 20
-
-
 class Image:
     """Properties of an image: labels, and environment by name."""
 
@@ -169,11 +165,8 @@ def gpu_words(
     return tuple(words)
 
 
-def required_cuda(image: Image, given: Mapping[str, str | None]) -> str:
-    """Return the CUDA release that an image's label requires, as MAJOR.MINOR; "" if none applies."""
-    disabled = given[_DISABLE] if _DISABLE in given else image.environment.get(_DISABLE)
-    if disabled in _TRUE:
-        return ""
+def required_cuda(image: Image) -> str:
+    """Return the CUDA release that an image's label requires, as MAJOR.MINOR; "" if it has none."""
     numbers = image.labels.get(_CUDA_LABEL, "").strip().lstrip("v").split(".")
     return ".".join(numbers[:2]) if all(one.isascii() and one.isdigit() for one in numbers[:2]) else ""
 
@@ -244,16 +237,10 @@ def _docker(own_path: str) -> tuple[str, ...]:
 
 def _added(docker: tuple[str, ...], call: ContainerCall) -> tuple[str, ...]:
     image = _image(docker, call)
-    given = given_variables(call, os.environ)
-    words = gpu_words(call, image, os.environ, given)
-    cuda = required_cuda(image, given)
-    if not cuda:
-        return words
-    if not _is_local(docker, call):
-        # The other host's runtime compares it with its own driver.
-        return (*words, f"--env=NVIDIA_REQUIRE_CUDA_LABEL=cuda>={cuda}")
-    _require_cuda(call.image, image.labels[_CUDA_LABEL], cuda)
-    return words
+    words = gpu_words(call, image, os.environ, given_variables(call, os.environ))
+    cuda = required_cuda(image)
+    # The runtime compares it with the driver of its host, which may be another one, and heeds NVIDIA_DISABLE_REQUIRE.
+    return (*words, f"--env=NVIDIA_REQUIRE_CUDA_LABEL=cuda>={cuda}") if cuda else words
 
 
 def _image(docker: tuple[str, ...], call: ContainerCall) -> Image:
@@ -288,42 +275,6 @@ def _pull(docker: tuple[str, ...], call: ContainerCall) -> None:
     output = 2 if not quiet else subprocess.DEVNULL
     if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, check=False).returncode:
         sys.exit(_REFUSED)
-
-
-def _is_local(docker: tuple[str, ...], call: ContainerCall) -> bool:
-    """Say whether docker's daemon is on this host: docker's client reports where it would connect."""
-    shown = _asked((*docker, *call.docker_options, "context", "inspect", "--format={{.Endpoints.docker.Host}}"))
-    place = shown.stdout.decode("utf-8", "replace").strip()
-    if shown.returncode or not place:  # older than 19.03
-        place = (*call.hosts, os.environ.get("DOCKER_HOST", ""))[0]
-    return place.startswith(("unix:", "fd:", "/")) or not place
-
-
-def _require_cuda(image: str, label: str, cuda: str) -> None:
-    """Exit with a message if this host's driver is older than the image's CUDA needs."""
-    from gpuprov.runtime_hook.errors import Refused
-    from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, check, version_key
-    from gpuprov.runtime_hook.settings import read_settings
-    from gpuprov.runtime_hook.specification import Specifications
-
-    settings, _ = read_settings()
-    if settings.disable_require:
-        return
-    try:
-        host = Specifications(settings).own.host
-    except Refused:
-        return  # the runtime reports what is wrong with the specification
-    if check([f"cuda>={cuda}"], host)[0] != "violated":
-        return
-    first = next((driver for release, driver in FIRST_DRIVERS if version_key(release) >= version_key(cuda)), "")
-    shown = "".join(filter(str.isprintable, label))[:80]
-    newer = f"update the driver to ≥ {first}" if first else "update the driver"
-    _end(
-        _REFUSED,
-        f"the image {image} needs CUDA {cuda}, which this host's driver does not support",
-        f"label {_CUDA_LABEL}={shown}; driver {host.get('driver', '?')} supports CUDA {host['cuda']}",
-        f"{newer}, use an image for CUDA ≤ {host['cuda']}, or start it all the same with -e {_DISABLE}=1",
-    )
 
 
 def _end(code: int, what: str, seen: str, then: str) -> NoReturn:
