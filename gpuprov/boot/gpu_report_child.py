@@ -6,12 +6,13 @@ not report the value. Process names are left out: every user of the host can sen
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from typing import Any, Callable
 
 import pynvml
+
+from gpuprov.cdi.nvml_child import devices, known, text
 
 _MIB = 1 << 20
 # MB/s of one lane, by PCIe generation.
@@ -23,16 +24,11 @@ _FAMILIES = {2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7:
 
 def main(library: str) -> None:
     """Print the report of the NVML at that path."""
-    ctypes.CDLL(library)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        sys.exit(error.value)
-    gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    version = _known(pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+    gpus = devices(library)
+    version = known(pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
     document = {
         "Version": {
-            "Driver": _text(_known(pynvml.nvmlSystemGetDriverVersion)),
+            "Driver": text(known(pynvml.nvmlSystemGetDriverVersion)),
             "CUDA": f"{version // 1000}.{version % 1000 // 10}",
         },
         "Info": [_info(gpu) for gpu in gpus],
@@ -42,81 +38,81 @@ def main(library: str) -> None:
 
 
 def _info(gpu: Any) -> dict[str, Any]:
-    minor = _known(pynvml.nvmlDeviceGetMinorNumber, gpu)
-    pci = _known(pynvml.nvmlDeviceGetPciInfo, gpu)
+    minor = known(pynvml.nvmlDeviceGetMinorNumber, gpu)
+    pci = known(pynvml.nvmlDeviceGetPciInfo, gpu)
     generation, width = (
-        _known(one, gpu) for one in (pynvml.nvmlDeviceGetMaxPcieLinkGeneration, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
+        known(one, gpu) for one in (pynvml.nvmlDeviceGetMaxPcieLinkGeneration, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
     )
-    capability = _known(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
-    ecc = _known(pynvml.nvmlDeviceGetEccMode, gpu)
+    capability = known(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
+    ecc = known(pynvml.nvmlDeviceGetEccMode, gpu)
     return {
-        "UUID": _text(_known(pynvml.nvmlDeviceGetUUID, gpu)),
+        "UUID": text(known(pynvml.nvmlDeviceGetUUID, gpu)),
         "Path": f"/dev/nvidia{minor}" if minor is not None else "",
-        "Model": _text(_known(pynvml.nvmlDeviceGetName, gpu)) or None,
-        "Power": _divided(_known(pynvml.nvmlDeviceGetPowerManagementLimit, gpu), 1000),
-        "CPUAffinity": _numa_node(_text(pci.busId) if pci else ""),
+        "Model": text(known(pynvml.nvmlDeviceGetName, gpu)) or None,
+        "Power": _divided(known(pynvml.nvmlDeviceGetPowerManagementLimit, gpu), 1000),
+        "CPUAffinity": _numa_node(text(pci.busId) if pci else ""),
         "PCI": {
-            "BusID": _text(pci.busId) if pci else "",
-            "BAR1": _divided(_member(_known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Total"), _MIB),
+            "BusID": text(pci.busId) if pci else "",
+            "BAR1": _divided(_member(known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Total"), _MIB),
             "Bandwidth": _LANE[generation] * width if generation in _LANE and width else None,
         },
         "Clocks": _clocks(pynvml.nvmlDeviceGetMaxClockInfo, gpu),
         # The plugin listed the GPUs that share a switch; `nvidia-smi topo -m` tells more.
         "Topology": None,
-        "Family": _FAMILIES.get(_known(pynvml.nvmlDeviceGetArchitecture, gpu)),
+        "Family": _FAMILIES.get(known(pynvml.nvmlDeviceGetArchitecture, gpu)),
         "Arch": ".".join(str(number) for number in capability or ()),
-        "Cores": _known(pynvml.nvmlDeviceGetNumGpuCores, gpu),
+        "Cores": known(pynvml.nvmlDeviceGetNumGpuCores, gpu),
         # Values that only CUDA reports are None.
         "Memory": {
             "ECC": bool(ecc[0]) if ecc else None,
-            "Global": _divided(_member(_known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "total"), _MIB),
+            "Global": _divided(_member(known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "total"), _MIB),
             "Shared": None, "Constant": None, "L2Cache": None, "Bandwidth": None,
         },
     }  # fmt: skip
 
 
 def _status(gpu: Any) -> dict[str, Any]:
-    rates = _known(pynvml.nvmlDeviceGetUtilizationRates, gpu)
+    rates = known(pynvml.nvmlDeviceGetUtilizationRates, gpu)
     encoder, decoder = (
-        _known(one, gpu) for one in (pynvml.nvmlDeviceGetEncoderUtilization, pynvml.nvmlDeviceGetDecoderUtilization)
+        known(one, gpu) for one in (pynvml.nvmlDeviceGetEncoderUtilization, pynvml.nvmlDeviceGetDecoderUtilization)
     )
     kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [
-        _known(pynvml.nvmlDeviceGetMemoryErrorCounter, gpu, kind, pynvml.NVML_VOLATILE_ECC, place)
+        known(pynvml.nvmlDeviceGetMemoryErrorCounter, gpu, kind, pynvml.NVML_VOLATILE_ECC, place)
         for place in (pynvml.NVML_MEMORY_LOCATION_L1_CACHE, pynvml.NVML_MEMORY_LOCATION_L2_CACHE,
                       pynvml.NVML_MEMORY_LOCATION_DEVICE_MEMORY)
     ]  # fmt: skip
     received, sent = (
-        _divided(_known(pynvml.nvmlDeviceGetPcieThroughput, gpu, counter), 1000)
+        _divided(known(pynvml.nvmlDeviceGetPcieThroughput, gpu, counter), 1000)
         for counter in (pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES)
     )
     return {
-        "Power": _divided(_known(pynvml.nvmlDeviceGetPowerUsage, gpu), 1000),
-        "Temperature": _known(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+        "Power": _divided(known(pynvml.nvmlDeviceGetPowerUsage, gpu), 1000),
+        "Temperature": known(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
         "Utilization": {
             "GPU": _member(rates, "gpu"), "Memory": _member(rates, "memory"),
             "Encoder": encoder[0] if encoder else None, "Decoder": decoder[0] if decoder else None,
         },
         "Memory": {
-            "GlobalUsed": _divided(_member(_known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "used"), _MIB),
+            "GlobalUsed": _divided(_member(known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "used"), _MIB),
             "ECCErrors": dict(zip(("L1Cache", "L2Cache", "Global"), errors)),
         },
         "Clocks": _clocks(pynvml.nvmlDeviceGetClockInfo, gpu),
         "PCI": {
-            "BAR1Used": _divided(_member(_known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Used"), _MIB),
+            "BAR1Used": _divided(_member(known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Used"), _MIB),
             "Throughput": {"RX": received, "TX": sent},
         },
         "Processes": [
             {"PID": one.pid, "Name": "", "MemoryUsed": _divided(one.usedGpuMemory, _MIB)}
-            for one in _known(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
+            for one in known(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
         ],
     }  # fmt: skip
 
 
 def _clocks(question: Callable[..., Any], gpu: Any) -> dict[str, Any]:
     return {
-        "Cores": _known(question, gpu, pynvml.NVML_CLOCK_SM),
-        "Memory": _known(question, gpu, pynvml.NVML_CLOCK_MEM),
+        "Cores": known(question, gpu, pynvml.NVML_CLOCK_SM),
+        "Memory": known(question, gpu, pynvml.NVML_CLOCK_MEM),
     }
 
 
@@ -130,21 +126,9 @@ def _numa_node(bus_id: str) -> int:
         return 0
 
 
-def _known(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer, None if this driver or this GPU does not support the query."""
-    try:
-        return question(*arguments)
-    except pynvml.NVMLError:
-        return None
-
-
 def _member(structure: Any, name: str) -> Any:
     return None if structure is None else getattr(structure, name)
 
 
 def _divided(value: Any, unit: int) -> Any:
     return None if value is None else value // unit
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

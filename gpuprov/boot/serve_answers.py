@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 from urllib.parse import parse_qs, urlsplit
 
-from gpuprov.boot.gpu_report import GpuReport
-from gpuprov.boot.gpu_report_text import info_text, status_text
+from gpuprov.boot.gpu_report import GpuReport, info_text, status_text
 from gpuprov.boot.plain_gpus import granted_flags
 from gpuprov.engines.plain_flags import Device, PlainFlags, shell_words
 from gpuprov.protocol.errors import GpuprovError

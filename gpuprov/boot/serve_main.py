@@ -114,15 +114,8 @@ class _Slots:
             self._busy[connection] = False
             return True
 
-    def begin(self, connection: socket.socket) -> bool:
-        """Say that the server works on a connection now; return False if it has lost its slot."""
-        return self._mark(connection, busy=True)
-
-    def end(self, connection: socket.socket) -> bool:
-        """Say that the server waits for the client again; return False if it has lost its slot."""
-        return self._mark(connection, busy=False)
-
-    def _mark(self, connection: socket.socket, *, busy: bool) -> bool:
+    def mark(self, connection: socket.socket, *, busy: bool) -> bool:
+        """Say whether the server works on a connection now; return False if the connection has lost its slot."""
         with self._lock:
             known = connection in self._busy
             if known:
@@ -181,12 +174,12 @@ class Server:
             with connection:
                 deadline = time.monotonic() + self._seconds
                 head = _head(connection, deadline)
-                if not slots.begin(connection):
+                if not slots.mark(connection, busy=True):
                     return
                 answer = self._answers.answer(*head) if isinstance(head, tuple) else head
                 deadline = time.monotonic() + self._seconds
                 _send(connection, answer, deadline)
-                slots.end(connection)
+                slots.mark(connection, busy=False)
                 _drain(connection, deadline)
         except OSError:
             pass  # the client disconnected

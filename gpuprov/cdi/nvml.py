@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 
 # A GPU without a persistent client is initialised first: seconds for each.
 _SECONDS = 120
-_CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from gpuprov.cdi.nvml_child import main; main(sys.argv[1])"
+_CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from {} import main; main(sys.argv[1])"
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _VERSION = r"\d+\.\d+"
 # By their numbers in nvml.h (nvmlBrandType_t), named as images name them in NVIDIA_REQUIRE_CUDA: `brand=geforcertx`.
@@ -51,9 +52,15 @@ def ask(system: System, library: str) -> tuple[Mapping[str, GpuAnswer], str]:
 
     `library` is the path of NVML, so that only this driver's library is loaded.
     """
-    folders = [folder for folder in sys.path if folder]
-    done = system.run((sys.executable or "python3", "-I", "-c", _CHILD, library, *folders), timeout=_SECONDS)
+    done = run_child(system, library, "gpuprov.cdi.nvml_child")
     return parse_answers(done.stdout) if done.ok else ({}, "")
+
+
+def run_child(system: System, library: str, module: str) -> Completed:
+    """Run a module's main() with the path of NVML in a separate process."""
+    folders = [folder for folder in sys.path if folder]
+    words = (sys.executable or "python3", "-I", "-c", _CHILD.format(module), library, *folders)
+    return system.run(words, timeout=_SECONDS)
 
 
 def parse_answers(text: str) -> tuple[Mapping[str, GpuAnswer], str]:

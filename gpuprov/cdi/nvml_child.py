@@ -15,23 +15,28 @@ import pynvml
 
 def main(library: str) -> None:
     """Print the answers of the NVML at that path."""
+    gpus = [_gpu(device) for device in devices(library)]
+    version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    sys.stdout.write(json.dumps({"cuda_version": f"{version // 1000}.{version % 1000 // 10}", "gpus": gpus}))
+
+
+def devices(library: str) -> list[Any]:
+    """Return the GPUs of the NVML at that path; exit with its error number if it does not start."""
     # Loaded first and by its path, so that pynvml, which loads it by name, gets this one.
     ctypes.CDLL(library)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         sys.exit(error.value)
-    gpus = [_gpu(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
-    version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    sys.stdout.write(json.dumps({"cuda_version": f"{version // 1000}.{version % 1000 // 10}", "gpus": gpus}))
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
 
 def _gpu(device: Any) -> dict[str, Any]:
-    capability = _known(pynvml.nvmlDeviceGetCudaComputeCapability, device)
+    capability = known(pynvml.nvmlDeviceGetCudaComputeCapability, device)
     return {
-        "bus_id": _text(pynvml.nvmlDeviceGetPciInfo(device).busId),
-        "uuid": _text(_known(pynvml.nvmlDeviceGetUUID, device)),
-        "brand": _known(pynvml.nvmlDeviceGetBrand, device),
+        "bus_id": text(pynvml.nvmlDeviceGetPciInfo(device).busId),
+        "uuid": text(known(pynvml.nvmlDeviceGetUUID, device)),
+        "brand": known(pynvml.nvmlDeviceGetBrand, device),
         "compute_capability": ".".join(str(number) for number in capability or ()),
         "mig": list(_mig_devices(device)),
     }
@@ -39,20 +44,20 @@ def _gpu(device: Any) -> dict[str, Any]:
 
 def _mig_devices(device: Any) -> list[dict[str, Any]]:
     found = []
-    for index in range(_known(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0):
-        part = _known(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, index)
+    for index in range(known(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0):
+        part = known(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, index)
         if part is not None:
             found.append(
                 {
-                    "gpu_instance": _known(pynvml.nvmlDeviceGetGpuInstanceId, part),
-                    "compute_instance": _known(pynvml.nvmlDeviceGetComputeInstanceId, part),
-                    "uuid": _text(_known(pynvml.nvmlDeviceGetUUID, part)),
+                    "gpu_instance": known(pynvml.nvmlDeviceGetGpuInstanceId, part),
+                    "compute_instance": known(pynvml.nvmlDeviceGetComputeInstanceId, part),
+                    "uuid": text(known(pynvml.nvmlDeviceGetUUID, part)),
                 }
             )
     return found
 
 
-def _known(question: Callable[..., Any], *arguments: Any) -> Any:
+def known(question: Callable[..., Any], *arguments: Any) -> Any:
     """Return NVML's answer, None if this driver or this GPU does not support the query."""
     try:
         return question(*arguments)
@@ -60,6 +65,7 @@ def _known(question: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Return a text of NVML's, "" for none."""
     # Versions of pynvml differ in whether texts are bytes.
-    return value.decode("ascii", "replace") if isinstance(value, bytes) else value or ""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
