@@ -11,12 +11,12 @@ from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.driver import generations, installer, running_driver, supported_gpus
+from gpuprov.driver import generations, installer, running_driver
 from gpuprov.driver.kernel import prove_modules
 from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
+from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload, unload_unused
 from gpuprov.driver.source import DriverSource
-from gpuprov.driver.unload import Unloading, start_again, start_all_again, unload, unload_unused
-from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of, kernel_compiler
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages.managers import manager_of
@@ -186,7 +186,7 @@ class RunFile(DriverSource):
         """
         ids, served, asked = self.facts.gpu_device_ids, self.facts.served, self.spec.kernel_module_type
         unlisted = tuple(one for one in ids if one not in served)
-        listed = supported_gpus.problems(ids, served, asked)
+        listed = generations.listed_problems(ids, served, asked)
         return (*listed, *generations.problems(unlisted, self.spec.driver_version, asked))
 
     def _digest_problems(self) -> tuple[Problem, ...]:
@@ -345,8 +345,8 @@ class InstallDriver(Change):
 
     def _choose_modules(self, system: System, header: installer.Header) -> str:
         """Return which modules to build, from the file's own list of GPUs; `module_type` if it has no answer."""
-        chips = supported_gpus.read_supported_gpus(system, self.path, header.skip)
-        return supported_gpus.module_type(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
+        chips = generations.read_supported_gpus(system, self.path, header.skip)
+        return generations.listed_module_type(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
 
     def _inspect(self, system: System) -> installer.Header:
         """Read the header before anything runs, and check file, version and architecture."""

@@ -16,7 +16,7 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.commands import NOT_FOUND
 from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
-from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric
+from gpuprov.facts.gpus import UNIT, FabricFacts, gather_fabric
 from gpuprov.facts.host import gather_software, manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers

@@ -9,7 +9,7 @@ from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.image_system import BOOTED, ImageSystem
 from gpuprov.core.system import System
 from gpuprov.engines import docker, kubernetes
-from gpuprov.facts.image import newest_kernel
+from gpuprov.facts.kernels import newest_kernel
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import GpuprovError

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import gpuprov
 from gpuprov.agent.context import RunContext
-from gpuprov.boot.reboot import Reboot
+from gpuprov.boot.reboot import Reboot, forget_asked
 from gpuprov.core.apply import apply_changes, obstacles, resume_run, undo_disturbs
 from gpuprov.core.changes import NextAction
 from gpuprov.core.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import STATE_DIRECTORY, Journal, journal_for
 from gpuprov.core.system import System
-from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, WANTS
+from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
+from gpuprov.facts.gpus import mig_layout
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.mig import mig_layout
-from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.facts.watch import OFF, gather_watch
 from gpuprov.packages import managers
 from gpuprov.packages.interface import wait_until_free

@@ -198,7 +198,7 @@ def _exit_code(number: int) -> ExitCode:
 
 def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions in a host's facts, under a run's names; facts come from hosts and may have any form."""
-    from gpuprov.facts.mig import mig_layout  # only a run of `facts` has them
+    from gpuprov.facts.gpus import mig_layout  # only a run of `facts` has them
 
     places = {
         "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver", "library_version"),

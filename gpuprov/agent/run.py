@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Callable
 from gpuprov import __version__
 from gpuprov.agent.context import RunContext, StopRequested, for_target
 from gpuprov.agent.install import check, forget_resume, install
+from gpuprov.boot.reboot import forget_asked
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
 from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles
@@ -25,7 +26,6 @@ from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
 from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.host import facts_to_json, gather
-from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Planned, Sink, Started

@@ -9,9 +9,9 @@ from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, pare
 from gpuprov.core.image_system import BOOTED
 from gpuprov.core.system import System
 from gpuprov.core.units import systemctl
-from gpuprov.facts.boot_files import SSH_KEYGEN
+from gpuprov.facts.boot import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.image import MACHINE_ID, gather_identity, gather_signing_keys
+from gpuprov.facts.kernels import MACHINE_ID, gather_identity, gather_signing_keys
 from gpuprov.machine.image_mark import MARK
 from gpuprov.protocol.image_options import IMAGE
 from gpuprov.protocol.spec import HostSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpuprov.core.changes import Change, Json, RemoveFile, WriteFile, restore_path
 from gpuprov.core.system import System
 from gpuprov.engines.nvidia_docker import PATH, is_ours, render
-from gpuprov.facts.boot_files import PROGRAM
+from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.spec import HostSpec
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from gpuprov.boot import unit_texts
 from gpuprov.core.changes import (
     Change,
     Json,
@@ -26,8 +27,8 @@ from gpuprov.driver import mig
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver.mig import DISABLED
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts import boot_files
-from gpuprov.facts.boot_files import (
+from gpuprov.facts import boot
+from gpuprov.facts.boot import (
     MIG,
     MODULES,
     NODES,
@@ -77,12 +78,12 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
         for path, content in wanted.items()
         if (found := facts.files.get(path)) is None or not found.is_roots(content)
     )
-    units = tuple(name for name in boot_files.STARTED if f"{UNITS}/{name}" in wanted)
+    units = tuple(name for name in boot.STARTED if f"{UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
         path
-        for path in boot_files.MANAGED
-        if path not in wanted and (found := facts.files.get(path)) is not None and boot_files.is_ours(found.content)
+        for path in boot.MANAGED
+        if path not in wanted and (found := facts.files.get(path)) is not None and boot.is_ours(found.content)
     )
     return (PrepareBoot(wrong, links, stale, units),) if wrong or links or stale else ()
 
@@ -91,27 +92,27 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
     """Return path → content of all files that this host needs."""
     facts, spec, python = driver.facts, driver.spec, driver.facts.interpreter.path
     texts = {
-        f"{UNITS}/{NODES}": boot_files.nodes_text(python),
-        f"{UNITS}/{REFRESH}": boot_files.refresh_text(python),
-        f"{UNITS}/{WATCH}": boot_files.WATCH_TEXT,
-        UDEV_RULES: boot_files.UDEV_TEXT,
+        f"{UNITS}/{NODES}": unit_texts.NODES_TEXT.format(python=python),
+        f"{UNITS}/{REFRESH}": unit_texts.REFRESH_TEXT.format(python=python),
+        f"{UNITS}/{WATCH}": unit_texts.WATCH_TEXT,
+        UDEV_RULES: unit_texts.UDEV_TEXT,
     }
     # In a system container, the kernel modules and the GPU modes belong to the host.
     # A copy of an image may have no GPU: loading modules would then fail the unit. The nodes' unit loads them instead.
     if facts.kernel.takes_modules and not facts.kernel.container and facts.image is None:
-        texts[MODULES] = boot_files.MODULES_TEXT
+        texts[MODULES] = unit_texts.MODULES_TEXT
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
-        texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
+        texts[f"{UNITS}/{MIG}"] = unit_texts.mig_text(divided)
     if spec.serve:
-        texts[f"{UNITS}/{SERVE}"] = boot_files.serve_text(python)
-        texts[f"{UNITS}/{SERVE_SOCKET}"] = boot_files.SERVE_SOCKET_TEXT
+        texts[f"{UNITS}/{SERVE}"] = unit_texts.SERVE_TEXT.format(python=python)
+        texts[f"{UNITS}/{SERVE_SOCKET}"] = unit_texts.SERVE_SOCKET_TEXT
     if _has_persistence(driver):
-        texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
+        texts[f"{UNITS}/{PERSISTENCE}"] = unit_texts.PERSISTENCE_TEXT
     if facts.image is not None:
-        texts |= dict.fromkeys(boot_files.DRIVEN, boot_files.DRIVEN_TEXT)
-        texts |= {f"{UNITS}/{SSH_KEYS}": boot_files.SSH_KEYS_TEXT} if facts.boot.ssh_keygen else {}
-    return {boot_files.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}
+        texts |= dict.fromkeys(boot.DRIVEN, unit_texts.DRIVEN_TEXT)
+        texts |= {f"{UNITS}/{SSH_KEYS}": unit_texts.SSH_KEYS_TEXT} if facts.boot.ssh_keygen else {}
+    return {boot.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}
 
 
 @lru_cache(maxsize=1)
@@ -177,7 +178,7 @@ class PrepareBoot(Change):
 
     def diff(self, system: System) -> str:
         texts = [
-            f"+{path}" if path == boot_files.PROGRAM else text_diff(path, system.read_bytes(path), content)
+            f"+{path}" if path == boot.PROGRAM else text_diff(path, system.read_bytes(path), content)
             for path, content in self.files
         ]
         removed = [text_diff(path, system.read_bytes(path), None) for path in self.stale]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, NextAction, Tell
+from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.load import load_driver
 from gpuprov.driver.nouveau import MODULES, bound
+from gpuprov.driver.running_driver import ReloadDriver
 from gpuprov.driver.source import DriverSource
-from gpuprov.driver.unload import ReloadDriver
-from gpuprov.facts.reboot_state import note_asked
+from gpuprov.facts.boot import IN_USE_MARK, REBOOT_ASKED
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -72,6 +75,19 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     if way.unloading is not None and found == _other_driver_loaded(driver):
         return (ReloadDriver(way.unloading, facts.driver_installed_version),)
     return (Reboot(found, facts.reboot.boot_id, driver.spec.reboot == "if-needed", facts.docker.running_containers),)
+
+
+def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:
+    """Record that a reboot is requested."""
+    system.make_directory(STATE_DIRECTORY, 0o700)
+    content = json.dumps({"boot_id": boot_id, "reasons": list(reasons)}) + "\n"
+    system.write(REBOOT_ASKED, content.encode(), mode=0o600)
+
+
+def forget_asked(system: System) -> None:
+    """Remove the record: the reasons no longer apply."""
+    system.remove(REBOOT_ASKED)
+    system.remove(IN_USE_MARK)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, fabric_manager
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
-from gpuprov.facts.fabric import FabricFacts
+from gpuprov.facts.gpus import FabricFacts
 from gpuprov.machine.distros import (
     ROWS,
     Distribution,

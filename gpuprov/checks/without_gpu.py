@@ -6,7 +6,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
 from gpuprov.core.system import System
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, WANTS
+from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
 from gpuprov.facts.kernels import gather_kernels
 from gpuprov.protocol.events import Sink
 from gpuprov.protocol.spec import HostSpec

@@ -115,7 +115,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     from gpuprov.bundle_create.recipe import Wanted, make_recipe
     from gpuprov.bundle_create.sources import machine_mirror, mirror_at
     from gpuprov.core.system import System
-    from gpuprov.driver.mirror import resolved
+    from gpuprov.driver.run_files import resolved
 
     inventory = {name: options.pop(name) for name in INVENTORY_FIELDS}
     changed = _changed(options.pop("driver"), options.pop("driver_file"), options.pop("cuda_file"))

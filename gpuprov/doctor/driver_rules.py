@@ -38,8 +38,8 @@ from gpuprov.doctor.suggested_commands import (
 )
 from gpuprov.driver import distribution, fabric_manager, generations
 from gpuprov.driver_run import INCOMPLETE_MARK
-from gpuprov.facts.fabric import UNIT
-from gpuprov.facts.hiding import PRELOAD
+from gpuprov.facts.driver import PRELOAD
+from gpuprov.facts.gpus import UNIT
 from gpuprov.protocol import advisories
 from gpuprov.protocol.words import counted
 

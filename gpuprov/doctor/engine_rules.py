@@ -28,7 +28,7 @@ from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import OF_THE_HOST
 from gpuprov.engines.kubernetes import KUBELET, KUBELET_CONFIG, own_engines
 from gpuprov.engines.other_engines import Registration, kept_running, registrations, restart_command
-from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
+from gpuprov.facts.boot import PERSISTENCE, REFRESH
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted

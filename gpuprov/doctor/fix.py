@@ -18,7 +18,7 @@ from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import UNIT as DOCKER_UNIT
 from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
-from gpuprov.facts.boot_files import PROGRAM
+from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import STEPS as PLAN_STEPS

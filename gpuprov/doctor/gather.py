@@ -28,9 +28,9 @@ from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.kubernetes import KUBELET_CONFIG
-from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
-from gpuprov.facts.fabric import UNIT
-from gpuprov.facts.hiding import PRELOAD
+from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
+from gpuprov.facts.driver import PRELOAD
+from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_name

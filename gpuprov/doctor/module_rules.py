@@ -32,7 +32,7 @@ from gpuprov.doctor.suggested_commands import (
     rebuild_module,
 )
 from gpuprov.driver.precompiled import module_package
-from gpuprov.facts.boot_files import NODES as NODES_UNIT
+from gpuprov.facts.boot import NODES as NODES_UNIT
 from gpuprov.facts.kernels import fault, newest
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
 from gpuprov.protocol.words import counted

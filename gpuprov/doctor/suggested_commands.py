@@ -7,8 +7,8 @@ import shlex
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.driver.precompiled import module_package
 from gpuprov.engines.docker import RESTART_REFUSED
-from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
-from gpuprov.facts.initramfs import BLACKLIST
+from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
+from gpuprov.facts.kernels import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 

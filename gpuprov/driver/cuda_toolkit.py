@@ -16,7 +16,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
-from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, version_in
+from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, version_in
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked

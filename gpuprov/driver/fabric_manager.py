@@ -13,7 +13,7 @@ from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.fabric import _PROGRAM, UNIT, FabricFacts, parse_version
+from gpuprov.facts.gpus import _PROGRAM, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
 from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.errors import GpuprovError, Problem

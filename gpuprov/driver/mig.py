@@ -17,9 +17,9 @@ from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.holders import gather_holders
+from gpuprov.facts.driver import gather_holders
+from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.mig import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted

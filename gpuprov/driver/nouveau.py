@@ -12,8 +12,8 @@ from typing import Any
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts import initramfs
-from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
+from gpuprov.facts import kernels
+from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, Image
 from gpuprov.machine.pci import PciGpu
 from gpuprov.protocol.errors import GpuprovError
 
@@ -83,7 +83,7 @@ class KeepNouveauOut(Change):
             system.write(path, content)
         for number, image in enumerate(self.images):
             tell(f"rebuilding {image.path}", number, len(self.images))
-            initramfs.rebuild(system, image)
+            kernels.rebuild(system, image)
             _prove(system, image)
         return {}
 
@@ -93,7 +93,7 @@ class KeepNouveauOut(Change):
             restore_path(system, image)
         for image in _images(before["images"]):
             try:
-                initramfs.rebuild(system, image)
+                kernels.rebuild(system, image)
             except GpuprovError:
                 # A change that failed here failed for the same reason, which was reported already.
                 if outcome is not None:
@@ -106,9 +106,9 @@ def _images(rows: Sequence[Any]) -> tuple[Image, ...]:
 
 def _prove(system: System, image: Image) -> None:
     """Inspect the image: it must contain the blacklist, or none of the drivers."""
-    listing = initramfs.list_content(system, image)
-    drivers = initramfs.modules_in(listing, MODULES)
-    if drivers and not initramfs.holds_file(listing, BLACKLIST):
+    listing = kernels.list_content(system, image)
+    drivers = kernels.modules_in(listing, MODULES)
+    if drivers and not kernels.holds_file(listing, BLACKLIST):
         raise GpuprovError(
             f"{image.path} would still load {', '.join(drivers)} at boot",
             f"it was rebuilt, holds {drivers[0]}.ko and not {BLACKLIST}",

@@ -20,19 +20,13 @@ from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.nvidia_docker import PATH as NVIDIA_DOCKER
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
-from gpuprov.facts import boot_files
-from gpuprov.facts.boot_files import BootFacts, gather_boot
-from gpuprov.facts.chips import Chips
-from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
-from gpuprov.facts.fabric import FabricFacts, gather_fabric
-from gpuprov.facts.hiding import HidingLibrary, damage
-from gpuprov.facts.holders import RunningDriver
-from gpuprov.facts.image import ImageFacts
-from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
+from gpuprov.facts import boot
+from gpuprov.facts.boot import IN_USE_MARK, BootFacts, RebootFacts, gather_boot, gather_reboot
+from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, CudaFacts, HidingLibrary, RunningDriver, damage, gather_cuda
+from gpuprov.facts.gpus import Chips, FabricFacts, MigGpu, gather_fabric
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
+from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, InitramfsFacts, gather_initramfs
 from gpuprov.facts.leftovers import Leftovers, gather_leftovers
-from gpuprov.facts.mig import MigGpu
-from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
@@ -64,7 +58,7 @@ _MANAGED_FILES = (
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
     NVIDIA_DOCKER,
-    *boot_files.MANAGED,
+    *boot.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
     IN_USE_MARK,
     STOPPED,
@@ -237,9 +231,9 @@ def recorded_python(system: System) -> str:
 
 def _deployed_python(files: Mapping[str, FileFact]) -> str:
     """Return the Python that the deployed programs name; with NVIDIA's toolkit only the boot units are gpuprov's."""
-    launcher, unit = files.get(deploy.LAUNCHER_PATH), files.get(f"{boot_files.UNITS}/{boot_files.NODES}")
+    launcher, unit = files.get(deploy.LAUNCHER_PATH), files.get(f"{boot.UNITS}/{boot.NODES}")
     named = deploy.python_of(launcher.content) if launcher else ""
-    return named or (boot_files.python_of(unit.content) if unit else "")
+    return named or (boot.python_of(unit.content) if unit else "")
 
 
 def gather_software(system: System, os: OperatingSystem) -> PackageFacts:

@@ -1,4 +1,4 @@
-"""Whether the newest installed kernel has the driver, and later kernels will get their headers. Reads only."""
+"""Kernels that a host has, their initramfs, and the image that a disk becomes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpuprov.cdi import other_devices
+from gpuprov.cdi.generate import PATH
 from gpuprov.core.system import System
+from gpuprov.machine.machine import Kernel
+from gpuprov.protocol.errors import GpuprovError
 
 # The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.
 _MODULE = re.compile(r"(?:^|/)(nvidia(?:-current|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
@@ -91,3 +95,186 @@ def fault(
     if dkms and missing:
         return f"the kernel after {kernel.release} will come without headers: install {' '.join(missing)}"
     return ""
+
+
+# The path that driver/nouveau.py writes; defined here because facts read its age.
+BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
+# dracut adds drivers of the machine's devices despite modprobe.d, so it needs its own configuration.
+DRACUT_CONFIGURATION = "/etc/dracut.conf.d/gpuprov-nouveau.conf"
+_BOOT = "/boot"
+# Compressing one image takes ten seconds on a fast machine and minutes on a slow one.
+_REBUILD_SECONDS = 900
+_LIST_SECONDS = 120
+_DRACUT = ("dracut", "--force", "{path}", "{kernel}")
+# Names of a family's images, and the command that rebuilds one: the first program that the host has.
+# Debian and Ubuntu: update-initramfs(8), where dracut stands in for initramfs-tools it brings a command of that name;
+# RHEL family, Fedora, Amazon Linux: dracut(8); SUSE: dracut(8), the name as its mkinitrd gave it.
+_FAMILIES = (
+    ("initrd.img-", "", (("update-initramfs", "-u", "-k", "{kernel}"), _DRACUT)),
+    ("initramfs-", ".img", (_DRACUT,)),
+    ("initrd-", "", (_DRACUT, ("mkinitrd", "-k", "vmlinuz-{kernel}", "-i", "initrd-{kernel}"))),
+)
+_LISTERS = ("lsinitramfs", "lsinitrd")
+
+
+@dataclass(frozen=True)
+class Image:
+    """An initramfs and the kernel that it is for. `modified`: when it was built, seconds since 1970."""
+
+    kernel: str
+    path: str
+    modified: float = 0.0
+
+
+@dataclass(frozen=True)
+class InitramfsFacts:
+    """The images of a host; when our configuration for them was written (0: it is not there); whether dracut is here.
+
+    An image newer than the configuration contains it: the distributions' tools copy it when they build one.
+    """
+
+    images: tuple[Image, ...] = ()
+    configured: float = 0.0
+    dracut: bool = False
+
+
+def gather_initramfs(system: System) -> InitramfsFacts:
+    """Return the facts; reads only, and runs nothing."""
+    files = (system.status(path) for path in (BLACKLIST, DRACUT_CONFIGURATION))
+    configured = max((file.modified for file in files if file is not None), default=0.0)
+    return InitramfsFacts(gather_images(system), configured, system.which("dracut") is not None)
+
+
+def gather_images(system: System) -> tuple[Image, ...]:
+    """Return the images of installed kernels, by name; rescue and crash-dump images have no modules of their own."""
+    kernels = set(system.list_directory("/lib/modules"))
+    found = []
+    for name in system.list_directory(_BOOT):
+        kernel = kernel_of(name)
+        status = system.status(f"{_BOOT}/{name}")
+        if kernel in kernels and status is not None:
+            found.append(Image(kernel, f"{_BOOT}/{name}", status.modified))
+    return tuple(found)
+
+
+def kernel_of(name: str) -> str:
+    """Return the kernel that an image's file name names, nothing for another file."""
+    for before, after, _ in _FAMILIES:
+        if name.startswith(before) and name.endswith(after):
+            return name[len(before) : len(name) - len(after)]
+    return ""
+
+
+def rebuild_command(system: System, image: Image) -> tuple[str, ...]:
+    """Return the distribution's own command that rebuilds an image. Raises GpuprovError if the host has none."""
+    name = image.path.rpartition("/")[2]
+    commands = next(commands for before, after, commands in _FAMILIES if name.startswith(before + image.kernel))
+    found = next((words for words in commands if system.which(words[0])), None)
+    if found is None:
+        programs = ", ".join(words[0] for words in commands)
+        raise GpuprovError(
+            f"{image.path} can't be rebuilt: its program is not installed",
+            f"there is none of {programs}",
+            "install the one that made it, then run the same command again",
+        )
+    return tuple(word.format(kernel=image.kernel, path=image.path) for word in found)
+
+
+def rebuild(system: System, image: Image) -> None:
+    """Rebuild an image. Raises GpuprovError with what the command said."""
+    system.require(
+        rebuild_command(system, image),
+        f"{image.path} could not be rebuilt",
+        f"is there room in /boot ({system.df('/boot')})? fix what the command names, then run the same command again",
+        timeout=_REBUILD_SECONDS,
+    )
+
+
+def list_content(system: System, image: Image) -> str:
+    """Return the names of all files in an image. Raises GpuprovError if no installed program can read it."""
+    lister = next((name for name in _LISTERS if system.which(name)), None)
+    if lister is None:
+        raise GpuprovError(f"{image.path} can't be looked into", f"there is none of {', '.join(_LISTERS)}",
+                           "install initramfs-tools or dracut, whichever makes the images here")  # fmt: skip
+    return system.require((lister, image.path), f"{image.path} can't be read", timeout=_LIST_SECONDS).stdout
+
+
+def modules_in(listing: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the named kernel modules that a listing shows: `lsinitramfs` paths or `lsinitrd` lines."""
+    there = {name.replace("-", "_") for name in re.findall(r"/([\w-]+)\.ko(?:\.\w+)?\s*$", listing, re.MULTILINE)}
+    return tuple(name for name in names if name in there)
+
+
+def holds_file(listing: str, path: str) -> bool:
+    """Say whether a listing shows the file of that absolute path."""
+    return re.search(rf"(?:^|\s|/){re.escape(path.lstrip('/'))}\s*$", listing, re.MULTILINE) is not None
+
+
+MACHINE_ID = "/etc/machine-id"
+_DBUS_ID = "/var/lib/dbus/machine-id"
+_SSH = "/etc/ssh"
+# systemd's documentation "Safely Building Images" names these besides the machine id; the last is NetworkManager's.
+_SECRETS = (
+    "/var/lib/systemd/random-seed", "/boot/loader/random-seed", "/boot/efi/loader/random-seed",
+    "/efi/loader/random-seed", "/var/lib/systemd/credential.secret", "/var/lib/NetworkManager/secret_key",
+)  # fmt: skip
+# What DKMS signs modules with (dkms(8); Ubuntu has shim-signed's): its owner signs modules that copies load.
+_SIGNING_KEYS = ("/var/lib/dkms/mok.key", "/var/lib/shim-signed/mok/MOK.priv")
+_UNINITIALIZED = b"uninitialized"
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """`kernels`: those that the image's copies can boot, oldest first. `offline`: systemd does not run here.
+
+    `device_ids`: PCI device ids that stand for the GPUs to come. `identity`: files that must not be in two machines.
+    `signing_keys`: the private keys of kernel modules.
+    """
+
+    kernels: tuple[InstalledKernel, ...] = ()
+    device_ids: tuple[str, ...] = ()
+    offline: bool = False
+    identity: tuple[str, ...] = ()
+    signing_keys: tuple[str, ...] = ()
+
+    @property
+    def without_module(self) -> tuple[str, ...]:
+        """The kernels that have no NVIDIA module yet."""
+        return tuple(kernel.release for kernel in self.kernels if not kernel.module)
+
+
+def gather_image(system: System, device_ids: tuple[str, ...], *, offline: bool) -> ImageFacts:
+    """Return the facts; reads only."""
+    return ImageFacts(gather_kernels(system), device_ids, offline, gather_identity(system), gather_signing_keys(system))
+
+
+def newest_kernel(system: System) -> str:
+    """Return the release of the newest kernel that is installed, nothing if there is none."""
+    return next((kernel.release for kernel in reversed(gather_kernels(system))), "")
+
+
+def gather_identity(system: System) -> tuple[str, ...]:
+    """Return the files that identify this machine or its GPUs: copies must not have them."""
+    found = [path for path in (*_SECRETS, PATH, *other_devices.PATHS) if system.status(path) is not None]
+    machine_id = (system.read_bytes(MACHINE_ID) or b"").strip()
+    if machine_id not in (b"", _UNINITIALIZED):
+        found.append(MACHINE_ID)
+    dbus = system.status(_DBUS_ID)
+    if dbus is not None and dbus.kind == "file":
+        found.append(_DBUS_ID)
+    keys = [name for name in system.list_directory(_SSH) if name.startswith("ssh_host_") and "_key" in name]
+    return tuple(sorted((*found, *(f"{_SSH}/{name}" for name in keys))))
+
+
+def gather_signing_keys(system: System) -> tuple[str, ...]:
+    """Return the private keys with which DKMS signs kernel modules."""
+    return tuple(path for path in _SIGNING_KEYS if system.status(path) is not None)
+
+
+def kernel_to_come(release: str) -> Kernel:
+    """Return the kernel of the image's copies: what is known while the image is built, without its devices."""
+    return Kernel(
+        release=release, command_line="", takes_modules=True, modules_disabled=False, loaded_modules=(),
+        # Distributions with AppArmor enable it; Secure Boot depends on the firmware of the later machine.
+        secure_boot="no-efi", container="", wsl=False, apparmor=True,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from gpuprov.core.changes import FileFact
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.facts.boot_files import UNITS
+from gpuprov.facts.boot import UNITS
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH
 
 OFF = "off"

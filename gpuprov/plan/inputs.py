@@ -15,16 +15,15 @@ from gpuprov.core.image_system import ImageSystem
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generations, mirror, running_driver
-from gpuprov.driver.supported_gpus import gather_served
+from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generations, run_files, running_driver
+from gpuprov.driver.generations import gather_served
 from gpuprov.driver_run import RunFile
 from gpuprov.engines import docker_proxy, other_engines
 from gpuprov.engines.docker_unit import UNIT
-from gpuprov.facts.fabric import FabricFacts, gather_fabric
+from gpuprov.facts.gpus import FabricFacts, gather_fabric, gather_mig
 from gpuprov.facts.host import HostFacts, driver_package, gather, gather_software
-from gpuprov.facts.image import gather_image, kernel_to_come
+from gpuprov.facts.kernels import gather_image, kernel_to_come
 from gpuprov.facts.leftovers import with_docker
-from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.machine.pci import gather_gpus
@@ -45,9 +44,9 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     checked against the bundle later. Raises GpuprovError if the mirror's index can't be read, or lacks the branch.
     """
     if manifest is None:
-        spec = mirror.resolved(system, spec, system.architecture())
+        spec = run_files.resolved(system, spec, system.architecture())
     else:
-        spec = mirror.of_bundle(spec, manifest.driver_version)
+        spec = run_files.of_bundle(spec, manifest.driver_version)
         spec = _with_driver_file(cuda_toolkit.from_bundle(spec, manifest), manifest)
     return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
 

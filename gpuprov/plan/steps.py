@@ -21,7 +21,6 @@ from gpuprov.driver import (
     packaged,
     run_files,
     running_driver,
-    unload,
 )
 from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
@@ -184,7 +183,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, clean.CleanImage, kernel.BuildModules, reboot.Reboot,
-        images.LoadImage, unload.ReloadDriver, unload.StartContainers,
+        images.LoadImage, running_driver.ReloadDriver, running_driver.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_toolkit.InstallCudaToolkit,
         cuda_toolkit.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
         RemovePackages, rpm_changes.RemoveRpms, rpm_changes.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,

@@ -18,7 +18,7 @@ from gpuprov.bundle_create.recipe import Collection, RunFile, Wanted, make_recip
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager
-from gpuprov.facts.fabric import FabricFacts, parse_version
+from gpuprov.facts.gpus import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import source_of

@@ -10,7 +10,7 @@ from typing import Any
 from gpuprov.agent.run import run_request
 from gpuprov.cdi.discover import discover
 from gpuprov.core.commands import Completed
-from gpuprov.facts.holders import gather_holders, parse_cgroup
+from gpuprov.facts.driver import gather_holders, parse_cgroup
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json

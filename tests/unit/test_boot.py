@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from gpuprov.boot import prepare, program_main
+from gpuprov.boot import prepare, program_main, unit_texts
 from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact
 from gpuprov.core.lock import LOCK_PATH, try_lock
-from gpuprov.facts import boot_files
-from gpuprov.facts.boot_files import (
+from gpuprov.facts import boot
+from gpuprov.facts.boot import (
     MODULES,
     NODES,
     PERSISTENCE,
@@ -74,7 +74,7 @@ def written(facts: HostFacts, wanted: HostSpec) -> set[str]:
     return {path for path, _ in prepared(facts, wanted).files}
 
 
-EVERYWHERE = {boot_files.PROGRAM, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", UDEV_RULES}
+EVERYWHERE = {boot.PROGRAM, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", UDEV_RULES}
 
 
 def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: HostFacts) -> None:
@@ -113,7 +113,7 @@ def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
 
 def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
     path = f"{UNITS}/{PERSISTENCE}"
-    ours = FileFact(boot_files.PERSISTENCE_TEXT.encode(), 0o644, 0, 0)
+    ours = FileFact(unit_texts.PERSISTENCE_TEXT.encode(), 0o644, 0, 0)
     packaged = replace(metal.boot, persistence_packaged=True)
     assert prepared(replace(metal, boot=packaged, files={**metal.files, path: ours}), spec()).stale == (path,)
     theirs = replace(ours, content=b"[Unit]\n")
@@ -123,12 +123,12 @@ def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
 def test_a_unit_that_somebody_disabled_is_enabled_again(host: FakeHost) -> None:
     prepared(gather(host), spec()).apply(host, lambda *words: None)
     assert prepare.plan(source_of(gather(host), spec())) == ()
-    host.remove(f"{boot_files.WANTS}/{WATCH}")
+    host.remove(f"{boot.WANTS}/{WATCH}")
     change = prepared(gather(host), spec())
     assert (change.files, change.links) == ((), (WATCH,))
 
 
-@pytest.mark.parametrize("path", [boot_files.PROGRAM, f"{UNITS}/{REFRESH}", UDEV_RULES])
+@pytest.mark.parametrize("path", [boot.PROGRAM, f"{UNITS}/{REFRESH}", UDEV_RULES])
 @pytest.mark.parametrize("spoil", ["owner", "mode", "content"])
 def test_what_root_runs_at_boot_shall_be_roots_with_our_mode_and_content(host: FakeHost, path: str, spoil: str) -> None:
     prepared(gather(host), spec()).apply(host, lambda *words: None)

@@ -15,7 +15,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
-from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
+from gpuprov.facts.driver import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex

@@ -18,7 +18,7 @@ from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.cuda_toolkit import InstallCudaToolkit, LinkCudaToolkit
-from gpuprov.facts.cuda import PROFILE
+from gpuprov.facts.driver import PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of

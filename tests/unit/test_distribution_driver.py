@@ -13,7 +13,7 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.driver import distribution, fabric_manager, kernel, precompiled
 from gpuprov.driver.packaged import LoadDriver, SwitchBranch
-from gpuprov.facts.fabric import FabricFacts
+from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import PREFERENCES, HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.driver_rows import OWN_DRIVERS

@@ -15,7 +15,7 @@ from gpuprov.checks.outcome import Failed
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
-from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
+from gpuprov.facts.gpus import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages.apt import APT

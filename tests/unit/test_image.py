@@ -19,10 +19,9 @@ from gpuprov.core.image_system import ImageSystem
 from gpuprov.driver import generations, kernel
 from gpuprov.driver.installer import install_arguments
 from gpuprov.driver_run import InstallDriver
-from gpuprov.facts.boot_files import MODULES, SSH_KEYGEN, SSH_KEYS
+from gpuprov.facts.boot import MODULES, SSH_KEYGEN, SSH_KEYS
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.facts.image import ImageFacts, gather_identity, kernel_to_come, newest_kernel
-from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.facts.kernels import ImageFacts, InstalledKernel, gather_identity, kernel_to_come, newest_kernel
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan

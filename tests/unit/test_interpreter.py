@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.core.system import System
-from gpuprov.facts.boot_files import NODES, UNITS
+from gpuprov.facts.boot import NODES, UNITS
 from gpuprov.facts.host import gather
 from gpuprov.facts.interpreter import (
     MISSING,

@@ -12,9 +12,9 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.driver import mig
 from gpuprov.driver.mig import DivideGpus, is_right, profiles_of, wanted_for
-from gpuprov.facts import boot_files
+from gpuprov.facts import boot
+from gpuprov.facts.gpus import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.facts.mig import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError
@@ -256,10 +256,10 @@ def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts
 def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
     changes = [item.change for item in make_plan(facts, spec("all-1g.10gb"), ("boot",)).changes]
     files = dict(changes[0].files)  # type: ignore[attr-defined]
-    text = files[f"{boot_files.UNITS}/{boot_files.MIG}"].decode()
+    text = files[f"{boot.UNITS}/{boot.MIG}"].decode()
     assert "nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi 1g.10gb -C && while" in text
     changes = [item.change for item in make_plan(facts, spec("disabled"), ("boot",)).changes]
-    assert f"{boot_files.UNITS}/{boot_files.MIG}" not in dict(changes[0].files)  # type: ignore[attr-defined]
+    assert f"{boot.UNITS}/{boot.MIG}" not in dict(changes[0].files)  # type: ignore[attr-defined]
 
 
 def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
-from gpuprov.driver import mirror
+from gpuprov.driver import run_files
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import gather
 from gpuprov.protocol import driver_releases
@@ -59,18 +59,18 @@ INDEXES: dict[str, tuple[str, dict[str, str]]] = {
 @pytest.mark.parametrize("name", INDEXES)
 def test_an_index_is_read_in_the_forms_that_servers_give_it(name: str) -> None:
     text, expected = INDEXES[name]
-    assert mirror.parse_index(text, "x86_64") == expected
+    assert run_files.parse_index(text, "x86_64") == expected
 
 
 @pytest.mark.parametrize(
     ("wanted", "version"), [("550", "550.163.01"), ("565", "565.77"), ("latest", "580.95.05"), ("570", "")]
 )
 def test_a_branch_is_its_newest_by_number(wanted: str, version: str) -> None:
-    assert mirror.newest(wanted, mirror.parse_index(NVIDIA, "x86_64")) == version
+    assert run_files.newest(wanted, run_files.parse_index(NVIDIA, "x86_64")) == version
 
 
 def test_latest_of_a_mirror_without_the_long_term_branch_is_the_newest_there() -> None:
-    assert mirror.newest("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
+    assert run_files.newest("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
 
 
 @dataclass(frozen=True)
@@ -108,28 +108,28 @@ def spec(version: str, url: str, **more: str) -> HostSpec:
 
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_a_branch_becomes_a_release_with_its_file_and_known_digest(server: Served, slash: str) -> None:
-    found = mirror.resolved(System(), spec("550", server.url + slash), "x86_64")
+    found = run_files.resolved(System(), spec("550", server.url + slash), "x86_64")
     assert found.driver_version == "550.163.01"
     assert found.driver_url == f"{server.url}/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
     assert found.driver_sha256 == driver_releases.known_sha256("550.163.01", "x86_64")
-    assert mirror.resolved(System(), found, "x86_64") == found
+    assert run_files.resolved(System(), found, "x86_64") == found
 
 
 def test_an_index_of_text_is_named_itself(server: Served) -> None:
-    found = mirror.resolved(System(), spec("latest", f"{server.url}/latest.txt"), "x86_64")
+    found = run_files.resolved(System(), spec("latest", f"{server.url}/latest.txt"), "x86_64")
     assert found.driver_url == f"{server.url}/580.95.05/NVIDIA-Linux-x86_64-580.95.05.run"
 
 
 def test_a_version_needs_no_index(server: Served) -> None:
     server.asked.clear()
-    found = mirror.resolved(System(), spec("565.77", server.url, driver_sha256="a" * 64), "aarch64")
+    found = run_files.resolved(System(), spec("565.77", server.url, driver_sha256="a" * 64), "aarch64")
     assert found.driver_url == f"{server.url}/565.77/NVIDIA-Linux-aarch64-565.77.run"
     assert (found.driver_sha256, server.asked) == ("a" * 64, [])
 
 
 def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) -> None:
     with pytest.raises(GpuprovError, match="has no driver of branch 570") as raised:
-        mirror.resolved(System(), spec("570", server.url), "x86_64")
+        run_files.resolved(System(), spec("570", server.url), "x86_64")
     assert raised.value.problems[0].evidence == "branches in its index: 550"
 
 
@@ -143,7 +143,7 @@ def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) 
     ],
 )
 def test_with_a_bundle_a_branch_is_the_release_in_it(wanted: str, held: str, expected: str) -> None:
-    assert mirror.of_bundle(spec(wanted, "http://mirror.example"), held).driver_version == expected
+    assert run_files.of_bundle(spec(wanted, "http://mirror.example"), held).driver_version == expected
 
 
 def test_without_a_mirror_a_branch_that_is_not_known_is_refused_at_once() -> None:
@@ -162,4 +162,4 @@ def test_an_installation_asks_the_mirror(server: Served, tmp_path: Path) -> None
     # The file itself is not on this server: the plan was made with its address.
     assert [one.evidence for one in events[-1].problems] == ["HTTP 404"]
     assert "550.163.01/NVIDIA-Linux-x86_64-550.163.01.run" in events[-1].problems[0].what
-    assert RunFile(gather(host), mirror.resolved(System(), asked, "x86_64")).url.endswith("x86_64-550.163.01.run")
+    assert RunFile(gather(host), run_files.resolved(System(), asked, "x86_64")).url.endswith("x86_64-550.163.01.run")

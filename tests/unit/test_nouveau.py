@@ -13,9 +13,9 @@ from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.driver import nouveau
-from gpuprov.facts import initramfs
+from gpuprov.facts import kernels
 from gpuprov.facts.host import gather
-from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
+from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
@@ -53,7 +53,7 @@ def test_blacklist_and_initramfs_then_nothing(host: FakeHost) -> None:
     ]
     assert "+blacklist nova_core" in changes[0].diff(host)
     apply(host, changes)
-    assert initramfs.holds_file(host.read_text(IMAGE) or "", BLACKLIST)
+    assert kernels.holds_file(host.read_text(IMAGE) or "", BLACKLIST)
     assert nouveau.plan(source_of(gather(host), spec())) == ()
 
 
@@ -181,12 +181,12 @@ def test_the_distributions_own_command(tmp_path: Path, name: str) -> None:
     for program in programs:
         (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
         (host.root / "usr/bin" / program).chmod(0o755)
-    assert initramfs.rebuild_command(host, Image(kernel_of(name), f"/boot/{name}")) == command
+    assert kernels.rebuild_command(host, Image(kernel_of(name), f"/boot/{name}")) == command
 
 
 def test_no_command_is_said(tmp_path: Path) -> None:
     with pytest.raises(GpuprovError, match="its program is not installed"):
-        initramfs.rebuild_command(FakeHost(tmp_path / "root"), Image("6.1", "/boot/initramfs-6.1.img"))
+        kernels.rebuild_command(FakeHost(tmp_path / "root"), Image("6.1", "/boot/initramfs-6.1.img"))
 
 
 LISTINGS = {
@@ -202,13 +202,13 @@ LISTINGS = {
 
 @pytest.mark.parametrize("listing", LISTINGS)
 def test_modules_in_a_listing(listing: str) -> None:
-    assert initramfs.modules_in(f"etc/fstab\n{listing}\nbin/sh\n", nouveau.MODULES) == LISTINGS[listing]
+    assert kernels.modules_in(f"etc/fstab\n{listing}\nbin/sh\n", nouveau.MODULES) == LISTINGS[listing]
 
 
 def test_the_blacklist_in_a_listing() -> None:
-    assert initramfs.holds_file(f"etc\n{BLACKLIST[1:]}\n", BLACKLIST)
-    assert initramfs.holds_file(f"-rw-r--r-- 1 root root 92 Apr  8 2025 {BLACKLIST[1:]}\n", BLACKLIST)
-    assert not initramfs.holds_file("etc/modprobe.d/gpuprov-nouveau.conf.old\n", BLACKLIST)
+    assert kernels.holds_file(f"etc\n{BLACKLIST[1:]}\n", BLACKLIST)
+    assert kernels.holds_file(f"-rw-r--r-- 1 root root 92 Apr  8 2025 {BLACKLIST[1:]}\n", BLACKLIST)
+    assert not kernels.holds_file("etc/modprobe.d/gpuprov-nouveau.conf.old\n", BLACKLIST)
 
 
 BOUND = {"nouveau": True, "NovaCore": True, "nova_core": True, "nvidia": False, "vfio-pci": False, "": False}

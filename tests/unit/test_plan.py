@@ -19,7 +19,7 @@ from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver, RunFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
-from gpuprov.facts.holders import GpuHolder, RunningDriver
+from gpuprov.facts.driver import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu

@@ -16,8 +16,8 @@ from gpuprov.agent.run import run_request
 from gpuprov.boot import reboot
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
+from gpuprov.facts.boot import RebootFacts
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode

@@ -13,10 +13,9 @@ import pytest
 from gpuprov.core.apply import last_undoable_run, roll_back
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver.running_driver import parse_containers
-from gpuprov.driver.unload import Unloading, unload
-from gpuprov.facts.holders import GpuHolder, gather_holders, mapped_devices, parse_cgroup
-from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.driver.running_driver import Unloading, parse_containers, unload
+from gpuprov.facts.boot import IN_USE_MARK
+from gpuprov.facts.driver import GpuHolder, gather_holders, mapped_devices, parse_cgroup
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import ChangeDone, Planned

@@ -14,10 +14,16 @@ from pathlib import Path
 import pytest
 
 from gpuprov.core.system import System
+from gpuprov.driver.generations import (
+    gather_served,
+    listed_module_type,
+    listed_problems,
+    parse_chips,
+    read_supported_gpus,
+)
 from gpuprov.driver.installer import parse_header
-from gpuprov.driver.supported_gpus import gather_served, module_type, parse_chips, problems, read_supported_gpus
 from gpuprov.driver_run import InstallDriver
-from gpuprov.facts.chips import Chip
+from gpuprov.facts.gpus import Chip
 from gpuprov.facts.host import gather
 from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.context import source_of
@@ -77,7 +83,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_modules_are_those_that_serve_all_gpus(name: str) -> None:
     ids, asked, expected = CASES[name]
-    assert module_type(ids, CHIPS, asked, "otherwise") == expected
+    assert listed_module_type(ids, CHIPS, asked, "otherwise") == expected
 
 
 REFUSED = {
@@ -92,7 +98,7 @@ REFUSED = {
 def test_what_no_driver_serves_is_refused(name: str) -> None:
     ids, asked, what = REFUSED[name]
     with pytest.raises(GpuprovError) as raised:
-        module_type(ids, CHIPS, asked, "auto")
+        listed_module_type(ids, CHIPS, asked, "auto")
     assert what in raised.value.problems[0].what
     assert "10de:" in raised.value.problems[0].evidence
 
@@ -202,4 +208,4 @@ def test_a_file_without_a_list_says_nothing(tmp_path: Path, content: bytes) -> N
     (tmp_path / "driver.run").write_bytes(content)
     assert gather_served(System(str(tmp_path)), "/driver.run") == {}
     assert gather_served(System(str(tmp_path)), "/missing.run") == {}
-    assert problems([K80], {}, "auto") == ()
+    assert listed_problems([K80], {}, "auto") == ()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.run import run_request
+from gpuprov.boot.unit_texts import NODES_TEXT, REFRESH_TEXT
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, read_runs
-from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, nodes_text, refresh_text
+from gpuprov.facts.boot import NODES, REFRESH, UNITS
 from gpuprov.facts.host import gather
 from gpuprov.facts.interpreter import MISSING
 from gpuprov.protocol.errors import ExitCode
@@ -130,8 +131,8 @@ _BEFORE_THE_RECORD = {
     LAUNCHER_PATH: "#!/bin/sh\nexec /usr/bin/python3 -I -S -E -B -c 'import gc, sys\n' \"$@\"\n",
     HOOK_PATH: "#!/usr/bin/python3 -ISEB\nfrom runtime_hook.hook_main import main\n",
     NVIDIA_HOOK_PATH: "#!/usr/bin/python3 -ISEB\nfrom runtime_hook.hook_main import main\n",
-    f"{UNITS}/{NODES}": nodes_text("/usr/bin/python3"),
-    f"{UNITS}/{REFRESH}": refresh_text("/usr/bin/python3"),
+    f"{UNITS}/{NODES}": NODES_TEXT.format(python="/usr/bin/python3"),
+    f"{UNITS}/{REFRESH}": REFRESH_TEXT.format(python="/usr/bin/python3"),
 }
 
 

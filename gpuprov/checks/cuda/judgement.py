@@ -26,7 +26,7 @@ from gpuprov.checks.cuda.search import (
 )
 from gpuprov.checks.cuda.trees import RootTree, Tree, chain, read_start
 from gpuprov.core.system import System
-from gpuprov.facts.hiding import ENVIRONMENT, PRELOAD, HidingLibrary
+from gpuprov.facts.driver import ENVIRONMENT, PRELOAD, HidingLibrary
 from gpuprov.facts.interpreter import replaceable
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver

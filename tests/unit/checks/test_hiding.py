@@ -13,7 +13,7 @@ import pytest
 from gpuprov.cdi.discover import discover
 from gpuprov.checks.cuda.judgement import environment_of_logins, gather_hiding
 from gpuprov.core.system import System
-from gpuprov.facts.hiding import HidingLibrary, damage
+from gpuprov.facts.driver import HidingLibrary, damage
 from gpuprov.packages.managers import manager_of
 from tests import simgpu
 

@@ -10,8 +10,8 @@ from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.doctor.snapshot import HostSnapshot, Smi
 from gpuprov.engines.other_engines import EngineFacts, registrations
-from gpuprov.facts.fabric import FabricFacts
-from gpuprov.facts.hiding import HidingLibrary
+from gpuprov.facts.driver import HidingLibrary
+from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.pci import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH

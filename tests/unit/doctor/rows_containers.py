@@ -12,8 +12,8 @@ from dataclasses import replace
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.facts.boot import RebootFacts
 from gpuprov.facts.interpreter import MISSING, Interpreter
-from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from tests.unit.doctor.ill import (

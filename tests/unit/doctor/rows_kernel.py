@@ -11,8 +11,7 @@ from dataclasses import replace
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.parse import ModuleFile
 from gpuprov.doctor.snapshot import KEYS
-from gpuprov.facts.initramfs import BLACKLIST
-from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.facts.kernels import BLACKLIST, InstalledKernel
 from tests.unit.doctor.host import with_driver, with_kernel
 from tests.unit.doctor.ill import (
     DKMS,

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gpuprov.agent.result import HostResult, MadeChange, versions_of_facts
-from gpuprov.facts.mig import MigGpu, mig_layout
+from gpuprov.facts.gpus import MigGpu, mig_layout
 from gpuprov.fleet.grouping import mig_instances
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page import render

@@ -1,41 +1,25 @@
-"""Files that a host needs so that its next boot ends with GPUs for containers: units, rules, lists, as text.
+"""Files with which a host's next boot ends with GPUs for containers: units, rules and lists, as text.
 
-Names and contents only, and a check of what exists; boot/prepare.py decides which host gets what.
+Each {python} stands for the Python that runs the boot program. boot/prepare.py decides which host gets what.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from gpuprov.core.system import System
-from gpuprov.runtime_hook.deploy import LIBRARY_PATH
+from gpuprov.facts.boot import (
+    MARK,
+    NODES,
+    PERSISTENCE,
+    PERSISTENCE_PROGRAM,
+    PROGRAM,
+    REFRESH,
+    SERVE_SOCKET,
+    UDEV_RULES,
+)
 
-UNITS = "/etc/systemd/system"
-WANTS = f"{UNITS}/multi-user.target.wants"
-PROGRAM = f"{LIBRARY_PATH}/boot.pyz"
-NODES = "gpuprov-nodes.service"
-REFRESH = "gpuprov-refresh.service"
-WATCH = "gpuprov-refresh.path"
-MIG = "gpuprov-mig.service"
-PERSISTENCE = "nvidia-persistenced.service"
-SERVE = "gpuprov-serve.service"
-SERVE_SOCKET = "gpuprov-serve.socket"
-UDEV_RULES = "/etc/udev/rules.d/71-gpuprov.rules"
-SSH_KEYS = "gpuprov-ssh-keys.service"
-SSH_KEYGEN = "/usr/bin/ssh-keygen"
-_FABRIC = "nvidia-fabricmanager.service"
-MODULES = "/etc/modules-load.d/gpuprov.conf"
-PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
-_MARK = "# By gpuprov"
-_PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
-_PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
-STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS, SERVE_SOCKET)
-_ENABLED = tuple(f"{WANTS}/{name}" for name in STARTED)
-
-_NODES_TEXT = f"""\
-{_MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
+NODES_TEXT = f"""\
+{MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
 [Unit]
 Description=NVIDIA device nodes, and their links in /dev/char (gpuprov)
 After=systemd-modules-load.service
@@ -50,8 +34,8 @@ ExecStart={{python}} -I {PROGRAM} nodes
 WantedBy=multi-user.target
 """
 # After the daemons whose sockets stand in the specification, and not before engines, which need not wait for those.
-_REFRESH_TEXT = f"""\
-{_MARK}: rewrites /etc/cdi/nvidia.json if it is out of date; looks, and writes nothing, if it is up to date.
+REFRESH_TEXT = f"""\
+{MARK}: rewrites /etc/cdi/nvidia.json if it is out of date; looks, and writes nothing, if it is up to date.
 [Unit]
 Description=CDI specification of the NVIDIA driver and its devices (gpuprov)
 After={NODES} {PERSISTENCE} nvidia-fabricmanager.service
@@ -66,7 +50,7 @@ WantedBy=multi-user.target
 """
 # Libraries come with a new /etc/ld.so.cache, modules with a new modules.dep, MIG instances with nodes in nvidia-caps.
 WATCH_TEXT = f"""\
-{_MARK}: a driver's libraries, its modules or MIG instances come and go; udev tells of GPUs ({UDEV_RULES}).
+{MARK}: a driver's libraries, its modules or MIG instances come and go; udev tells of GPUs ({UDEV_RULES}).
 [Unit]
 Description=Watch for another NVIDIA driver or other devices (gpuprov)
 
@@ -81,7 +65,7 @@ WantedBy=multi-user.target
 """
 # As in NVIDIA's template (nvidia-persistenced, init/systemd), but for its user: the .run makes none.
 PERSISTENCE_TEXT = f"""\
-{_MARK}: the .run brings the program without a unit. It keeps GPUs initialised while nobody uses them.
+{MARK}: the .run brings the program without a unit. It keeps GPUs initialised while nobody uses them.
 [Unit]
 Description=NVIDIA Persistence Daemon
 After={NODES}
@@ -101,7 +85,7 @@ WantedBy=multi-user.target
 # systemd makes the sockets, so the service needs no right to: it runs as a user of its own without a network. Some of
 # these settings mount another /proc, and in a system container /proc/driver may be a mount: it is taken along.
 SERVE_SOCKET_TEXT = f"""\
-{_MARK}: the addresses of nvidia-docker-plugin's REST interface, for this host alone.
+{MARK}: the addresses of nvidia-docker-plugin's REST interface, for this host alone.
 [Unit]
 Description=GPU arguments and status for nvidia-docker scripts: sockets (gpuprov)
 
@@ -121,15 +105,14 @@ WantedBy=multi-user.target
 """
 # In images: the unit is the package's, and a copy may have no GPU.
 DRIVEN_TEXT = f"""\
-{_MARK}: copies of this image without a GPU have nothing for it to do.
+{MARK}: copies of this image without a GPU have nothing for it to do.
 [Unit]
 After={NODES}
 ConditionPathExists=/proc/driver/nvidia/version
 """
-DRIVEN = tuple(f"{UNITS}/{name}.d/gpuprov.conf" for name in (PERSISTENCE, _FABRIC))
 # In images: the keys are taken out of it, and not every distribution makes new ones.
 SSH_KEYS_TEXT = f"""\
-{_MARK}: an image has no SSH host keys; each copy makes its own, unless cloud-init has.
+{MARK}: an image has no SSH host keys; each copy makes its own, unless cloud-init has.
 [Unit]
 Description=SSH host keys of this copy of the image (gpuprov)
 ConditionPathExistsGlob=!/etc/ssh/ssh_host_*_key
@@ -143,8 +126,8 @@ ExecStart=/usr/bin/ssh-keygen -A
 [Install]
 WantedBy=multi-user.target
 """
-_SERVE_TEXT = f"""\
-{_MARK}: answers GET on the sockets of {SERVE_SOCKET}; reads, and changes nothing.
+SERVE_TEXT = f"""\
+{MARK}: answers GET on the sockets of {SERVE_SOCKET}; reads, and changes nothing.
 [Unit]
 Description=GPU arguments and status for nvidia-docker scripts (gpuprov)
 Requires={SERVE_SOCKET}
@@ -191,39 +174,12 @@ LimitNOFILE=256
 """
 _START = f"/bin/systemctl --no-block start {REFRESH}"
 UDEV_TEXT = f"""\
-{_MARK}: the driver is loaded or unloaded, a GPU is bound to it or unbound.
+{MARK}: the driver is loaded or unloaded, a GPU is bound to it or unbound.
 ACTION=="add|remove", SUBSYSTEM=="module", KERNEL=="nvidia", RUN+="{_START}"
 ACTION=="bind|unbind", SUBSYSTEM=="pci", ATTR{{vendor}}=="0x10de", ATTR{{class}}=="0x03*", RUN+="{_START}"
 """
 # nvidia-uvm is loaded by no alias: CUDA's first user would have to be root.
-MODULES_TEXT = f"{_MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
-
-# These belong to no package: an obsolete one is removed if it is gpuprov's.
-MANAGED = (
-    f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
-    f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
-)  # fmt: skip
-
-
-def nodes_text(python: str) -> str:
-    """Return the unit that makes device nodes; `python` is the path of the interpreter that runs the boot program."""
-    return _NODES_TEXT.format(python=python)
-
-
-def refresh_text(python: str) -> str:
-    """Return the unit that refreshes the CDI specification, as nodes_text does."""
-    return _REFRESH_TEXT.format(python=python)
-
-
-def serve_text(python: str) -> str:
-    """Return the unit that answers old scripts, as nodes_text does."""
-    return _SERVE_TEXT.format(python=python)
-
-
-def python_of(unit: bytes) -> str:
-    """Return the Python with which a gpuprov unit of any version runs the boot program, "" for another file."""
-    found = _PYTHON.search(unit.decode("utf-8", "replace"))
-    return found[1] if found else ""
+MODULES_TEXT = f"{MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
 
 
 def mig_text(layout: Sequence[tuple[int, str]]) -> str:
@@ -233,7 +189,7 @@ def mig_text(layout: Sequence[tuple[int, str]]) -> str:
     """
     steps = "; ".join(f"nvidia-smi -i {index} -mig 1 && {_making(index, text)}" for index, text in layout)
     return f"""\
-{_MARK}: MIG devices do not outlive a boot.
+{MARK}: MIG devices do not outlive a boot.
 [Unit]
 Description=MIG devices of NVIDIA GPUs (gpuprov_mig_layout)
 After={NODES} {PERSISTENCE}
@@ -255,28 +211,3 @@ def _making(index: int, text: str) -> str:
     # The first must succeed; the others repeat until there is no room left.
     make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
     return f"{make} && while {make}; do :; done"
-
-
-@dataclass(frozen=True)
-class BootFacts:
-    """The effect of the next boot.
-
-    `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
-    brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys.
-    """
-
-    enabled: Mapping[str, str] = field(default_factory=dict)
-    persistence_packaged: bool = False
-    ssh_keygen: bool = False
-
-
-def gather_boot(system: System) -> BootFacts:
-    """Return the facts; reads only."""
-    links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
-    packaged = any(system.exists(path) for path in _PACKAGED)
-    return BootFacts(links, packaged, system.exists(SSH_KEYGEN) and system.exists("/etc/ssh"))
-
-
-def is_ours(content: bytes) -> bool:
-    """Say whether a file at one of these places is gpuprov's, of any version."""
-    return content.startswith(_MARK.encode())

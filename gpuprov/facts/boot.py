@@ -1,0 +1,97 @@
+"""What the next boot does: gpuprov's units and files by name, and a reboot that was asked for. Reads only."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.system import System
+from gpuprov.runtime_hook.deploy import LIBRARY_PATH
+
+UNITS = "/etc/systemd/system"
+WANTS = f"{UNITS}/multi-user.target.wants"
+PROGRAM = f"{LIBRARY_PATH}/boot.pyz"
+NODES = "gpuprov-nodes.service"
+REFRESH = "gpuprov-refresh.service"
+WATCH = "gpuprov-refresh.path"
+MIG = "gpuprov-mig.service"
+PERSISTENCE = "nvidia-persistenced.service"
+SERVE = "gpuprov-serve.service"
+SERVE_SOCKET = "gpuprov-serve.socket"
+UDEV_RULES = "/etc/udev/rules.d/71-gpuprov.rules"
+SSH_KEYS = "gpuprov-ssh-keys.service"
+SSH_KEYGEN = "/usr/bin/ssh-keygen"
+_FABRIC = "nvidia-fabricmanager.service"
+MODULES = "/etc/modules-load.d/gpuprov.conf"
+PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
+MARK = "# By gpuprov"
+_PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
+_PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
+STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS, SERVE_SOCKET)
+_ENABLED = tuple(f"{WANTS}/{name}" for name in STARTED)
+DRIVEN = tuple(f"{UNITS}/{name}.d/gpuprov.conf" for name in (PERSISTENCE, _FABRIC))
+
+# These belong to no package: an obsolete one is removed if it is gpuprov's.
+MANAGED = (
+    f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
+    f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
+)  # fmt: skip
+
+
+def python_of(unit: bytes) -> str:
+    """Return the Python with which a gpuprov unit of any version runs the boot program, "" for another file."""
+    found = _PYTHON.search(unit.decode("utf-8", "replace"))
+    return found[1] if found else ""
+
+
+@dataclass(frozen=True)
+class BootFacts:
+    """The effect of the next boot.
+
+    `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
+    brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys.
+    """
+
+    enabled: Mapping[str, str] = field(default_factory=dict)
+    persistence_packaged: bool = False
+    ssh_keygen: bool = False
+
+
+def gather_boot(system: System) -> BootFacts:
+    """Return the facts; reads only."""
+    links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
+    packaged = any(system.exists(path) for path in _PACKAGED)
+    return BootFacts(links, packaged, system.exists(SSH_KEYGEN) and system.exists("/etc/ssh"))
+
+
+def is_ours(content: bytes) -> bool:
+    """Say whether a file at one of these places is gpuprov's, of any version."""
+    return content.startswith(MARK.encode())
+
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+REBOOT_ASKED = f"{STATE_DIRECTORY}/reboot.json"
+# Written when a loaded driver could not be unloaded: the id of that boot.
+IN_USE_MARK = f"{STATE_DIRECTORY}/driver-in-use"
+
+
+@dataclass(frozen=True)
+class RebootFacts:
+    """`boot_id`: of this boot (random(4)); `asked_in`, `asked_for`: the boot in which a reboot was asked, and why."""
+
+    boot_id: str = ""
+    asked_in: str = ""
+    asked_for: tuple[str, ...] = ()
+
+
+def gather_reboot(system: System) -> RebootFacts:
+    """Return the facts; reads only."""
+    boot_id = (system.read_text(_BOOT_ID) or "").strip()
+    try:
+        asked = json.loads(system.read_text(REBOOT_ASKED) or "")
+        return RebootFacts(boot_id, str(asked["boot_id"]), tuple(str(reason) for reason in asked["reasons"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return RebootFacts(boot_id)
