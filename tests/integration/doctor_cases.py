@@ -6,7 +6,8 @@ silent, has typed each of them.
 
 from __future__ import annotations
 
-from gpuprov.facts.boot import PERSISTENCE, PERSISTENCE_TEXT
+from gpuprov.boot.unit_texts import PERSISTENCE_TEXT
+from gpuprov.facts.boot import PERSISTENCE
 from tests.integration.doctor_typing import PROGRAM, Group
 from tests.lab.fixtures import DRIVER
 
