@@ -28,6 +28,8 @@ from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.secrets import masked
 
 LOG_PATH = "/var/log/gpuprov.log"
+# Of some hundred crashes; nothing rotates it.
+_LOG_BYTES = 1 << 20
 # The agent's only argument: what to do with the request. With JOB, a second line of input holds the job's id.
 JOB = "job"
 # Argument that gpuprov-watch.service passes instead: there is no request, the host has a stored specification.
@@ -216,6 +218,8 @@ def _log(text: str) -> None:
     with contextlib.suppress(OSError):
         handle = os.open(LOG_PATH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w") as file:
+            if os.fstat(handle).st_size > _LOG_BYTES:
+                file.truncate(0)
             file.write(text)
 
 

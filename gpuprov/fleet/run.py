@@ -184,9 +184,14 @@ class Fleet:
     def _through_reboots(
         self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink
     ) -> Finished:
-        """Run the request, again after each reboot that it needs; return the last event, with all changes."""
+        """Run the request, again after each reboot that it needs; return the last event, with all changes.
+
+        After the last reboot allowed the host is told to reboot no more: it ends with exit code 3 and says why.
+        """
         made = 0
-        for _ in range(1 + _MOST_REBOOTS):
+        for reboots in range(1 + _MOST_REBOOTS):
+            if reboots == _MOST_REBOOTS:
+                request = replace(request, spec={**request.spec, "reboot": "never"})
             finished = self._run_agent(target, request, claims, agent, sink)
             finished = replace(finished, changed=finished.changed + made)
             if not finished.left_boot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -369,3 +370,23 @@ def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path, monkeypat
         wait_for_boot(target, SshSettings(), "boot-1", lambda: False, patience=3600)
     assert raised.value.exit_code == ExitCode.UNREACHABLE
     assert "refused" in str(raised.value)
+
+
+def test_a_host_that_asks_for_a_fourth_reboot_is_told_to_stay_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[str] = []
+
+    def run_agent(connection: object, target: HostTarget, request: Request, *rest: object, **more: object) -> Finished:
+        allowed.append(request.spec["reboot"])
+        asks = request.spec["reboot"] != "never"
+        return Finished(int(ExitCode.REBOOT_NEEDED), 1, left_boot="boot-1" if asks else "", summary="nouveau")
+
+    waited: list[str] = []
+    monkeypatch.setattr("gpuprov.fleet.run.run_agent", run_agent)
+    monkeypatch.setattr("gpuprov.fleet.run.connected", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("gpuprov.fleet.run.wait_for_boot", lambda *words: waited.append(words[2]))
+    target = HostTarget("a", HostSpec(reboot="if-needed"), address="a", connection="ssh")
+    settings = RunSettings(lambda: Agent(b"", ""), Options("install", forks=1), lambda line: None)
+    (result,) = Fleet(settings).run([target], Request("install"), lambda host, event: None)
+    assert allowed == ["if-needed"] * 3 + ["never"]
+    assert waited == ["boot-1"] * 3
+    assert (result.exit_code, result.changed) == (ExitCode.REBOOT_NEEDED, 4)
