@@ -23,6 +23,18 @@ from gpuprov.protocol.words import counted
 REFRESH_SECONDS = 600
 # dpkg runs the packages' scripts here.
 _SCRIPTS = "/var/lib/dpkg/info"
+_CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
+# Debian's docker.io takes all of docker's data along when it is purged (its postrm).
+_PURGES_DATA = "docker.io"
+_SIMULATE_SECONDS = 60
+COPIES = f"{STATE_DIRECTORY}/removed"
+# What a package brings beside its files (deb(5)); dpkg's own lists are not among these.
+_CONTROL = ("preinst", "postinst", "prerm", "postrm", "triggers", "config", "templates", "shlibs", "conffiles")
+# $1: the list of files, $2: the folder that gets them, with owner, mode and links.
+_COPY = 'tar -C / -c -f - --no-recursion --ignore-failed-read -T "$1" | tar -C "$2" -x -p -f -'
+_COPY_SECONDS = 300
+# Links to /usr on current releases, folders in packages.
+_ALIASES = ("/.", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 
 
 @dataclass(frozen=True)
@@ -224,12 +236,6 @@ def _outcome(before: Mapping[str, str], after: Mapping[str, str]) -> Json:
     return {"added": sorted(after.keys() - before.keys()), "changed": changed}
 
 
-_CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
-# Debian's docker.io takes all of docker's data along when it is purged (its postrm).
-_PURGES_DATA = "docker.io"
-_SIMULATE_SECONDS = 60
-
-
 def conffiles_left(
     system: System, packages: Iterable[Package], wanted: Sequence[str], options: Sequence[str] = ()
 ) -> Mapping[str, list[Json]]:
@@ -269,16 +275,22 @@ def purge(
 ) -> None:
     """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
     dpkg.repair(system, tell_nobody, lock_timeout, options)
-    there = {one.name for one in dpkg.query(system) if one.present}
-    gone = [name for name in added if name in there]
-    kept = needed_by_others(system, gone)
+    gone, _ = _removable(system, added)
     for verb, names in (
-        ("purge", [name for name in gone if name not in kept and name not in left]),
-        ("remove", [name for name in gone if name not in kept and name in left]),
+        ("purge", [name for name in gone if name not in left]),
+        ("remove", [name for name in gone if name in left]),
     ):
         if names:
             done = dpkg.run_apt(system, (verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
             finish_apt(done, f"{', '.join(names)} could not be removed")
+
+
+def _removable(system: System, added: Sequence[str]) -> tuple[Sequence[str], Mapping[str, tuple[str, ...]]]:
+    """Return the packages that are there of `added` and can go, and those that others need: name → these."""
+    here = _present(system)
+    gone = [name for name in added if name in here]
+    kept = needed_by_others(system, gone)
+    return [name for name in gone if name not in kept], kept
 
 
 def restore_conffiles(system: System, left: Mapping[str, Sequence[Json]], added: Sequence[str]) -> None:
@@ -305,11 +317,9 @@ def _taken_along(system: System, names: Sequence[str]) -> set[str]:
 
 def lasting_of_purge(system: System, added: Sequence[str], left: Sequence[str]) -> tuple[str, ...]:
     """Return, a sentence each, what purging takes along or has to leave."""
-    there = {one.name for one in dpkg.query(system) if one.present}
-    gone = [name for name in added if name in there]
-    kept = needed_by_others(system, gone)
+    gone, kept = _removable(system, added)
     told = [f"{name} stays: {', '.join(others)}, installed since, needs it" for name, others in kept.items()]
-    purged = [name for name in gone if name not in kept and name not in left]
+    purged = [name for name in gone if name not in left]
     told += [f"{path}, changed since {name} was installed, goes with it" for name, path in _changed(system, purged)]
     if _PURGES_DATA in purged and (data := _docker_data(system)):
         told.append(f"{_PURGES_DATA} takes all of /var/lib/docker along: {data}")
@@ -340,17 +350,6 @@ def _docker_data(system: System) -> str:
     images = system.run(("docker", "images", "--format", "{{.Repository}}"), timeout=20).stdout.split()
     others = [name for name in images if not name.startswith("gpuprov-")]
     return f"{counted(len(containers), 'container')}, {counted(len(others), 'image')}" if containers or others else ""
-
-
-COPIES = f"{STATE_DIRECTORY}/removed"
-_INFO = "/var/lib/dpkg/info"
-# What a package brings beside its files (deb(5)); dpkg's own lists are not among these.
-_CONTROL = ("preinst", "postinst", "prerm", "postrm", "triggers", "config", "templates", "shlibs", "conffiles")
-# $1: the list of files, $2: the folder that gets them, with owner, mode and links.
-_COPY = 'tar -C / -c -f - --no-recursion --ignore-failed-read -T "$1" | tar -C "$2" -x -p -f -'
-_COPY_SECONDS = 300
-# Links to /usr on current releases, folders in packages.
-_ALIASES = ("/.", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 
 
 @dataclass(frozen=True)
@@ -413,9 +412,7 @@ class RemovePackages(Change):
                 )  # fmt: skip
         automatic = [name for name in before["automatic"] if name in gone]
         if automatic:
-            finish_apt(
-                dpkg.run_dpkg(system, ("apt-mark", "auto", *automatic), tell_nobody, lock_timeout), "apt-mark failed"
-            )
+            _mark(system, "auto", automatic, tell_nobody, lock_timeout)
         for image in before["keep"]:
             restore_path(system, image)
         for name in before["names"]:
@@ -460,9 +457,9 @@ def build_again(system: System, name: str, target: str) -> None:
 def _copy_control(system: System, name: str, part: str, folder: str) -> None:
     native = name.partition(":")[0]
     names = [
-        one for one in system.list_directory(_INFO) if re.fullmatch(rf"{re.escape(native)}(:[\w-]+)?\.{part}", one)
+        one for one in system.list_directory(_SCRIPTS) if re.fullmatch(rf"{re.escape(native)}(:[\w-]+)?\.{part}", one)
     ]
-    content = system.read_bytes(f"{_INFO}/{names[0]}") if names else None
+    content = system.read_bytes(f"{_SCRIPTS}/{names[0]}") if names else None
     if content is None:
         return
     if part == "conffiles":

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
 
 SOURCES = "/etc/apt/sources.list.d"
+_PREFERENCES = ("/etc/apt/preferences", "/etc/apt/preferences.d")
+_POLICY_SECONDS = 60
 OURS = "gpuprov-"
 # What apt reads besides our own files: it passes over names with other endings or letters (sources.list(5)).
 _FOREIGN_SOURCE = re.compile(rf"/etc/apt/sources\.list|{SOURCES}/(?!{OURS})[A-Za-z0-9_.-]+\.(list|sources)")
@@ -233,10 +235,6 @@ def _stanza(uri: str, suites: Sequence[str], components: Sequence[str], options:
     return "".join(f"{line}\n" for line in lines)
 
 
-_FILE, _FOLDER = "/etc/apt/preferences", "/etc/apt/preferences.d"
-_SECONDS = 60
-
-
 @dataclass(frozen=True)
 class PinnedOut:
     """A package without a candidate. `places`: `file:line` of the pins on it with a negative priority."""
@@ -252,15 +250,16 @@ def gather_pinned_out(system: System, names: Sequence[str]) -> tuple[PinnedOut, 
     texts = _preferences(system) if plain else {}
     if not texts:
         return ()
-    done = system.run(("apt-cache", "policy", *plain), timeout=_SECONDS)
+    done = system.run(("apt-cache", "policy", *plain), timeout=_POLICY_SECONDS)
     found = parse_policy(done.stdout) if done.ok else {}
     return tuple(PinnedOut(name, versions, pins_on(texts, name)) for name, versions in found.items())
 
 
 def _preferences(system: System) -> Mapping[str, str]:
+    file, folder = _PREFERENCES
     # apt reads files with no extension or with .pref alone.
-    listed = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER) if re.fullmatch(r"[\w-]+(\.pref)?", name))
-    texts = {path: system.read_text(path) for path in (_FILE, *listed)}
+    listed = (f"{folder}/{name}" for name in system.list_directory(folder) if re.fullmatch(r"[\w-]+(\.pref)?", name))
+    texts = {path: system.read_text(path) for path in (file, *listed)}
     return {path: text for path, text in texts.items() if text}
 
 
@@ -316,6 +315,6 @@ def pin_problems(pinned: Iterable[PinnedOut]) -> tuple[Problem, ...]:
 
 def _way_out(one: PinnedOut) -> str:
     if not one.places:
-        return f"grep -rn -A3 Package: {_FILE} {_FOLDER}  # take the pin on {one.name} out"
+        return f"grep -rn -A3 Package: {' '.join(_PREFERENCES)}  # take the pin on {one.name} out"
     path, _, line = one.places[0].rpartition(":")
     return f"${{EDITOR:-vi}} +{line} {path}  # take the pin on {one.name} out"
