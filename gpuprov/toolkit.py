@@ -1,4 +1,8 @@
-"""What puts GPUs into containers: device nodes, the bundled runtime's files, and the CDI specification."""
+"""The container toolkit, NVIDIA's or the bundled one: its programs; for both, device nodes and the CDI specification.
+
+`gpuprov_toolkit` chooses. NVIDIA's comes as packages; the bundled one is files of gpuprov's that any host can take.
+After that nothing differs but the program that engines/ register as the runtime `nvidia`.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,10 @@ from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy
 
+# All four of one version, or apt takes the newest of those that only one of them depends on.
+_TOOLKIT_PACKAGES = (
+    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
+)  # fmt: skip
 CDI_SPECIFICATION = PATH
 _MODE = 0o644  # engines of users read it, too
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
@@ -38,14 +46,53 @@ def runtime_path(spec: HostSpec) -> str:
     return NVIDIA_RUNTIME if spec.toolkit == "nvidia" else deploy.LAUNCHER_PATH
 
 
-def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the device nodes that are missing, as nvidia-modprobe would make them, and the modes that are not."""
-    missing = (MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver))
-    return (*missing, *(SetMode(node.path, node.mode) for node in facts.driver.closed))
+# -- `gpuprov_toolkit: nvidia`, from NVIDIA's repositories (packages/toolkit_channels.py) ----------------------------
+
+
+def packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return NVIDIA's toolkit as packages, if requested."""
+    if spec.toolkit != "nvidia":
+        return ()
+    pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
+    return tuple(f"{name}{pin}" for name in _TOOLKIT_PACKAGES)
+
+
+def plan_hook_handover(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the change that lets NVIDIA's package, which is about to be installed, replace the hook."""
+    there = facts.files.get(deploy.NVIDIA_HOOK_PATH)
+    if spec.toolkit != "nvidia" or there is None or not deploy.is_ours(there.content):
+        return ()
+    return (HandOverHook(),)
+
+
+@dataclass(frozen=True)
+class HandOverHook(Change):
+    """Let NVIDIA's package replace the hook; the undo restores gpuprov's once that package is removed."""
+
+    # An interrupted one has changed nothing.
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"let NVIDIA's package replace {deploy.NVIDIA_HOOK_PATH}"
+
+    def capture(self, system: System) -> Json:
+        return capture_path(system, deploy.NVIDIA_HOOK_PATH)
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # The package manager replaces it at once: until then, containers that need it find it.
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if system.status(before["path"]) is None:
+            restore_path(system, before)
+
+
+# -- `gpuprov_toolkit: bundled`, gpuprov's own runtime and hook ------------------------------------------------------
 
 
 def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what brings the bundled runtime's files, and their byte code, to this version."""
+    """Return the change that updates the bundled runtime's files and their byte code to this version."""
     python = facts.interpreter
     if spec.toolkit != "bundled" or not python.path:
         return ()
@@ -61,7 +108,7 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class InstallRuntime(Change):
-    """The bundled runtime shall be there: its files (path, mode, content), compiled for the Python that runs them."""
+    """Install the bundled runtime: its files (path, mode, content), compiled for the Python that runs them."""
 
     files: tuple[tuple[str, int, bytes], ...]
     python: Interpreter
@@ -71,7 +118,7 @@ class InstallRuntime(Change):
         return f"install the bundled container runtime ({deploy.LAUNCHER_PATH}, {_HOOK_DIRECTORY})"
 
     def diff(self, system: System) -> str:
-        """Name the files; a program's text is nobody's configuration."""
+        """Return the names of the files: a program's text is no configuration."""
         lines = [f"+{path}" for path, _, content in self.files if system.read_bytes(path) != content]
         return "\n".join([*lines, *(f"-{path}" for path in self.stale)])
 
@@ -82,7 +129,7 @@ class InstallRuntime(Change):
         return {"files": [capture_path(system, path) for path in paths]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # The launcher comes last: it must not start what is half there.
+        # The launcher comes last: it must not start a partial installation.
         for path, mode, content in sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH):
             system.make_directory(parent_of(path))
             system.write(path, content, mode=mode, owner=(0, 0))
@@ -115,39 +162,17 @@ class InstallRuntime(Change):
         return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))
 
 
-def plan_hook_handover(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the handing over of the hook's name to NVIDIA's package, which is about to bring a hook of its own."""
-    there = facts.files.get(deploy.NVIDIA_HOOK_PATH)
-    if spec.toolkit != "nvidia" or there is None or not deploy.is_ours(there.content):
-        return ()
-    return (HandOverHook(),)
+# -- for both: the device nodes and the CDI specification ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HandOverHook(Change):
-    """NVIDIA's package shall bring the hook; once that package is gone again, ours comes back."""
-
-    # There is nothing that it could have left half-done.
-    undo_when_interrupted: ClassVar[bool] = False
-
-    def summary(self) -> str:
-        return f"let NVIDIA's package replace {deploy.NVIDIA_HOOK_PATH}"
-
-    def capture(self, system: System) -> Json:
-        return capture_path(system, deploy.NVIDIA_HOOK_PATH)
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        # The package manager replaces it at once: until then, containers that need it find it.
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if system.status(before["path"]) is None:
-            restore_path(system, before)
+def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the changes that make missing device nodes, as nvidia-modprobe would, and correct their modes."""
+    missing = (MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver))
+    return (*missing, *(SetMode(node.path, node.mode) for node in facts.driver.closed))
 
 
 def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
-    """Return the CDI specifications' writing, if they do not say what is there now, and their folder's mode."""
+    """Return the changes that update outdated CDI specifications, and that open their folder to engines of users."""
     facts, folder = driver.facts, parent_of(CDI_SPECIFICATION)
     # Engines of users look there, too.
     closed = facts.cdi_folder_mode is not None and facts.cdi_folder_mode & 0o555 != 0o555
@@ -157,7 +182,7 @@ def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
 
 def _plan_specifications(driver: DriverSource) -> tuple[Change, ...]:
     facts = driver.facts
-    # Before the driver and its nodes are there, nothing can be said about them.
+    # Unknown until the driver and its nodes exist.
     if driver.plan() or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
     others = tuple(
@@ -172,15 +197,15 @@ def _plan_specifications(driver: DriverSource) -> tuple[Change, ...]:
 
 
 def _now(system: System) -> bytes:
-    """Return the specification of what is there, with what NVML says of it."""
+    """Return the specification of the present driver, with the facts from NVML."""
     return render_json(specification(ask_nvml(system, discover(system))))
 
 
 @dataclass(frozen=True)
 class WriteCdiSpecification(Change):
-    """The CDI specifications shall describe the driver, the GPUs and (`others`) what goes with them.
+    """Write the CDI specifications of the driver, the GPUs and (`others`) the devices that go with them.
 
-    `content` is None where they are yet to come.
+    `content` is None before the driver is installed.
     """
 
     content: bytes | None
@@ -208,9 +233,9 @@ class WriteCdiSpecification(Change):
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # Asked only now, because NVML initialises GPUs: seconds for each that no process keeps awake.
+        # NVML is queried only now, because it initialises GPUs: seconds for each without a persistent client.
         content = _now(system)
-        # What a driver brings with it (NVSwitches) is there only now, too.
+        # Devices that come with a driver (NVSwitches) exist only now, too.
         for path, wanted in {CDI_SPECIFICATION: content, **other_devices.specifications(system)}.items():
             system.make_directory(parent_of(path))
             system.write(path, wanted, mode=_MODE, owner=(0, 0))
@@ -218,6 +243,6 @@ class WriteCdiSpecification(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        # A journal of an earlier version holds the one file alone.
+        # Journals of earlier versions hold one file only.
         for image in before.get("files", [before]):
             restore_path(system, image)

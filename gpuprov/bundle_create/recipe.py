@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from gpuprov import toolkit
 from gpuprov.bundle_create.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundle_create.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
 from gpuprov.core.changes import Tell
@@ -178,7 +179,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
         for name in (
             *_own_driver(row, wanted, spec),
             *cuda_toolkit.toolkit_packages(spec),
-            *software.toolkit_packages(spec),
+            *toolkit.packages(spec),
             *spec.packages,
             *software.hold_packages(row, spec),
         )

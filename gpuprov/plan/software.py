@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from gpuprov import toolkit
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
 from gpuprov.driver import cuda_repository, cuda_toolkit, dkms, kernel
@@ -18,10 +19,6 @@ from gpuprov.packages.managers import manager_of
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
-# All four of one version, or apt takes the newest of those that only one of them depends on.
-_TOOLKIT_PACKAGES = (
-    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
-)  # fmt: skip
 # docs.docker.com/engine/install
 _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin")
 
@@ -150,17 +147,9 @@ def wanted(driver: DriverSource) -> tuple[str, ...]:
         *driver.packages(),
         *cuda_toolkit.toolkit_packages(spec),
         *prepare.packages(driver),
-        *toolkit_packages(spec),
+        *toolkit.packages(spec),
     )
     return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if _held(spec) else ()))
-
-
-def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return NVIDIA's toolkit as packages, if requested."""
-    if spec.toolkit != "nvidia":
-        return ()
-    pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
-    return tuple(f"{name}{pin}" for name in _TOOLKIT_PACKAGES)
 
 
 def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change, ...]:
@@ -204,7 +193,7 @@ def _archive_problems(driver: DriverSource) -> tuple[Problem, ...]:
 
 def _held(spec: HostSpec) -> tuple[str, ...]:
     """Return the packages to hold at the requested version. Never the kernel's."""
-    asked = pinned((*toolkit_packages(spec), *spec.packages)) if spec.hold_pinned else ()
+    asked = pinned((*toolkit.packages(spec), *spec.packages)) if spec.hold_pinned else ()
     return tuple(name for name in asked if not re.match(r"kernel\b", name))
 
 
