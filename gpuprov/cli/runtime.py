@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,44 +19,22 @@ if TYPE_CHECKING:
     from gpuprov.engines.runtime_entry import Configuration, FileEdit
 
 _ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
-_NOTHING_TELLS = ("docker", "podman")
+_WITHOUT_SUCH_COMMAND = ("docker", "podman")
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The options of `gpuprov runtime configure` that determine the files, by the names of the click options."""
-
-    engine: str | None
-    config: str
-    drop_in: str | None
-    source: str
-    executable: str
-    mode: str
-    hook_file: str
-    hook_program: str
-    name: str
-    path: str
-    set_default: bool
-    cdi: bool
-    unset: bool
-
-    @property
-    def is_hook(self) -> bool:
-        return self.mode in ("hook", "oci-hook")
-
-    def require_valid(self) -> None:
-        """Raise GpuprovError (exit code 2) for a relative path, a directory in place of a file, or a wrong name."""
-        files = {"--config": self.config, "--drop-in-config": self.drop_in, "--hook-path": self.hook_file}
-        programs = {"--nvidia-runtime-path": self.path, "--nvidia-runtime-hook-path": self.hook_program}
-        for option, value in {**files, **programs}.items():
-            if value and not value.startswith("/"):
-                raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
-        for option, value in files.items():
-            if value and Path(value).exists() and not Path(value).is_file():
-                raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
-            raise _usage("--nvidia-runtime-name is no name of a runtime", repr(self.name), hint)
+def _require_valid(options: dict[str, Any]) -> None:
+    """Raise GpuprovError (exit code 2) for a relative path, a directory in place of a file, or a wrong name."""
+    files = {"--config": "config", "--drop-in-config": "drop_in", "--hook-path": "hook_file"}
+    programs = {"--nvidia-runtime-path": "path", "--nvidia-runtime-hook-path": "hook_program"}
+    for option, key in {**files, **programs}.items():
+        value = options[key]
+        if value and not value.startswith("/"):
+            raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
+        if value and option in files and Path(value).exists() and not Path(value).is_file():
+            raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options["name"]):
+        hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
+        raise _usage("--nvidia-runtime-name is no name of a runtime", repr(options["name"]), hint)
 
 
 @click.group(short_help="Register the runtime with container engines.")
@@ -173,7 +151,7 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
     from gpuprov.engines.configure import write
 
     system = System("/")
-    found = _configuration(system, _Options(**options))
+    found = _configuration(system, options)
     if not dry_run:
         write(system, found.edits)
     if as_json:
@@ -183,27 +161,29 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
         say_text(line)
     for note in found.notes:
         say(f"note: {note}", err=True)
-    _say_what_follows(found, dry_run=dry_run)
+    _print_next_step(found, dry_run=dry_run)
 
 
-def _configuration(system: System, options: _Options) -> Configuration:
+def _configuration(system: System, options: dict[str, Any]) -> Configuration:
+    """Return what a call would do; `options` by the names of the click options."""
     from gpuprov.engines import configure as engines
     from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 
-    options.require_valid()
+    _require_valid(options)
+    is_hook = options["mode"] in ("hook", "oci-hook")
     # nvidia-ctk accepts no engine with a hook: podman and CRI-O read the same folder.
-    engine = options.engine or ("podman" if options.is_hook else "docker")
-    if options.is_hook:
-        program = options.hook_program or engines.usual_hook(system)
-        return engines.hook(system, engine, options.hook_file, program, unset=options.unset)
-    path = options.path or engines.usual_runtime(system)
-    from_command = options.source == "command"
+    engine = options["engine"] or ("podman" if is_hook else "docker")
+    if is_hook:
+        program = options["hook_program"] or engines.usual_hook(system)
+        return engines.hook(system, engine, options["hook_file"], program, unset=options["unset"])
+    path = options["path"] or engines.usual_runtime(system)
+    from_command = options["source"] == "command"
     request = ConfigureRequest(
-        engine, RuntimeEntry(options.name, path, options.set_default, options.cdi), options.config, options.drop_in,
-        from_command, options.executable, options.unset,
+        engine, RuntimeEntry(options["name"], path, options["set_default"], options["cdi"]), options["config"],
+        options["drop_in"], from_command, options["executable"], options["unset"],
     )  # fmt: skip
     found = engines.configuration(system, request)
-    if engine in _NOTHING_TELLS and (from_command or options.executable):
+    if engine in _WITHOUT_SUCH_COMMAND and (from_command or options["executable"]):
         note = f"{engine} has no command that prints its configuration: its file is read"
         return replace(found, notes=(note, *found.notes))
     return found
@@ -231,7 +211,7 @@ def _whole(edit: FileEdit, *, several: bool) -> list[str]:
     return [*head, edit.after.decode().removesuffix("\n")]
 
 
-def _say_what_follows(found: Configuration, *, dry_run: bool) -> None:
+def _print_next_step(found: Configuration, *, dry_run: bool) -> None:
     if not any(edit.changes for edit in found.edits):
         say("nothing to change", err=True)
         return
