@@ -8,7 +8,10 @@ from typing import Any
 
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
-from gpuprov.engines import containerd, docker_file, rancher
+from gpuprov.engines import containerd, rancher
+from gpuprov.engines.docker_config import parse_config, without_runtimes
+from gpuprov.engines.docker_unit import UNIT, DockerUnit, dockerd_version, flag_values, gather_unit
+from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
 from gpuprov.engines.known import ENGINES
 from gpuprov.engines.runtime_entry import (
     NVIDIA_RUNTIME,
@@ -33,7 +36,7 @@ _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
     parts = {
-        "docker": docker_file.configuration, "crio": _crio, "podman": _podman,
+        "docker": _docker, "crio": _crio, "podman": _podman,
         "k3s": rancher.configuration, "rke2": rancher.configuration,
     }  # fmt: skip
     return parts.get(request.engine, containerd.configuration)(system, request)
@@ -113,6 +116,77 @@ def is_hook_for(content: bytes, program: str) -> bool:
         return bool(json.loads(content)["hook"]["path"] == program)
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def _docker(system: Reader, request: ConfigureRequest) -> Configuration:
+    """docker has no drop-ins. JSON has no comments: the runtime's name and program identify gpuprov's addition."""
+    if request.drop_in:
+        raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
+    unit, entry = gather_unit(system), request.runtime
+    path = request.config or unit.config_path
+    content = system.read_bytes(path)
+    text = None if content is None else content.decode("utf-8", "surrogateescape")
+    found, wrong = parse_config(text, path, dockerd_version(system) if (text or "").startswith(BOM) else "")
+    if wrong:
+        raise GpuprovError.several(wrong)
+    after, notes = _without_docker_runtime(text, found, entry) if request.unset else (docker_runtime(text, entry), ())
+    if not request.unset and path == unit.config_path:
+        _require_no_flags(unit, entry, path)
+    # docker sets up devices by CDI when it starts.
+    restart = "systemctl restart docker (this stops containers, unless live-restore is on)"
+    edit = FileEdit(path, content, None if after is None else after.encode("utf-8", "surrogateescape"))
+    return Configuration((edit,), notes, restart if entry.cdi else "systemctl reload docker")
+
+
+def docker_runtime(text: str | None, entry: RuntimeEntry) -> str:
+    """Return daemon.json with the runtime; of one that is there, only the program changes. None is no file."""
+
+    def edit(plain: str) -> str:
+        there = table_at(json.loads(plain), "runtimes").get(entry.name)
+        if isinstance(there, Mapping):
+            plain = with_member(plain, ("runtimes", entry.name, "path"), entry.path)
+        else:
+            plain = with_member(plain, ("runtimes", entry.name), {"path": entry.path, "args": []})
+        if entry.set_default:
+            plain = with_member(plain, ("default-runtime",), entry.name)
+        return with_member(plain, ("features", "cdi"), True) if entry.cdi else plain
+
+    return in_place(text if text and text.strip() else "{}\n", edit)
+
+
+def _without_docker_runtime(
+    text: str | None, found: Mapping[str, Any], entry: RuntimeEntry
+) -> tuple[str | None, tuple[str, ...]]:
+    there = table_at(found, "runtimes").get(entry.name)
+    if text is None or not isinstance(there, Mapping):
+        return text, ()
+    if there.get("path") != entry.path:
+        seen = f"runtime {entry.name} is {there.get('path')}, not {entry.path}"
+        return text, (f"{seen}: left alone (--nvidia-runtime-path names it)",)
+    notes: tuple[str, ...] = ()
+    if found.get("default-runtime") == entry.name:
+        notes = ("the default runtime was this one; now it is docker's own, runc",)
+    if not entry.cdi and table_at(found, "features").get("cdi") is True:
+        notes += ("CDI stays enabled; --unset --cdi.enabled takes that out too",)
+
+    def edit(plain: str) -> str:
+        plain = without_runtimes(plain, (entry.name,))
+        return without_member(plain, ("features", "cdi")) if entry.cdi else plain
+
+    text = in_place(text, edit)
+    return text if parse_config(text.lstrip(BOM))[0] else None, notes
+
+
+def _require_no_flags(unit: DockerUnit, entry: RuntimeEntry, path: str) -> None:
+    """Raise GpuprovError for conflicting flags: dockerd does not start with a directive as a flag and in its file."""
+    names = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
+    words = [f"{name}={value}" for name in names for value in flag_values(unit.arguments, name)]
+    if words:
+        raise GpuprovError(
+            f"docker's unit sets runtimes by a flag; with runtimes in {path} too it would not start",
+            f"systemctl show {UNIT}: {' '.join(words)}",
+            "move what the flag says into the file: systemctl edit --full docker",
+        )
 
 
 def _crio(system: Reader, request: ConfigureRequest) -> Configuration:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.engines.docker_file import configuration, configured
+from gpuprov.engines.configure import configuration, docker_runtime
 from gpuprov.engines.json_text import with_member, without_member
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
@@ -46,21 +46,22 @@ ENTRY = '{"path": "/usr/bin/x", "args": []}'
     ],
 )  # fmt: skip
 def test_runtime_is_put_in(before: str, after: str) -> None:
-    assert configured(before, RUNTIME) == after
-    assert configured(after, RUNTIME) == after
+    assert docker_runtime(before, RUNTIME) == after
+    assert docker_runtime(after, RUNTIME) == after
 
 
 def test_other_features_stay_when_cdi_is_enabled() -> None:
     text = '{"features": {"buildkit": true, "containerd-snapshotter": false}, "debug": true}'
-    found = json.loads(configured(text, RuntimeEntry("nvidia", "/x", cdi=True)))
+    found = json.loads(docker_runtime(text, RuntimeEntry("nvidia", "/x", cdi=True)))
     assert found["features"] == {"buildkit": True, "containerd-snapshotter": False, "cdi": True}
     assert found["debug"] is True
 
 
 def test_default_runtime_changes_only_when_asked() -> None:
     text = '{"default-runtime": "kata"}'
-    assert json.loads(configured(text, RUNTIME))["default-runtime"] == "kata"
-    assert json.loads(configured(text, RuntimeEntry("nvidia", "/x", set_default=True)))["default-runtime"] == "nvidia"
+    assert json.loads(docker_runtime(text, RUNTIME))["default-runtime"] == "kata"
+    default = RuntimeEntry("nvidia", "/x", set_default=True)
+    assert json.loads(docker_runtime(text, default))["default-runtime"] == "nvidia"
 
 
 class Unit(System):
