@@ -24,7 +24,7 @@ def reason(error: Exception) -> str:
     return f"internal error {type(error).__name__}: {error}: please report this"
 
 
-def printable(message: str) -> str:
+def printable(message: str, longest: int = _LONGEST_LINE) -> str:
     """Return one line: an image's words stand in it, and are no commands to a terminal."""
-    text = "".join(character if character.isprintable() else " " for character in message[:_LONGEST_LINE])
+    text = "".join(character if character.isprintable() else " " for character in message[:longest])
     return " ".join(text.split())

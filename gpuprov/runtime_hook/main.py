@@ -75,7 +75,7 @@ def refuse(log: str, message: str) -> NoReturn:
     """End with the message where the engine looks for it: in the low-level runtime's log, and on stderr."""
     line = printable(message)
     if log:
-        _append(log, jsonio.dumps({"level": "error", "msg": line, "time": _now()}) + "\n")
+        _append(log, jsonio.dumps({"level": "error", "msg": line, "time": record.now()}) + "\n")
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     posix._exit(1)
@@ -87,9 +87,3 @@ def _append(path: str, text: str) -> None:
             file.write(text)
     except OSError:
         pass  # stderr has it too
-
-
-def _now() -> str:
-    import time
-
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

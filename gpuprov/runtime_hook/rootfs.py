@@ -36,7 +36,7 @@ _LINK = 0o120000
 _TEMPORARY = ".gpuprov~"
 
 
-class Walk:
+class Root:
     """The root file system in a folder, and the folders in it that were opened. Raises OSError.
 
     `owner` is the user and group of what is made there. `handles` has a descriptor for each folder that was opened, by
@@ -108,73 +108,6 @@ class Walk:
             known = self._known[path] = self._walk(path, make=make, lenient=False)
         return known
 
-    def _walk(self, path: str, *, make: bool, lenient: bool) -> str:
-        """Return the folder's path in the container without links, "" for the root; its descriptor is open then.
-
-        If `lenient`, the path may end in anything, or nowhere.
-        """
-        todo = path.split("/")[::-1]
-        real = ""
-        links = 0
-        for _ in range(_MOST_COMPONENTS):
-            if not todo:
-                return real
-            name = todo.pop()
-            if name in ("", "."):
-                continue
-            if name == "..":
-                real = real.rpartition("/")[0]
-                continue
-            below = f"{real}/{name}"
-            if below not in self.handles and not (lenient and real not in self.handles):
-                target = self._open(below, real, name, make, lenient)
-                if target:
-                    links += 1
-                    if links > _MOST_LINKS:
-                        break
-                    real = "" if target.startswith("/") else real
-                    todo += target.split("/")[::-1]
-                    continue
-            real = below
-        raise OSError(_ELOOP, "too many links", path)
-
-    def _open(self, below: str, real: str, name: str, make: bool, lenient: bool) -> str:
-        """Open a component; return the text of the link that it is, nothing for a folder."""
-        try:
-            if below in self._covers:
-                self.handles[below] = _open_source(self._covers[below])
-            else:
-                self.handles[below] = self._step(real, name, make)
-            return ""
-        except NotADirectoryError:
-            try:
-                if below not in self._covers:
-                    return posix.readlink(name, dir_fd=self.handles[real])  # EINVAL: no link, and no folder either
-            except OSError:
-                pass
-            if not lenient:
-                raise
-        except OSError:
-            if not lenient:
-                raise
-        return ""
-
-    def _step(self, real: str, name: str, make: bool) -> int:
-        above = self.handles[real]
-        try:
-            return posix.open(name, _DIRECTORY, dir_fd=above)
-        except FileNotFoundError:
-            if not make:
-                raise
-        self.writable_handle(real)
-        try:
-            posix.mkdir(name, 0o755, dir_fd=above)
-            if self.owner != (0, 0):
-                posix.chown(name, *self.owner, dir_fd=above, follow_symlinks=False)
-        except FileExistsError:
-            pass
-        return posix.open(name, _DIRECTORY, dir_fd=above)
-
     def writable_handle(self, real: str, name: str = "") -> int:
         """Return a folder's descriptor. Raises OSError if it, or the name in it, is in a volume."""
         handle = self.handles[real]
@@ -186,42 +119,11 @@ class Walk:
             raise OSError(_EXDEV, self.volume_over(f"{real}/{name}"), real)
         return handle
 
-    def _is_ours(self, handle: int) -> bool:
-        found = mount_id(handle)
-        return found == self.mount or found in self.allowed_mounts()
-
     @property
     def mount(self) -> bytes:
         """The id of the mount that the root folder is on."""
         self._mount = self._mount or mount_id(self.handles[""])
         return self._mount
-
-
-def mount_id(handle: int) -> bytes:
-    """Return by which number the kernel knows the mount that an open file is on (proc_pid_fdinfo(5), Linux 3.15)."""
-    info = posix.open(f"/proc/self/fdinfo/{handle}", posix.O_RDONLY | posix.O_CLOEXEC)
-    try:
-        lines = posix.read(info, 4096).splitlines()
-    finally:
-        posix.close(info)
-    return next(line for line in lines if line.startswith(b"mnt_id:"))
-
-
-def _open_source(source: str) -> int:
-    # A link at its end is the engine's to follow.
-    if not source:
-        raise FileNotFoundError(_ENOENT, "nothing is known of what is in there")
-    return posix.open(source, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
-
-
-def _another_mount(path: str) -> str:
-    return f"{path or '/'} is on another mount than the container's root file system"
-
-
-class Root(Walk):
-    """The root file system in a folder, with its files. Made as a Walk is."""
-
-    __slots__ = ()
 
     def open_directory(self, path: str, *, make: bool = False) -> int:
         """Return a descriptor (O_PATH) of a folder, made with those above it if `make`; it stays the root's to close.
@@ -351,6 +253,77 @@ class Root(Walk):
         except FileNotFoundError:
             pass
 
+    def _walk(self, path: str, *, make: bool, lenient: bool) -> str:
+        """Return the folder's path in the container without links, "" for the root; its descriptor is open then.
+
+        If `lenient`, the path may end in anything, or nowhere.
+        """
+        todo = path.split("/")[::-1]
+        real = ""
+        links = 0
+        for _ in range(_MOST_COMPONENTS):
+            if not todo:
+                return real
+            name = todo.pop()
+            if name in ("", "."):
+                continue
+            if name == "..":
+                real = real.rpartition("/")[0]
+                continue
+            below = f"{real}/{name}"
+            if below not in self.handles and not (lenient and real not in self.handles):
+                target = self._open(below, real, name, make, lenient)
+                if target:
+                    links += 1
+                    if links > _MOST_LINKS:
+                        break
+                    real = "" if target.startswith("/") else real
+                    todo += target.split("/")[::-1]
+                    continue
+            real = below
+        raise OSError(_ELOOP, "too many links", path)
+
+    def _open(self, below: str, real: str, name: str, make: bool, lenient: bool) -> str:
+        """Open a component; return the text of the link that it is, nothing for a folder."""
+        try:
+            if below in self._covers:
+                self.handles[below] = _open_source(self._covers[below])
+            else:
+                self.handles[below] = self._step(real, name, make)
+            return ""
+        except NotADirectoryError:
+            try:
+                if below not in self._covers:
+                    return posix.readlink(name, dir_fd=self.handles[real])  # EINVAL: no link, and no folder either
+            except OSError:
+                pass
+            if not lenient:
+                raise
+        except OSError:
+            if not lenient:
+                raise
+        return ""
+
+    def _step(self, real: str, name: str, make: bool) -> int:
+        above = self.handles[real]
+        try:
+            return posix.open(name, _DIRECTORY, dir_fd=above)
+        except FileNotFoundError:
+            if not make:
+                raise
+        self.writable_handle(real)
+        try:
+            posix.mkdir(name, 0o755, dir_fd=above)
+            if self.owner != (0, 0):
+                posix.chown(name, *self.owner, dir_fd=above, follow_symlinks=False)
+        except FileExistsError:
+            pass
+        return posix.open(name, _DIRECTORY, dir_fd=above)
+
+    def _is_ours(self, handle: int) -> bool:
+        found = mount_id(handle)
+        return found == self.mount or found in self.allowed_mounts()
+
     def _replace(self, path: str, name: str, directory: int) -> None:
         try:
             posix.rename(_TEMPORARY, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -393,3 +366,24 @@ class Root(Walk):
                 posix.close(handle)
             path = target if target.startswith("/") else f"{real}/{target}"
         return None
+
+
+def mount_id(handle: int) -> bytes:
+    """Return by which number the kernel knows the mount that an open file is on (proc_pid_fdinfo(5), Linux 3.15)."""
+    info = posix.open(f"/proc/self/fdinfo/{handle}", posix.O_RDONLY | posix.O_CLOEXEC)
+    try:
+        lines = posix.read(info, 4096).splitlines()
+    finally:
+        posix.close(info)
+    return next(line for line in lines if line.startswith(b"mnt_id:"))
+
+
+def _open_source(source: str) -> int:
+    # A link at its end is the engine's to follow.
+    if not source:
+        raise FileNotFoundError(_ENOENT, "nothing is known of what is in there")
+    return posix.open(source, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
+
+
+def _another_mount(path: str) -> str:
+    return f"{path or '/'} is on another mount than the container's root file system"
