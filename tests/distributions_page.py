@@ -33,9 +33,8 @@ def _lists() -> str:
     for cells, names in _grouped({row: _cells(row) for row in ROWS}):
         lines.append(f"| {names} | {' | '.join(cells)} |")
     lines += ["", "## Kernel headers", ""]
-    for rules, names in _grouped({row: (_rules(row.kernel_headers), _next(row), row.source) for row in ROWS}):
-        running, following, source = rules
-        lines += [f"- **{names}**: {running}.{following} ({source})"]
+    for (running, following), names in _grouped({row: (_rules(row.kernel_headers), _next(row)) for row in ROWS}):
+        lines += [f"- **{names}**: {running}.{following}"]
     lines += ["", "## The distribution's own driver (`gpuprov_driver: distribution`)", "", *_own_drivers()]
     return "".join(f"{line}\n" for line in lines)
 
@@ -51,7 +50,7 @@ def _own_drivers() -> list[str]:
 
 def _own_cells(own: OwnDriver) -> tuple[str, ...]:
     if own.like_packages:
-        return ("–", "NVIDIA's, of the modules' version", "SUSE's, compiled and signed: open alone", own.source)
+        return ("–", "NVIDIA's, of the modules' version", "SUSE's, compiled and signed: open alone", "–")
     first = own.branches[0]
     branches = ", ".join(one.branch for one in own.branches if one.branch) or "one"
     others = " and any other that the archive has" if own.other_branch else ""
@@ -59,7 +58,7 @@ def _own_cells(own: OwnDriver) -> tuple[str, ...]:
     compiled = "; ".join(f"compiled, {kind}: {names[0]}" for kind, names in sorted(first.compiled.items()))
     modules = "; ".join(filter(None, (compiled, f"built by DKMS, {built}")))
     archive = f"components {', '.join(own.components)}" if own.components else f"package {own.repository_package}"
-    return (f"{branches}{others}", " ".join(first.libraries), modules, f"{archive} ({own.source})")
+    return (f"{branches}{others}", " ".join(first.libraries), modules, archive)
 
 
 def _cells(row: Distribution) -> tuple[str, ...]:

@@ -26,23 +26,20 @@ class DriverOptions:
 
     driver: str = choice(
         "runfile",
-        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
-        "CUDA repository, `distribution` the distribution's own packages (Debian, Ubuntu, SUSE, Amazon Linux), "
-        "`preinstalled` takes what is there.",
+        "The driver's source: `runfile` (NVIDIA's .run file), `packages` (NVIDIA's CUDA repository), `distribution`"
+        " (the distribution's own; Debian, Ubuntu, SUSE, Amazon Linux), or `preinstalled`.",
         "runfile", "packages", "distribution", "preinstalled",
     )  # fmt: skip
     driver_version: str = text(
         "",
-        "The driver's version, such as 580.178.04, or a branch: 580 is its newest release that this gpuprov knows (by "
-        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
-        "they are pinned to, where the repository can (branch or version; default: its newest); with `distribution` a "
-        "branch that the distribution has.",
+        "The driver's version, such as 580.178.04, or a branch: 580 is its newest release with a known digest, "
+        "`latest` that of the long-term branch. Required with `runfile`. With `packages`: the branch or version to "
+        "pin (default: the newest); with `distribution`: a branch.",
         VERSION,
     )
     driver_url: str = text(
         "",
-        "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server, "
-        "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
+        "The .run file: a URL, or an absolute path on the host. Default: NVIDIA's download server.",
         URL_OR_PATH,
     )
     driver_sha256: str = text(
@@ -52,44 +49,41 @@ class DriverOptions:
     )
     driver_mirror: str = text(
         "",
-        "A mirror of NVIDIA's .run files, by its index: a page with links or a text, below which lie "
-        "VERSION/NVIDIA-Linux-ARCH-VERSION.run, or the files. A branch, or `latest`, is then the newest one that it "
-        "lists.",
+        "A mirror of NVIDIA's .run files, by its index: a page with links or a text. A branch, or `latest`, is then"
+        " the newest release that it lists.",
         HTTP_URL,
     )
     driver_releases: str = text(
         "",
-        "A table of driver releases that counts instead of gpuprov's own (gpuprov/protocol/driver_releases.json "
-        "has its form): a URL, or an absolute path on the machine where gpuprov or Ansible runs. Needs its digest.",
+        "A table of driver releases instead of gpuprov/protocol/driver_releases.json: a URL, or an absolute path on"
+        " the machine where gpuprov or Ansible runs. Needs its digest.",
         URL_OR_PATH,
     )
     driver_releases_sha256: str = text("", "The SHA-256 of that table.", SHA256)
     servers: str = text(
         "",
-        "A table of the distributions' servers that counts instead of the one in this gpuprov "
-        "(gpuprov/protocol/servers.json has its form; it may name some of them): a URL, or an absolute path on the "
-        "machine where gpuprov or Ansible runs. Needs its digest.",
+        "A table that replaces some or all servers of gpuprov/protocol/servers.json: a URL, or an absolute path on "
+        "the machine where gpuprov or Ansible runs. Needs its digest.",
         URL_OR_PATH,
     )
     servers_sha256: str = text("", "The SHA-256 of that table.", SHA256)
     refuse_advisories: str = choice(
         "none",
-        "From which CVSS score on a driver, or a toolkit of NVIDIA's, with known security holes is not installed: "
-        "`high` (7.0), `critical` (9.0), or `none`, which only warns.",
+        "Refuse a driver, or a toolkit of NVIDIA's, with known security holes from this CVSS score on: `high` "
+        "(7.0), `critical` (9.0), or `none`, which only warns.",
         "none", "high", "critical",
     )  # fmt: skip
     kernel_modules: str = choice(
         "auto",
-        "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `precompiled` takes "
-        "packages of modules that are compiled for it (`gpuprov_driver: packages`), `none` installs the libraries "
-        "only. `auto` means `none` inside a system container (LXC, systemd-nspawn), whose kernel belongs to the "
-        "host; else `precompiled` where repositories have such packages, and `build` where they have none.",
+        "Where kernel modules come from: `build` compiles them for the running kernel, `precompiled` takes packages"
+        " (`gpuprov_driver: packages`), `none` installs the libraries only. `auto`: `none` in a system container "
+        "(LXC, systemd-nspawn), else `precompiled` if repositories have them, else `build`.",
         "auto", "build", "precompiled", "none",
     )  # fmt: skip
     kernel_module_type: str = choice(
         "auto",
-        "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` takes those that the GPUs found "
-        "need, and leaves it to the installer where both would do.",
+        "Which kernel modules: NVIDIA's `open` or `proprietary` ones. `auto` takes those that the GPUs need, else "
+        "the installer's choice.",
         "auto", "open", "proprietary",
     )  # fmt: skip
     kernel_archive: bool = flag(
@@ -99,8 +93,8 @@ class DriverOptions:
     )
     epel: bool = flag(
         True,
-        "Where the distribution has no DKMS (Red Hat's family, SLES) and modules are built: take it, and nothing else, "
-        "from EPEL or SUSE's Package Hub. `false`: add neither.",
+        "If modules are built and the distribution has no DKMS (Red Hat's family, SLES), take it, and nothing else,"
+        " from EPEL or SUSE's Package Hub.",
     )
     epel_repository: str = text(
         "",
@@ -134,14 +128,13 @@ class DriverOptions:
     )
     fabric_manager: str = choice(
         "auto",
-        "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "
-        "CUDA repository, and runs it; `preinstalled` leaves it to the site and only compares versions.",
+        "On machines with NVSwitches: `auto` installs and runs NVIDIA's fabric manager of the driver's version; "
+        "`preinstalled` only compares versions.",
         "auto", "preinstalled",
     )  # fmt: skip
     mig_layout: tuple[str, ...] = option(
         TextOrList(MIG_LAYOUT),
         (),
-        "How GPUs are divided by MIG: one text for all, or a list with one for each GPU by index: `disabled`, "
-        "`all-1g.10gb` (as many as there is room for), or profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: as "
-        "they are.",
+        "The MIG layout, one for all GPUs or a list by index: `disabled`, `all-1g.10gb` (as many as fit), or "
+        "profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: unchanged.",
     )

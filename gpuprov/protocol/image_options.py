@@ -21,8 +21,7 @@ class ImageOptions:
 
     target: str = choice(
         HOST,
-        "What this installation is for: this `host` with its GPUs, or an `image`, built on a machine without a GPU "
-        "(Packer, cloud-init, a chroot, a container build) and booted on others.",
+        "`host`: this host with its GPUs. `image`: an image, built on a machine without a GPU and booted on others.",
         HOST, IMAGE,
     )  # fmt: skip
     image_gpus: tuple[str, ...] = option(
@@ -38,8 +37,8 @@ class ImageOptions:
     )
     image_force: bool = flag(
         False,
-        "With `gpuprov_target: image`: build the image on a machine that looks as if it were in use, because it has "
-        "GPUs, running containers, a display or a kubelet. Its identity (machine-id, SSH host keys) is removed.",
+        "With `gpuprov_target: image`: also build on a machine with GPUs, running containers, a display or a "
+        "kubelet. Its identity (machine-id, SSH host keys) is removed.",
     )
     image_remove_signing_key: bool = flag(
         False,

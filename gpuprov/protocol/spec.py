@@ -57,9 +57,8 @@ class HostSpec(ImageOptions, DriverOptions):
 
     docker: str = choice(
         "distribution",
-        "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
-        "Red Hat's family has no docker of its own), `preinstalled` (never install it), or `none`: docker is neither "
-        "required nor touched, and the other engines get the GPUs (`gpuprov_engines`).",
+        "Where docker comes from if it is missing: the `distribution`, `docker-ce` (Docker's repository; needed for"
+        " Red Hat's family), `preinstalled` (never install it), or `none` (neither require nor touch docker).",
         "distribution", "docker-ce", "preinstalled", "none",
     )  # fmt: skip
     toolkit: str = choice(
@@ -94,8 +93,8 @@ class HostSpec(ImageOptions, DriverOptions):
     )
     cuda_url: str = text(
         "",
-        "Where the toolkit's own .run file lies (a URL, or an absolute path on the host), if it is not to come from "
-        "the repository: it is installed into /usr/local/cuda-VERSION, and /usr/local/cuda is linked to it.",
+        "The toolkit's .run file instead of the repository: a URL, or an absolute path on the host. It is installed"
+        " into /usr/local/cuda-VERSION, and /usr/local/cuda links to it.",
         URL_OR_PATH,
     )
     cuda_sha256: str = text("", "The SHA-256 of that file. Needed with a URL.", SHA256)
@@ -110,10 +109,9 @@ class HostSpec(ImageOptions, DriverOptions):
     engines: tuple[str, ...] = option(
         schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
         (),
-        "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`, and of `k3s`, "
-        "`microk8s`, `rke2`, which bring a containerd of their own. They must be installed. Default: none beside "
-        "docker; with `gpuprov_docker: none` all of the first three that are installed, but a Kubernetes node's is "
-        "restarted only if it is named here.",
+        "Engines besides docker to configure: a list of `containerd`, `crio`, `podman`, `k3s`, `microk8s`, `rke2`, "
+        "which must be installed. Default: none; with `gpuprov_docker: none` the installed ones of the first three,"
+        " but a Kubernetes node's engine is restarted only if it is named.",
     )
     default_runtime: bool = flag(
         False,
@@ -122,8 +120,8 @@ class HostSpec(ImageOptions, DriverOptions):
     )
     restart_kubernetes: bool = flag(
         False,
-        "Restart k3s, RKE2 or microk8s if it must read a changed file. Pods keep running; the API server of a server "
-        "node does not answer for some seconds. Default: the run names the command instead.",
+        "Restart k3s, RKE2 or microk8s if a file has changed. Pods keep running; a server node's API server does "
+        "not answer for some seconds. Default: print the command.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
     nvidia_docker: bool = flag(
@@ -133,13 +131,13 @@ class HostSpec(ImageOptions, DriverOptions):
     )
     serve: bool = flag(
         False,
-        "Install a service that answers as nvidia-docker-plugin did (`/docker/cli`, `/gpu/info`, `/gpu/status`), on "
-        "127.0.0.1:3476 and on a unix socket of root's alone. `gpuprov docker-args` is the safer way.",
+        "Install a service that answers as nvidia-docker-plugin did, on 127.0.0.1:3476 and on a unix socket. "
+        "`gpuprov docker-args` is the safer way.",
     )
     migrate_nvidia_docker: bool = flag(
         False,
-        "Remove what nvidia-docker 1 and 2 have left: packages, plugin, unused volumes, repositories and their key, "
-        "entries of daemon.json without a program. Containers, and what they use, stay.",
+        "Remove leftovers of nvidia-docker 1 and 2: packages, plugin, unused volumes, repositories and keys, "
+        "runtimes without a program. Containers stay.",
     )
     repositories: tuple[SiteRepository, ...] = option(
         schema_fields.List(schema_fields.Nested(RepositorySchema)),
@@ -150,9 +148,9 @@ class HostSpec(ImageOptions, DriverOptions):
     )
     proxy: str = text(
         "",
-        "The HTTP proxy of downloads, of apt, dnf and zypper (for the run only) and of docker's daemon (a drop-in of "
-        "its unit): `http://USER:PASSWORD@HOST:PORT`. Without it, what the environment names. The password is in no "
-        "message, report or command line.",
+        "The HTTP proxy of downloads, of apt, dnf and zypper (for the run only) and of docker's daemon: "
+        "`http://USER:PASSWORD@HOST:PORT`. Default: the environment's. No message, report or command line has the "
+        "password.",
         PROXY,
     )
     no_proxy: str = text(
@@ -175,8 +173,8 @@ class HostSpec(ImageOptions, DriverOptions):
     )
     watch: str = choice(
         "off",
-        "How often the host checks and verifies itself by a systemd timer (`hourly`, `daily`, `weekly`), which changes "
-        "nothing and writes metrics; `off` removes it.",
+        "How often a systemd timer checks and verifies the host and writes metrics (`hourly`, `daily`, `weekly`); "
+        "`off` removes it.",
         "off", "hourly", "daily", "weekly",
     )  # fmt: skip
     watch_metrics: str = text(
