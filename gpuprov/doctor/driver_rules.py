@@ -248,7 +248,7 @@ def _library_hidden(x: HostSnapshot) -> Finding | None:
     sure = LIKELY if one.is_by_environment or not (one.version or one.fault) else CERTAIN
     steps = dict.fromkeys(other.way_out(commands) for other in x.host.hiding)
     return Finding(
-        f"programs load another library than the driver's: {one.what}",
+        f"the loader takes another library than the driver's: {one.what}",
         "\n".join(seen),
         _together(list(steps)),
         sure,

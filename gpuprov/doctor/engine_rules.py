@@ -19,6 +19,7 @@ from gpuprov.doctor.finding import (
     WARNING,
     Finding,
     Rules,
+    failed_unit,
     restart,
     steps,
 )
@@ -112,29 +113,17 @@ def _podman_without_cdi(x: HostSnapshot) -> Finding | None:
     )  # fmt: skip
 
 
-@RULES.add("refresh-unit-failed", ENGINES, "gpuprov-refresh.service has failed")
-def _refresh_unit_failed(x: HostSnapshot) -> Finding | None:
-    unit = x.units.get(REFRESH)
-    if unit is None or unit.active != "failed":
-        return None
-    return Finding(
-        "the CDI specification is not kept up to date", f"systemctl show {REFRESH}: {unit.active}, {unit.result}",
-        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", WARNING, (restart(REFRESH),),
-    )  # fmt: skip
-
-
-@RULES.add("persistenced-failed", ENGINES, "nvidia-persistenced.service has failed")
-def _persistenced_failed(x: HostSnapshot) -> Finding | None:
-    unit = x.units.get(PERSISTENCE)
-    if unit is None or unit.active != "failed":
-        return None
-    return Finding(
-        "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
-        f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
-        f"systemctl reset-failed {PERSISTENCE}; systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
-        WARNING,
-        (restart(PERSISTENCE),),
-    )
+RULES.row(
+    "refresh-unit-failed", ENGINES, "gpuprov-refresh.service has failed", failed_unit(REFRESH),
+    "the CDI specification is not kept up to date", f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20",
+    WARNING, (restart(REFRESH),),
+)  # fmt: skip
+RULES.row(
+    "persistenced-failed", ENGINES, "nvidia-persistenced.service has failed", failed_unit(PERSISTENCE),
+    "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
+    f"systemctl reset-failed {PERSISTENCE}; systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
+    WARNING, (restart(PERSISTENCE),),
+)  # fmt: skip
 
 
 _OF_KUBELETS = ("containerd", "crio")
@@ -188,29 +177,24 @@ def _written(x: HostSnapshot) -> Mapping[str, Any]:
         return {}
 
 
-@RULES.add("containerd-cri-off", ENGINES, "`disabled_plugins` has cri on a node with a kubelet")
-def _containerd_cri_off(x: HostSnapshot) -> Finding | None:
+def _cri_off(x: HostSnapshot) -> str:
     facts = x.host.engines.get("containerd")
     text = facts.files.get(_MAIN, b"").decode("utf-8", "replace") if facts is not None else ""
     found = re.search(r"^\s*disabled_plugins\s*=.*\bcri\b.*$", text, re.MULTILINE)
-    if found is None or KUBELET not in x.host.kubernetes:
-        return None
-    return Finding(
-        "containerd's CRI plugin is switched off, so the kubelet can't use it", f"{_MAIN}: {found[0].strip()}",
-        f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd",
-    )  # fmt: skip
+    return f"{_MAIN}: {found[0].strip()}" if found is not None and KUBELET in x.host.kubernetes else ""
 
 
-@RULES.add("containerd-cdi-off", ENGINES, "`enable_cdi = false` in containerd's configuration")
-def _containerd_cdi_off(x: HostSnapshot) -> Finding | None:
-    if _written(x).get("enable_cdi") is not False:
-        return None
-    return Finding(
-        "containerd does not read CDI specifications: pods that ask for CDI devices get none",
-        f"{_MAIN} or a file that it imports: enable_cdi = false",
-        f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd  # enable_cdi = true",
-        WARNING,
-    )
+RULES.row(
+    "containerd-cri-off", ENGINES, "`disabled_plugins` has cri on a node with a kubelet", _cri_off,
+    "containerd's CRI plugin is switched off, so the kubelet can't use it",
+    f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd",
+)  # fmt: skip
+RULES.row(
+    "containerd-cdi-off", ENGINES, "`enable_cdi = false` in containerd's configuration",
+    lambda x: f"{_MAIN} or a file of its imports: enable_cdi = false" if _written(x).get("enable_cdi") is False else "",
+    "containerd does not read CDI specifications: pods that ask for CDI devices get none",
+    f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd  # enable_cdi = true", WARNING,
+)  # fmt: skip
 
 
 @RULES.add("cgroup-drivers-differ", ENGINES, "kubelet's cgroupDriver is systemd, containerd's is not")

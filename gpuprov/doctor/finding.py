@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable, Optional, Union
 
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.protocol.errors import Problem
@@ -110,8 +110,24 @@ class Rule:
     follows: tuple[str, ...] = ()
 
 
+# A text, or what returns it for a host.
+Text = Union[str, Callable[[HostSnapshot], str]]
+
+
 class Rules(list[Rule]):
     """The rules of one file, in the order in which equals are told."""
+
+    def row(
+        self, name: str, area: str, sign: str, evidence: Text, what: Text, next_step: Text, confidence: str = CERTAIN,
+        remedies: tuple[Remedy, ...] = (), follows: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Add a rule whose evidence is its condition: "" where the trouble is not."""
+
+        def look(x: HostSnapshot) -> Finding | None:
+            seen = _text(evidence, x)
+            return Finding(_text(what, x), seen, _text(next_step, x), confidence, remedies) if seen else None
+
+        self.append(Rule(name, area, sign, look, follows))
 
     def add(self, name: str, area: str, sign: str, follows: tuple[str, ...] = ()) -> Callable[[Look], Look]:
         """Return the decorator that makes a function the rule of this name."""
@@ -121,3 +137,17 @@ class Rules(list[Rule]):
             return look
 
         return register
+
+
+def _text(text: Text, x: HostSnapshot) -> str:
+    return text if isinstance(text, str) else text(x)
+
+
+def failed_unit(name: str) -> Text:
+    """Return the evidence of a unit that has failed."""
+
+    def seen(x: HostSnapshot) -> str:
+        unit = x.units.get(name)
+        return f"systemctl show {name}: {unit.active}, {unit.result}" if unit and unit.active == "failed" else ""
+
+    return seen

@@ -7,10 +7,10 @@ kernel modules (the messages), docs.nvidia.com/deploy/xid-errors (the numbers), 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
-from gpuprov.doctor.finding import CERTAIN, GPUS, LIKELY, MODULE, WARNING, Finding, Rule, Rules, steps
+from gpuprov.doctor.finding import CERTAIN, GPUS, LIKELY, MODULE, WARNING, Finding, Rule, Rules, finding_of, steps
 from gpuprov.doctor.parse import find_in_log, lines_that_match
 from gpuprov.doctor.snapshot import KEYS, HostSnapshot
 from gpuprov.doctor.suggested_commands import (
@@ -27,7 +27,10 @@ from gpuprov.doctor.suggested_commands import (
     same_versions,
 )
 from gpuprov.driver import generations, nouveau
+from gpuprov.driver.source import UNSIGNED
 from gpuprov.machine.pci import PciGpu
+from gpuprov.plan import preflight
+from gpuprov.plan.preflight import LIST_GPUS
 from gpuprov.protocol.words import counted
 
 RULES = Rules()
@@ -60,12 +63,10 @@ def _no_gpu(x: HostSnapshot) -> Finding | None:
     # Tegra's GPU is not on a PCI bus.
     if x.host.gpus or x.host.kernel.wsl or x.driver.gpus or "/dev/nvmap" in x.there:
         return None
-    inside = f" (inside {x.host.kernel.container})" if x.host.kernel.container else ""
-    return Finding(
-        f"there is no NVIDIA GPU in this machine{inside}",
-        "/sys/bus/pci/devices: no device of vendor 10de and class 03",
-        f"{list_gpus(x)}  # in a virtual machine pass the GPU through to it; in hardware look at seating and firmware",
-    )
+    step = preflight.NO_GPU.next_step.replace(LIST_GPUS, list_gpus(x))
+    found = finding_of(preflight.NO_GPU, next_step=step)
+    inside = x.host.kernel.container
+    return replace(found, what=f"{found.what} (inside {inside})") if inside else found
 
 
 @RULES.add("gpu-nouveau", GPUS, "a GPU is bound to nouveau, nova_core or nova_drm")
@@ -264,10 +265,7 @@ def enrol(x: HostSnapshot) -> str:
     key = next((path for path in KEYS if path in x.there), "")
     if key:
         return f"mokutil --import {key}; systemctl reboot  # and enrol the key at the console"
-    return (
-        "gpuprov install -e gpuprov_module_signing_key=KEY -e gpuprov_module_signing_certificate=CERTIFICATE  # or "
-        "switch Secure Boot off in the firmware"
-    )
+    return UNSIGNED.next_step
 
 
 # With the driver's lines before it, which have the reason if no other rule knows it.

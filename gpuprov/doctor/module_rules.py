@@ -16,6 +16,7 @@ from gpuprov.doctor.finding import (
     WARNING,
     Finding,
     Rules,
+    finding_of,
     open_nodes,
     restart,
     steps,
@@ -31,7 +32,9 @@ from gpuprov.doctor.suggested_commands import (
     rebuild_initramfs,
     rebuild_module,
 )
+from gpuprov.driver.kernel import no_modules
 from gpuprov.driver.precompiled import module_package
+from gpuprov.driver.source import UNSIGNED
 from gpuprov.facts.boot import NODES as NODES_UNIT
 from gpuprov.facts.kernels import fault, newest
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
@@ -67,14 +70,7 @@ def _driver_outside(x: HostSnapshot) -> Finding | None:
 
 @RULES.add("modules-disabled", MODULE, "kernel.modules_disabled is 1, or there is no /proc/modules")
 def _modules_disabled(x: HostSnapshot) -> Finding | None:
-    if not _not_loaded(x) or x.host.kernel.takes_modules:
-        return None
-    seen = "/proc/sys/kernel/modules_disabled: 1" if x.host.kernel.modules_disabled else "there is no /proc/modules"
-    return Finding(
-        "this kernel takes no modules, so NVIDIA's driver can't be loaded", seen,
-        "grep -rn modules_disabled /etc/sysctl.conf /etc/sysctl.d  # take it out, then systemctl reboot"
-        if x.host.kernel.modules_disabled else "uname -r; ls /boot  # boot the distribution's own kernel",
-    )  # fmt: skip
+    return finding_of(no_modules(x.host)) if _not_loaded(x) and not x.host.kernel.takes_modules else None
 
 
 @RULES.add("secure-boot-unsigned", MODULE, "Secure Boot, and modinfo shows no signer", ("key-rejected", "lockdown"))
@@ -84,8 +80,8 @@ def _secure_boot_unsigned(x: HostSnapshot) -> Finding | None:
         return None
     key = next((path for path in KEYS if path in x.there), "")
     return Finding(
-        "Secure Boot is on, and nobody has signed the driver's module",
-        f"the EFI variable SecureBoot is 1\nmodinfo {x.module.name}: {x.module.path} has no signer",
+        UNSIGNED.what,
+        f"{UNSIGNED.evidence}\nmodinfo {x.module.name}: {x.module.path} has no signer",
         f"{rebuild_module(x)}; {enrol(x)}" if key else enrol(x),
         LIKELY,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from gpuprov.engines.docker import RESTART_REFUSED
 from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.kernels import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
+from gpuprov.plan.preflight import LIST_GPUS
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RESTART_DOCKER = "systemctl restart docker"
@@ -135,7 +136,7 @@ def keep_nouveau_out(x: HostSnapshot) -> str:
 
 def list_gpus(x: HostSnapshot) -> str:
     """Return the command that lists NVIDIA's devices on the PCI bus; not every host has lspci."""
-    return "lspci -d 10de:" if x.programs.get("lspci") else "grep -l 0x10de /sys/bus/pci/devices/*/vendor"
+    return LIST_GPUS if x.programs.get("lspci") else "grep -l 0x10de /sys/bus/pci/devices/*/vendor"
 
 
 def firmware_setup(x: HostSnapshot, do: str) -> str:

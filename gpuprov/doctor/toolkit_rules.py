@@ -7,7 +7,20 @@ import shlex
 
 from gpuprov import toolkit
 from gpuprov.doctor.docker_rules import in_daemon, in_file
-from gpuprov.doctor.finding import CERTAIN, DOCKER, INSTALL, LIKELY, TOOLKIT, WARNING, Finding, Remedy, Rules, steps
+from gpuprov.doctor.finding import (
+    CERTAIN,
+    DOCKER,
+    INSTALL,
+    LIKELY,
+    TOOLKIT,
+    WARNING,
+    Finding,
+    Remedy,
+    Rules,
+    Text,
+    failed_unit,
+    steps,
+)
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.doctor.snapshot import OPERATORS_RUNTIME, HostSnapshot
 from gpuprov.doctor.suggested_commands import comment_out, gpuprov_install, install_packages, reinstall_packages
@@ -239,28 +252,34 @@ def _no_cgroups(x: HostSnapshot) -> Finding | None:
     )  # fmt: skip
 
 
-@RULES.add("environment-refused", TOOLKIT, "accept-nvidia-visible-devices-envvar-when-unprivileged = false")
-def _environment_refused(x: HostSnapshot) -> Finding | None:
-    found = _setting(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false")
-    if found is None:
-        return None
-    return Finding(
-        "NVIDIA_VISIBLE_DEVICES and --gpus are ignored for every container that is not privileged, as the settings ask",
-        f"{found[0]}: {found[1]}",
-        f"{comment_out(found[0])}  # or ask for devices by volume mounts or CDI, as the site wants it",
-        LIKELY,
-    )
+def _line(x: HostSnapshot, pattern: str) -> str:
+    return ": ".join(_setting(x, pattern) or ())
 
 
-@RULES.add("capabilities-left-out", TOOLKIT, "supported-driver-capabilities without compute or utility")
-def _capabilities_left_out(x: HostSnapshot) -> Finding | None:
-    found = _setting(x, r"supported-driver-capabilities\s*=")
-    if found is None or re.search(r"\ball\b", found[1]) or {"compute", "utility"} <= set(re.findall(r"\w+", found[1])):
-        return None
-    return Finding(
-        "containers get neither nvidia-smi nor CUDA: the settings leave out `compute` or `utility`",
-        f"{found[0]}: {found[1]}", comment_out(found[0]), LIKELY,
-    )  # fmt: skip
+def _place(x: HostSnapshot, pattern: str) -> str:
+    return _line(x, pattern).partition(": ")[0]
+
+
+def _few_capabilities(x: HostSnapshot) -> str:
+    found = _line(x, _CAPABILITIES)
+    words = set(re.findall(r"\w+", found.partition("=")[2]))
+    return "" if "all" in words or {"compute", "utility"} <= words else found
+
+
+_ENVIRONMENT = r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false"
+_CAPABILITIES = r"supported-driver-capabilities\s*="
+RULES.row(
+    "environment-refused", TOOLKIT, "accept-nvidia-visible-devices-envvar-when-unprivileged = false",
+    lambda x: _line(x, _ENVIRONMENT),
+    "NVIDIA_VISIBLE_DEVICES and --gpus are ignored for every container that is not privileged, as the settings ask",
+    lambda x: f"{comment_out(_place(x, _ENVIRONMENT))}  # or ask for devices by volume mounts or CDI, "
+              "as the site wants it", LIKELY,
+)  # fmt: skip
+RULES.row(
+    "capabilities-left-out", TOOLKIT, "supported-driver-capabilities without compute or utility", _few_capabilities,
+    "containers get neither nvidia-smi nor CUDA: the settings leave out `compute` or `utility`",
+    lambda x: comment_out(_place(x, _CAPABILITIES)), LIKELY,
+)  # fmt: skip
 
 
 @RULES.add("driver-root-missing", TOOLKIT, "config.toml: root names a folder that is not there")
@@ -314,111 +333,85 @@ def _toolkit_mixed(x: HostSnapshot) -> Finding | None:
     )  # fmt: skip
 
 
-def _migrate(x: HostSnapshot, comment: str = "") -> str:
+def _migrate(x: HostSnapshot) -> str:
     """Return the command that removes the remains; not the package manager's, which would also remove daemon.json."""
-    install = gpuprov_install(x)
-    return f"{install} -e {VARIABLE}=true" + (f"  # {comment}" if comment else "")
+    return f"{gpuprov_install(x)} -e {VARIABLE}=true"
 
 
-@RULES.add("toolkit-retired", TOOLKIT, "nvidia-docker2 or a package older than it")
-def _toolkit_retired(x: HostSnapshot) -> Finding | None:
-    found = retired.retired_packages(x.host.packages.installed)
-    if not found:
-        return None
-    kept = "keeps daemon.json, which the package manager would remove with it" if found[0] == "nvidia-docker2" else ""
-    return Finding(
-        f"{found[0]} is retired, and its repository clashes with the toolkit's", f"package {found[0]} is installed",
-        _migrate(x, kept), WARNING,
-    )  # fmt: skip
+def _retired(x: HostSnapshot) -> str:
+    return next(iter(retired.retired_packages(x.host.packages.installed)), "")
 
 
-@RULES.add("nvidia-docker-plugin", TOOLKIT, "nvidia-docker 1's programs, unit, user or folder, of no package")
-def _nvidia_docker_plugin(x: HostSnapshot) -> Finding | None:
+def _plugin(x: HostSnapshot) -> str:
     found = x.host.leftovers
     if not found.has_plugin or PLUGIN in x.host.packages.installed:
-        return None
+        return ""
     account = f"/etc/passwd: user {PLUGIN}" if found.account else ""
     unit = f"systemctl is-active {UNIT}: {found.unit}" if found.unit else ""
-    seen = (*found.files, FOLDER if found.folder else "", account, unit)
-    return Finding("nvidia-docker 1's plugin is left", "\n".join(filter(None, seen)), _migrate(x), WARNING)
+    return "\n".join(filter(None, (*found.files, FOLDER if found.folder else "", account, unit)))
 
 
-@RULES.add("nvidia-docker-repository", TOOLKIT, "a source of packages names one of NVIDIA's retired repositories")
-def _nvidia_docker_repository(x: HostSnapshot) -> Finding | None:
-    found = retired.retired_sources(x.host.files)
-    if not found:
-        return None
-    return Finding(
-        "a repository that NVIDIA has retired is configured: it offers old packages of the toolkit's names",
-        "\n".join(found), _migrate(x), WARNING,
-    )  # fmt: skip
-
-
-@RULES.add("nvidia-docker-key", TOOLKIT, "their key is in apt's keyrings for all repositories")
-def _nvidia_docker_key(x: HostSnapshot) -> Finding | None:
-    found = retired.key_files(x.host.files, x.spec.toolkit_key_fingerprint)
-    if not found or retired.retired_sources(x.host.files):
-        return None
-    return Finding(
-        "apt trusts the key of NVIDIA's retired repositories, and no repository needs it", "\n".join(found),
-        _migrate(x), WARNING,
-    )  # fmt: skip
-
-
-@RULES.add("nvidia-docker-settings", TOOLKIT, "/etc/nvidia-container-runtime has config.toml.dpkg-old and the like")
-def _nvidia_docker_settings(x: HostSnapshot) -> Finding | None:
-    found = [path for path in x.host.leftovers.settings if path != NVIDIA_SETTINGS_PATH]
-    if not found:
-        return None
-    return Finding("old copies of config.toml are left", "\n".join(found), _migrate(x), WARNING)
-
-
-@RULES.add("nvidia-docker-volumes", DOCKER, "docker has volumes named nvidia_driver_VERSION")
-def _nvidia_docker_volumes(x: HostSnapshot) -> Finding | None:
-    found = x.host.leftovers.volumes or ()
-    if not found:
-        return None
-    seen = [f"docker volume ls: {one.name}" + (f", used by {', '.join(one.containers)}" if one.containers else "")
-            for one in found]  # fmt: skip
-    used = any(one.containers for one in found)
-    comment = "a volume that a container refers to stays" if used else ""
-    what = f"nvidia-docker 1 has left {counted(len(found), 'volume')}"
-    return Finding(what, "\n".join(seen), _migrate(x, comment), WARNING)
-
-
-@RULES.add("nvidia-docker-runtimes", DOCKER, "daemon.json names a runtime of NVIDIA's, not `nvidia`, that is missing")
-def _nvidia_docker_runtimes(x: HostSnapshot) -> Finding | None:
-    found, docker = x.host.leftovers.dead_runtimes, x.host.docker
-    if not found:
-        return None
-    runtimes = docker.config.get("runtimes") or {}
-    seen = [f"{docker.config_path}: runtime {name} is {runtimes[name].get('path')}, which is missing" for name in found]
-    return Finding(
-        f"docker has runtimes without a program: {', '.join(found)}", "\n".join(seen), _migrate(x), WARNING
-    )  # fmt: skip
-
-
-@RULES.add("watch-failed", TOOLKIT, f"{SERVICE} ended with an error")
-def _watch_failed(x: HostSnapshot) -> Finding | None:
-    unit = x.units.get(SERVICE)
-    if unit is None or unit.active != "failed":
-        return None
-    return Finding(
-        f"{SERVICE} has failed: this host's metrics are old",
-        f"systemctl show {SERVICE}: Result={unit.result}",
-        f"journalctl -u {SERVICE}; systemctl start {SERVICE}",
-        WARNING,
+def _volumes(x: HostSnapshot) -> str:
+    return "\n".join(
+        f"docker volume ls: {one.name}" + (f", used by {', '.join(one.containers)}" if one.containers else "")
+        for one in x.host.leftovers.volumes or ()
     )
 
 
-@RULES.add("watch-stopped", TOOLKIT, f"{TIMER} is there and not active")
-def _watch_stopped(x: HostSnapshot) -> Finding | None:
+def _runtimes(x: HostSnapshot) -> str:
+    docker = x.host.docker
+    paths = {name: (docker.config.get("runtimes") or {})[name].get("path") for name in x.host.leftovers.dead_runtimes}
+    return "\n".join(
+        f"{docker.config_path}: runtime {name} is {path}, which is missing" for name, path in paths.items()
+    )
+
+
+def _key(x: HostSnapshot) -> str:
+    files = x.host.files
+    return "" if retired.retired_sources(files) else "\n".join(retired.key_files(files, x.spec.toolkit_key_fingerprint))
+
+
+# Remains of nvidia-docker 1 and 2 prevent no container from using GPUs: rule, area, sign, evidence, meaning, command.
+_REMAINS: tuple[tuple[str, str, str, Text, Text, Text], ...] = (
+    ("toolkit-retired", TOOLKIT, "nvidia-docker2 or a package older than it",
+     lambda x: f"package {_retired(x)} is installed" if _retired(x) else "",
+     lambda x: f"{_retired(x)} is retired, and its repository clashes with the toolkit's",
+     lambda x: _migrate(x) + ("  # keeps daemon.json, which the package manager would remove with it"
+                              if _retired(x) == "nvidia-docker2" else "")),
+    ("nvidia-docker-plugin", TOOLKIT, "nvidia-docker 1's programs, unit, user or folder, of no package",
+     _plugin, "nvidia-docker 1's plugin is left", _migrate),
+    ("nvidia-docker-repository", TOOLKIT, "a source of packages names one of NVIDIA's retired repositories",
+     lambda x: "\n".join(retired.retired_sources(x.host.files)),
+     "a repository that NVIDIA has retired is configured: it offers old packages of the toolkit's names", _migrate),
+    ("nvidia-docker-key", TOOLKIT, "their key is in apt's keyrings for all repositories",
+     _key, "apt trusts the key of NVIDIA's retired repositories, and no repository needs it", _migrate),
+    ("nvidia-docker-settings", TOOLKIT, "/etc/nvidia-container-runtime has config.toml.dpkg-old and the like",
+     lambda x: "\n".join(path for path in x.host.leftovers.settings if path != NVIDIA_SETTINGS_PATH),
+     "old copies of config.toml are left", _migrate),
+    ("nvidia-docker-volumes", DOCKER, "docker has volumes named nvidia_driver_VERSION",
+     _volumes, lambda x: f"nvidia-docker 1 has left {counted(len(x.host.leftovers.volumes or ()), 'volume')}",
+     lambda x: _migrate(x) + ("  # a volume that a container refers to stays"
+                              if any(one.containers for one in x.host.leftovers.volumes or ()) else "")),
+    ("nvidia-docker-runtimes", DOCKER, "daemon.json names a runtime of NVIDIA's, not `nvidia`, that is missing",
+     _runtimes, lambda x: f"docker has runtimes without a program: {', '.join(x.host.leftovers.dead_runtimes)}",
+     _migrate),
+)  # fmt: skip
+for _remains in _REMAINS:
+    RULES.row(*_remains, WARNING)
+
+
+def _stopped_timer(x: HostSnapshot) -> str:
     unit = x.units.get(TIMER)
-    if unit is None or unit.load != "loaded" or unit.active == "active":
-        return None
-    return Finding(
-        f"{TIMER} is installed and does not run: this host is not watched",
-        f"systemctl show {TIMER}: ActiveState={unit.active}",
-        f"systemctl start {TIMER}",
-        WARNING,
-    )
+    stopped = unit is not None and unit.load == "loaded" and unit.active != "active"
+    return f"systemctl show {TIMER}: {unit.active}" if unit and stopped else ""
+
+
+RULES.row(
+    "watch-failed", TOOLKIT, f"{SERVICE} ended with an error", failed_unit(SERVICE),
+    f"{SERVICE} has failed: this host's metrics are old", f"journalctl -u {SERVICE}; systemctl start {SERVICE}",
+    WARNING,
+)  # fmt: skip
+RULES.row(
+    "watch-stopped", TOOLKIT, f"{TIMER} is there and not active", _stopped_timer,
+    f"{TIMER} is installed and does not run: this host is not watched", f"systemctl start {TIMER}", WARNING,
+)  # fmt: skip

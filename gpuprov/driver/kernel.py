@@ -28,21 +28,22 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     if not driver.installs_modules:
         return ()
     if not facts.kernel.takes_modules:
-        return _no_modules(facts)
+        return (no_modules(facts),)
     signs = spec.module_signing_key and spec.module_signing_certificate
     return () if driver.is_installed or signs or facts.kernel.secure_boot != "enabled" else driver.signing_problems()
 
 
-def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
-    seen = "there is no /proc/modules" if not facts.kernel.modules_disabled else "kernel.modules_disabled is 1"
-    return (
-        Problem(
-            "this kernel takes no modules, so no driver can be loaded into it",
-            f"kernel {facts.kernel.release}: {seen}",
-            "boot the distribution's own kernel; where the driver is loaded from outside, "
-            "set gpuprov_kernel_modules: none",
-        ),
-    )
+def no_modules(facts: HostFacts) -> Problem:
+    """Return the problem of a kernel that takes no modules."""
+    disabled = facts.kernel.modules_disabled
+    return Problem(
+        "this kernel takes no modules, so no driver can be loaded into it",
+        f"kernel {facts.kernel.release}: "
+        + ("/proc/sys/kernel/modules_disabled is 1" if disabled else "there is no /proc/modules"),
+        "grep -rn modules_disabled /etc/sysctl.conf /etc/sysctl.d  # take it out, then systemctl reboot"
+        if disabled else "uname -r; ls /boot  # boot the distribution's own kernel; where the driver is loaded from "
+        "outside, set gpuprov_kernel_modules: none",
+    )  # fmt: skip
 
 
 def packages(driver: DriverSource) -> tuple[str, ...]:

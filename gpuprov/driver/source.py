@@ -15,6 +15,15 @@ from gpuprov.facts.host import PREFERENCES, HostFacts
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
+UNSIGNED = Problem(
+    "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
+    "the EFI variable SecureBoot is 1",
+    "openssl req -new -x509 -newkey rsa:2048 -nodes -subj /CN=modules -keyout /root/mok.key -outform DER "
+    "-out /root/mok.der; mokutil --import /root/mok.der; systemctl reboot  # enrol it at the console, then gpuprov "
+    "install -e gpuprov_module_signing_key=/root/mok.key -e gpuprov_module_signing_certificate=/root/mok.der; or "
+    "switch Secure Boot off in the firmware",
+)
+
 
 @dataclass(frozen=True)
 class DriverSource:
@@ -56,16 +65,7 @@ class DriverSource:
 
     def signing_problems(self) -> tuple[Problem, ...]:
         """Return why a kernel that takes signed modules alone would refuse these (admin-guide/module-signing.rst)."""
-        return (
-            Problem(
-                "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
-                "the EFI variable SecureBoot is 1",
-                "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -subj /CN=modules -keyout /root/mok.key "
-                "-outform DER -out /root/mok.der), enrol it (mokutil --import /root/mok.der; reboot, confirm at the "
-                "console), set gpuprov_module_signing_key and gpuprov_module_signing_certificate to them; or switch "
-                "Secure Boot off in the firmware",
-            ),
-        )
+        return (UNSIGNED,)
 
     @property
     def outside(self) -> str:

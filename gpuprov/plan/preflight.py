@@ -34,6 +34,13 @@ _WRITES_USR = (
     cuda_toolkit.InstallCudaToolkit, cuda_toolkit.LinkCudaToolkit,
 )  # fmt: skip
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
+LIST_GPUS = "lspci -d 10de:"
+NO_GPU = Problem(
+    "there is no NVIDIA GPU in this machine",
+    "/sys/bus/pci/devices: no device of vendor 10de and class 03",
+    f"{LIST_GPUS}  # in a virtual machine pass the GPU through to it; in hardware look at seating and firmware; an "
+    "image for machines that have some: gpuprov_target: image",
+)
 
 
 def preflight(context: PlanContext) -> tuple[Problem, ...]:
@@ -180,16 +187,7 @@ def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
 
 
 def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.gpus or facts.image is not None:
-        return ()
-    return (
-        Problem(
-            "there is no NVIDIA GPU in this machine",
-            "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
-            "`lspci -d 10de:` should list it; a virtual machine needs it passed through. To build an "
-            "image for machines that have some: gpuprov_target: image",
-        ),
-    )
+    return () if facts.gpus or facts.image is not None else (NO_GPU,)
 
 
 def security_warnings(driver: DriverSource) -> tuple[str, ...]:

@@ -234,11 +234,11 @@ CONTAINER_ROWS = (
     Row(
         "watch-failed",
         unit("gpuprov-watch.service", active="failed", result="timeout"),
-        "Result=timeout",
+        "failed, timeout",
         "journalctl -u gpuprov-watch.service",
         WARNING,
     ),
-    Row("watch-stopped", unit("gpuprov-watch.timer", active="inactive"), "ActiveState=inactive", "start", WARNING),
+    Row("watch-stopped", unit("gpuprov-watch.timer", active="inactive"), "inactive", "start", WARNING),
     # -- CDI specification
     Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
     Row(

@@ -222,7 +222,7 @@ KERNEL_ROWS = (
     Row(
         "modules-disabled",
         lambda x: with_kernel(metal(x), takes_modules=False, modules_disabled=True),
-        "modules_disabled: 1",
+        "modules_disabled is 1",
         "grep -rn modules_disabled",
     ),
     # Linux, kernel/module/signing.c, as the report of gpu-driver-container has it.

@@ -189,7 +189,7 @@ PROGRAMS = {
     "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "curl", "dkms", "dmesg", "docker", "echo",
     "gpuprov",
     "grep", "journalctl", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
-    "nvidia-bug-report.sh", "nvidia-ctk",
+    "nvidia-bug-report.sh", "nvidia-ctk", "openssl",
     "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "sh", "snap",
     "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
