@@ -11,11 +11,11 @@ import configparser
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Union
+from typing import TYPE_CHECKING, Callable, Protocol, Union
 
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
 from gpuprov.machine.driver_rows import own_driver
-from gpuprov.packages.interface import Host
+from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.packages.keys import InstallKey, armored, dearmored, fingerprints
 from gpuprov.packages.retired import REPOSITORY
 from gpuprov.packages.rpm import RpmManager
@@ -36,7 +36,7 @@ from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
-    from gpuprov.machine.distros import ExtraRepository
+    from gpuprov.machine.distros import Distribution, ExtraRepository
     from gpuprov.protocol.site_repository import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
@@ -50,6 +50,21 @@ _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
 # What apt_auth.conf(5), and the .repo files of dnf and zypper, take without quotes.
 _LOGIN = re.compile(r"[A-Za-z0-9!%&()*+,./:;<=>?@^_~-]+")
+
+
+class Host(Protocol):
+    """The facts about a host that its repositories depend on."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def distribution(self) -> Distribution | None: ...
+    @property
+    def files(self) -> Mapping[str, FileFact]: ...
+    @property
+    def packages(self) -> PackageFacts: ...
+    @property
+    def package_manager(self) -> PackageManager: ...
 
 
 @dataclass(frozen=True)

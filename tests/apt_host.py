@@ -16,7 +16,7 @@ from gpuprov.protocol.spec import HostSpec
 
 @dataclass(frozen=True)
 class AptHost:
-    """The facts that repositories depend on (gpuprov.packages.interface.Host)."""
+    """The facts that repositories depend on (gpuprov.repos.Host)."""
 
     files: Mapping[str, FileFact]
     architecture: str

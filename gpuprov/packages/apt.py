@@ -9,7 +9,7 @@ from dataclasses import replace
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY, SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.packages import dpkg, retired
+from gpuprov.packages import dpkg
 from gpuprov.packages.apt_changes import (
     REFRESH_SECONDS,
     InstallPackages,
@@ -22,7 +22,6 @@ from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.interface import (
     Bundle,
     Commands,
-    Host,
     Installation,
     PackageFacts,
     PackageManager,
@@ -31,7 +30,6 @@ from gpuprov.packages.interface import (
     versions_by_name,
 )
 from gpuprov.packages.keys import InstallKey, dearmored, place_keys, with_placed_keys
-from gpuprov.protocol.spec import HostSpec
 
 _BUNDLE_SOURCE = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
 _BUNDLE_SETTINGS = {
@@ -141,9 +139,6 @@ class Apt(PackageManager):
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
         return RemovePackages(names, keep, lock_timeout)
-
-    def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
-        return retired.plan_keys(host.files, spec.toolkit_key_fingerprint)
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())

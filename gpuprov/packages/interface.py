@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Callable, Protocol
 
-from gpuprov.core.changes import Change, FileFact, Tell
+from gpuprov.core.changes import Change, Tell
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import Advice
 from gpuprov.packages.rpm_locks import NO_LOCKS, LockFacts
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.spec import HostSpec
 
 # Longer than unattended-upgrades usually takes.
 LOCK_SECONDS = 300
@@ -42,21 +41,6 @@ class PackageFacts:
     trusted_keys: frozenset[str] = frozenset()
     locks: LockFacts = NO_LOCKS
     unfinished: Mapping[str, str] = field(default_factory=dict)
-
-
-class Host(Protocol):
-    """The facts about a host that its packages and repositories depend on."""
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def distribution(self) -> Distribution | None: ...
-    @property
-    def files(self) -> Mapping[str, FileFact]: ...
-    @property
-    def packages(self) -> PackageFacts: ...
-    @property
-    def package_manager(self) -> PackageManager: ...
 
 
 @dataclass(frozen=True)
@@ -152,9 +136,6 @@ class PackageManager(Protocol):
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
         """Return the change that removes packages; the files of `keep` stay, and undo brings the packages back."""
-
-    def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
-        """Return the changes that remove what `repos.plan` leaves of nvidia-docker's repositories and key."""
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         """Return the packages needed to hold packages on this distribution."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.packages.keys import dearmored, fingerprints, without_key
+from gpuprov.packages.rpm_changes import RemoveRpmKey
 from gpuprov.packages.sources import OURS, entries, foreign_sources, text_of
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.versions import version_numbers
 
 if TYPE_CHECKING:
@@ -81,6 +83,17 @@ def key_files(files: Mapping[str, FileFact], fingerprint: str) -> tuple[str, ...
         return tuple(path for path in holding if not _FOR_ALL.fullmatch(path))
     named = {word for value in left for word in value.split()}
     return tuple(path for path in holding if path not in named)
+
+
+def plan(files: Mapping[str, FileFact], trusted_keys: Collection[str], spec: HostSpec) -> tuple[Change, ...]:
+    """Return the changes that remove what `repos.plan` leaves of the retired repositories and their key.
+
+    `trusted_keys`: those of rpm.
+    """
+    fingerprint = spec.toolkit_key_fingerprint
+    is_left = fingerprint in trusted_keys and spec.toolkit != "nvidia" and not needs_key(files)
+    from_rpm = (RemoveRpmKey(fingerprint),) if is_left else ()
+    return (*plan_keys(files, fingerprint), *plan_repo_files(files), *from_rpm)
 
 
 def plan_keys(files: Mapping[str, FileFact], fingerprint: str) -> tuple[Change, ...]:

@@ -11,21 +11,19 @@ from dataclasses import replace
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.places import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.packages import retired, rpm_locks
-from gpuprov.packages.interface import Host, Installation, PackageFacts, PackageManager, Versions, pinned
+from gpuprov.packages import rpm_locks
+from gpuprov.packages.interface import Installation, PackageFacts, PackageManager, Versions, pinned
 from gpuprov.packages.keys import armored, fingerprints, place_keys, with_placed_keys
 from gpuprov.packages.rpm_changes import (
     InstallRpmKey,
     InstallRpmPackages,
     RefreshRpmIndex,
-    RemoveRpmKey,
     RemoveRpms,
     RpmProgram,
     gather_keys,
     package_name,
     rpm_lock_holder,
 )
-from gpuprov.protocol.spec import HostSpec
 
 QUERY_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
@@ -87,14 +85,6 @@ class RpmManager(RpmProgram, PackageManager):
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
         return RemoveRpms(self, names, keep, lock_timeout)
-
-    def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
-        changes = retired.plan_repo_files(host.files)
-        fingerprint = spec.toolkit_key_fingerprint
-        is_left = fingerprint in host.packages.trusted_keys and spec.toolkit != "nvidia"
-        if is_left and not retired.needs_key(host.files):
-            changes += (RemoveRpmKey(fingerprint),)
-        return changes
 
     def gather(self, system: System) -> PackageFacts:
         """Return what is installed and which keys are trusted, by two queries.

@@ -150,7 +150,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     volumes = (RemoveVolume(one.name) for one in found.volumes or () if not one.containers)
     stays = _plugin_user(facts, spec) or PLUGIN in dict(_kept_packages(facts, spec))
     # Old sources without a network: a bundle leaves all sources, and so their keys, as they are.
-    sources = facts.package_manager.plan_retired(facts, spec) if facts.bundle is None else ()
+    sources = retired.plan(facts.files, facts.packages.trusted_keys, spec) if facts.bundle is None else ()
     return (
         *volumes,
         *((StopPlugin(UNIT),) if found.unit and not stays else ()),

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpuprov.core.changes import Change
-from gpuprov.facts.host import gather
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packages import retired
 from gpuprov.packages.rpm_changes import COPIES, RemoveRpms, gather_keys
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
@@ -36,6 +37,10 @@ baseurl=https://nvidia.github.io/nvidia-docker/centos7/$basearch
 name=libnvidia-container
 baseurl=https://nvidia.github.io/libnvidia-container/stable/rhel7.6/$basearch
 """
+
+
+def plan_retired(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return retired.plan(facts.files, facts.packages.trusted_keys, spec)
 
 
 def rpms(host: RpmHost) -> set[str]:
@@ -95,13 +100,13 @@ def test_retired_repositories_and_their_key_go_and_come_back(host: RpmHost, repo
     host.remove(f"{folder}/gpuprov-site.repo")
     before = (host.read_bytes(f"{folder}/nvidia-docker.repo"), gather_keys(host))
     spec = HostSpec(migrate_nvidia_docker=True, toolkit_key_fingerprint=fingerprint)
-    changes: tuple[Change, ...] = manager(host).plan_retired(gather(host), spec)
+    changes: tuple[Change, ...] = plan_retired(gather(host), spec)
     assert [type(one).__name__ for one in changes] == ["RemoveFile", "RemoveRpmKey"]
     captured = [(one, one.capture(host), one.apply(host, tell)) for one in changes]
     assert fingerprint not in gather_keys(host)
-    assert manager(host).plan_retired(gather(host), spec) == ()
+    assert plan_retired(gather(host), spec) == ()
     # gpuprov's own source of NVIDIA's toolkit needs the key.
-    assert manager(host).plan_retired(gather(host), replace(spec, toolkit="nvidia")) == ()
+    assert plan_retired(gather(host), replace(spec, toolkit="nvidia")) == ()
     for one, image, outcome in reversed(captured):
         one.undo(host, image, outcome)
         one.undo(host, image, outcome)
