@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from gpuprov.cli.advisories import documents
+from gpuprov.fleet.csaf import parse_csaf
 from gpuprov.protocol.advisories import Advisory, merged, rows_of, table_of
-from gpuprov.protocol.csaf import parse_csaf
 
 TABLE = Path(__file__).resolve().parents[1] / "gpuprov/protocol/advisories.json"
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Annotated, Any
 
 from gpuprov.agent.result import Recorder
-from gpuprov.core.site_tables import for_request
+from gpuprov.agent.site_tables import for_request
 from gpuprov.protocol import words
 from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem

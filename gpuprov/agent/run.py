@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Callable
 from gpuprov import __version__
 from gpuprov.agent.context import RunContext, StopRequested, for_target
 from gpuprov.agent.install import check, forget_resume, install
+from gpuprov.agent.site_tables import read_spec, use_newer_advisories
 from gpuprov.boot.reboot import forget_asked
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
@@ -21,7 +22,6 @@ from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles
 from gpuprov.core.journal import Run
 from gpuprov.core.lock import host_lock, other_run
 from gpuprov.core.proxy import Proxy
-from gpuprov.core.site_tables import use_newer_advisories, use_tables
 from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
 from gpuprov.engines.docker_unit import failure
@@ -31,7 +31,6 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Planned, Sink, Started
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
-from gpuprov.protocol.spec import parse_spec
 from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ def run_request(
     sink = _Told(secret_free(sink, request.spec))
     sink(Started(__version__, request.command, system.own_pid()))
     try:
-        use_tables(request.tables)
-        spec = parse_spec(request.spec)
+        spec = read_spec(request.spec, request.tables)
         system.proxy = Proxy(spec.proxy, spec.no_proxy)
         finished = _dispatch(for_target(RunContext(request, spec, system, sink, stop_requested)))
     except GpuprovError as error:

@@ -51,7 +51,7 @@ def update(source: str, sha256: str) -> None:
       gpuprov advisories update --from 5861.json
       gpuprov advisories update --from https://mirror.example/advisories.json --sha256 9f86d0…
     """
-    from gpuprov.core.site_tables import advisories_table, save_advisories
+    from gpuprov.agent.site_tables import advisories_table, save_advisories
     from gpuprov.protocol.advisories import merged, rows_of, table_of
 
     known = rows_of(advisories_table())
@@ -68,8 +68,8 @@ def update(source: str, sha256: str) -> None:
 
 def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:
     """Return the advisories of a document, or those of a gpuprov table."""
+    from gpuprov.fleet.csaf import is_csaf, parse_csaf
     from gpuprov.protocol.advisories import rows_of
-    from gpuprov.protocol.csaf import is_csaf, parse_csaf
 
     try:
         data: Any = json.loads(content)
@@ -142,7 +142,7 @@ def _fetched(url: str, sha256: str) -> bytes:
 
 
 def _shown(*, as_json: bool) -> str:
-    from gpuprov.core.site_tables import advisories_path, advisories_table
+    from gpuprov.agent.site_tables import advisories_path, advisories_table
     from gpuprov.protocol.advisories import rows_of, table_of
     from gpuprov.protocol.tables import ADVISORIES, packaged
 

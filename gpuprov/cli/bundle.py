@@ -162,12 +162,12 @@ def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec
 
 def _spec(asked: HostSpec, changed: dict[str, str]) -> HostSpec:
     """Return the specification with the command line's options; the named table resolves a branch."""
-    from gpuprov.core.site_tables import for_request, use_tables
+    from gpuprov.agent.site_tables import for_request, read_spec
     from gpuprov.protocol.spec import parse_spec, spec_to_json
 
     values = {**spec_to_json(asked), **changed}
-    use_tables(for_request(parse_spec(values, "the command line")))
-    return parse_spec(values, "the command line")
+    origin = "the command line"
+    return read_spec(values, for_request(parse_spec(values, origin)), origin)
 
 
 def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
@@ -183,12 +183,12 @@ def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
 
 
 def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Contents:
+    from gpuprov.agent.site_tables import advisories_table
     from gpuprov.bundle.format import read_contents, write_bundle
     from gpuprov.bundle.manifest import ADVISORIES, SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle.signature import export_key, sign
     from gpuprov.bundle_create import create as collecting
     from gpuprov.bundle_create.recipe import Collection
-    from gpuprov.core.site_tables import advisories_table
     from gpuprov.fleet.agent_build import build_agent
 
     work = system.temporary_directory("/var/tmp")

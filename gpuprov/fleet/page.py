@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from gpuprov.agent.result import MIG, HostResult, MadeChange, hosts_by_hole, machines
-from gpuprov.core.site_tables import advisories_table
+from gpuprov.agent.site_tables import advisories_table
 from gpuprov.fleet.grouping import causes, command_of, drained, listed, mig_instances, shortened, state_of
 from gpuprov.fleet.history import Run, differences
 from gpuprov.protocol.advisories import rows_of

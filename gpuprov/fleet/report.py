@@ -17,8 +17,8 @@ from rich.text import Text
 
 from gpuprov.agent.metrics import MADE, PENDING, metrics_text
 from gpuprov.agent.result import HostResult, fact, hosts_by_hole, machines, overall_exit_code
+from gpuprov.agent.site_tables import advisories_table
 from gpuprov.core.disk import write_whole
-from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet import history
 from gpuprov.fleet.grouping import (
     DRAIN_STATES,

@@ -17,7 +17,7 @@ from gpuprov.agent import same_machine
 from gpuprov.agent.agent import StopFlag
 from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
 from gpuprov.agent.same_machine import local_host_keys, local_machine
-from gpuprov.core.site_tables import for_request
+from gpuprov.agent.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches

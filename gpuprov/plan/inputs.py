@@ -15,7 +15,7 @@ from gpuprov.core.image_system import ImageSystem
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generations, run_files, running_driver
+from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generations, kernel, run_files, running_driver
 from gpuprov.driver.generations import gather_served
 from gpuprov.driver_run import RunFile
 from gpuprov.engines import docker_proxy, other_engines
@@ -29,7 +29,6 @@ from gpuprov.machine.machine import gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages import managers, sources
 from gpuprov.plan import with_bundle
-from gpuprov.plan.availability import questions
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.spec import HostSpec
@@ -131,7 +130,7 @@ def _with_obstacles(system: System, facts: HostFacts, context: PlanContext, step
 
 
 def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequence[str], sink: Sink) -> HostFacts:
-    names = questions(context.driver) if "packages" in steps else ()
+    names = kernel.questions(context.driver) if "packages" in steps else ()
     if not names:
         return facts
     # Most runs change nothing and query no repository.

@@ -15,7 +15,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packages import sources
-from gpuprov.plan import availability, migration, software, with_bundle
+from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.driver_releases import support_end
@@ -57,7 +57,7 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *_python_problems(facts),
             *_hiding_problems(facts),
             *kernel.problems(driver),
-            *availability.problems(driver),
+            *kernel.offer_problems(driver),
             *reboot.problems(driver),
             *driver.problems(),
             *_security_problems(driver),

@@ -1,7 +1,7 @@
 """Known security holes of NVIDIA's driver and container toolkit, by NVIDIA's security bulletins. Pure.
 
-The table is advisories.json: a row for each bulletin, product and driver branch. csaf.py makes rows of NVIDIA's CSAF
-documents. Every bulletin says: an earlier branch for which no update is listed may be affected too, and gets no fix.
+The table is advisories.json: a row for each bulletin, product and driver branch. fleet/csaf.py makes rows of NVIDIA's
+CSAF documents. Every bulletin says: an earlier branch without a listed update may be affected too, and gets no fix.
 """
 
 from __future__ import annotations

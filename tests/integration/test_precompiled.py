@@ -17,13 +17,13 @@ import pytest
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import Change
 from gpuprov.driver import cuda_repository
+from gpuprov.driver.kernel import questions
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.interpreter import Interpreter
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages import managers
 from gpuprov.packages.rpm_changes import InstallRpmPackages
-from gpuprov.plan import availability
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
@@ -95,7 +95,7 @@ def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFa
     kernel = replace(found.kernel, release=release, container="", takes_modules=True, secure_boot="disabled")
     bare = replace(found, kernel=kernel, driver=DriverFacts(), gpus=(PciGpu("0000:01:00.0", device),))
     bare = replace(bare, docker=replace(found.docker, installed=True), interpreter=Interpreter("/usr/bin/python3"))
-    names = availability.questions(source_of(bare, spec))
+    names = questions(source_of(bare, spec))
     if not names:
         return bare
     # As a plan asks them (plan/inputs.py): without the repository of DKMS, which only a build needs.

@@ -16,10 +16,11 @@ from click.testing import CliRunner
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.result import HostResult, hosts_by_hole
 from gpuprov.agent.run import run_request
+from gpuprov.agent.site_tables import advisories_path, for_request, use_newer_advisories, use_tables
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.cli.main import cli
-from gpuprov.core.site_tables import advisories_path, for_request, use_newer_advisories, use_tables
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.fleet.csaf import parse_csaf
 from gpuprov.fleet.report import summary_json
 from gpuprov.fleet.run import request_for
 from gpuprov.fleet.target import HostTarget
@@ -40,7 +41,6 @@ from gpuprov.protocol.advisories import (
     vulnerabilities,
 )
 from gpuprov.protocol.codec import dump
-from gpuprov.protocol.csaf import parse_csaf
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line

@@ -23,7 +23,6 @@ from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import Offers
 from gpuprov.packages.rpm_changes import InstallRpmPackages
 from gpuprov.packages.sources import COMPONENTS_PATH as COMPONENTS
-from gpuprov.plan import availability
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight, security_warnings
 from gpuprov.plan.steps import make_plan
@@ -124,7 +123,7 @@ def test_each_row_has_its_packages(some: HostFacts, name: str) -> None:
 def test_a_branch_that_ubuntu_has_besides_those_of_the_table_is_asked_for_by_number(some: HostFacts) -> None:
     machine, wanted = ubuntu(some), spec(driver_version="595")
     assert source_of(machine, wanted).packages()[0] == "libnvidia-compute-595-server"
-    assert availability.questions(source_of(machine, wanted))[0] == "libnvidia-compute-595-server"
+    assert kernel.questions(source_of(machine, wanted))[0] == "libnvidia-compute-595-server"
     none = ubuntu(some, "linux-headers-6.8.0-31-generic")
     assert "has branch 595" in problem(none, wanted)
 
@@ -215,7 +214,7 @@ def test_a_bundle_says_what_would_come_as_repositories_do(some: HostFacts) -> No
     machine = host(some, "debian 13", bundle=BundleFacts(manifest))
     assert source_of(machine, spec()).coming_version == "550.163.01"
     assert any(one.startswith("driver 550.163.01") for one in security_warnings(source_of(machine, spec())))
-    assert availability.questions(source_of(machine, spec())) == ()
+    assert kernel.questions(source_of(machine, spec())) == ()
     inside = replace(machine, kernel=some.kernel, driver=DriverFacts(kernel_version="555.58.02"))
     assert "runs 555.58.02: the two must match" in source_of(inside, spec()).problems()[0].what
 
@@ -228,7 +227,7 @@ _MODULES = "linux-modules-nvidia-580-server-open"
 def test_ubuntus_compiled_modules_of_the_running_kernel_are_taken_and_nothing_is_built(some: HostFacts) -> None:
     images = {"linux-image-generic": "1", "linux-image-virtual": "1"}
     bare = ubuntu(some, installed=images)
-    asked = availability.questions(source_of(bare, spec()))
+    asked = kernel.questions(source_of(bare, spec()))
     assert {f"{_MODULES}-{_UBUNTU_KERNEL}", f"{_MODULES}-generic", f"{_MODULES}-virtual"} < {*asked}
     offered = (f"{_MODULES}-{_UBUNTU_KERNEL}", f"{_MODULES}-generic", "libnvidia-compute-580-server")
     machine = ubuntu(some, *offered, installed=images)
@@ -264,7 +263,7 @@ def test_suse_has_the_modules_alone_and_nvidias_repository_the_rest(some: HostFa
     wanted = distribution.as_packages(machine.distribution, spec())
     assert wanted == replace(spec(), driver="packages", kernel_modules="precompiled")
     module = "nvidia-open-driver-G06-signed-cuda-kmp-default"
-    assert module in availability.questions(source_of(machine, wanted))
+    assert module in kernel.questions(source_of(machine, wanted))
     versions = dict.fromkeys(("nv-prefer-signed-open-driver", "nvidia-compute-utils-G06"), "580.178.04-1.x86_64")
     offered = offering(machine, {**versions, module: "580.178.04_k6.4.0_150600.21-1.x86_64"})
     (changes,) = (
@@ -288,7 +287,7 @@ def test_a_system_container_gets_libraries_of_the_loaded_version_alone(some: Hos
     inside = replace(host(some, "debian 13"), kernel=some.kernel, driver=DriverFacts(kernel_version="550.163.01"))
     assert source_of(inside, spec()).packages() == _DEBIAN
     assert source_of(inside, spec()).plan() == ()
-    assert availability.questions(source_of(inside, spec())) == ("libcuda1",)
+    assert kernel.questions(source_of(inside, spec())) == ("libcuda1",)
     assert preflight(PlanContext(offering(inside, {"libcuda1": "550.163.01-2"}), spec())) == ()
     said = problem(offering(inside, {"libcuda1": "555.58.02-1"}), spec())
     assert "the distribution's driver is 555.58.02, but the container host runs 550.163.01" in said

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.core.site_tables import for_request, use_tables
+from gpuprov.agent.site_tables import for_request, use_tables
 from gpuprov.driver.generations import generation_of, module_type, problems
 from gpuprov.protocol import tables
 from gpuprov.protocol.driver_releases import branches, checked_releases, known_sha256, resolved, support_end

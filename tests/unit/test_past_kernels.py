@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import gpuprov
+from gpuprov.agent.site_tables import for_request, use_tables
 from gpuprov.bundle_create.rpm_sources import rpm_sources
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
-from gpuprov.core.site_tables import for_request, use_tables
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import ROWS, Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem

@@ -19,7 +19,6 @@ from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import Offers
 from gpuprov.packages.rpm_changes import InstallRpmPackages
-from gpuprov.plan import availability
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
@@ -80,11 +79,11 @@ def kmod(driver: str, running: str = "5.14.0-611.24.1", kind: str = "") -> str:
 
 
 def test_the_repositories_are_asked_for_this_kernels_modules_and_headers(metal: HostFacts) -> None:
-    asked = availability.questions(source_of(rhel(metal), spec()))
+    asked = kernel.questions(source_of(rhel(metal), spec()))
     assert asked[0] == "kmod-nvidia-[0-9]*-5.14.0-611.24.1"
     assert any(name.startswith("kernel-devel") for name in asked[1:])
     newer = replace(rhel(metal), gpus=(PciGpu("0000:01:00.0", "2330"),))
-    assert availability.questions(source_of(newer, spec()))[0] == "kmod-nvidia-open-[0-9]*-5.14.0-611.24.1"
+    assert kernel.questions(source_of(newer, spec()))[0] == "kmod-nvidia-open-[0-9]*-5.14.0-611.24.1"
     assert source_of(rhel(metal), spec(kernel_modules="build")).questions() == ()
     assert source_of(rhel(metal, id="rocky"), spec()).questions() == ()
     assert source_of(rhel(metal, id="rocky"), spec(kernel_modules="precompiled")).questions() == asked[:1]
@@ -146,7 +145,7 @@ _INSTALLED = {
 @pytest.mark.parametrize("stream", ["580", "latest"])
 def test_a_second_run_asks_nobody_and_changes_nothing(metal: HostFacts, stream: str) -> None:
     facts = rhel(metal, _INSTALLED, stream=stream)
-    assert availability.questions(source_of(facts, spec())) == ()
+    assert kernel.questions(source_of(facts, spec())) == ()
     assert source_of(facts, spec()).plan_preparation() == source_of(facts, spec()).plan_other_version() == ()
     assert set(source_of(facts, spec()).packages()) == set(_INSTALLED)
     assert kernel.packages(source_of(facts, spec())) == ()
@@ -255,7 +254,7 @@ def test_suse_signs_modules_for_a_service_pack(metal: HostFacts) -> None:
     there = sles(
         metal, {**dict.fromkeys(names, "580.105.08-1.x86_64"), _KMP: "580.105.08_k6.4.0_150600.21-150600.3.1.x86_64"}
     )
-    assert availability.questions(source_of(there, spec())) == ()
+    assert kernel.questions(source_of(there, spec())) == ()
     assert source_of(there, spec()).packages() == expected
     secure = replace(there, kernel=replace(there.kernel, secure_boot="enabled"))
     assert kernel.problems(source_of(secure, spec())) == ()
@@ -301,4 +300,4 @@ def test_who_has_them_stays_with_them(metal: HostFacts) -> None:
 def test_without_a_network_they_are_built(metal: HostFacts) -> None:
     facts = replace(offered(rhel(metal), kmod("580.105.08")), bundle=BundleFacts(MANIFEST))
     assert precompiled.chosen(facts, spec()) is None
-    assert availability.questions(source_of(facts, spec())) == ()
+    assert kernel.questions(source_of(facts, spec())) == ()

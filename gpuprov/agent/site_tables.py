@@ -22,7 +22,7 @@ from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.driver_releases import checked_releases
 from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import ADVISORIES, RELEASES, SERVERS, packaged, table, use
 
 
@@ -134,6 +134,12 @@ def use_tables(sent: Mapping[str, Any]) -> None:
     if SERVERS in sent:
         checked[SERVERS] = checked_servers(sent[SERVERS], "the request")
     use(checked)
+
+
+def read_spec(values: Mapping[str, Any], tables: Mapping[str, Any], origin: str = "") -> HostSpec:
+    """Return the spec that `values` describe: the tables, which are in use from now on, say what a branch means."""
+    use_tables(tables)
+    return parse_spec(values, origin)
 
 
 def use_newer_advisories(content: bytes, origin: str) -> None:
