@@ -36,22 +36,13 @@ def fits(version: str, wanted: str) -> bool:
 
 
 @dataclass(frozen=True)
-class SwitchPin(InstallPackages):
-    """Make apt keep the driver to another branch or version: one package of preferences replaces others."""
+class _InstallInstead(InstallPackages):
+    """An installation that removes the packages of `instead`."""
 
     instead: tuple[str, ...] = ()
 
-    def summary(self) -> str:
-        return f"install {', '.join(self.names)} instead of {', '.join(self.instead)}"
-
     def capture(self, system: System) -> Json:
         return {**super().capture(system), "instead": list(self.instead)}
-
-    def _install(self, system: System, tell: Tell) -> None:
-        # apt-get(8): a trailing dash removes a package.
-        words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
-        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
-        finish_apt(done, f"{', '.join(self.names)} could not be installed")
 
     @classmethod
     def irreversible(
@@ -59,6 +50,20 @@ class SwitchPin(InstallPackages):
     ) -> tuple[str, ...]:
         gone = tuple(f"package {name} is not restored" for name in before["instead"])
         return (*gone, *super().irreversible(system, before, outcome, earlier))
+
+
+@dataclass(frozen=True)
+class SwitchPin(_InstallInstead):
+    """Make apt keep the driver to another branch or version: one package of preferences replaces others."""
+
+    def summary(self) -> str:
+        return f"install {', '.join(self.names)} instead of {', '.join(self.instead)}"
+
+    def _install(self, system: System, tell: Tell) -> None:
+        # apt-get(8): a trailing dash removes a package.
+        words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
+        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        finish_apt(done, f"{', '.join(self.names)} could not be installed")
 
 
 @dataclass(frozen=True)
@@ -104,16 +109,11 @@ class ChangeDriverPackages(InstallPackages):
 
 
 @dataclass(frozen=True)
-class SwitchBranch(ChangeDriverPackages):
+class SwitchBranch(_InstallInstead, ChangeDriverPackages):
     """Do the same if each branch has separate packages: those of `instead` are removed."""
-
-    instead: tuple[str, ...] = ()
 
     def summary(self) -> str:
         return f"{super().summary()}; remove {', '.join(self.instead)}" if self.instead else super().summary()
-
-    def capture(self, system: System) -> Json:
-        return {**super().capture(system), "instead": list(self.instead)}
 
     def _gone(self) -> tuple[str, ...]:
         return tuple(f"{name}-" for name in self.instead)
@@ -128,13 +128,6 @@ class SwitchBranch(ChangeDriverPackages):
                 "update-alternatives --display nvidia shows where the links lead; remove the packages of the other "
                 "branch, then run the same command again",
             )
-
-    @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
-        gone = tuple(f"package {name} is not restored" for name in before["instead"])
-        return (*gone, *super().irreversible(system, before, outcome, earlier))
 
 
 def foreign_removals(said: str) -> tuple[str, ...]:
