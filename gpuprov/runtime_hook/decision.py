@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import record
 from .config import as_runc_reads, config_id, owner_of, parse_config, read_text, root_of
+from .device_nodes import masking_hook
 from .edits import ContainerEdits, choose
 from .errors import Refused
 from .links import find_compatibility, refuse_covered, statement_on_loader
@@ -115,6 +116,7 @@ def _given(config: dict[str, Any], request: DeviceRequest, settings: Settings, b
     if way == RUNTIME:  # the hook sees the volumes themselves, and is refused by them
         edits.cdi["mounts"] = mounts_to_make(root, volumes, edits.cdi.get("mounts") or [])
         refuse_covered(root, edits)
+        edits.masking = masking_hook(config, path)
     edits.decisions += statement_on_loader(root)
     return Decision(config, request, edits, root, path, volumes, settings, way)
 

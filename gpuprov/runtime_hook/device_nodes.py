@@ -58,13 +58,10 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     """Return the hook that masks the parameters in a container, None where there is nothing to mask.
 
     Only over a procfs of the container's own: `proc` in the root is then a mount of the low-level runtime's, and what
-    mount(8) follows below it is the kernel's. Nor in a user namespace, where nobody makes device nodes. Raises Refused
-    if the copy can't be written.
+    mount(8) follows below it is the kernel's. Nor in a user namespace, where nobody makes device nodes. The hook needs
+    what `masked_copy` writes.
     """
-    if not has_own_proc(config) or has_user_namespace(config) or not _is_the_kernels():
-        return None
-    copy = masked_copy()
-    if not copy:
+    if not has_own_proc(config) or has_user_namespace(config) or not _is_the_kernels() or not _masked():
         return None
     program = next((path for path in _MOUNT_PROGRAMS if posix.access(path, posix.X_OK)), "")
     if not program:
@@ -72,7 +69,7 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     root = root_path if root_path.startswith("/") else f"{posix.getcwd()}/{root_path}"
     target = f"{root}{PARAMS}"
     return {
-        "hookName": "createContainer", "path": program, "args": ["mount", "-n", "-o", _OPTIONS, copy, target],
+        "hookName": "createContainer", "path": program, "args": ["mount", "-n", "-o", _OPTIONS, _COPY, target],
         "env": ["PATH=/usr/bin:/bin"],
     }  # fmt: skip
 
@@ -86,17 +83,13 @@ def _is_the_kernels() -> bool:
 
 
 def masked_copy() -> str:
-    """Return a copy of the driver's parameters with `ModifyDeviceFiles: 0`, nothing where there are none to change.
+    """Write a copy of the driver's parameters with `ModifyDeviceFiles: 0`, and return its path.
 
-    Nor where a rootless engine can't write it: in its containers nobody makes device nodes. Raises Refused.
+    Nothing is written, and "" returned, where there are none to change, and where a rootless engine can't write it: in
+    its containers nobody makes device nodes. Raises Refused.
     """
-    try:
-        with open(PARAMS, encoding="utf-8") as file:
-            text = file.read()
-    except OSError:
-        return ""
-    changed = text.replace("ModifyDeviceFiles: 1\n", "ModifyDeviceFiles: 0\n")
-    if changed == text:
+    changed = _masked()
+    if not changed:
         return ""
     try:
         with open(_COPY, encoding="utf-8") as file:
@@ -112,6 +105,17 @@ def masked_copy() -> str:
             return ""
         raise Refused(f"{_COPY} can't be written: {error.strerror}") from None
     return _COPY
+
+
+def _masked() -> str:
+    """Return the driver's parameters as containers see them, nothing where these are the host's."""
+    try:
+        with open(PARAMS, encoding="utf-8") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    changed = text.replace("ModifyDeviceFiles: 1\n", "ModifyDeviceFiles: 0\n")
+    return "" if changed == text else changed
 
 
 def is_rootless() -> bool:

@@ -41,11 +41,11 @@ class ContainerEdits:
 
     `cdi`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `libraries`: their paths in
     the container; `host_driver`: the driver's version, "" if unknown; `compatibility`: the folder and the names of the
-    image's own libraries for CUDA's forward compatibility, if they are used; `decisions`: sentences that say which rule
-    decided.
+    image's own libraries for CUDA's forward compatibility, if they are used; `masking`: the hook that masks the
+    driver's parameters, if the runtime does it; `decisions`: sentences that say which rule decided.
     """
 
-    __slots__ = ("cdi", "compatibility", "decisions", "host_driver", "libraries", "links")
+    __slots__ = ("cdi", "compatibility", "decisions", "host_driver", "libraries", "links", "masking")
 
     def __init__(self, cdi: dict[str, Any], links: list[tuple[str, str]], host_driver: str) -> None:
         self.cdi = cdi
@@ -54,6 +54,7 @@ class ContainerEdits:
         mounted = [mount["containerPath"] for mount in cdi.get("mounts") or ()]
         self.libraries = [path for path in mounted if ".so" in path.rpartition("/")[2]]
         self.compatibility: tuple[str, list[str]] = ("", [])
+        self.masking: dict[str, Any] | None = None
         self.decisions: list[str] = []
 
 

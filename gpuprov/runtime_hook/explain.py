@@ -32,7 +32,8 @@ def explain(text: str, settings: Settings, trouble: str, bundle: str = "") -> di
             if decision.root is not None:
                 decision.root.close()
             links = [f"{target}::{path}" for target, path in decision.edits.links]
-            edits, decisions = {**merge_edits([decision.edits.cdi]), "links": links}, decision.sentences
+            masking = {"hooks": [decision.edits.masking]} if decision.edits.masking else {}
+            edits, decisions = {**merge_edits([decision.edits.cdi, masking]), "links": links}, decision.sentences
     except (Refused, OSError) as refused:
         error = reason(refused)
         if isinstance(refused, Refused) and isinstance(refused.request, DeviceRequest):

@@ -9,7 +9,7 @@ import sys
 from . import jsonio, record
 from .config import config_id
 from .decision import RUNTIME, SETTINGS, decide
-from .device_nodes import link_nodes, masking_hook
+from .device_nodes import link_nodes, masked_copy
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused, printable, reason
 from .files import replace_file
@@ -50,9 +50,8 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
     config, edits, path = decision.config, decision.edits, f"{bundle}/config.json"
     assert decision.root is not None
     inject(decision.root, edits)
-    masking = masking_hook(config, decision.root_path)
-    if masking:
-        edits.cdi.setdefault("hooks", []).append(masking)
+    if edits.masking and masked_copy():
+        edits.cdi.setdefault("hooks", []).append(edits.masking)
     apply_edits(config, edits.cdi)
     drop_nvidia_hooks(config)
     link_nodes(edits.cdi.get("deviceNodes") or [])

@@ -120,12 +120,12 @@ def test_a_relative_bundle_and_root_are_found(bench: Bench, monkeypatch: pytest.
 def test_a_procfs_without_the_driver_and_a_user_namespace_do_without(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_nodes, "masked_copy", lambda: "/copy")
+    monkeypatch.setattr(device_nodes, "_masked", lambda: "ModifyDeviceFiles: 0")
     monkeypatch.setattr(device_nodes, "PARAMS", "/proc/version")
     config = {"linux": bench.pristine["linux"], "mounts": bench.pristine["mounts"]}
     hook = device_nodes.masking_hook(config, "/root")
     assert hook is not None
-    assert hook["args"][-2:] == ["/copy", f"/root{device_nodes.PARAMS}"]
+    assert hook["args"][-2:] == [device_nodes._COPY, f"/root{device_nodes.PARAMS}"]
     pids = [
         {**one, "options": ["subset=pid"]} if one["destination"] == "/proc" else one for one in bench.pristine["mounts"]
     ]
