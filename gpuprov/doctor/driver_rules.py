@@ -55,10 +55,6 @@ ROOTS = (
 )  # fmt: skip
 
 
-def _versions(x: HostSnapshot) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(x.library_files.values()))
-
-
 def _again(x: HostSnapshot) -> tuple[Remedy, ...]:
     """Return the command of driver_again: the package manager restores a package's files."""
     return () if x.host.driver_packaged else (INSTALL,)
@@ -175,7 +171,7 @@ def _drivers_mixed(x: HostSnapshot) -> Finding | None:
 
 @RULES.add("drivers-several", DRIVER, "libnvidia-ml or libcuda of several versions")
 def _drivers_several(x: HostSnapshot) -> Finding | None:
-    versions = _versions(x)
+    versions = tuple(dict.fromkeys(x.library_files.values()))
     if len(versions) < 2 or x.host.hiding:
         return None
     wanted = x.driver.kernel_version or x.driver.library_version

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuprov import toolkit
-from gpuprov.doctor.containers import Loaded
 from gpuprov.doctor.finding import (
     CERTAIN,
     CONTAINERS,
@@ -232,23 +231,14 @@ def _container_library(x: HostSnapshot) -> Finding | None:
     first = ill[0].findings[0]
     results = f" (CUDA result {', '.join(map(str, first.results))})" if first.results else ""
     more = f"; the same of {counted(len(ill) - 1, 'more container')}" if len(ill) > 1 else ""
-    seen = [_seen(one) for one in ill[:_MOST_SHOWN]]
+    seen = [f"{one.name} ({one.engine}): {one.findings[0].evidence}" for one in ill[:_MOST_SHOWN]]
     if len(ill) > _MOST_SHOWN:
         seen.append(f"and {counted(len(ill) - _MOST_SHOWN, 'more container')}")
     return Finding(
         f"the container {ill[0].name} loads a library that does not fit the driver: {first.what}{results}{more}",
         "\n".join(seen),
-        f"{_command(ill[0])}  # {first.next_step}",
+        f"gpuprov cuda {shlex.quote(ill[0].name)}  # {first.next_step}",
     )
-
-
-def _seen(one: Loaded) -> str:
-    finding = one.findings[0]
-    return f"{one.name} ({one.engine}): {finding.evidence}"
-
-
-def _command(one: Loaded) -> str:
-    return f"gpuprov cuda {shlex.quote(one.name)}"
 
 
 @RULES.add("containers-left-out", CONTAINERS, "more running containers with GPUs than are examined, or no time left")

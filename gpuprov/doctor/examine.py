@@ -96,7 +96,8 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     if x.kernel_log_error:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
     if troubles:
-        return Finished(int(ExitCode.FAILED), problems=_problems(troubles), summary=f"causes found: {len(troubles)}")
+        found = tuple(Problem(_text(one), one.finding.evidence, _next_step(one, troubles)) for one in troubles)
+        return Finished(int(ExitCode.FAILED), problems=found, summary=f"causes found: {len(troubles)}")
     rest = "; there is no GPU here, so the rest is unknown" if x.lacks_gpus_yet else ""
     return Finished(int(ExitCode.DONE), summary=f"nothing found wrong{rest}")
 
@@ -113,10 +114,6 @@ def _event(rank: int, cause: Cause) -> CauseFound:
         rank, cause.rule.name, cause.rule.area, finding.what, finding.evidence, finding.next_step, finding.confidence,
         cause.follows, "; ".join(map(str, finding.remedies)),
     )  # fmt: skip
-
-
-def _problems(causes: Sequence[Cause]) -> tuple[Problem, ...]:
-    return tuple(Problem(_text(cause), cause.finding.evidence, _next_step(cause, causes)) for cause in causes)
 
 
 def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
