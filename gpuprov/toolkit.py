@@ -22,6 +22,7 @@ from gpuprov.core.changes import (
     file_diff,
     parent_of,
     restore_path,
+    write_files,
 )
 from gpuprov.core.repairs import SetMode
 from gpuprov.core.system import System
@@ -130,9 +131,8 @@ class InstallRuntime(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         # The launcher comes last: it must not start a partial installation.
-        for path, mode, content in sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH):
-            system.make_directory(parent_of(path))
-            system.write(path, content, mode=mode, owner=(0, 0))
+        files = sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH)
+        write_files(system, ((path, content, mode) for path, mode, content in files))
         # Only now: the launcher of the older version may have named them.
         for path in self.stale:
             system.remove(path)
@@ -236,9 +236,8 @@ class WriteCdiSpecification(Change):
         # NVML is queried only now, because it initialises GPUs: seconds for each without a persistent client.
         content = _now(system)
         # Devices that come with a driver (NVSwitches) exist only now, too.
-        for path, wanted in {CDI_SPECIFICATION: content, **other_devices.specifications(system)}.items():
-            system.make_directory(parent_of(path))
-            system.write(path, wanted, mode=_MODE, owner=(0, 0))
+        found = {CDI_SPECIFICATION: content, **other_devices.specifications(system)}
+        write_files(system, ((path, wanted, _MODE) for path, wanted in found.items()))
         return {}
 
     @classmethod

@@ -17,9 +17,9 @@ from gpuprov.core.changes import (
     Json,
     Tell,
     capture_path_itself,
-    parent_of,
     restore_path,
     text_diff,
+    write_files,
 )
 from gpuprov.core.system import System
 from gpuprov.core.units import log_of, systemctl
@@ -193,9 +193,7 @@ class PrepareBoot(Change):
         return {"files": files, "units": [*self.units, *going]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        for path, content in self.files:
-            system.make_directory(parent_of(path))
-            system.write(path, content, mode=0o644, owner=(0, 0))
+        write_files(system, ((path, content, 0o644) for path, content in self.files))
         gone = tuple(filter(None, map(_name_of, self.stale)))
         if gone:
             systemctl(system, "stop", *gone)

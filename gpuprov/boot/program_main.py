@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
-from gpuprov.core.changes import parent_of
+from gpuprov.core.changes import parent_of, write_files
 from gpuprov.core.lock import try_lock
 from gpuprov.core.system import System
 from gpuprov.driver.load import load_driver
@@ -85,9 +85,7 @@ def refresh(system: System) -> str:
         if reason:
             wanted[PATH] = render_json(specification(ask_nvml(system, driver)))
         changed = {path: content for path, content in wanted.items() if system.read_bytes(path) != content}
-        for path, content in changed.items():
-            system.make_directory(parent_of(path))
-            system.write(path, content, mode=0o644, owner=(0, 0))
+        write_files(system, ((path, content, 0o644) for path, content in changed.items()))
     if not changed:
         return "nothing has changed"
     return f"refreshed: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")

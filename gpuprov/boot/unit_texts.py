@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpuprov.facts import watch
 from gpuprov.facts.boot import (
     MARK,
     NODES,
@@ -180,6 +181,45 @@ ACTION=="bind|unbind", SUBSYSTEM=="pci", ATTR{{vendor}}=="0x10de", ATTR{{class}}
 """
 # nvidia-uvm is loaded by no alias: CUDA's first user would have to be root.
 MODULES_TEXT = f"{MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
+# gpuprov_watch: agent/watch.py is the program, boot/watch.py fills in the rest.
+CHECK_TEXT = f"""\
+{MARK}: checks and verifies this host, changes nothing, and writes the metrics (gpuprov_watch).
+[Unit]
+Description=Check and verification of the GPUs for containers (gpuprov)
+Documentation=https://prometheus.io/docs/guides/node-exporter/
+After=network-online.target docker.service containerd.service crio.service
+ConditionPathExists={watch.STORED}
+
+[Service]
+Type=oneshot
+ExecStart={{python}} -I {watch.PROGRAM} watch
+Environment=HOME=/root
+TimeoutStartSec=30min
+Nice=19
+IOSchedulingClass=idle
+UMask=0077
+# /usr, /boot and /etc are read-only. What it starts are containers, whose own rules must still fit.
+ProtectSystem=full
+ProtectHome=read-only
+PrivateTmp=yes
+ProtectClock=yes
+ProtectHostname=yes
+LockPersonality=yes
+RestrictRealtime=yes
+"""
+CHECK_TIMER_TEXT = f"""\
+{MARK}: how often this host is watched (gpuprov_watch).
+[Unit]
+Description=Check and verification of the GPUs for containers, {{schedule}} (gpuprov)
+
+[Timer]
+OnCalendar={{schedule}}
+RandomizedDelaySec={{delay}}
+Persistent=true
+
+[Install]
+WantedBy=timers.target
+"""
 
 
 def mig_text(layout: Sequence[tuple[int, str]]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gpuprov.boot import unit_texts
 from gpuprov.core.changes import (
     Change,
     Json,
@@ -17,6 +18,7 @@ from gpuprov.core.changes import (
     parent_of,
     restore_path,
     text_diff,
+    write_files,
 )
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
@@ -45,44 +47,6 @@ _LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
 _NOT_ITS = ("/tmp/", "/var/tmp/", "/etc/", "/usr/", "/boot/", "/efi/", "/home/", "/root/", "/run/user/")
 # What says how a run goes, not what the host shall be.
 _OF_A_RUN = ("reboot", "lock_timeout")
-_SERVICE_TEXT = f"""\
-# By gpuprov: checks and verifies this host, changes nothing, and writes the metrics (gpuprov_watch).
-[Unit]
-Description=Check and verification of the GPUs for containers (gpuprov)
-Documentation=https://prometheus.io/docs/guides/node-exporter/
-After=network-online.target docker.service containerd.service crio.service
-ConditionPathExists={STORED}
-
-[Service]
-Type=oneshot
-ExecStart={{python}} -I {PROGRAM} watch
-Environment=HOME=/root
-TimeoutStartSec=30min
-Nice=19
-IOSchedulingClass=idle
-UMask=0077
-# /usr, /boot and /etc are read-only. What it starts are containers, whose own rules must still fit.
-ProtectSystem=full
-ProtectHome=read-only
-PrivateTmp=yes
-ProtectClock=yes
-ProtectHostname=yes
-LockPersonality=yes
-RestrictRealtime=yes
-"""
-_TIMER_TEXT = """\
-# By gpuprov: how often this host is watched (gpuprov_watch).
-[Unit]
-Description=Check and verification of the GPUs for containers, {schedule} (gpuprov)
-
-[Timer]
-OnCalendar={schedule}
-RandomizedDelaySec={delay}
-Persistent=true
-
-[Install]
-WantedBy=timers.target
-"""
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -90,8 +54,11 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if spec.watch == OFF:
         return (RemoveWatch(),) if facts.watch.is_there else ()
     wanted = {
-        SERVICE_FILE: (_SERVICE_TEXT.format(python=facts.interpreter.path).encode(), 0o644),
-        TIMER_FILE: (_TIMER_TEXT.format(schedule=spec.watch, delay=_DELAYS[spec.watch]).encode(), 0o644),
+        SERVICE_FILE: (unit_texts.CHECK_TEXT.format(python=facts.interpreter.path).encode(), 0o644),
+        TIMER_FILE: (
+            unit_texts.CHECK_TIMER_TEXT.format(schedule=spec.watch, delay=_DELAYS[spec.watch]).encode(),
+            0o644,
+        ),
         STORED: (stored_text(facts, spec), 0o600),
     }
     wrong = tuple(
@@ -202,13 +169,10 @@ class SetWatch(Change):
                     f"{self.agent} has changed since the plan was made", f"its SHA-256 is not {self.digest}",
                     "run the same command again",
                 )  # fmt: skip
-            system.make_directory(parent_of(PROGRAM))
-            system.write(PROGRAM, content, mode=0o644, owner=(0, 0))
+            write_files(system, ((PROGRAM, content, 0o644),))
         if (old := _metrics(system)) != self.metrics:
             remove_metrics(system, old)
-        for path, content, mode in self.files:
-            system.make_directory(parent_of(path))
-            system.write(path, content, mode=mode, owner=(0, 0))
+        write_files(system, self.files)
         system.make_directory(parent_of(LINK))
         system.make_link(LINK, TIMER_FILE)
         systemctl(system, "daemon-reload")

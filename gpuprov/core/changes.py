@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import difflib
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
 
@@ -287,6 +287,13 @@ def is_as_shown(system: System, image: Json) -> bool:
         and (now.kind, now.mode, now.uid, now.gid) == ("file", image["mode"], image["uid"], image["gid"])
         and system.read_bytes(image["path"]) == image_content(image)
     )
+
+
+def write_files(system: System, files: Iterable[tuple[str, bytes, int]]) -> None:
+    """Write files (path, content, mode) that belong to root, and make missing folders."""
+    for path, content, mode in files:
+        system.make_directory(parent_of(path))
+        system.write(path, content, mode=mode, owner=(0, 0))
 
 
 def restore_path(system: System, image: Json) -> None:
