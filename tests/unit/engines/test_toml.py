@@ -125,6 +125,39 @@ def test_what_is_ours_is_told() -> None:
     assert difference(read_toml(without_ours(edited), ""), read_toml(edited, "")) == WANTED
 
 
+OF_0_1 = """\
+version = 2
+imports = ["/etc/site/*.toml", "/etc/containerd/conf.d/*.toml"]  # ours  # gpuprov: was ["/etc/site/*.toml"]
+[plugins."io.containerd.grpc.v1.cri"]
+enable_cdi = true  # gpuprov: added
+  sandbox_image = "mirror.example/pause:3.9"
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    default_runtime_name = "nvidia"  # the usual  # gpuprov: was "runc"
+
+# gpuprov begin: `gpuprov runtime configure --unset` takes this out
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia]
+runtime_type = "io.containerd.runc.v2"
+
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.nvidia.options]
+BinaryName = "/usr/bin/old"
+# gpuprov end
+"""
+
+
+def test_file_of_an_earlier_version_is_read_upgraded_and_unset() -> None:
+    """As the first version wrote it into a file of a site's own."""
+    own = nested(TABLE, {"default_runtime_name": "nvidia", "runtimes": {"nvidia": {"options": {"BinaryName": "/new"}}}})
+    upgraded = with_values(OF_0_1, own, "")
+    assert upgraded == OF_0_1.replace("/usr/bin/old", "/new")
+    assert with_values(upgraded, own, "") == upgraded
+    before = (
+        'version = 2\nimports = ["/etc/site/*.toml"]  # ours\n[plugins."io.containerd.grpc.v1.cri"]\n'
+        '  sandbox_image = "mirror.example/pause:3.9"\n  [plugins."io.containerd.grpc.v1.cri".containerd]\n'
+        '    default_runtime_name = "runc"  # the usual\n'
+    )
+    assert without_ours(OF_0_1) == without_ours(upgraded) == before
+
+
 def test_what_stands_after_our_block_survives() -> None:
     edited = with_values("version = 2\n", WANTED, "") + "\n[later]\nx = 1\n"
     assert with_values(edited, WANTED, "") == edited
