@@ -37,7 +37,7 @@ from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.machine.distros import Distribution, ExtraRepository
-    from gpuprov.protocol.site_repository import SiteRepository
+    from gpuprov.protocol.spec import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"

@@ -142,13 +142,13 @@ class InstallRuntime(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         system.remove_tree(f"{_HOOK_DIRECTORY}/__pycache__")
-        kept = cls.kept(system, before)
+        skipped = cls.skipped_paths(system, before)
         for image in before["files"]:
-            if image["path"] not in kept:
+            if image["path"] not in skipped:
                 restore_path(system, image)
 
     @classmethod
-    def kept(cls, system: System, before: Json) -> tuple[str, ...]:
+    def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:
         # A package of NVIDIA's, perhaps installed by hand, has replaced the hook since.
         path = deploy.NVIDIA_HOOK_PATH
         captured = any(image["path"] == path for image in before["files"])
@@ -159,7 +159,7 @@ class InstallRuntime(Change):
     def irreversible(
         cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
     ) -> tuple[str, ...]:
-        return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))
+        return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.skipped_paths(system, before))
 
 
 # -- for both: the device nodes and the CDI specification ------------------------------------------------------------

@@ -14,9 +14,8 @@ from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Level, Note, Sink
-from gpuprov.protocol.image_options import IMAGE
 from gpuprov.protocol.request import Request
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import IMAGE, HostSpec
 
 StopRequested = Callable[[], bool]
 

@@ -52,7 +52,7 @@ def check(run: RunContext) -> Finished:
     look = _look(run)
     finished = report(look.x, look.causes, run.sink)
     _announce(run, look.fix.changes, _Work())
-    _tell_left(run, look.fix)
+    _note_left(run, look.fix)
     count = len(look.fix.changes)
     return replace(finished, changed=count, summary=f"{finished.summary}; {counted(count, 'change')} would be made")
 
@@ -70,7 +70,7 @@ def fix(run: RunContext) -> Finished:
         journal = journal or journal_for(run.system, run.request.command, run.request.run_id)
     if journal is not None:
         look = _rounds(run, journal, look, work)
-    return _told(run, look, work)
+    return _finished(run, look, work)
 
 
 @contextlib.contextmanager
@@ -104,11 +104,11 @@ def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Loo
     return look
 
 
-def _told(run: RunContext, look: _Look, work: _Work) -> Finished:
+def _finished(run: RunContext, look: _Look, work: _Work) -> Finished:
     finished = report(look.x, look.causes, run.sink)
     if not work.planned:
         _announce(run, (), work)
-    _tell_left(run, look.fix)
+    _note_left(run, look.fix)
     summary = f"{counted(work.made, 'change')} made; {finished.summary}"
     if work.problems:
         failed, problems = int(ExitCode.FAILED), (*work.problems, *finished.problems)
@@ -141,7 +141,7 @@ def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work) -> No
     run.sink(Planned(tuple(work.planned)))
 
 
-def _tell_left(run: RunContext, fix: Fix) -> None:
+def _note_left(run: RunContext, fix: Fix) -> None:
     for sentence in fix.left:
         run.note(f"left to you: {sentence}", "warning")
 

@@ -132,8 +132,8 @@ def one_line(result: Mapping[str, Any]) -> str:
     good = sum(check["status"] == "ok" for check in checks)
     parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
     verified = [f"{good} of {counted(len(checks), 'check')} ok"] if checks else []
-    told = "; ".join((*parts, *verified))
-    return words.one_line(f"{result.get('msg', '')} ({told})") if told else ""
+    details = "; ".join((*parts, *verified))
+    return words.one_line(f"{result.get('msg', '')} ({details})") if details else ""
 
 
 @dataclass(frozen=True)

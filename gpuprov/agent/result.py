@@ -101,7 +101,7 @@ class HostResult:
         if self.problems:
             return self.problems[0].what
         failed = next((check for check in self.checks if check.status == "failed"), None)
-        return told(failed) if failed else self.summary
+        return check_text(failed) if failed else self.summary
 
 
 _WORDS = {
@@ -119,7 +119,7 @@ def machines(results: Sequence[HostResult]) -> tuple[HostResult, ...]:
     return tuple(result for result in results if not result.same_as)
 
 
-def told(check: CheckDone) -> str:
+def check_text(check: CheckDone) -> str:
     """Return a check with its reason as text."""
     return f"{check.name}: {check.reason}" if check.reason else check.name
 
@@ -205,10 +205,10 @@ def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
         "docker": ("docker", "version"), "gpus": ("gpus",), "toolkit": ("packages", "installed", TOOLKIT_PACKAGE),
     }  # fmt: skip
     found = {name: fact(facts, path) for name, path in places.items()}
-    told = facts.get("mig")
+    reported = facts.get("mig")
     gpus = [
         gpu
-        for gpu in (told if isinstance(told, (list, tuple)) else ())
+        for gpu in (reported if isinstance(reported, (list, tuple)) else ())
         if isinstance(gpu, Mapping) and isinstance(gpu.get("instances"), (list, tuple))
     ]
     mig = mig_layout((str(gpu.get("index")), [str(name) for name in gpu["instances"]]) for gpu in gpus)

@@ -45,7 +45,7 @@ def run_request(
     """Carry out a request on this machine; every outcome ends with a Finished event, whose exit code is returned."""
     system = system or System()
     begun = system.now()
-    sink = _Told(secret_free(sink, request.spec))
+    sink = _MadeChanges(secret_free(sink, request.spec))
     sink(Started(__version__, request.command, system.own_pid()))
     try:
         spec = read_spec(request.spec, request.tables)
@@ -60,7 +60,7 @@ def run_request(
     return ExitCode(finished.exit_code)
 
 
-class _Told:
+class _MadeChanges:
     """Passes events on, and keeps which changes they name as made."""
 
     def __init__(self, sink: Sink) -> None:
@@ -166,8 +166,8 @@ def _facts(run: RunContext) -> Finished:
     try:
         reach_local_docker(run.system)
         run.sink(FactsGathered(facts_to_json(gather(run.system))))
-        if told := sorted(path for path in hidden if not path.startswith("/proc/")):
-            run.note(f"left out, because only root may read it: {', '.join(told)}", "warning")
+        if left_out := sorted(path for path in hidden if not path.startswith("/proc/")):
+            run.note(f"left out, because only root may read it: {', '.join(left_out)}", "warning")
     except PermissionError as error:
         raise GpuprovError(
             "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts",

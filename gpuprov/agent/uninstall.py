@@ -72,8 +72,8 @@ def survey(system: System, kinds: Kinds) -> Removal:
     for run in runs:
         for entry in run.undoable:
             kind_of(run, entry, kinds)
-    told = (*irreversible(system, runs, kinds), *_stopped(system, runs))
-    return Removal(runs, _leftovers(system, runs), images_left(system), told, _lost(system, every))
+    sentences = (*irreversible(system, runs, kinds), *_stopped(system, runs))
+    return Removal(runs, _leftovers(system, runs), images_left(system), sentences, _lost(system, every))
 
 
 def last_run(system: System, kinds: Kinds) -> Removal:
@@ -225,17 +225,17 @@ def irreversible(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[s
     In the order of the changes; an unknown kind of change adds nothing.
     """
     entries = [entry for run in reversed(runs) for entry in reversed(run.undoable)]
-    told: list[str] = []
+    sentences: list[str] = []
     for number, entry in enumerate(entries):
         earlier = tuple(one.before for one in entries[:number] if one.kind == entry.kind)
         if entry.kind in kinds:
-            told += kinds[entry.kind].irreversible(system, entry.before, entry.outcome, earlier)
+            sentences += kinds[entry.kind].irreversible(system, entry.before, entry.outcome, earlier)
     written: dict[str, str] = {}
     for entry in entries:
         written.update((entry.outcome or {}).get("written", {}))
     changed = [path for path, digest in written.items() if (now := file_digest(system, path)) and now != digest]
-    told += [f"{path} was changed after gpuprov wrote it; that change goes too" for path in changed]
-    return tuple(dict.fromkeys(told))
+    sentences += [f"{path} was changed after gpuprov wrote it; that change goes too" for path in changed]
+    return tuple(dict.fromkeys(sentences))
 
 
 def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> str:
@@ -257,7 +257,7 @@ def _differences(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[s
             images = tuple(images_in(entry.before))
             _forget_below(oldest, {parent for image in images for parent in image["missing_parents"]})
             oldest.update((image["path"], image) for image in images)
-            for path in kinds[entry.kind].kept(system, entry.before):
+            for path in kinds[entry.kind].skipped_paths(system, entry.before):
                 del oldest[path]
     return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
 

@@ -13,8 +13,7 @@ from gpuprov.facts.boot import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import MACHINE_ID, gather_identity, gather_signing_keys
 from gpuprov.machine.image_mark import MARK
-from gpuprov.protocol.image_options import IMAGE
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import IMAGE, HostSpec
 
 _MARK_TEXT = b"""\
 # Written by gpuprov: this system was installed as an image, on a machine without its GPUs.

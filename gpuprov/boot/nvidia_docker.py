@@ -46,11 +46,11 @@ class InstallNvidiaDocker(WriteFile):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if not cls.kept(system, before):
+        if not cls.skipped_paths(system, before):
             restore_path(system, before)
 
     @classmethod
-    def kept(cls, system: System, before: Json) -> tuple[str, ...]:
+    def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:
         path: str = before["path"]
         there = system.status(path) is not None
         return (path,) if there and not is_ours(system.read_bytes(path) or b"") else ()
@@ -59,4 +59,4 @@ class InstallNvidiaDocker(WriteFile):
     def irreversible(
         cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
     ) -> tuple[str, ...]:
-        return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))
+        return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.skipped_paths(system, before))

@@ -104,7 +104,7 @@ class Change:
         return ()
 
     @classmethod
-    def kept(cls, system: System, before: Json) -> tuple[str, ...]:
+    def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:
         """Return the paths in `before` that `undo` leaves alone, because others own them now. Reads only."""
         return ()
 

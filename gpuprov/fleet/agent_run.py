@@ -215,12 +215,12 @@ def as_root(
 
 def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) -> Problem:
     """Return why sudo refused although it was given a password."""
-    told = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _ending(done)
+    output = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _ending(done)
     if wrong_password:
         step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
-        return Problem("sudo on the host refuses the password", told, step)
+        return Problem("sudo on the host refuses the password", output, step)
     step = f"try on the host, as {target.user or 'this user'}: sudo -v"
-    return sudo_problem(done.stderr) or Problem("sudo on the host refuses us", told, step)
+    return sudo_problem(done.stderr) or Problem("sudo on the host refuses us", output, step)
 
 
 class _SudoAnswer:

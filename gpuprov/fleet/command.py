@@ -22,10 +22,9 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.standard_streams import say
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
-from gpuprov.protocol.image_options import IMAGE
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import masked
-from gpuprov.protocol.spec import parse_spec, spec_to_json
+from gpuprov.protocol.spec import IMAGE, parse_spec, spec_to_json
 from gpuprov.protocol.words import line
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpuprov.agent.result import Drain, HostResult, machines, told
+from gpuprov.agent.result import Drain, HostResult, check_text, machines
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.words import counted, plain
 
@@ -43,11 +43,11 @@ def causes(results: Iterable[HostResult]) -> tuple[Cause, ...]:
 
 def _problems(results: Iterable[HostResult]) -> Iterator[tuple[str, Problem]]:
     for result in results:
-        told_already = {problem.what for problem in result.problems}
+        reported = {problem.what for problem in result.problems}
         for check in result.checks:
             # The doctor's findings are among its causes; a problem has the evidence of its check.
-            if check.status == "failed" and check.reason not in told_already and (check.reason or not result.problems):
-                yield result.host, Problem(told(check))
+            if check.status == "failed" and check.reason not in reported and (check.reason or not result.problems):
+                yield result.host, Problem(check_text(check))
         for problem in result.problems:
             yield result.host, problem
 
@@ -92,11 +92,11 @@ class Spread:
 
 def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
     """Return how versions spread over the hosts that reported theirs; empty if fewer than two did."""
-    told = [result for result in machines(results) if result.versions]
-    if len(told) < 2:
+    reporting = [result for result in machines(results) if result.versions]
+    if len(reporting) < 2:
         return ()
-    names = dict.fromkeys((*_ORDER, *(name for result in told for name in result.versions)))
-    return tuple(_spread(name, told) for name in names if any(result.versions.get(name) for result in told))
+    names = dict.fromkeys((*_ORDER, *(name for result in reporting for name in result.versions)))
+    return tuple(_spread(name, reporting) for name in names if any(result.versions.get(name) for result in reporting))
 
 
 def _spread(name: str, results: Sequence[HostResult]) -> Spread:
@@ -188,7 +188,7 @@ def _folded_row(row: list[str]) -> list[tuple[str, int]]:
 
 def shortened(text: str, *, lines: int = 20, columns: int = 400) -> str:
     """Return a host's text, cut if it is too long to read."""
-    said = text.rstrip("\n").splitlines()
-    shown = [line if len(line) <= columns else line[:columns] + " …" for line in said[:lines]]
-    more = [f"… {counted(len(said) - lines, 'line')} more"] if len(said) > lines else []
+    whole = text.rstrip("\n").splitlines()
+    shown = [line if len(line) <= columns else line[:columns] + " …" for line in whole[:lines]]
+    more = [f"… {counted(len(whole) - lines, 'line')} more"] if len(whole) > lines else []
     return "\n".join(shown + more)

@@ -124,12 +124,12 @@ class Bar:
 
 def _versions(results: Sequence[HostResult]) -> tuple[tuple[str, tuple[Bar, ...], int], ...]:
     """Return (name, bars, how many versions have no bar) of all that differs, or could."""
-    told = [result for result in machines(results) if result.versions]
-    names = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in told)]
+    reporting = [result for result in machines(results) if result.versions]
+    names = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in reporting)]
     found = []
     for name in names:
         hosts: dict[str, list[str]] = collections.defaultdict(list)
-        for result in told:
+        for result in reporting:
             hosts[str(result.versions.get(name) or "none")].append(result.host)
         bars = _bars(hosts)
         found.append((name, bars[:_MOST_VERSIONS], len(bars) - len(bars[:_MOST_VERSIONS])))
@@ -347,8 +347,8 @@ def _racks(hosts: Sequence[str]) -> Callable[[str], str]:
         return label if dash and any(map(str.isdecimal, label)) else ""
 
     sizes = collections.Counter(map(rack, hosts))
-    told = len(sizes) > 1 and "" not in sizes and len(sizes) * 3 <= len(hosts)
-    return rack if told else lambda host: ""
+    named_by_rack = len(sizes) > 1 and "" not in sizes and len(sizes) * 3 <= len(hosts)
+    return rack if named_by_rack else lambda host: ""
 
 
 def _paths(kinds: Sequence[str]) -> tuple[tuple[str, str], ...]:

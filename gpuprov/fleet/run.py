@@ -52,12 +52,12 @@ RunHost = Callable[[HostTarget, Sink], None]
 class RunSettings:
     """Settings of a run over hosts besides the hosts and the request.
 
-    `build` returns the agent; it is called once, and only if a host is reached by SSH. `tell` shows a sentence.
+    `build` returns the agent; it is called once, and only if a host is reached by SSH. `output` prints a sentence.
     """
 
     build: Callable[[], Agent]
     options: Options
-    tell: Callable[[str], None] = lambda _: None
+    output: Callable[[str], None] = lambda _: None
     rollout: Rollout = field(default_factory=Rollout)
     commands: HostCommands = field(default_factory=HostCommands)
 
@@ -95,9 +95,9 @@ class Fleet:
         self.stopped = self.stopped or _STOPPED_BY_CTRL_C
         drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
         if drained:
-            self.settings.tell(f"drained now: {listed(drained)}; the report says who still is in the end")
+            self.settings.output(f"drained now: {listed(drained)}; the report says who still is in the end")
         if self.interruptions == 1:
-            self.settings.tell(_HERE_ONCE if self._here else _ONCE)
+            self.settings.output(_HERE_ONCE if self._here else _ONCE)
         # A handler interrupts the thread that may hold the lock.
         threading.Thread(target=self._reach, daemon=True).start()
 
@@ -164,22 +164,15 @@ class Fleet:
     @contextmanager
     def _stoppable(self, target: HostTarget, request: Request) -> Iterator[Callable[[Callable[[], None]], None]]:
         """Yield a function that takes what asks the host's agent to stop, and does so if Ctrl-C came before."""
-        held: list[Callable[[], None]] = []
+        with self._held(self._looking) as hold:
 
-        def hold(ask: Callable[[], None]) -> None:
-            if not self._stops_before_its_first_change(target, request):
-                return
-            with self._lock:
-                held.append(ask)
-                self._looking.add(ask)
-            if self._is_interrupted():
-                ask()
+            def hold_ask(ask: Callable[[], None]) -> None:
+                if self._stops_before_its_first_change(target, request):
+                    hold(ask)
+                    if self._is_interrupted():
+                        ask()
 
-        try:
-            yield hold
-        finally:
-            with self._lock:
-                self._looking.difference_update(held)
+            yield hold_ask
 
     def _through_reboots(
         self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink
@@ -208,7 +201,7 @@ class Fleet:
         `claims` is the whole run's request: examining its plan must also find a machine with two names.
         """
         with (
-            self._held() as hold, connected(target, self.settings.options, hold) as connection,
+            self._held(self._connections) as hold, connected(target, self.settings.options, hold) as connection,
             self._stoppable(target, request) as stoppable,
         ):  # fmt: skip
             if self.interruptions > 1:
@@ -240,20 +233,20 @@ class Fleet:
         sink(Note(same_machine.sentence(name, other), "warning"))
 
     @contextmanager
-    def _held(self) -> Iterator[Callable[[Any], None]]:
-        """Yield a function that records a connection, so that `interrupt` can close it while it is in use."""
+    def _held(self, where: set[Any]) -> Iterator[Callable[[Any], None]]:
+        """Yield a function that puts what it gets into a set, which `interrupt` reads, for as long as it is in use."""
         held: list[Any] = []
 
-        def hold(connection: Any) -> None:
-            held.append(connection)
+        def hold(one: Any) -> None:
             with self._lock:
-                self._connections.add(connection)
+                held.append(one)
+                where.add(one)
 
         try:
             yield hold
         finally:
             with self._lock:
-                self._connections.difference_update(held)
+                where.difference_update(held)
 
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
@@ -267,7 +260,7 @@ class Fleet:
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
                 if batch.name and self.stopped is None:
-                    self.settings.tell(f"{batch.name}: {counted(len(batch.targets), 'host')}")
+                    self.settings.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
                 run_one = self._one_of(batch, run_host, sink)
                 results |= {result.host: result for result in pool.map(run_one, batch.targets)}
         return tuple(results[target.name] for target in targets)
@@ -294,21 +287,21 @@ class Fleet:
             return HostResult(target.name, ExitCode.FAILED, problems=(self.stopped,), begun=False)
         recorder = Recorder(target.name, sink)
         # A host has been told these; it may print them.
-        tell = secret_free(recorder, spec_to_json(target.spec), (target.password, target.become_password))
+        events = secret_free(recorder, spec_to_json(target.spec), (target.password, target.become_password))
         begun = time.monotonic()
-        tell(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
+        events(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
         try:
-            run_host(target, tell)
+            run_host(target, events)
         except GpuprovError as error:
             # What breaks after the second Ctrl-C breaks because of it; a drain that was cut says so itself.
             drain = self._drains.get(target.name)
             cut_drain = drain is not None and drain.state == "failed"
             error = _left() if self.interruptions > 1 and not cut_drain else error
-            tell(Finished(int(error.exit_code), problems=error.problems))
+            events(Finished(int(error.exit_code), problems=error.problems))
         except Exception as error:  # an internal error on one host must not end the others; the log has the traceback
             from gpuprov.fleet.history import write_log
 
-            tell(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
+            events(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
         return replace(
             recorder.result(time.monotonic() - begun),
             same_as=self._same_as.get(target.name, ""),

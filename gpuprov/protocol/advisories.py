@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gpuprov.protocol.codec import load
 from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.tables import ADVISORIES, table
@@ -158,7 +159,7 @@ def rows_of(data: Any, origin: str = "") -> tuple[Advisory, ...]:
 
 
 def _row(row: Mapping[str, Any]) -> Advisory:
-    one = Advisory(**{**row, "score": float(row["score"]), "cves": tuple(row["cves"])})
+    one = load(Advisory, row, trusted=True, exact=True)
     fits = (
         _BULLETIN.fullmatch(one.bulletin) and _DATE.fullmatch(one.published) and _VERSION.fullmatch(one.fixed_in)
         and one.product in PRODUCTS and 0 <= one.score <= 10 and all(map(_CVE.fullmatch, one.cves))

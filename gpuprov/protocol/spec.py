@@ -1,6 +1,6 @@
 """HostSpec: what the user asks a host to be, validated, with defaults; never what a host is (facts/host.py).
 
-The dataclass below and its bases (driver_options.py, image_options.py) are the one place where an option is written
+HostSpec and its bases (ImageOptions, driver_options.py) are the one place where an option is written
 down: its inventory variable is the field's name with `gpuprov_` before it, its marshmallow field checks what comes in,
 its `help` becomes the configuration reference.
 Every value may come from a hostile inventory: what reaches a command line, a path or a URL passes an allow-list here.
@@ -13,18 +13,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from marshmallow import RAISE, Schema, ValidationError, validate
+from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.protocol import driver_releases, tables
 from gpuprov.protocol.driver_options import DriverOptions
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.image_options import ImageOptions
-from gpuprov.protocol.site_repository import RepositorySchema, SiteRepository
 from gpuprov.protocol.spec_fields import (
     ENGINES,
     FINGERPRINT,
     HTTP_URL,
+    NAME,
     NO_PROXY,
     PACKAGE,
     PACKAGE_VERSION,
@@ -34,14 +33,87 @@ from gpuprov.protocol.spec_fields import (
     SHA256,
     URL_OR_PATH,
     VERSION,
+    WORDS,
+    OrEmpty,
+    TextOrList,
     choice,
     flag,
     flat,
+    maybe,
     number,
     option,
     problem_of,
     text,
 )
+
+# Those that some driver branch of today serves; driver/generations.py knows their device ids.
+GENERATIONS = (
+    "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin",
+)  # fmt: skip
+HOST, IMAGE = "host", "image"
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Whether a machine's disk becomes an image, and which GPUs its copies will meet."""
+
+    target: str = choice(
+        HOST,
+        "`host`: this host with its GPUs. `image`: an image, built on a machine without a GPU and booted on others.",
+        HOST, IMAGE,
+    )  # fmt: skip
+    image_gpus: tuple[str, ...] = option(
+        TextOrList(validate.OneOf(GENERATIONS, error="is not one of {choices}")),
+        (),
+        "With `gpuprov_target: image`: the GPUs that its copies will meet, one generation or a list: "
+        f"{', '.join(f'`{one}`' for one in GENERATIONS)}. They decide which kernel modules are built, unless "
+        "gpuprov_kernel_module_type does.",
+    )
+    image_nvswitch: bool | None = maybe(
+        "With `gpuprov_target: image`: whether its copies will meet NVSwitches (HGX and DGX machines), and so need the "
+        "fabric manager.",
+    )
+    image_force: bool = flag(
+        False,
+        "With `gpuprov_target: image`: also build on a machine with GPUs, running containers, a display or a "
+        "kubelet. Its identity (machine-id, SSH host keys) is removed.",
+    )
+    image_remove_signing_key: bool = flag(
+        False,
+        "With `gpuprov_target: image`: remove the private key with which DKMS signs kernel modules. With Secure Boot, "
+        "copies then load the modules of the image, but none that DKMS builds later.",
+    )
+
+
+class RepositorySchema(Schema):
+    """One more package repository of the site's own."""
+
+    class Meta:
+        unknown = RAISE
+
+    name = schema_fields.String(required=True, validate=NAME)
+    uri = schema_fields.String(required=True, validate=HTTP_URL)
+    suite = schema_fields.String(load_default="./", validate=WORDS)
+    components = schema_fields.String(load_default="", validate=OrEmpty(WORDS))
+    key_url = schema_fields.String(required=True, validate=HTTP_URL)
+    key_fingerprint = schema_fields.String(required=True, validate=FINGERPRINT)
+
+    @post_load
+    def _make(self, data: dict[str, Any], **_: Any) -> SiteRepository:
+        return SiteRepository(**data)
+
+
+@dataclass(frozen=True)
+class SiteRepository:
+    """A signed package repository: the key at `key_url` counts only if it has the full `key_fingerprint`."""
+
+    name: str
+    uri: str
+    key_url: str
+    key_fingerprint: str
+    suite: str = "./"
+    components: str = ""
+
 
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(

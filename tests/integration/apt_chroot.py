@@ -14,8 +14,7 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.gpg import gpg_home
 from tests.integration.loopback import served
 from tests.lab.base import build_base, mount_over

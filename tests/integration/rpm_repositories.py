@@ -17,8 +17,7 @@ from gpuprov.packages.dnf import DNF
 from gpuprov.packages.rpm import RpmManager
 from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.zypper import ZYPPER
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import (

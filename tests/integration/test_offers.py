@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.packages import managers
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     NEEDS,

@@ -20,8 +20,7 @@ from gpuprov.packages import managers
 from gpuprov.packages.apt import APT
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.apt_host import plan_repositories
 from tests.integration import rpm_repositories
 from tests.integration.apt_chroot import chroot_host

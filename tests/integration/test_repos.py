@@ -23,8 +23,7 @@ from gpuprov.facts.host import PREFERENCES, gather_files
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 from gpuprov.repos import AptRepository
 from tests.apt_host import plan_repositories
 from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served

@@ -137,7 +137,7 @@ def test_people_see_one_line_of_a_result(
     monkeypatch.setattr(plugin, "Display", lambda: SimpleNamespace(verbosity=verbosity, display=shown.append))
     task = SimpleNamespace(_task=SimpleNamespace(no_log=no_log))
     found = {"failed": True, "msg": "disk full; next: df -h\n  seen: 100 %"}
-    assert plugin.ActionModule._told(task, found, {"inventory_hostname": "lab-a"}) is found
+    assert plugin.ActionModule._displayed(task, found, {"inventory_hostname": "lab-a"}) is found
     assert shown == said
 
 

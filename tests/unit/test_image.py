@@ -26,8 +26,7 @@ from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.image_options import GENERATIONS
-from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.spec import GENERATIONS, HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
 
 ROOT = Path(__file__).resolve().parents[2]

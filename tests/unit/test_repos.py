@@ -12,8 +12,7 @@ import pytest
 
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.packages.keys import InstallKey
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 from gpuprov.repos import apt_repositories
 from tests.apt_host import plan_repositories, problems
 

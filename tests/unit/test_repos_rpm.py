@@ -24,8 +24,7 @@ from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec, SiteRepository, parse_spec
 from gpuprov.repos import RpmRepository, rpm_repositories
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_packages_rpm import KEY

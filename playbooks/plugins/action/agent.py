@@ -107,7 +107,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             found = playbook_task.failure(error)
         found = replace(found, warnings=(*found.warnings, *self._warnings))
         found = hidden(found, secret_forms(self._secrets(task_vars or {}), self._passwords(task_vars or {})))
-        return {**result, **self._told(found.answer(_local_facts(task_vars or {})), task_vars or {})}
+        return {**result, **self._displayed(found.answer(_local_facts(task_vars or {})), task_vars or {})}
 
     def _quiet_ssh(self) -> None:
         """Make ssh print its errors alone: stderr is the host's then, without banners and notices of new host keys."""
@@ -116,7 +116,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             others = (self._connection.get_option(option) or "").removesuffix(_ERRORS_ALONE)
             self._connection.set_option(option, others + _ERRORS_ALONE)
 
-    def _told(self, found: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+    def _displayed(self, found: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         """Print the result's one line for people, and return the result; with -v Ansible shows all of it."""
         from gpuprov.agent.playbook_task import one_line
 

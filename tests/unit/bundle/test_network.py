@@ -22,8 +22,7 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request, request_from_line
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec, spec_to_json
+from gpuprov.protocol.spec import HostSpec, SiteRepository, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, write_test_bundle
 from tests.unit.bundle.test_use import BUNDLE, SPEC, BundleHost, problem, run, with_image

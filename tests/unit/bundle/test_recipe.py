@@ -14,8 +14,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.distros import find_distribution
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.site_repository import SiteRepository
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 
 MIRROR = mirror_at("http://mirror.example/debian/")
 WANTED = Wanted("debian-12", "x86_64", mirror=MIRROR)
