@@ -45,7 +45,9 @@ def _key(parameter: click.Parameter) -> tuple[str, str]:
 def _sections(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> Iterator[str]:
     # A width of the terminal would make another page on each machine.
     context.terminal_width = _WIDTH
-    yield f"## {context.command_path}\n\n```\n{_help(command, context, shared)}\n```\n"
+    # The first section lists the groups; a group that does nothing itself needs none of its own.
+    if context.parent is None or not isinstance(command, click.Group) or command.invoke_without_command:
+        yield f"## {context.command_path}\n\n```\n{_help(command, context, shared)}\n```\n"
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             child = command.get_command(context, name)

@@ -35,8 +35,8 @@ _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_
 def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: str, **options: Any) -> None:
     """Say which libcuda.so.1 and libnvidia-ml.so.1 the loader takes, why, and whether they fit driver and CUDA.
 
-    Without an argument: for this host. IMAGE and CONTAINER are docker's or podman's; nothing of them is run. Ends with
-    1 if something is wrong. With --hosts: on each host of an inventory, with the exit codes of `gpuprov verify`.
+    Default: this host. IMAGE and CONTAINER are docker's or podman's; nothing of them is run. Exit code 1: something is
+    wrong.
 
     \b
     Examples:

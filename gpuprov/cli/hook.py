@@ -46,9 +46,8 @@ def hook() -> None:
 def explain(settings_file: str | None, bundle: str | None, as_json: bool, container: str, **options: Any) -> None:
     """Say what a container asks for, what it gets on this host, and which rule decided.
 
-    CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
-    it, what the runtime would decide now. Of a container and of a bundle, also which libcuda.so.1 and
-    libnvidia-ml.so.1 its programs load; on hosts of an inventory, gpuprov's agent looks for them.
+    CONTAINER is a running one of docker or podman: what was decided when it started. Without it: what the runtime would
+    decide now. Also which libcuda.so.1 and libnvidia-ml.so.1 the programs of a container or bundle load.
 
     \b
     Examples:

@@ -297,10 +297,8 @@ def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bo
 def serve_command() -> None:
     """Answer GET requests in the form of nvidia-docker-plugin 1.0, so that scripts that ask it work again.
 
-    It listens on 127.0.0.1:3476 and, as root, on /run/gpuprov/serve.sock (root alone); no other address can be named.
-    It loads and changes nothing. Paths: /docker/cli, /gpu/info and /gpu/status, each also with /json, and all below
-    /v1.0. For a service: gpuprov_serve. `gpuprov docker-args` is the safer way, for no other program can answer in its
-    place.
+    It listens on 127.0.0.1:3476 and, as root, on /run/gpuprov/serve.sock. It loads and changes nothing. For a service:
+    gpuprov_serve. `gpuprov docker-args` is the safer way: no other program can answer in its place.
 
     \b
     Examples:
