@@ -52,6 +52,21 @@ class Decision:
         """Which rules decided."""
         return [*self.request.decisions, *self.edits.decisions]
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What is kept of it. What the host does not have was refused before: so all names here are the host's."""
+        request, edits = self.request, self.edits
+        return {
+            "way": self.way, "legacy": request.legacy, "privileged": request.privileged,
+            "devices": list(request.devices or [""]), "capabilities": sorted(request.capabilities),
+            "requirements": len(request.requirements), "imex_channels": request.imex_channels,
+            "mig_config": bool(request.mig_config), "mig_monitor": bool(request.mig_monitor),
+            "nodes": [node["path"] for node in edits.cdi.get("deviceNodes") or ()],
+            "files": [mount["containerPath"] for mount in edits.cdi.get("mounts") or ()],
+            "links": [f"{target}::{path}" for target, path in edits.links],
+            "decisions": self.sentences,
+        }  # fmt: skip
+
 
 def decide(bundle: str, way: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision | None:
     """Return what the container of a bundle gets, None if it asks for no GPU. Raises Refused if it can't have it."""

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import posix
+import sys
+
+from . import jsonio
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 _LONGEST_LINE = 2000
 
 
@@ -28,3 +37,28 @@ def printable(message: str, longest: int = _LONGEST_LINE) -> str:
     """Return one line: an image's words stand in it, and are no commands to a terminal."""
     text = "".join(character if character.isprintable() else " " for character in message[:longest])
     return " ".join(text.split())
+
+
+def now() -> str:
+    """Return the time as logs have it."""
+    import time
+
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def refuse(log: str, message: str) -> NoReturn:
+    """End with the message where the engine looks for it: in the low-level runtime's log, and on stderr."""
+    line = printable(message)
+    if log:
+        _append(log, jsonio.dumps({"level": "error", "msg": line, "time": now()}) + "\n")
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+    posix._exit(1)
+
+
+def _append(path: str, text: str) -> None:
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        pass  # stderr has it too

@@ -122,7 +122,7 @@ def _inject(state: dict[str, Any]) -> int:
     link_nodes(decision.edits.cdi.get("deviceNodes") or [])
     # Before this process is in the container's mount namespace, where /run may be another.
     identifier = str(state.get("id", ""))
-    record.keep(identifier, bundle, decision)
+    record.keep(identifier, bundle, decision.record)
     inject_into(pid, identifier, decision)
     return 0
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
 import posix
-import sys
 
 from . import jsonio, record
 from .config import config_id
 from .decision import RUNTIME, SETTINGS, decide
 from .device_nodes import link_nodes, masked_copy
 from .edits import apply_edits, drop_nvidia_hooks
-from .errors import Refused, printable, reason
+from .errors import Refused, reason, refuse
 from .files import replace_file
 from .links import inject
 
@@ -67,22 +66,4 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
     record.log(
         decision.settings, "info", f"{config_id(bundle)}: {given}; {capabilities}; " + "; ".join(decision.sentences)
     )
-    record.keep(container, bundle, decision)
-
-
-def refuse(log: str, message: str) -> NoReturn:
-    """End with the message where the engine looks for it: in the low-level runtime's log, and on stderr."""
-    line = printable(message)
-    if log:
-        _append(log, jsonio.dumps({"level": "error", "msg": line, "time": record.now()}) + "\n")
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
-    posix._exit(1)
-
-
-def _append(path: str, text: str) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError:
-        pass  # stderr has it too
+    record.keep(container, bundle, decision.record)

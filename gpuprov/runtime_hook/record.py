@@ -11,14 +11,13 @@ from __future__ import annotations
 import posix
 
 from . import jsonio
-from .errors import printable
+from .errors import now, printable
 from .files import make_folder, replace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .decision import Decision
     from .settings import Settings
 
 FOLDER = "/run/gpuprov/containers"
@@ -36,15 +35,15 @@ _APPEND = posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_NOFOLLOW | p
 _READ = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
 
 
-def keep(container: str, bundle: str, decision: Decision) -> None:
-    """Record what a container was given, and remove the files of ended containers."""
+def keep(container: str, bundle: str, decided: dict[str, Any]) -> None:
+    """Record what a container was given (Decision.record), and remove the files of ended containers."""
     if not is_name(container):
         return
     bundle = bundle if bundle.startswith("/") else f"{posix.getcwd()}/{bundle}"
     try:
         make_folder(FOLDER.rpartition("/")[0])
         make_folder(FOLDER, 0o700)
-        text = jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **_values(decision)})
+        text = jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **decided})
         replace_file(f"{FOLDER}/{container}", text, 0o600)
         _sweep(container)
     except (OSError, ValueError):
@@ -58,21 +57,6 @@ def is_name(container: str) -> bool:
         and container[0] != "."
         and all(sign.isascii() and (sign.isalnum() or sign in "_+-.") for sign in container)
     )
-
-
-def _values(decision: Decision) -> dict[str, Any]:
-    """Return what was decided. What the host does not have was refused before: so all names here are the host's."""
-    request, edits = decision.request, decision.edits
-    return {
-        "way": decision.way, "legacy": request.legacy, "privileged": request.privileged,
-        "devices": list(request.devices or [""]), "capabilities": sorted(request.capabilities),
-        "requirements": len(request.requirements), "imex_channels": request.imex_channels,
-        "mig_config": bool(request.mig_config), "mig_monitor": bool(request.mig_monitor),
-        "nodes": [node["path"] for node in edits.cdi.get("deviceNodes") or ()],
-        "files": [mount["containerPath"] for mount in edits.cdi.get("mounts") or ()],
-        "links": [f"{target}::{path}" for target, path in edits.links],
-        "decisions": decision.sentences,
-    }  # fmt: skip
 
 
 def read(container: str) -> dict[str, Any] | None:
@@ -139,13 +123,6 @@ def log(settings: Settings, level: str, text: str) -> None:
             _to_file(settings.debug, level, line)
     except (OSError, ValueError):
         pass  # a full disk, or a path that can't be one, must not keep containers from starting
-
-
-def now() -> str:
-    """Return the time as logs have it."""
-    import time
-
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _to_file(path: str, level: str, line: str) -> None:

@@ -10,6 +10,7 @@ import posix
 import sys
 
 from . import driver_files
+from .errors import refuse
 from .files import make_folder, replace_file
 
 TYPE_CHECKING = False
@@ -186,8 +187,6 @@ def keep_low_level(log: str, cache: str = LOW_LEVEL_CACHE) -> None:
     path = find_low_level(settings.runtimes)
     if not path:
         names = ", ".join(settings.runtimes)
-        from .main import refuse  # here alone: most starts need no more than a path
-
         refuse(
             log,
             f"gpuprov: none of the low-level runtimes {names} is installed: install one, "
