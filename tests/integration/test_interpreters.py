@@ -58,7 +58,7 @@ def test_a_container_gets_its_gpus_under(made: MakeBench, python: str, way: str,
     bench = made(python)
     library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
     # Each entry says which Python loaded it.
-    trace = f'open("{bench.folder}/ran", "w").write(sys.version)\n'
+    trace = f'open("{bench.folder}/ran", "w").write(__import__("sys").version)\n'
     for name, line in (("main", "\ndef main("), ("hook_main", "\n_LARGEST_STATE = ")):
         source = library / f"{name}.py"
         source.write_text(source.read_text().replace(line, f"\n{trace}{line}", 1))

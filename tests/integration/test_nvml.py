@@ -18,12 +18,13 @@ from tests.simgpu.layout import driver_files
 
 pytestmark = pytest.mark.root
 _VERSION = "550.163.01"
+_CHILD = nvml._CHILD.format("gpuprov.cdi.nvml_child")
 
 
 def asked(gpus: int, *, divided: tuple[int, ...] = (), folders: list[str] | None = None, **setting: str) -> str:
     """Return what the child process prints where that many GPUs have nodes."""
     library = build_libraries() / f"libnvidia-ml.so.{_VERSION}"
-    command = ("exec", sys.executable, "-I", "-c", f"'{nvml._CHILD}'", str(library), *(folders or sys.path[1:]))
+    command = ("exec", sys.executable, "-I", "-c", f"'{_CHILD}'", str(library), *(folders or sys.path[1:]))
     done = on_host(gpus, " ".join(command), divided=divided, **setting)
     return done.stdout if done.returncode == 0 else f"exit {done.returncode}: {done.stderr}"
 
@@ -56,7 +57,7 @@ def test_the_agent_holds_all_that_the_child_needs(tmp_path: Path) -> None:
     (tmp_path / "agent.pyz").write_bytes(build_agent(tmp_path).content)
     bare = "/usr/bin/python3"
     library = build_libraries() / f"libnvidia-ml.so.{_VERSION}"
-    done = on_host(1, f"exec {bare} -I -c '{nvml._CHILD}' {library} {tmp_path}/agent.pyz")
+    done = on_host(1, f"exec {bare} -I -c '{_CHILD}' {library} {tmp_path}/agent.pyz")
     assert parse_answers(done.stdout)[0][gpu(0).sysfs_id].uuid == gpu(0).uuid, done.stderr
 
 
