@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.journal import read_runs
+from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
@@ -33,7 +34,7 @@ EDITS = (None, "", "{", '{"debug": false}', '{"no-such-option": true}', '{"runti
 
 @dataclass
 class Model:
-    """A host, and what docker was on it before the first run of which something stands."""
+    """A host, and what docker was on it before the first run whose change to docker stands."""
 
     host: FakeHost
     first: tuple[str | None, bool]
@@ -44,7 +45,8 @@ class Model:
 
     def by_hand(self, act: Callable[[], Any]) -> None:
         act()
-        if not any(run.undoable for run in read_runs(self.host)):
+        standing = (entry for run in read_runs(self.host) for entry in run.undoable)
+        if not any(entry.kind == ReconfigureDocker.__name__ for entry in standing):
             self.first = self.state()
 
     def edit(self, text: str | None) -> None:
@@ -92,6 +94,7 @@ actions = st.lists(
 @example(first=FIRST[0], history=["restart by hand", "restart by hand", "restart by hand", "other spec"])
 @example(first=FIRST[0], history=["other spec", ("{",), "restart by hand", "rollback"])
 @example(first=FIRST[3], history=["other spec", "install"])
+@example(first=FIRST[0], history=["uninstall", ('{"no-such-option": true}',), "install", ("",)])
 @given(first=st.sampled_from(FIRST), history=actions)
 def test_docker_ends_as_it_was_before_the_first_run(first: tuple[str | None, bool], history: list[object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
