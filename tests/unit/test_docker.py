@@ -45,13 +45,9 @@ INFO_NO_DAEMON_28 = (
 def running(text: str | None, **changes: Any) -> DockerFacts:
     """A docker that runs, with that daemon.json, and has loaded the runtime."""
     facts: dict[str, Any] = {
-        "installed": True,
-        "config_text": text,
-        "active": True,
-        "version": "20.10.24+dfsg1",
-        "runtimes": {"runc": "runc", "nvidia": RUNTIME},
-        "default_runtime": "runc",
-    }
+        "installed": True, "config_text": text, "active": True, "version": "20.10.24+dfsg1",
+        "runtimes": {"runc": "runc", "nvidia": RUNTIME}, "default_runtime": "runc",
+    }  # fmt: skip
     return DockerFacts(**{**facts, **changes})
 
 
