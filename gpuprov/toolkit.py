@@ -47,7 +47,7 @@ def runtime_path(spec: HostSpec) -> str:
     return NVIDIA_RUNTIME if spec.toolkit == "nvidia" else deploy.LAUNCHER_PATH
 
 
-# -- `gpuprov_toolkit: nvidia`, from NVIDIA's repositories (packages/toolkit_channels.py) ----------------------------
+# -- `gpuprov_toolkit: nvidia`, from NVIDIA's repositories (repos.py has the channels) ----------------------------
 
 
 def packages(spec: HostSpec) -> tuple[str, ...]:
@@ -130,8 +130,8 @@ class InstallRuntime(Change):
         return {"files": [capture_path(system, path) for path in paths]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # The launcher comes last: it must not start a partial installation.
-        files = sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH)
+        # Programs come last, the launcher behind the hooks: none must start a partial installation.
+        files = sorted(self.files, key=lambda file: _program_rank(file[0]))
         write_files(system, ((path, content, mode) for path, mode, content in files))
         # Only now: the launcher of the older version may have named them.
         for path in self.stale:
@@ -141,11 +141,18 @@ class InstallRuntime(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        system.remove_tree(f"{_HOOK_DIRECTORY}/__pycache__")
+        cache = f"{_HOOK_DIRECTORY}/__pycache__"
+        kept = {image["path"] for image in before["files"]}
         skipped = cls.skipped_paths(system, before)
-        for image in before["files"]:
+        if not any(path.startswith(f"{cache}/") for path in kept):
+            system.remove_tree(cache)
+        for image in sorted(before["files"], key=_restore_order):
             if image["path"] not in skipped:
                 restore_path(system, image)
+        # Until now the programs of the newer version had their byte code.
+        for name in system.list_directory(cache):
+            if f"{cache}/{name}" not in kept:
+                system.remove(f"{cache}/{name}")
 
     @classmethod
     def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:
@@ -160,6 +167,17 @@ class InstallRuntime(Change):
         cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
     ) -> tuple[str, ...]:
         return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.skipped_paths(system, before))
+
+
+def _program_rank(path: str) -> int:
+    """Return 0 for a module, 1 for a hook, 2 for the launcher."""
+    return path.startswith("/usr/bin/") + (path == deploy.LAUNCHER_PATH)
+
+
+def _restore_order(image: Json) -> int:
+    """Sort programs that go before the modules that they load, and programs that come back behind theirs."""
+    rank = _program_rank(image["path"])
+    return -rank if image["kind"] == "missing" else rank
 
 
 # -- for both: the device nodes and the CDI specification ------------------------------------------------------------

@@ -74,12 +74,14 @@ def _gauges(
 
 
 def _gauge(name: str, text: str, samples: _Samples) -> str:
-    lines = [f"# HELP gpuprov_{name} {text}\n# TYPE gpuprov_{name} gauge\n"]
-    for labels, value in samples:
-        if value is not None:
-            written = ",".join(f'{label}="{_escaped(one)}"' for label, one in sorted(labels.items()))
-            lines.append(f"gpuprov_{name}{{{written}}} {float(value)!r}\n")
-    return "".join(lines)
+    # A host may send a name twice: the last value counts, for two lines with the same labels make the file invalid.
+    values = {
+        ",".join(f'{label}="{_escaped(one)}"' for label, one in sorted(labels.items())): float(value)
+        for labels, value in samples
+        if value is not None
+    }
+    lines = (f"gpuprov_{name}{{{labels}}} {value!r}\n" for labels, value in values.items())
+    return f"# HELP gpuprov_{name} {text}\n# TYPE gpuprov_{name} gauge\n{''.join(lines)}"
 
 
 def _escaped(value: str) -> str:

@@ -129,7 +129,7 @@ def manifest_from_bytes(content: bytes) -> Manifest:
         _require_sound(manifest)
         if manifest_to_bytes(manifest) != content:
             raise WrongDataError("it is not written as gpuprov writes manifests, or has keys that it does not know")
-    except WrongDataError as error:
+    except (WrongDataError, RecursionError) as error:
         raise GpuprovError(
             "the bundle's manifest is damaged or not gpuprov's",
             f"{MANIFEST}: {str(error)[:200]}",

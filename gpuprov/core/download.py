@@ -237,7 +237,7 @@ def _pieces(system: System, response: requests.Response, url: str, seconds: floa
 
     end, piece = system.now() + seconds, b""
     try:
-        while read := response.raw.read1(_CHUNK):
+        while read := response.raw.read1(_CHUNK, decode_content=True):
             piece += read
             if system.now() > end:
                 raise GpuprovError(f"{masked(url)} takes too long", f"no end after {seconds:.0f} s", "try again later")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from gpuprov.doctor.finding import (
     CERTAIN,
@@ -92,7 +93,8 @@ def _daemon_json_broken(x: HostSnapshot) -> Finding | None:
     if not facts.installed or not (wrong or said or facts.config_kind) or _FLAGS_TWICE in said:
         return None
     if facts.config_kind:
-        return finding_of(docker.not_a_file(facts), CERTAIN if said else LIKELY)
+        step = f"mv {shlex.quote(path)} {shlex.quote(f'{path}.old')}; {_start(x)}"
+        return finding_of(docker.not_a_file(facts), CERTAIN if said else LIKELY, next_step=step)
     line = re.match(r"line (\d+)", wrong[0].evidence) if wrong else None
     place = f"+{line[1]} {path}" if line else path
     ours = [f"{path}:{line[1] if line else '1'}: {wrong[0].evidence}"] if wrong else []

@@ -265,7 +265,8 @@ def enrol(x: HostSnapshot) -> str:
     key = next((path for path in KEYS if path in x.there), "")
     if key:
         return f"mokutil --import {key}; systemctl reboot  # and enrol the key at the console"
-    return UNSIGNED.next_step
+    # A key that the specification names is there, and perhaps enrolled: the module is to be signed with it.
+    return gpuprov_install(x) if x.spec.module_signing_key else UNSIGNED.next_step
 
 
 # With the driver's lines before it, which have the reason if no other rule knows it.

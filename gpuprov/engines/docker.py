@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -215,7 +216,7 @@ def not_a_file(facts: DockerFacts) -> Problem:
     return Problem(
         f"{path} is a {facts.config_kind}, not a file",
         f"stat {path}: {facts.config_kind}",
-        f"mv {path} {path}.old; systemctl reset-failed docker; systemctl restart docker",
+        f"mv {shlex.quote(path)} {shlex.quote(f'{path}.old')}; systemctl reset-failed docker; systemctl restart docker",
     )
 
 

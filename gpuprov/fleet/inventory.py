@@ -252,7 +252,7 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         spec=spec_from_variables(values),
         address=_address(_first(values, "ansible_host", "ansible_ssh_host") or name),
         port=_port(_first(values, "ansible_port", "ansible_ssh_port")),
-        user=_first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER"),
+        user=_user(_first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER")),
         identity_file=_first(values, "ansible_ssh_private_key_file", "ansible_private_key_file")
         or _configured("DEFAULT_PRIVATE_KEY_FILE"),
         ssh_options=arguments.options,
@@ -298,6 +298,13 @@ def _address(text: str) -> str:
             repr(text),
             "user and port go into ansible_user and ansible_port",
         )
+    return text
+
+
+def _user(text: str) -> str:
+    """Return a login's name. Raises GpuprovError (exit code 2) for one that would be another keyword to ssh."""
+    if not text.isprintable():
+        raise _usage("ansible_user is no name of a user", repr(text), "correct ansible_user")
     return text
 
 

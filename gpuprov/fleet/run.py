@@ -116,7 +116,7 @@ class Fleet:
         def run(target: HostTarget, sink: Sink) -> None:
             wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
-                self._claim(target.name, local_machine(System()), local_host_keys(System()), wanted, sink)
+                self._claim(target.name, local_machine(System()), local_host_keys(System()) | {"local"}, wanted, sink)
             if target.connection == "chroot":
                 stop = self._is_interrupted if self._here else self._is_cut
                 run_in_root(target.address, wanted, agent(), sink, stop)
@@ -348,8 +348,13 @@ def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request
 
 
 def _host_keys(connection: Connection) -> frozenset[str]:
-    """Return the key that the server has proved to have, in base64."""
-    return frozenset((connection.transport.get_remote_server_key().get_base64(),))
+    """Return the key that the server has proved to have, in base64; none once the connection is lost."""
+    from paramiko import SSHException
+
+    try:
+        return frozenset((connection.transport.get_remote_server_key().get_base64(),))
+    except SSHException:
+        return frozenset()
 
 
 def _all_but_the_last(sink: Sink) -> Sink:

@@ -20,6 +20,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 if TYPE_CHECKING:
     from paramiko.config import SSHConfigDict
 
+_USER_FILE = "~/.ssh/config"
 _SECONDS = 60  # `Match exec` runs commands
 # ssh answers with all its default keys where none is configured.
 _DEFAULT_KEY = re.compile(r"identityfile ~/\.ssh/id_(rsa|dsa|ecdsa|ecdsa_sk|ed25519|ed25519_sk|xmss)")
@@ -59,7 +60,7 @@ def parse_ssh_arguments(text: str) -> SshArguments:
     for flag, value in _pairs(shlex.split(text)):
         if flag == "-F":
             config_file = value
-        elif flag in _FLAGS_WITH_KEYWORD:
+        elif flag in _FLAGS_WITH_KEYWORD and value.isprintable():
             options.append((_FLAGS_WITH_KEYWORD[flag], value))
         elif flag == "-o":
             keyword, _, setting = value.replace("=", " ", 1).strip().partition(" ")
@@ -111,10 +112,15 @@ class SshConfiguration:
 def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tuple[str, ...]:
     """Return the lines of `ssh -G` that are heeded; without ssh, or a name for this user, the options themselves."""
     if shutil.which("ssh") is None or not _home():
+        if file not in ("", "none") or os.path.isfile(os.path.expanduser(_USER_FILE)):  # noqa: PTH111, PTH113
+            raise GpuprovError(
+                "the SSH configuration can't be read: ssh, which does that, is missing, or this user has no name",
+                file or _USER_FILE, "install the OpenSSH client (package openssh-client)", exit_code=ExitCode.USAGE,
+            )  # fmt: skip
         return tuple(f"{keyword} {value}" for keyword, value in options)
     path = file if file in ("", "none") else str(Path(file).expanduser().absolute())
     named = ("-F", path) if path else ()
-    words = ("ssh", "-G", "-T", *named, *(f"-o{keyword}={value}" for keyword, value in options), "--", host)
+    words = ("ssh", "-G", "-T", *named, *(_option(*one) for one in options), "--", host)
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False)
         failure = f"exit code {done.returncode}\n{done.stderr.decode('utf-8', 'replace')}" if done.returncode else ""
@@ -130,7 +136,15 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
     unset = {f"userknownhostsfile {_home()}/.ssh/known_hosts {_home()}/.ssh/known_hosts2"}
     if len(keys) > 2 and all(map(_DEFAULT_KEY.fullmatch, keys)):
         unset |= set(keys)
-    return tuple(line for line in lines if line not in unset)
+    # Its keys are in the home directory that ssh takes, whatever HOME says.
+    begin, place = "identityfile ~/", f"identityfile {_home()}/"
+    return tuple(line.replace(begin, place) if line.startswith(begin) else line for line in lines if line not in unset)
+
+
+def _option(keyword: str, value: str) -> str:
+    """Return ssh's argument; a name or a path may have blanks."""
+    quoted = keyword in ("User", "IdentityFile") and '"' not in value
+    return f'-o{keyword}="{value}"' if quoted else f"-o{keyword}={value}"
 
 
 def _home() -> str:

@@ -105,7 +105,8 @@ def _is_covered(root: Root, path: str) -> bool:
 
 
 def _in_volume(root: Root, path: str) -> Refused:
-    return Refused(_cannot(path, root.volume_over(root.resolve(path.rpartition("/")[0]))))
+    folder, _, name = path.rpartition("/")
+    return Refused(_cannot(path, root.volume_over(f"{root.resolve(folder)}/{name}")))
 
 
 def _cannot(path: str, why: str | None) -> str:

@@ -51,7 +51,7 @@ import sys
 sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
 from gpuprov.core.apply import apply_changes
-from gpuprov.core.changes import Then
+from gpuprov.core.changes import NextAction
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.facts.host import gather
 from gpuprov.core.journal import new_journal
@@ -77,7 +77,7 @@ for problem in planned.problems:
 journal = new_journal(system, "install")
 try:
     applied = apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
-    print("left:" if applied.then is Then.CONTINUE else "afresh:", [item.change.summary() for item in plan().changes])
+    print("left:" if applied.next_action is NextAction.CONTINUE else "afresh:", [item.change.summary() for item in plan().changes])
 except GpuprovError as error:
     print("error:", error)
 journal.end("done")

@@ -23,11 +23,12 @@ from gpuprov.facts.host import gather
 from gpuprov.core.journal import new_journal
 from gpuprov.protocol.spec import parse_spec
 from gpuprov.core.system import System
+from gpuprov.plan.context import PlanContext
 
 system = System()
 facts = gather(system)
 facts = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
-changes = nouveau.plan(facts, parse_spec({"driver_version": "550.163.01"}))
+changes = nouveau.plan(PlanContext(facts, parse_spec({"driver_version": "550.163.01"})).driver)
 journal = new_journal(system, "install")
 try:
     apply_changes(changes, system, journal, lambda event: None)
