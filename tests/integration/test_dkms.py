@@ -77,7 +77,8 @@ for problem in planned.problems:
 journal = new_journal(system, "install")
 try:
     applied = apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
-    print("left:" if applied.next_action is NextAction.CONTINUE else "afresh:", [item.change.summary() for item in plan().changes])
+    end = "left:" if applied.next_action is NextAction.CONTINUE else "afresh:"
+    print(end, [item.change.summary() for item in plan().changes])
 except GpuprovError as error:
     print("error:", error)
 journal.end("done")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
 import socket
@@ -394,6 +395,25 @@ def test_a_length_of_thousands_of_digits_is_told(system: System, monkeypatch: py
         with pytest.raises(GpuprovError, match="can't be reached"):
             fetch(system, f"http://127.0.0.1:{server.server_port}/", "/a", sha256=DIGEST, tell=lambda *_: None)
         server.shutdown()
+
+
+def test_a_server_that_compresses_all_it_sends_is_understood(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compressing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            self.wfile.write(gzip.compress(b"580.95.05 580.95.05/NVIDIA-Linux-x86_64-580.95.05.run\n"))
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Compressing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = fetch_small(system, f"http://127.0.0.1:{server.server_port}/latest.txt")
+        server.shutdown()
+    assert found.startswith(b"580.95.05 ")
 
 
 class Redirecting(http.server.BaseHTTPRequestHandler):

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,30 @@ def test_modules_of_other_names_are_removed_by_an_upgrade_and_come_back_by_a_rol
     done(carry_out(host, "install"))
     done(carry_out(host, "uninstall"))
     assert whole_tree(host) == before
+
+
+def test_programs_change_behind_the_modules_that_they_load(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two writes a container may start, or the power may go: none may then be refused."""
+    now, write = deploy.deployed_files, FakeHost.write
+    with monkeypatch.context() as earlier:
+        older = lambda *words, **named: tuple((p, m, c + b"# older\n") for p, m, c in now(*words, **named))  # noqa: E731
+        earlier.setattr(deploy, "deployed_files", older)
+        done(carry_out(host, "install"))
+    written: list[str] = []
+
+    def noted(self: FakeHost, path: str, *words: Any, **named: Any) -> Any:
+        written.append(path)
+        return write(self, path, *words, **named)
+
+    monkeypatch.setattr(FakeHost, "write", noted)
+    for command in ("install", "rollback"):
+        written.clear()
+        done(carry_out(host, command))
+        ours = [path for path in written if path.startswith((LIBRARY_PATH, "/usr/bin/"))]
+        programs = [path for path in ours if path.startswith("/usr/bin/")]
+        assert {*programs[:-1]} == {HOOK_PATH, NVIDIA_HOOK_PATH} and programs[-1] == LAUNCHER_PATH
+        modules = [ours.index(path) for path in ours if path.endswith(".py")]
+        assert max(modules) < ours.index(programs[0]), command
 
 
 # What versions deployed that started /usr/bin/python3, whatever that was.

@@ -214,6 +214,13 @@ def test_a_safe_path_stays_inside(path: str) -> None:
         assert not path.startswith(("/", "."))
 
 
+def test_a_manifest_that_is_nested_deeply_is_refused() -> None:
+    data = {**json.loads(manifest_to_bytes(listed(MANIFEST, FILES))), "inputs": "DEEP"}
+    text = json.dumps(data, indent=1, sort_keys=True).replace('"DEEP"', '{"a":' * 900 + "1" + "}" * 900)
+    with pytest.raises(GpuprovError, match="damaged or not gpuprov's"):
+        manifest_from_bytes(f"{text}\n".encode())
+
+
 def manifest_refusal(**changes: Any) -> str:
     data = {**json.loads(manifest_to_bytes(listed(MANIFEST, FILES))), **changes}
     with pytest.raises(GpuprovError) as caught:

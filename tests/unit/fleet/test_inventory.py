@@ -223,6 +223,7 @@ MISTAKES = [
     ("user in the address", "hosts", {"hosts": "lab-a ansible_host=me@10.0.0.1\n"}, "neither a name nor an address"),
     ("port in the address", "hosts", {"hosts": "lab-a ansible_host=10.0.0.1:22\n"}, "neither a name nor an address"),
     ("pattern as address", "hosts", {"hosts": "lab-a ansible_host=*\n"}, "neither a name nor an address"),
+    ("keyword in user", "hosts", {"hosts": "lab-a", "host_vars/lab-a": 'ansible_user: "x\\nport 1"'}, "no name"),
     ("wrong port", "hosts", {"hosts": "lab-a ansible_port=99999\n"}, "ansible_port is not a port number"),
     ("foreign connection", "hosts", {"hosts": "lab-a ansible_connection=docker\n"}, "must be ssh or local"),
     ("foreign become", "hosts", {"hosts": "lab-a ansible_become_method=su\n"}, "becomes root by sudo"),

@@ -77,6 +77,14 @@ def test_names_from_hosts_and_inventories_break_no_line(tmp_path: Path) -> None:
     assert not [name for name in found if name[0] == "gpuprov_gpus"]
 
 
+def test_a_name_that_a_host_sends_twice_is_one_series(tmp_path: Path) -> None:
+    twice = (CheckDone("driver", "ok"), CheckDone("driver", "failed"))
+    found = written(tmp_path, HostResult("gpu1", ExitCode.FAILED, checks=twice))
+    assert [value for name, value in found.items() if name[0] == "gpuprov_check_success"] == [0]
+    (page,) = [path.read_text() for path in tmp_path.rglob("*.prom")]
+    assert page.count('check="driver"') == 1
+
+
 @pytest.mark.parametrize(
     ("words", "result", "code"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -50,6 +52,7 @@ ARGUMENTS = [
     ("-o Ciphers=x", SshArguments(warnings=("the SSH option Ciphers has no effect here",))),
     ("-L 1:b:2", SshArguments(warnings=(
         "the SSH argument -L has no effect here", "the SSH argument 1:b:2 has no effect here"))),
+    ("-l 'a\n  ProxyCommand x'", SshArguments(warnings=("the SSH argument -l has no effect here",))),
     ("-o 'User=a\n  ProxyCommand x'", SshArguments(warnings=("the SSH option User has no effect here",))),
 ]  # fmt: skip
 
@@ -114,10 +117,30 @@ def test_defaults_of_ssh_are_not_taken_for_what_somebody_configured() -> None:
     assert lookup("a.example", "IdentityFile ~/.ssh/id_rsa")["identityfile"]
 
 
-def test_without_ssh_the_options_of_the_inventory_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    found = lookup("a.example", "User ops\n", ("HostName", "10.0.0.1"), port=2222)
+def test_names_and_keys_may_have_blanks() -> None:
+    found = lookup("a.example", "", ("IdentityFile", "/a key"), user="first last")
+    assert (found["user"], found["identityfile"]) == ("first last", ["/a key"])
+
+
+def test_keys_are_in_the_home_directory_that_ssh_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert lookup("a.example", "IdentityFile ~/.ssh/gpu\n")["identityfile"] == [f"{home}/.ssh/gpu"]
+
+
+def test_without_ssh_the_options_of_the_inventory_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    target = HostTarget("lab-a", HostSpec(), "a.example", port=2222, ssh_options=(("HostName", "10.0.0.1"),))
+    found = SshConfiguration(target).lookup("a.example")
     assert (found["hostname"], found["port"], "user" in found) == ("10.0.0.1", "2222", False)
+
+
+def test_without_ssh_a_configuration_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GpuprovError, match="install the OpenSSH client") as caught:
+        lookup("a.example", "ProxyJump bastion\n")
+    assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch${IFS}/x", "a.example"])
