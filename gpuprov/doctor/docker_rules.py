@@ -260,7 +260,9 @@ def _rewritten(x: HostSnapshot) -> str:
 def _who_rewrites(x: HostSnapshot) -> str:
     """Return the command that shows what ran when such a tool wrote docker's file; it would do so again."""
     written = int(x.modified.get(x.host.docker.config_path, 0))
-    return f"journalctl --since @{written - 60} --until @{written + 60}; " if _rewritten(x) and written else ""
+    return (
+        f"journalctl --no-pager --since @{written - 60} --until @{written + 60}; " if _rewritten(x) and written else ""
+    )
 
 
 @RULES.add("default-runtime-unknown", DOCKER, "daemon.json: default-runtime names one that is not configured")

@@ -130,8 +130,8 @@ def _left(host: Host, group: Group, past: set[str]) -> list[dict[str, Any]]:
 
 
 def _command(cause: dict[str, Any]) -> str:
-    """Return the command without its comment."""
-    return str(cause["next_step"]).partition("  # ")[0]
+    """Return the command without its comment, and without a look into the log before it: that changes nothing."""
+    return re.sub(r"^journalctl [^;]*; ", "", str(cause["next_step"]).partition("  # ")[0])
 
 
 def _type(site: Site, host: Host, group: Group, command: str) -> str:

@@ -200,7 +200,7 @@ ENGINE_ROWS = (
             lambda x: replace(x, docker_file_rewritten=2, modified={DAEMON_JSON: 1700000000.0}),
         ),
         "2 runs wrote it, and another tool wrote it after each",
-        "journalctl --since @1699999940 --until @1700000060; gpuprov install",
+        "journalctl --no-pager --since @1699999940 --until @1700000060; gpuprov install",
         LIKELY,
     ),
     # systemd 252: "Operation refused, unit docker.service may be requested by dependency only".

@@ -238,4 +238,4 @@ def test_a_file_that_a_tool_writes_after_each_run_is_told_by_its_second_time(hos
     shutil.copy(runs / "0001.jsonl", runs / "0002.jsonl")
     found = causes(events_of(host))[0]
     assert found.rule in ("docker-not-restarted", "runtime-unsaved", "runtime-unregistered")
-    assert found.next_step.startswith("journalctl --since @") and "gpuprov install" in found.next_step
+    assert found.next_step.startswith("journalctl --no-pager --since @") and "gpuprov install" in found.next_step
