@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
+_LOOK_SECONDS = 0.2
 # Runs one host; a parameter, so that the fan-out can be tested without SSH.
 RunHost = Callable[[HostTarget, Sink], None]
 
@@ -262,7 +263,11 @@ class Fleet:
                 if batch.name and self.stopped is None:
                     self.settings.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
                 run_one = self._one_of(batch, run_host, sink)
-                results |= {result.host: result for result in pool.map(run_one, batch.targets)}
+                running = [pool.submit(run_one, target) for target in batch.targets]
+                # The kernel may give a signal to a thread of the pool; its handler runs in this one, once it runs.
+                while wait(running, timeout=_LOOK_SECONDS).not_done:
+                    pass
+                results |= {one.result().host: one.result() for one in running}
         return tuple(results[target.name] for target in targets)
 
     def _one_of(self, batch: Batch, run_host: RunHost, sink: HostSink) -> Callable[[HostTarget], HostResult]:
