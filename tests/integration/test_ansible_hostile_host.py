@@ -143,7 +143,7 @@ case "$1" in
   -E) echo 3.11.2 ;;
   -I) mkdir -p "$HOME/.ansible_async"
       if [ "$3" = job ]; then
-        id=$(sed -n 's/.*"id": "\([^"]*\)".*/\1/p')
+        id=$(sed -n 's/.*"id": *"\([^"]*\)".*/\1/p')
         cp "{here}/module" "$HOME/.ansible_async/$id"
         exec cat "{here}/job"
       fi
