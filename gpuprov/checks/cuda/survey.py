@@ -299,7 +299,8 @@ def as_lines(found: Survey) -> Iterator[str]:
     yield _row("loader", f"{found.loader.library} {found.loader.path}" if found.loader.path else "none")
     for one in found.findings:
         results = f" (CUDA result {', '.join(map(str, one.results))})" if one.results else ""
-        yield str(Problem(f"{'note' if one.note else 'wrong'}: {one.what}{results}", one.evidence, one.next_step))
+        problem = Problem(f"{'note' if one.note else 'wrong'}: {one.what}{results}", one.evidence, one.next_step)
+        yield from str(problem).splitlines()
 
 
 def result_lines(result: Result) -> Iterator[str]:
