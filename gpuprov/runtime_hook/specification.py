@@ -27,13 +27,14 @@ _HOST = {
     "--gpu-brand": "brand",
 }  # fmt: skip
 _TEXT, _TEXTS, _ID, _MODE, _SECONDS, _OBJECT = "text", "a list of texts", "an id", "a file mode", "seconds", "an object"
-# The largest that system calls take: device numbers and users' ids are 32 bits, -1 is none of them.
-_LARGEST = {_ID: (1 << 32) - 2, _MODE: (1 << 31) - 1, _SECONDS: (1 << 31) - 1}
+_NUMBER = "a device number"
+# The largest that system calls take: users' ids are 32 bits and -1 is none; makedev(3) is called with an int.
+_LARGEST = {_ID: (1 << 32) - 2, _NUMBER: (1 << 31) - 1, _MODE: (1 << 31) - 1, _SECONDS: (1 << 31) - 1}
 # List of the edits → key → (type, whether it must be there).
 _ENTRIES = {
     "deviceNodes": {
         "path": (_TEXT, True), "hostPath": (_TEXT, False), "type": (_TEXT, False), "permissions": (_TEXT, False),
-        "major": (_ID, False), "minor": (_ID, False), "fileMode": (_MODE, False), "uid": (_ID, False),
+        "major": (_NUMBER, False), "minor": (_NUMBER, False), "fileMode": (_MODE, False), "uid": (_ID, False),
         "gid": (_ID, False),
     },
     "mounts": {

@@ -150,8 +150,11 @@ def test_broken_settings_concern_gpu_containers(bundle: Bundle, settings: str, s
         ({"mounts": [5]}, "mounts has 5, which is no object"),
         ({"mounts": {"hostPath": "/x"}}, "mounts is no list"),
         ({"deviceNodes": [{"path": 5, "major": 1, "minor": 1}]}, "deviceNodes has path 5, which is not text"),
-        ({"deviceNodes": [{"path": "/x", "major": True}]}, "major True, which is not an id"),
-        ({"deviceNodes": [{"path": "/x", "major": 1 << 64}]}, "major 18446744073709551616, which is not an id"),
+        ({"deviceNodes": [{"path": "/x", "major": True}]}, "major True, which is not a device number"),
+        (
+            {"deviceNodes": [{"path": "/x", "major": 1 << 64}]},
+            "major 18446744073709551616, which is not a device number",
+        ),
         ({"deviceNodes": [{"path": "/x\0y"}]}, "which is not text"),
         ({"additionalGids": ["video"]}, "additionalGids is no list of ids"),
         ([], "containerEdits is no object"),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import hook_main, jsonio, prestart
@@ -108,6 +108,7 @@ def require_clean(bundle: Bundle) -> None:
         assert {one.name for one in bundle.folder.iterdir()} == {"config.json", "rootfs"}
 
 
+@example(path=("containerEdits", "deviceNodes", 0, "major"), value=1 << 31)
 @given(path=st.sampled_from(list(places(SPECIFICATION))), value=WRONG)
 def test_a_wrong_value_anywhere_in_a_specification_is_one_clean_line(
     bundle: Bundle, path: tuple[Any, ...], value: Any
