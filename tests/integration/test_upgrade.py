@@ -6,28 +6,44 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.integration.doctor_cases import SLEEPER
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files, in_memory
 from tests.lab import Host
 from tests.lab.fixtures import Site, gpuprov
+from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
-# The last version whose journals have no format number.
-_EARLIER = "57c247a"
+# The last version whose journals have no format number; and one whose runtime had 38 modules.
+_EARLIER = {"57c247a": 1, "9c33d30": 2}
+_DIGEST = "sha256sum /usr/bin/gpuprov-container-runtime"
+# Starts containers by the runtime and by the hook until it is told to end, and keeps what gpuprov's programs refuse.
+_STARTS = """
+touch /root/starting
+while [ -e /root/starting ]; do
+    for by in '--gpus all' '--runtime nvidia -e NVIDIA_VISIBLE_DEVICES=all'; do
+        docker run --rm --network none $by sleeper:1 /bin/sleep 0 2>> /root/refused && echo started >> /root/started
+    done
+done
+"""
 _REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source tree of the earlier version, from the history of this repository."""
-    packed = subprocess.run(("git", "archive", _EARLIER), cwd=_REPOSITORY, capture_output=True, check=False, timeout=60)
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """The source trees of the earlier versions, from the history of this repository."""
+    return {commit: unpacked(commit, tmp_path_factory.mktemp(commit)) for commit in _EARLIER}
+
+
+def unpacked(commit: str, folder: Path) -> Path:
+    packed = subprocess.run(("git", "archive", commit), cwd=_REPOSITORY, capture_output=True, check=False, timeout=60)
     if packed.returncode != 0:
-        pytest.skip(f"no commit {_EARLIER} here (a shallow clone?): {packed.stderr.decode().strip()}")
-    folder = tmp_path_factory.mktemp("earlier")
+        pytest.skip(f"no commit {commit} here (a shallow clone?): {packed.stderr.decode().strip()}")
     subprocess.run(("tar", "x"), cwd=folder, input=packed.stdout, check=True, timeout=60)
     return folder
 
@@ -53,19 +69,49 @@ def calls(site: Site, *commands: str) -> None:
         assert done.returncode == 0, f"{command}: {done.stdout}"
 
 
-@pytest.mark.parametrize("back", [("rollback", "rollback", "uninstall"), ("uninstall",)], ids=["rollback", "uninstall"])
-def test_an_earlier_versions_host_is_upgraded_and_given_back(site: Site, earlier: Path, back: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("commit", "back"),
+    [
+        ("57c247a", ("rollback", "rollback", "uninstall")), ("57c247a", ("uninstall",)),
+        ("9c33d30", ("rollback", "rollback", "uninstall")),
+    ],
+)  # fmt: skip
+def test_an_earlier_versions_host_is_upgraded_and_given_back(
+    site: Site, trees: Mapping[str, Path], commit: str, back: tuple[str, ...]
+) -> None:
     host = site.hosts["main"]
     host.reset()
     before = (etc(host), packages(host), files(host), in_memory(host))
-    install_by(earlier, site.inventory("main", gpuprov_packages=None))
-    assert formats(host) == [1]
+    install_by(trees[commit], site.inventory("main", gpuprov_packages=None))
+    assert formats(host) == [_EARLIER[commit]]
     # The inventory of the new version asks for a package more, so there is something to upgrade.
     calls(site, "install", "verify")
-    assert formats(host) == [1, 2]
+    assert formats(host) == [_EARLIER[commit], 2]
     again = gpuprov("install", "--hosts", site.inventory("main"))
-    assert again.returncode == 0 and formats(host) == [1, 2], again.stdout
+    assert again.returncode == 0 and len(formats(host)) == 2, again.stdout
     calls(site, *back)
     after = (etc(host), packages(host), files(host), in_memory(host))
     assert differences(before[0], after[0]) == set()
     assert after[1:] == before[1:]
+
+
+def test_containers_start_while_the_runtime_is_upgraded_and_rolled_back(site: Site, trees: Mapping[str, Path]) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    install_by(trees["9c33d30"], site.inventory("main"))
+    host.ssh(SLEEPER)
+    with subprocess.Popen((*host.ssh_argv("root"), "sh -s"), stdin=subprocess.PIPE, text=True) as starts:
+        assert starts.stdin
+        starts.stdin.write(_STARTS)
+        starts.stdin.close()
+        for command in ("install", "rollback"):
+            wait_for("a start", lambda: host.ssh("cat /root/started", check=False).stdout, 60)
+            host.ssh("rm /root/started")
+            before = host.ssh(_DIGEST).stdout
+            calls(site, command)
+            assert host.ssh(_DIGEST).stdout != before
+        wait_for("a start", lambda: host.ssh("cat /root/started", check=False).stdout, 60)
+        host.ssh("rm /root/starting")
+    # What docker itself says while it restarts is not ours.
+    said = host.ssh("cat /root/refused").stdout
+    assert [line for line in said.splitlines() if "gpuprov" in line] == []
