@@ -70,9 +70,9 @@ test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, t
 
 test-all: test test-rest  ## Everything (an hour on 2 cores).
 
-test-long: setup  ## What takes long and changes seldom; by hand, not in CI.
+test-long: setup  ## What takes long and changes seldom, and new examples; by hand, not in CI.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-trixie
-	$(PYTEST) -m long
+	$(PYTEST) -m 'long or property' --hypothesis-profile=new
 
 test-fast: setup  ## The unit tests that need no root.
 	$(PYTEST) -m 'not root' tests/unit

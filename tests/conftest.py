@@ -17,11 +17,16 @@ for _name in ("COLUMNS", "LINES"):
 
 __all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
 pytest_plugins = ["tests.left_behind", "tests.skips"]
-# `make test` gives each property few examples, `make test-all` many (--hypothesis-profile=thorough). How long one takes
-# says how busy the machine is: no test is decided by that.
-for _name, _examples in (("quick", 25), ("thorough", 200)):
+# `make test` gives each property few examples, `make test-all` many, and the same in each run, so that a change is
+# judged by itself; `make test-long` draws new ones (docs/testing.md). How long one takes says how busy the machine is:
+# no test is decided by that.
+for _name, _examples in (("quick", 25), ("thorough", 200), ("new", 500)):
     settings.register_profile(
-        _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        _name,
+        max_examples=_examples,
+        derandomize=_name != "new",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("quick")
 

@@ -211,8 +211,13 @@ def _nested(table: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _document(text: str, name: str) -> tomlkit.TOMLDocument:
+    """Return a text as a document of tomlkit, which finds some keys that stand twice only when values are asked for."""
     try:
-        return tomlkit.parse(_TEMPLATE_VALUE.sub(rf"\1'''{_MASK}\2'''", _TEMPLATE_LINE.sub(rf"{_MASK}\1", text)))
+        document = tomlkit.parse(
+            _TEMPLATE_VALUE.sub(rf"\1'''{_MASK}\2'''", _TEMPLATE_LINE.sub(rf"{_MASK}\1", text))
+        )
+        document.unwrap()
+        return document
     except ParseError as error:
         line = (text.split("\n")[error.line - 1 : error.line] or [""])[0].strip()
         seen = f"line {error.line}, column {error.col + 1}: {str(error).rpartition(' at line ')[0]}: {line}"

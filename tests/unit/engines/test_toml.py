@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tomlkit
 import tomllib
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpuprov.engines.toml import difference, is_only_ours, merged, read_toml, with_values, without_ours
@@ -232,6 +232,7 @@ def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 
 @settings(max_examples=examples(400), deadline=None)
 @given(files(), wanted_values)
+@example("a = false\n\n[runtimes]\na = false\n\n[b]\n", {"runtimes": {"b": {"a": False}, "a": {"a": False}}})
 def test_any_edit_has_the_values_and_comes_out_to_the_byte(text: str, wanted: dict[str, Any]) -> None:
     try:
         edited = with_values(text, wanted, "")
