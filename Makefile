@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-long test-fast test-spoilt test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-long test-fast test-spoilt test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz lock collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -18,9 +18,10 @@ $(VENV)/.apt: $(PACKAGES)
 	tests/apt-install $(PACKAGES)
 	mkdir -p $(VENV) && touch $@
 
-$(VENV)/.installed: pyproject.toml $(VENV)/.apt
+$(VENV)/.installed: pyproject.toml tools/host-packages.txt $(VENV)/.apt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m tools.host_packages fetch
 	touch $@
 
 setup: $(VENV)/.installed  ## Install what gpuprov and its tests need: Debian packages, a virtual environment.
@@ -111,6 +112,9 @@ agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 
 pyz: setup  ## Build gpuprov-host.pyz: the commands for one machine in one file, for Python 3.9 and later.
 	$(BIN)/python -m tools.host_program build/gpuprov-host.pyz
+
+lock: setup  ## Lock the newest releases of the packages in the programs for hosts, which take security fixes this way.
+	$(BIN)/python -m tools.host_packages lock
 
 collection: setup  ## Build the Ansible collection gpuprov.host, the agent inside.
 	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host

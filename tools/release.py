@@ -31,8 +31,8 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 from gpuprov import __version__
-from gpuprov.fleet.agent_build import build_agent, host_distributions
-from tools import host_program
+from gpuprov.fleet.agent_build import build_agent, locked, wheels
+from tools import host_packages, host_program
 
 _CLONE = Path(__file__).resolve().parents[1]
 _SBOM_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "https://github.com/gpuprov/gpuprov")
@@ -43,6 +43,7 @@ def write_release(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty; next: remove it, or name another folder")
+    host_packages.fetch()
     for target in ("sdist", "wheel"):
         _run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder))
     (folder / f"gpuprov-agent-{__version__}.pyz").write_bytes(build_agent().content)
@@ -56,13 +57,10 @@ def write_release(folder: Path) -> None:
 def sbom() -> str:
     """Return the CycloneDX description of what agent and one-file program hold: gpuprov and what is beside it."""
     own = _component("gpuprov", ComponentType.APPLICATION, metadata.distribution("gpuprov").metadata)
-    held: list[tuple[str, PackageMetadata | Message]]
-    held = [(name, metadata.distribution(name).metadata) for name in host_distributions()]
-    held += [(name, host_program.metadata_of(wheel)) for name, wheel in host_program.wheels().items()]
-    by_purl = {
-        one.bom_ref.value: one for one in (_component(name, ComponentType.LIBRARY, found) for name, found in held)
-    }
-    bundled = [by_purl[purl] for purl in sorted(map(str, by_purl))]
+    bundled = [
+        _component(name, ComponentType.LIBRARY, host_packages.metadata_of(wheel))
+        for name, wheel in sorted(wheels(locked()).items())
+    ]
     identity = " ".join(f"{component.name}=={component.version}" for component in (own, *bundled))
     bom = Bom(
         components=bundled,

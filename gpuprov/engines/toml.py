@@ -213,9 +213,7 @@ def _nested(table: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
 def _document(text: str, name: str) -> tomlkit.TOMLDocument:
     """Return a text as a document of tomlkit, which finds some keys that stand twice only when values are asked for."""
     try:
-        document = tomlkit.parse(
-            _TEMPLATE_VALUE.sub(rf"\1'''{_MASK}\2'''", _TEMPLATE_LINE.sub(rf"{_MASK}\1", text))
-        )
+        document = tomlkit.parse(_TEMPLATE_VALUE.sub(rf"\1'''{_MASK}\2'''", _TEMPLATE_LINE.sub(rf"{_MASK}\1", text)))
         document.unwrap()
         return document
     except ParseError as error:

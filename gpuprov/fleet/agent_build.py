@@ -1,5 +1,7 @@
 """Build the agent's zipapp: gpuprov's host side and its pure-Python dependencies, reproducibly.
 
+An installed wheel contains the zipapp of its release. A clone builds it from the sources and the locked wheels, so it
+does not depend on the packages of the controller.
 It unpacks itself once on the host (measured: from the zip every start compiles all modules again, 0.9 s; unpacked, with
 Python's own .pyc files beside the sources, 0.1 s). The folder belongs to root and is renamed into its place whole.
 """
@@ -7,20 +9,25 @@ Python's own .pyc files beside the sources, 0.1 s). The folder belongs to root a
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata as metadata
 import io
+import re
 import zipfile
-from collections.abc import Iterator
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
 
 import gpuprov
 from gpuprov.core.disk import make_user_folder
-from gpuprov.fleet.agent_run import Agent
 from gpuprov.protocol.errors import GpuprovError
 
-# The host side's direct dependencies, marked [host] in pyproject.toml; metadata gives their own dependencies.
-HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
-OLDEST_PYTHON = "3.9"
+_CLONE = Path(gpuprov.__file__).resolve().parents[1]
+# Name, version and SHA-256 of each package in the programs for hosts (`make lock`), and their wheels (`make setup`).
+LOCK = _CLONE / "tools/host-packages.txt"
+WHEELS = _CLONE / ".cache/wheels"
+_LOCKED = re.compile(r"^(\S+)==(\S+) --hash=sha256:([0-9a-f]{64})( +# agent)?$", re.MULTILINE)
+_LICENCE = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)")
+# In the wheel, beside this file; tools/wheel_hook.py puts it there.
+RELEASED = "gpuprov-agent.pyz"
 # The included folders; only the controller uses `cli`, `kubernetes`, `fleet` and `bundle_create`.
 _HOST_FOLDERS = (
     "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "packages",
@@ -120,22 +127,50 @@ sys.exit(main())
 """
 
 
-def build_agent(cache: Path | None = None) -> Agent:
-    """Return the zipapp, from `cache` (default ~/.cache/gpuprov) if it was built from the same input before.
+@dataclass(frozen=True)
+class Agent:
+    """The zipapp to run on hosts, and its SHA-256."""
 
-    Raises GpuprovError if a dependency is missing or does not run on Python 3.9.
+    content: bytes
+    digest: str
+
+
+@dataclass(frozen=True)
+class LockedWheel:
+    """A line of the lock file."""
+
+    name: str
+    version: str
+    sha256: str
+    in_agent: bool
+
+
+def build_agent(cache: Path | None = None) -> Agent:
+    """Return the zipapp: of an installed wheel, or built from a clone and kept in `cache` (default ~/.cache/gpuprov).
+
+    Raises GpuprovError if a locked wheel is missing.
     """
-    files = dict(sorted(_files()))
-    main, digest = main_program("agent", AGENT_START, files)
+    released = Path(__file__).with_name(RELEASED)
+    if released.is_file():
+        return _agent(released.read_bytes())
+    wanted, own = _locked_for_agent(), dict(_own_files())
+    # What decides the content; the wheels themselves are only read for a new one.
+    decisive = {"builder": Path(__file__).read_bytes(), **{one.name: one.sha256.encode() for one in wanted}}
+    main, digest = main_program("agent", AGENT_START, {**own, **decisive})
     kept = (cache or Path(_CACHE).expanduser()) / f"build-{digest}.pyz"
     try:
         content = kept.read_bytes()
         if zipfile.is_zipfile(io.BytesIO(content)):
-            return Agent(content, hashlib.sha256(content).hexdigest())
+            return _agent(content)
     except OSError:
         pass
-    content = pack({"__main__.py": main, **files})
+    others = (file for wheel in wheels(wanted).values() for file in files_of(wheel))
+    content = pack({"__main__.py": main, **own, **dict(others)})
     _keep(kept, content)
+    return _agent(content)
+
+
+def _agent(content: bytes) -> Agent:
     return Agent(content, hashlib.sha256(content).hexdigest())
 
 
@@ -180,56 +215,61 @@ def pack(files: dict[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def host_distributions() -> tuple[str, ...]:
-    """Return the sorted distributions in the agent: the host side's dependencies and their dependencies."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    environment = {"python_version": OLDEST_PYTHON, "python_full_version": f"{OLDEST_PYTHON}.0", "extra": ""}
-    found: set[str] = set()
-    waiting = [canonicalize_name(name) for name in HOST_DEPENDENCIES]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for line in _distribution(name).requires or ():
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate(environment):
-                waiting.append(canonicalize_name(requirement.name))
-    return tuple(sorted(found))
+def locked() -> tuple[LockedWheel, ...]:
+    """Return the lines of the lock file. Raises OSError outside of a clone."""
+    found = _LOCKED.findall(LOCK.read_text())
+    return tuple(LockedWheel(name, version, digest, bool(agent)) for name, version, digest, agent in found)
 
 
-def _distribution(name: str) -> metadata.Distribution:
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        found = metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        raise GpuprovError(
-            f"the agent cannot be built: the Python package {name} is missing", "", f"pip install {name}"
-        ) from None
-    if not SpecifierSet(found.metadata["Requires-Python"] or "").contains(OLDEST_PYTHON):
-        raise GpuprovError(
-            f"the agent cannot be built: {name} {found.version} does not run on Python {OLDEST_PYTHON}",
-            f"it asks for Python {found.metadata['Requires-Python']}",
-            f"pip install a release of {name} that does",
-        )
+def wheels(wanted: Iterable[LockedWheel]) -> dict[str, bytes]:
+    """Return name → content of the wheels, whose digests are checked. Raises GpuprovError if one is missing."""
+    found = {}
+    for one in wanted:
+        paths = WHEELS.glob(f"{one.name.replace('-', '_')}-{one.version}-*.whl")
+        contents = (path.read_bytes() for path in sorted(paths))
+        content = next((content for content in contents if hashlib.sha256(content).hexdigest() == one.sha256), None)
+        if content is None:
+            raise GpuprovError(
+                f"the agent can't be built: the wheel of {one.name} {one.version} is missing",
+                f"{WHEELS} has none with SHA-256 {one.sha256}",
+                f"`make setup` in {_CLONE}",
+            )
+        found[one.name] = content
     return found
 
 
-def _files() -> Iterator[tuple[str, bytes]]:
+def files_of(wheel: bytes) -> Iterator[tuple[str, bytes]]:
+    """Give name and content of a wheel's files that a zipapp contains: modules and data, METADATA, licences."""
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+        for name in archive.namelist():
+            if not name.endswith("/") and _is_taken(PurePosixPath(name)):
+                yield name, archive.read(name)
+
+
+def _is_taken(path: PurePosixPath) -> bool:
+    if path.parts[0].endswith(".dist-info"):
+        return path.name == "METADATA" or bool(_LICENCE.match(path.name))
+    return travels(path) and path.suffix not in (".c", ".pyx", ".h") and not path.parts[0].endswith(".data")
+
+
+def _own_files() -> Iterator[tuple[str, bytes]]:
     package = Path(gpuprov.__file__).parent
     for path in package.rglob("*"):
         place = path.relative_to(package)
         if path.is_file() and place.parts[0] in (*_HOST_FOLDERS, *_HOST_FILES) and travels(path):
             yield f"gpuprov/{place.as_posix()}", path.read_bytes()
-    for name in host_distributions():
-        distribution = _distribution(name)
-        for entry in distribution.files or ():
-            path = Path(str(distribution.locate_file(entry)))
-            if ".." not in entry.parts and ".dist-info" not in entry.parts[0] and path.is_file() and travels(path):
-                yield entry.as_posix(), path.read_bytes()
+    yield "LICENSE", (_CLONE / "LICENSE").read_bytes()
+
+
+def _locked_for_agent() -> list[LockedWheel]:
+    try:
+        return [one for one in locked() if one.in_agent]
+    except OSError as error:
+        raise GpuprovError(
+            "the agent can't be built: this gpuprov has neither an agent nor its sources",
+            f"{LOCK}: {error.strerror}",
+            "pip install a release's wheel, or run gpuprov in a clone",
+        ) from None
 
 
 def travels(path: PurePath) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,20 +34,14 @@ from gpuprov.protocol.request import Request
 if TYPE_CHECKING:
     from fabric import Connection
 
+    from gpuprov.fleet.agent_build import Agent
+
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
 _CHUNK = 1 << 18
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
-
-
-@dataclass(frozen=True)
-class Agent:
-    """The zipapp to run on hosts, and its SHA-256."""
-
-    content: bytes
-    digest: str
 
 
 def run_agent(

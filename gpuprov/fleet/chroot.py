@@ -18,14 +18,17 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpuprov.agent.probe import PYTHONS
 from gpuprov.core.commands import run_command
-from gpuprov.fleet.agent_run import Agent
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import EventReader, Finished, Sink
 from gpuprov.protocol.request import Request
+
+if TYPE_CHECKING:
+    from gpuprov.fleet.agent_build import Agent
 
 _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")

@@ -30,7 +30,7 @@ from gpuprov.protocol.words import line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gpuprov.fleet.agent_run import Agent
+    from gpuprov.fleet.agent_build import Agent
     from gpuprov.fleet.progress import Progress
 
 _NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")

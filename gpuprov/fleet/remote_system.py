@@ -9,7 +9,7 @@ from gpuprov.checks.cuda.survey import Survey, from_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.containers import decision_of
-from gpuprov.fleet.agent_run import Agent, as_root, probe_host, run_agent
+from gpuprov.fleet.agent_run import as_root, probe_host, run_agent
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
@@ -19,6 +19,8 @@ from gpuprov.protocol.request import Request
 
 if TYPE_CHECKING:
     from fabric import Connection
+
+    from gpuprov.fleet.agent_build import Agent
 
 _SECONDS = 30
 

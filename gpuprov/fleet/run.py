@@ -19,7 +19,7 @@ from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
 from gpuprov.agent.same_machine import local_host_keys, local_machine
 from gpuprov.agent.site_tables import for_request
 from gpuprov.core.system import System
-from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.chroot import run_in_root
 from gpuprov.fleet.grouping import listed
@@ -41,6 +41,8 @@ from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
     from fabric import Connection
+
+    from gpuprov.fleet.agent_build import Agent
 
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.result import machines
-from gpuprov.fleet.agent_build import build_agent, pack
-from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.agent_build import Agent, build_agent, pack
+from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.run import Fleet, RunSettings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import zipfile
 from pathlib import Path
@@ -14,10 +15,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from gpuprov.cli.main import cli
-from gpuprov.fleet.agent_build import OLDEST_PYTHON
+from gpuprov.fleet.agent_build import locked, wheels
 from tests.pythons import VERSIONS, interpreter, too_old
-from tools import host_program
+from tools import host_packages, host_program
+from tools.host_packages import OLDEST_PYTHON
 
+_PYPROJECT = Path(host_program.__file__).parents[1] / "pyproject.toml"
 # rich needs them for Markdown and for source code, neither of which gpuprov prints.
 _LEFT_OUT = {"pygments", "markdown-it-py"}
 # Imports all of gpuprov from the file that it is given, but the programs that run in containers.
@@ -73,9 +76,10 @@ def test_the_same_sources_give_the_same_bytes(program: Path) -> None:
 
 def test_what_is_inside_is_pinned_whole_and_runs_on_the_oldest_python() -> None:
     environment = {"python_version": OLDEST_PYTHON, "python_full_version": f"{OLDEST_PYTHON}.0", "extra": ""}
-    versions = {name: version for name, (version, _) in host_program.locked().items()}
-    for name, wheel in host_program.wheels().items():
-        found = host_program.metadata_of(wheel)
+    versions = {one.name: one.version for one in locked()}
+    in_agent = {one.name for one in locked() if one.in_agent}
+    for name, wheel in wheels(locked()).items():
+        found = host_packages.metadata_of(wheel)
         assert canonicalize_name(found["Name"]) == name
         assert found["Version"] == versions[name]
         assert SpecifierSet(found["Requires-Python"] or "").contains(OLDEST_PYTHON), name
@@ -84,23 +88,36 @@ def test_what_is_inside_is_pinned_whole_and_runs_on_the_oldest_python() -> None:
             other = canonicalize_name(needed.name)
             if other not in _LEFT_OUT and (needed.marker is None or needed.marker.evaluate(environment)):
                 assert needed.specifier.contains(versions[other]), f"{name} needs {line}"
+                assert other in in_agent or name not in in_agent, f"{name} needs {line}"
 
 
 def test_the_versions_are_those_that_the_package_asks_for() -> None:
-    asked = tomllib.loads((Path(host_program.__file__).parents[1] / "pyproject.toml").read_text())["project"][
-        "dependencies"
-    ]
-    locked = host_program.locked()
+    text = _PYPROJECT.read_text()
+    versions = {one.name: one.version for one in locked()}
+    asked = tomllib.loads(text)["project"]["dependencies"]
     needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, asked)}
-    assert set(needed) - set(locked) == {"ansible-core", "fabric"}
-    assert [name for name, specifier in needed.items() if name in locked and locked[name][0] not in specifier] == []
+    assert set(needed) - set(versions) == {"ansible-core", "fabric"}
+    assert [name for name, specifier in needed.items() if name in versions and versions[name] not in specifier] == []
+    on_hosts = set(re.findall(r'"([a-z0-9-]+)[^"]*",\s+# \[host\]', text))
+    assert {one.name for one in locked() if one.in_agent} - on_hosts == {
+        "certifi",
+        "charset-normalizer",
+        "idna",
+        "packaging",
+    }
+
+
+def test_the_controller_may_take_every_newer_release() -> None:
+    """A host's agent has the locked ones: nothing holds back the controller's."""
+    asked = tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"]
+    assert [one for one in asked if {each.operator for each in Requirement(one).specifier} != {">="}] == []
 
 
 def test_each_package_brings_its_licence_and_nothing_is_compiled(program: Path) -> None:
     names = zipfile.ZipFile(program).namelist()
     folders = {name.split("/")[0] for name in names if ".dist-info/" in name}
     licences = {name.split("/")[0] for name in names if ".dist-info/" in name and not name.endswith("METADATA")}
-    assert len(folders) == len(host_program.locked())
+    assert len(folders) == len(locked())
     # NVIDIA's stands at the head of its one module.
     assert {name.partition("-")[0] for name in folders - licences} == {"nvidia_ml_py"}
     assert b"Redistribution and use in source and binary forms" in zipfile.ZipFile(program).read("pynvml.py")

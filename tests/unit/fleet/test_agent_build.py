@@ -13,17 +13,12 @@ from pathlib import Path
 import pytest
 
 import gpuprov
-from gpuprov.fleet.agent_build import (
-    AGENT_START,
-    HOST_DEPENDENCIES,
-    build_agent,
-    host_distributions,
-    main_program,
-    pack,
-)
-from gpuprov.fleet.agent_run import Agent
+from gpuprov.fleet import agent_build
+from gpuprov.fleet.agent_build import AGENT_START, Agent, build_agent, locked, main_program, pack
+from gpuprov.protocol.errors import GpuprovError
 
-PYPROJECT = Path(gpuprov.__file__).parents[1] / "pyproject.toml"
+CLONE = Path(gpuprov.__file__).parents[1]
+_DIGEST = "from gpuprov.fleet.agent_build import build_agent; print(build_agent().digest)"
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +61,41 @@ def test_missing_home_directory_is_not_made(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dependencies_are_those_marked_in_pyproject() -> None:
-    marked = re.findall(r'"([a-z0-9-]+)[^"]*",\s+# \[host\]', PYPROJECT.read_text())
-    assert sorted(HOST_DEPENDENCIES) == sorted(marked)
+def test_the_packages_of_the_controller_change_nothing(tmp_path: Path, agent: Agent) -> None:
+    """Another requests comes first on this controller's path, and its own packages are out of sight."""
+    (tmp_path / "requests-99.0.dist-info").mkdir()
+    (tmp_path / "requests-99.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: requests\nVersion: 99.0\n")
+    (tmp_path / "requests").mkdir()
+    (tmp_path / "requests/__init__.py").write_text("raise SystemExit('the packages of the controller were asked')")
+    environment = {"PYTHONPATH": f"{tmp_path}:{CLONE}", "HOME": str(tmp_path)}
+    argv = (sys.executable, "-S", "-c", _DIGEST)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout.strip(), done.stderr) == (agent.digest, "")
 
 
-def test_dependencies_of_dependencies_travel_too() -> None:
-    assert {"certifi", "charset-normalizer", "idna", "packaging", *HOST_DEPENDENCIES} <= set(host_distributions())
+def test_a_wheel_with_another_digest_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, *_) = (one for one in locked() if one.in_agent)
+    (tmp_path / f"{first.name}-{first.version}-py3-none-any.whl").write_bytes(b"changed")
+    monkeypatch.setattr(agent_build, "WHEELS", tmp_path)
+    with pytest.raises(GpuprovError, match=f"the wheel of {first.name} {first.version} is missing") as caught:
+        build_agent(tmp_path)
+    assert first.sha256 in str(caught.value) and "\n  next: `make setup` in " in str(caught.value)
+
+
+def test_an_installed_wheel_brings_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_build, "__file__", str(tmp_path / "agent_build.py"))
+    (tmp_path / agent_build.RELEASED).write_bytes(b"an agent")
+    assert build_agent().content == b"an agent"
+
+
+def test_what_travels_of_others_is_locked_and_keeps_its_licence(agent: Agent) -> None:
+    folders = {name.split("/")[0] for name in names(agent) if ".dist-info/" in name}
+    licensed = {name.split("/")[0] for name in names(agent) if ".dist-info/" in name and not name.endswith("METADATA")}
+    wanted = {f"{one.name.replace('-', '_')}-{one.version}.dist-info" for one in locked() if one.in_agent}
+    assert folders == wanted
+    # NVIDIA's stands at the head of its one module.
+    assert [name.partition("-")[0] for name in folders - licensed] == ["nvidia_ml_py"]
+    assert "LICENSE" in names(agent)
 
 
 def test_nothing_of_the_controller_travels(agent: Agent) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.cli.main import cli
-from gpuprov.fleet.agent_run import Agent
+from gpuprov.fleet.agent_build import Agent
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
