@@ -72,7 +72,9 @@ def proxy_for(system: System, url: str) -> str:
 def proxy_source(system: System, url: str) -> str:
     """Return what names the proxy of a URL if gpuprov_proxy does not: the variable, and the file that sets it."""
     proxy = "" if system.proxy.url else proxy_for(system, url)
-    name = next((name for name in os.environ if name.lower().endswith("_proxy") and os.environ[name] == proxy), "")
+    # Other programs' variables end like these, PIP_PROXY.
+    heeded = (f"{url.partition(':')[0].lower()}_proxy", "all_proxy")
+    name = next((name for name in os.environ if name.lower() in heeded and os.environ[name] == proxy), "")
     if not proxy or not name:
         return ""
     profiles = [f"/etc/profile.d/{one}" for one in system.list_directory("/etc/profile.d")]

@@ -222,6 +222,7 @@ def test_a_dead_proxy_of_the_environment_is_named_with_its_source(
     """Port 9 is discard's: nothing listens."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_PROXY", "http://127.0.0.1:9")  # pip's alone
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     if file:
         system.make_directory("/root")
