@@ -111,7 +111,7 @@ OTHERS = {
     "podman run --rm --device nvidia.com/gpu=all *": "integration/test_more_engines.py",
     # Its hosts lack curl: the tests have an HTTP client of their own.
     "docker run --rm $(curl -sf 'localhost:3476/docker/cli*": "integration/test_nvidia_docker.py",
-    "curl -s localhost:3476/gpu/status": "integration/test_nvidia_docker.py",
+    "curl -s localhost:3476/gpu/status/json": "integration/test_nvidia_docker.py",
     "docker compose -f compose.yaml -f gpu.yaml up": "integration/test_clients.py",
     "ansible-playbook * playbooks/site.yml*": _PLAYBOOKS,
     "ansible-playbook * playbooks/verify.yml*": _PLAYBOOKS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Callable
+from typing import Any
 
 import pynvml
 
@@ -37,83 +37,78 @@ def main(library: str) -> None:
     sys.stdout.write(json.dumps(document))
 
 
+def _get(gpu: Any, what: str, *more: Any, part: str | int = "", unit: int = 1) -> Any:
+    """Return nvmlDeviceGet<what>, or a part of it, in units; None if NVML does not report it."""
+    value = known(getattr(pynvml, f"nvmlDeviceGet{what}"), gpu, *more)
+    if value is not None and part != "":
+        value = value[part] if isinstance(part, int) else getattr(value, part)
+    return value // unit if unit > 1 and value is not None else value
+
+
 def _info(gpu: Any) -> dict[str, Any]:
-    minor = known(pynvml.nvmlDeviceGetMinorNumber, gpu)
-    pci = known(pynvml.nvmlDeviceGetPciInfo, gpu)
-    generation, width = (
-        known(one, gpu) for one in (pynvml.nvmlDeviceGetMaxPcieLinkGeneration, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
-    )
-    capability = known(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
-    ecc = known(pynvml.nvmlDeviceGetEccMode, gpu)
+    minor, ecc = _get(gpu, "MinorNumber"), _get(gpu, "EccMode", part=0)
+    lane, width = _LANE.get(_get(gpu, "MaxPcieLinkGeneration")), _get(gpu, "MaxPcieLinkWidth")
+    bus_id = text(_get(gpu, "PciInfo", part="busId"))
     return {
-        "UUID": text(known(pynvml.nvmlDeviceGetUUID, gpu)),
+        "UUID": text(_get(gpu, "UUID")),
         "Path": f"/dev/nvidia{minor}" if minor is not None else "",
-        "Model": text(known(pynvml.nvmlDeviceGetName, gpu)) or None,
-        "Power": _divided(known(pynvml.nvmlDeviceGetPowerManagementLimit, gpu), 1000),
-        "CPUAffinity": _numa_node(text(pci.busId) if pci else ""),
+        "Model": text(_get(gpu, "Name")) or None,
+        "Power": _get(gpu, "PowerManagementLimit", unit=1000),
+        "CPUAffinity": _numa_node(bus_id),
         "PCI": {
-            "BusID": text(pci.busId) if pci else "",
-            "BAR1": _divided(_member(known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Total"), _MIB),
-            "Bandwidth": _LANE[generation] * width if generation in _LANE and width else None,
+            "BusID": bus_id,
+            "BAR1": _get(gpu, "BAR1MemoryInfo", part="bar1Total", unit=_MIB),
+            "Bandwidth": lane * width if lane and width else None,
         },
-        "Clocks": _clocks(pynvml.nvmlDeviceGetMaxClockInfo, gpu),
+        "Clocks": _clocks(gpu, "MaxClockInfo"),
         # The plugin listed the GPUs that share a switch; `nvidia-smi topo -m` tells more.
         "Topology": None,
-        "Family": _FAMILIES.get(known(pynvml.nvmlDeviceGetArchitecture, gpu)),
-        "Arch": ".".join(str(number) for number in capability or ()),
-        "Cores": known(pynvml.nvmlDeviceGetNumGpuCores, gpu),
+        "Family": _FAMILIES.get(_get(gpu, "Architecture")),
+        "Arch": ".".join(map(str, _get(gpu, "CudaComputeCapability") or ())),
+        "Cores": _get(gpu, "NumGpuCores"),
         # Values that only CUDA reports are None.
         "Memory": {
-            "ECC": bool(ecc[0]) if ecc else None,
-            "Global": _divided(_member(known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "total"), _MIB),
+            "ECC": None if ecc is None else bool(ecc),
+            "Global": _get(gpu, "MemoryInfo", part="total", unit=_MIB),
             "Shared": None, "Constant": None, "L2Cache": None, "Bandwidth": None,
         },
     }  # fmt: skip
 
 
 def _status(gpu: Any) -> dict[str, Any]:
-    rates = known(pynvml.nvmlDeviceGetUtilizationRates, gpu)
-    encoder, decoder = (
-        known(one, gpu) for one in (pynvml.nvmlDeviceGetEncoderUtilization, pynvml.nvmlDeviceGetDecoderUtilization)
-    )
-    kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    errors = [
-        known(pynvml.nvmlDeviceGetMemoryErrorCounter, gpu, kind, pynvml.NVML_VOLATILE_ECC, place)
-        for place in (pynvml.NVML_MEMORY_LOCATION_L1_CACHE, pynvml.NVML_MEMORY_LOCATION_L2_CACHE,
-                      pynvml.NVML_MEMORY_LOCATION_DEVICE_MEMORY)
-    ]  # fmt: skip
-    received, sent = (
-        _divided(known(pynvml.nvmlDeviceGetPcieThroughput, gpu, counter), 1000)
-        for counter in (pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES)
-    )
+    places = {"L1Cache": pynvml.NVML_MEMORY_LOCATION_L1_CACHE, "L2Cache": pynvml.NVML_MEMORY_LOCATION_L2_CACHE,
+              "Global": pynvml.NVML_MEMORY_LOCATION_DEVICE_MEMORY}  # fmt: skip
+    errors = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     return {
-        "Power": _divided(known(pynvml.nvmlDeviceGetPowerUsage, gpu), 1000),
-        "Temperature": known(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+        "Power": _get(gpu, "PowerUsage", unit=1000),
+        "Temperature": _get(gpu, "Temperature", pynvml.NVML_TEMPERATURE_GPU),
         "Utilization": {
-            "GPU": _member(rates, "gpu"), "Memory": _member(rates, "memory"),
-            "Encoder": encoder[0] if encoder else None, "Decoder": decoder[0] if decoder else None,
+            "GPU": _get(gpu, "UtilizationRates", part="gpu"),
+            "Memory": _get(gpu, "UtilizationRates", part="memory"),
+            "Encoder": _get(gpu, "EncoderUtilization", part=0),
+            "Decoder": _get(gpu, "DecoderUtilization", part=0),
         },
         "Memory": {
-            "GlobalUsed": _divided(_member(known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "used"), _MIB),
-            "ECCErrors": dict(zip(("L1Cache", "L2Cache", "Global"), errors)),
+            "GlobalUsed": _get(gpu, "MemoryInfo", part="used", unit=_MIB),
+            "ECCErrors": {name: _get(gpu, "MemoryErrorCounter", *errors, place) for name, place in places.items()},
         },
-        "Clocks": _clocks(pynvml.nvmlDeviceGetClockInfo, gpu),
+        "Clocks": _clocks(gpu, "ClockInfo"),
         "PCI": {
-            "BAR1Used": _divided(_member(known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Used"), _MIB),
-            "Throughput": {"RX": received, "TX": sent},
+            "BAR1Used": _get(gpu, "BAR1MemoryInfo", part="bar1Used", unit=_MIB),
+            "Throughput": {
+                "RX": _get(gpu, "PcieThroughput", pynvml.NVML_PCIE_UTIL_RX_BYTES, unit=1000),
+                "TX": _get(gpu, "PcieThroughput", pynvml.NVML_PCIE_UTIL_TX_BYTES, unit=1000),
+            },
         },
         "Processes": [
-            {"PID": one.pid, "Name": "", "MemoryUsed": _divided(one.usedGpuMemory, _MIB)}
-            for one in known(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
+            {"PID": one.pid, "Name": "", "MemoryUsed": one.usedGpuMemory and one.usedGpuMemory // _MIB}
+            for one in _get(gpu, "ComputeRunningProcesses") or ()
         ],
-    }  # fmt: skip
-
-
-def _clocks(question: Callable[..., Any], gpu: Any) -> dict[str, Any]:
-    return {
-        "Cores": known(question, gpu, pynvml.NVML_CLOCK_SM),
-        "Memory": known(question, gpu, pynvml.NVML_CLOCK_MEM),
     }
+
+
+def _clocks(gpu: Any, what: str) -> dict[str, Any]:
+    return {"Cores": _get(gpu, what, pynvml.NVML_CLOCK_SM), "Memory": _get(gpu, what, pynvml.NVML_CLOCK_MEM)}
 
 
 def _numa_node(bus_id: str) -> int:
@@ -124,11 +119,3 @@ def _numa_node(bus_id: str) -> int:
             return max(int(file.read()), 0)
     except (OSError, ValueError):
         return 0
-
-
-def _member(structure: Any, name: str) -> Any:
-    return None if structure is None else getattr(structure, name)
-
-
-def _divided(value: Any, unit: int) -> Any:
-    return None if value is None else value // unit

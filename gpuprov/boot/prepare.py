@@ -55,7 +55,7 @@ _MODULES = (
     "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "protocol/__init__",
     "protocol/codec", "protocol/errors", "protocol/secrets", "protocol/words",
     # nvidia-docker and `gpuprov serve`.
-    "boot/gpu_report", "boot/gpu_report_child", "boot/plain_gpus", "boot/serve_answers",
+    "boot/gpu_report_child", "boot/plain_gpus", "boot/serve_answers",
     "boot/serve_main",
     "engines/__init__", "engines/nvidia_docker_command", "engines/plain_flags",
 )  # fmt: skip

@@ -304,7 +304,7 @@ def serve_command() -> None:
     Examples:
       sudo gpuprov serve
       docker run --rm $(curl -sf 'localhost:3476/docker/cli?dev=0+1') IMAGE nvidia-smi
-      curl -s localhost:3476/gpu/status
+      curl -s localhost:3476/gpu/status/json
     """
     from gpuprov.boot.serve_main import ADDRESS, serve
     from gpuprov.core.system import System
