@@ -8,6 +8,7 @@ import re
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,21 +83,26 @@ def run_command(
     env: Mapping[str, str] | None,
     on_line: Callable[[str], None] | None,
     stop: Callable[[], bool] = lambda: False,
+    folder: str | None = "/",
+    most: int = sys.maxsize,
 ) -> Completed:
-    """Run a command, and end it after `timeout` seconds, or once `stop` is true; System.run documents the details."""
+    """Run a command, and end it after `timeout` seconds, or once `stop` is true; System.run documents the details.
+
+    `folder`: where it runs; None: here. Of each of its outputs the last `most` bytes are kept.
+    """
     argv = tuple(argv)
     begun = time.monotonic()
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=command_environment(env), start_new_session=True, close_fds=False, cwd="/",
+            env=command_environment(env), start_new_session=True, close_fds=False, cwd=folder,
         )  # fmt: skip
     except FileNotFoundError:
         return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
     except PermissionError:
         return Completed(argv, 126, "", f"{argv[0]}: permission denied")
     with process:
-        out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop)
+        out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop, most)
         if not in_time:
             end_group(process)
             err += f"\nstopped after {timeout:g} s, its time limit".encode()
@@ -138,7 +144,7 @@ def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str
 
 def _communicate(
     process: subprocess.Popen[bytes], stdin: bytes, deadline: float, on_line: Callable[[str], None] | None,
-    stop: Callable[[], bool],
+    stop: Callable[[], bool], most: int,
 ) -> tuple[bytes, bytes, bool]:  # fmt: skip
     """Feed and read the process until it ends; the last value is False if it exceeded the deadline or must stop.
 
@@ -165,6 +171,7 @@ def _communicate(
                 if not data:
                     selector.unregister(key.fd)
                 chunks[key.fd] += data
+                del chunks[key.fd][:-most]
                 _tell_lines(pending[key.fd], data, on_line)
     remaining = max(deadline - time.monotonic(), 0.1)
     try:
