@@ -7,9 +7,8 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +163,7 @@ class Fleet:
         begun = target.name in self._rebooted or (drain is not None and drain.lasts)
         return request.changes_the_host and not begun
 
-    @contextmanager
+    @contextlib.contextmanager
     def _stoppable(self, target: HostTarget, request: Request) -> Iterator[Callable[[Callable[[], None]], None]]:
         """Yield a function that takes what asks the host's agent to stop, and does so if Ctrl-C came before."""
         with self._held(self._looking) as hold:
@@ -235,7 +234,7 @@ class Fleet:
             )  # fmt: skip
         sink(Note(same_machine.sentence(name, other), "warning"))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _held(self, where: set[Any]) -> Iterator[Callable[[Any], None]]:
         """Yield a function that puts what it gets into a set, which `interrupt` reads, for as long as it is in use."""
         held: list[Any] = []
@@ -260,7 +259,13 @@ class Fleet:
         self._alone = len(targets) == 1
         self._here = self._alone and targets[0].connection != "ssh" and not self.settings.commands.before
         forks = max(1, min(self.settings.options.forks, len(targets)))
-        with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
+        # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
+        handlers: dict[int, Callable[[int], None]] = {
+            signal.SIGINT: lambda _: self.interrupt(),
+            signal.SIGTERM: lambda _: self._cut_off(ExitCode.TERMINATED),
+            signal.SIGHUP: lambda _: self._cut_off(ExitCode.HUNG_UP),
+        }
+        with signals_handled(handlers), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
                 if batch.name and self.stopped is None:
                     self.settings.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
@@ -315,33 +320,29 @@ class Fleet:
             drain=self._drains.get(target.name),
         )
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Make Ctrl-C call `interrupt`, instead of raising an exception anywhere in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
-        handlers: dict[int, Callable[[], None]] = {
-            signal.SIGINT: self.interrupt,
-            signal.SIGTERM: lambda: self._cut_off(ExitCode.TERMINATED),
-            signal.SIGHUP: lambda: self._cut_off(ExitCode.HUNG_UP),
-        }
-        before = {
-            number: signal.signal(number, lambda *_, do=handler: do()) for number, handler in handlers.items()
-            # nohup(1) and a service's manager ignore what is not for this process.
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }  # fmt: skip
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _cut_off(self, code: ExitCode) -> None:
         """Interrupt as Ctrl-C does the second time."""
         while self.interruptions < 2:
             self.interrupt(code)
+
+
+@contextlib.contextmanager
+def signals_handled(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[None]:
+    """Call these meanwhile, with the signal's number, instead of raising an exception anywhere in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, lambda number, _: handlers[number](number))
+        for number in handlers
+        # nohup(1) and a service's manager ignore what is not for this process.
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
