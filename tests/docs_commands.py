@@ -135,7 +135,6 @@ EXAMPLES = {
     "gpuprov install * --host-command-timeout *": "needs Slurm",
     "gpuprov cuda nvcr.io/*": "needs an image of a registry",
     "gpuprov * --root *": "no test has the disk of an image",
-    "gpuprov verify --kubernetes --namespace *": "no test has a namespace of another name",
 }
 
 

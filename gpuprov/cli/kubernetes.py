@@ -25,13 +25,11 @@ def kubernetes() -> None:
 
 
 @kubernetes.command()
-@click.option("--mode", type=click.Choice(["plugin", "operator", "dra"]), default="plugin", show_default=True,
-              help="Print NVIDIA's device plugin, values for the GPU operator's chart, or DRA claims.")  # fmt: skip
-@click.option("--strategy", type=click.Choice(["environment", "cdi", "cdi-annotations"]), default="environment",
-              show_default=True, help="Give devices by the runtime nvidia, or by CDI "
-              "(cdi-annotations before Kubernetes 1.29).")  # fmt: skip
-@text_option("--namespace", metavar="NAME", help="Default: kube-system, gpu-operator or dra-driver-nvidia-gpu.")
-@text_option("--image-mirror", metavar="REGISTRY[/PATH]", help="Take images from this registry.")
+@click.option("--mode", type=click.Choice(["plugin", "dra"]), default="plugin", show_default=True,
+              help="Print NVIDIA's device plugin, or DRA claims (Kubernetes 1.34).")  # fmt: skip
+@click.option("--strategy", type=click.Choice(["environment", "cdi"]), default="environment",
+              show_default=True, help="Give devices by the runtime nvidia, or by CDI.")  # fmt: skip
+@text_option("--namespace", metavar="NAME", help="Default: kube-system, or dra-driver-nvidia-gpu.")
 @click.option("--mig", type=click.Choice(["none", "single", "mixed"]), default="none", show_default=True,
               help="How MIG devices become resources.")  # fmt: skip
 @click.option(
@@ -41,31 +39,25 @@ def kubernetes() -> None:
     multiple=True,
     help="Nodes for the device plugin. Default: nvidia.com/gpu.present=true, or Node Feature Discovery's.",
 )
-@click.option("--resource-api", type=click.Choice(["v1", "v1beta2", "v1beta1"]), default="v1", show_default=True,
-              help="For --mode dra: the cluster's version of resource.k8s.io (Kubernetes 1.34, 1.33, 1.32)."
-              )  # fmt: skip
 @click.option("--no-test-pod", is_flag=True, help="Leave out the pod that runs nvidia-smi -L.")
-@click.option("--json", "as_json", is_flag=True, help="Print a List, or the chart's values, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print a List as JSON.")
 def manifest(
-    mode: str, strategy: str, namespace: str, image_mirror: str, mig: str, selectors: tuple[str, ...],
-    resource_api: str, no_test_pod: bool, as_json: bool,
+    mode: str, strategy: str, namespace: str, mig: str, selectors: tuple[str, ...],
+    no_test_pod: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Print YAML for a cluster whose nodes gpuprov provisions. Comments say what to type.
 
-    The versions come from gpuprov's table; comments name their sources. docs/kubernetes.md has the whole way.
+    docs/kubernetes.md has the whole way, and the GPU operator's.
 
     \b
     Examples:
       gpuprov kubernetes manifest | kubectl apply -f -
-      gpuprov kubernetes manifest --strategy cdi --namespace gpu --image-mirror registry.example.org/hub
-      gpuprov kubernetes manifest --mode operator > values.yaml
-      gpuprov kubernetes manifest --mode dra --resource-api v1beta1
+      gpuprov kubernetes manifest --strategy cdi --namespace gpu
+      gpuprov kubernetes manifest --mode dra > claims.yaml
     """
     from gpuprov.kubernetes.manifest import Choice, manifest
 
-    made = manifest(
-        Choice(mode, strategy, namespace, image_mirror, mig, resource_api, _pairs(selectors), not no_test_pod)
-    )
+    made = manifest(Choice(mode, strategy, namespace, mig, _pairs(selectors), not no_test_pod))
     say_text(made.as_json() if as_json else made.as_yaml(), nl=as_json)
 
 

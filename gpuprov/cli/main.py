@@ -96,8 +96,7 @@ def install(reboot: str | None, **options: Any) -> None:
 @click.option("--kubernetes", is_flag=True, help="Verify a cluster's nodes with a pod on each, by your own kubectl.")
 @text_option("--context", metavar="NAME", help="With --kubernetes: the kubeconfig's context.")
 @text_option("--kubeconfig", metavar="FILE", type=FILE, help="With --kubernetes: the kubeconfig.")
-@text_option("--namespace", metavar="NAME", help="With --kubernetes: an existing namespace for the pods. Default: "
-             "a new one.")  # fmt: skip
+@text_option("--namespace", metavar="NAME", help="With --kubernetes: the pods' namespace. Default: default.")
 @click.option("--pod-timeout", metavar="SECONDS", type=click.FloatRange(1, 3600), default=300.0, show_default=True,
               help="With --kubernetes: how long pods may take.")  # fmt: skip
 @_run_options("verify")
@@ -117,11 +116,15 @@ def verify(
     """
     if kubernetes:
         from gpuprov.fleet.options import Options
-        from gpuprov.kubernetes.command import Cluster, verify_cluster
+        from gpuprov.kubernetes.command import verify_cluster
+        from gpuprov.kubernetes.kubectl import Kubectl
+        from gpuprov.kubernetes.verify import Wanted
 
+        if torch_image or tensorflow_image:
+            raise click.UsageError("--torch-image and --tensorflow-image are not for --kubernetes")
         made = Options("verify", **take_passwords(options), **options)
-        cluster = Cluster(context, kubeconfig, namespace, image, pod_timeout, bool(torch_image or tensorflow_image))
-        raise SystemExit(int(verify_cluster(made, cluster)))
+        wanted = Wanted(image, namespace or "default", pod_timeout)
+        raise SystemExit(int(verify_cluster(made, Kubectl(context, kubeconfig), wanted)))
     if context or kubeconfig or namespace:
         raise click.UsageError("--context, --kubeconfig and --namespace need --kubernetes")
     images = {"verify_image": image, "torch_image": torch_image, "tensorflow_image": tensorflow_image}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,18 +13,23 @@ from gpuprov.protocol.words import one_line
 # Whole GPUs, MIG devices of the strategy `mixed`, and both when they are shared under a name of their own.
 _RESOURCE = re.compile(r"nvidia\.com/(gpu|mig-[0-9a-z.]{1,40}(\.me)?(\+me)?)(\.shared)?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_UID = re.compile(r"[0-9A-Za-z-]{1,64}")
 _COUNT = re.compile(r"\d{1,5}")
 _LONGEST = 300
-_LONGEST_TOKEN = 8192
 _MOST_EVENTS = 5
 _DONE = ("Succeeded", "Failed")
-REPLICAS = "nvidia.com/gpu.replicas"
+# Set by NVIDIA's GPU feature discovery, and by Node Feature Discovery or by hand.
+_REPLICAS = "nvidia.com/gpu.replicas"
+_HAS_GPUS = ("nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present")
+_VERSIONS = {"os": "osImage", "kernel": "kernelVersion", "kubelet": "kubeletVersion",
+             "engine": "containerRuntimeVersion"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node: `offered` and `capacity` map nvidia.com's resources to how many there are; `replicas` of shared GPUs."""
+    """A node: `offered` and `capacity` map nvidia.com's resources to how many there are; `replicas` of shared GPUs.
+
+    `has_gpus`: it has such a resource, or a label says that it has GPUs.
+    """
 
     name: str
     ready: bool
@@ -31,7 +37,7 @@ class Node:
     offered: Mapping[str, int] = field(default_factory=dict)
     capacity: Mapping[str, int] = field(default_factory=dict)
     replicas: int = 1
-    labelled: bool = False
+    has_gpus: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -39,18 +45,12 @@ class Node:
         """The number of devices that pods can get."""
         return sum(self.offered.values())
 
-    @property
-    def has_gpus(self) -> bool:
-        """Whether the node offers GPUs, or a label says that it has GPUs."""
-        return bool(self.capacity) or self.labelled
-
 
 @dataclass(frozen=True)
 class PodState:
     """Where a pod stands: `waiting` and `exit_code` are its container's, `reason` the best sentence that it has."""
 
     name: str
-    uid: str
     phase: str
     waiting: str = ""
     reason: str = ""
@@ -69,86 +69,57 @@ def text(value: Any, longest: int = _LONGEST) -> str:
     return line if len(line) <= longest else line[:longest] + " …"
 
 
-def uid_of(thing: Any) -> str:
-    """Return an object's uid, "" if it has no valid one."""
-    uid = _map(_map(thing).get("metadata")).get("uid")
-    return uid if isinstance(uid, str) and _UID.fullmatch(uid) else ""
-
-
 def items(answer: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects of a list."""
-    found = _map(answer).get("items")
-    yield from (one for one in (found if isinstance(found, list) else ()) if isinstance(one, Mapping))
-
-
-def next_page(answer: Any) -> str:
-    """Return the token of a list's next page, "" after the last one."""
-    token = _map(_map(answer).get("metadata")).get("continue")
-    return token if isinstance(token, str) and len(token) < _LONGEST_TOKEN else ""
+    """Return the objects of a list."""
+    return _maps(_map(answer).get("items"))
 
 
 def parse_node(thing: Mapping[str, Any]) -> Node | None:
     """Return a node, None if its name is invalid."""
-    metadata, status = _map(thing.get("metadata")), _map(thing.get("status"))
-    name = metadata.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    name, status = _name(thing), _map(thing.get("status"))
+    if not name:
         return None
-    labels, info = _map(metadata.get("labels")), _map(status.get("nodeInfo"))
+    labels, info = _map(_map(thing["metadata"]).get("labels")), _map(status.get("nodeInfo"))
     conditions = (one for one in _maps(status.get("conditions")) if one.get("type") == "Ready")
-    replicas = labels.get(REPLICAS)
-    known = {
-        "os": "osImage",
-        "kernel": "kernelVersion",
-        "kubelet": "kubeletVersion",
-        "engine": "containerRuntimeVersion",
-    }
+    replicas = labels.get(_REPLICAS)
+    capacity = _resources(status.get("capacity"))
     return Node(
         name=name,
         ready=any(one.get("status") == "True" for one in conditions),
         addresses=tuple(text(one.get("address"), 255) for one in _maps(status.get("addresses"))),
         offered=_resources(status.get("allocatable")),
-        capacity=_resources(status.get("capacity")),
+        capacity=capacity,
         replicas=int(replicas) if isinstance(replicas, str) and _COUNT.fullmatch(replicas) and int(replicas) else 1,
-        labelled=any(
-            labels.get(key) == "true"
-            for key in ("nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present")
-        ),
-        versions={key: shown for key, field in known.items() if (shown := text(info.get(field), 80))},
+        has_gpus=bool(capacity) or any(labels.get(key) == "true" for key in _HAS_GPUS),
+        versions={key: shown for key, field in _VERSIONS.items() if (shown := text(info.get(field), 80))},
     )
 
 
 def used_resources(pods: Any) -> Mapping[str, int]:
     """Return which of nvidia.com's resources the pods of a node use; ended pods do not count."""
-    used: dict[str, int] = {}
+    used: Counter[str] = Counter()
     for pod in items(pods):
         if _map(pod.get("status")).get("phase") in _DONE:
             continue
         for container in _maps(_map(pod.get("spec")).get("containers")):
-            for name, count in _resources(_map(container.get("resources")).get("limits")).items():
-                used[name] = used.get(name, 0) + count
+            used.update(_resources(_map(container.get("resources")).get("limits")))
     return used
 
 
 def parse_pod(thing: Mapping[str, Any]) -> PodState | None:
     """Return the state of a pod, None if its name is invalid."""
-    metadata, status = _map(thing.get("metadata")), _map(thing.get("status"))
-    name = metadata.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    name, status = _name(thing), _map(thing.get("status"))
+    if not name:
         return None
     state = _map(next(_maps(status.get("containerStatuses")), {}).get("state"))
     waiting, ended = _map(state.get("waiting")), _map(state.get("terminated"))
-    scheduled = (one for one in _maps(status.get("conditions")) if one.get("status") == "False")
-    reasons = (
-        *(
-            _said(one)
-            for one in (waiting, ended, status)
-            if one.get("reason") not in ("Completed", "ContainerCreating")
-        ),
-        *(_said(one) for one in scheduled if one.get("type") == "PodScheduled"),
-    )
+    unmet = (one for one in _maps(status.get("conditions")) if one.get("status") == "False")
+    unscheduled = (one for one in unmet if one.get("type") == "PodScheduled")
+    usual = ("Completed", "ContainerCreating")
+    reasons = (_sentence(one) for one in (waiting, ended, status, *unscheduled) if one.get("reason") not in usual)
     code = ended.get("exitCode")
     return PodState(
-        name, uid_of(thing), text(status.get("phase"), 40), text(waiting.get("reason"), 80),
+        name, text(status.get("phase"), 40), text(waiting.get("reason"), 80),
         next(filter(None, reasons), ""), code if type(code) is int else None,
     )  # fmt: skip
 
@@ -157,12 +128,18 @@ def parse_events(answer: Any) -> tuple[str, ...]:
     """Return the last events as sentences, each once, warnings first."""
     found: dict[str, bool] = {}
     for one in items(answer):
-        found[_said(one)] = one.get("type") == "Warning"
+        found[_sentence(one)] = one.get("type") == "Warning"
     sentences = sorted((line for line in found if line), key=lambda line: not found[line])
     return tuple(sentences[:_MOST_EVENTS])
 
 
-def _said(thing: Mapping[str, Any]) -> str:
+def _name(thing: Mapping[str, Any]) -> str:
+    """Return an object's name, "" if it is invalid."""
+    name = _map(thing.get("metadata")).get("name")
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
+
+
+def _sentence(thing: Mapping[str, Any]) -> str:
     return ": ".join(filter(None, (text(thing.get("reason"), 80), text(thing.get("message")))))
 
 

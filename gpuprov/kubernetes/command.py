@@ -3,83 +3,66 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.history import Run, moment, new_identifier
 from gpuprov.fleet.options import Options
+from gpuprov.fleet.run import signals_handled
 from gpuprov.fleet.standard_streams import say
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node
-from gpuprov.kubernetes.kubectl import Kubectl, Stop
-from gpuprov.kubernetes.manifest import components, require_namespace
+from gpuprov.kubernetes.kubectl import Kubectl
+from gpuprov.kubernetes.manifest import require_namespace
 from gpuprov.kubernetes.node_checks import HostList, host_lists, node_of
 from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
 
-_ONE_AT_A_TIME = "--serial, --canary and --max-fail"
 Chosen = tuple[Node, "HostList | None"]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The command line's options for the cluster; empty texts mean the defaults of kubectl and gpuprov."""
-
-    context: str = ""
-    kubeconfig: str = ""
-    namespace: str = ""
-    image: str = ""
-    pod_seconds: float = 300.0
-    frameworks: bool = False
-    interval: float = 1.0
-
-
-def verify_cluster(options: Options, cluster: Cluster) -> ExitCode:
+def verify_cluster(options: Options, kubectl: Kubectl, wanted: Wanted) -> ExitCode:
     """Verify a cluster's nodes and print the results. Raises GpuprovError for an invalid call."""
-    _require_sense(options, cluster)
+    _require_sense(options, wanted)
     targets = inventory_of(options).hosts if options.hosts else ()
-    kubectl = Kubectl(cluster.context, cluster.kubeconfig)
-    image = cluster.image or components()["test"].image
-    wanted = Wanted(image, cluster.namespace, cluster.pod_seconds, cluster.interval)
     now, begun = time.time(), time.monotonic()
     console = make_console()
+    ended_by: list[ExitCode] = []
 
-    def tell(text: str) -> None:
-        say(text, err=True)
+    def stop(number: int) -> None:
+        if not ended_by:
+            ended_by.append(ExitCode(128 + number))
+            say("stopping: the test pods are being removed", err=True)
 
-    stop = Stop(tell)
-    with stop.listening():
+    with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop)):
         try:
             chosen, absent = _chosen(all_nodes(kubectl), targets, options)
         except GpuprovError as error:
             if error.exit_code == ExitCode.USAGE:
                 raise
-            chosen, absent = (), ((cluster.context or "cluster", error),)
+            chosen, absent = (), ((kubectl.context or "cluster", error),)
         progress = make_progress(options, console, [*(name for name, _ in absent), *(node.name for node, _ in chosen)])
         with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
             results = tuple(_absent(name, error, progress) for name, error in absent)
-            results += verify_nodes(kubectl, chosen, wanted, stop, progress)
+            results += verify_nodes(kubectl, chosen, wanted, lambda: bool(ended_by), progress)
     run = Run(
         new_identifier(now), "verify", moment(now), round(time.monotonic() - begun, 1), results,
-        inventory=options.hosts, limit=options.limit, ended_by=stop.code,
+        inventory=options.hosts, limit=options.limit, ended_by=ended_by[0] if ended_by else None,
     )  # fmt: skip
     conclude(options, run, targets, "")
     return run.exit_code
 
 
-def _require_sense(options: Options, cluster: Cluster) -> None:
-    if cluster.namespace:
-        require_namespace(cluster.namespace)
-    wrong = "--torch-image and --tensorflow-image" if cluster.frameworks else ""
+def _require_sense(options: Options, wanted: Wanted) -> None:
+    require_namespace(wanted.namespace)
     if options.serial or options.canary or options.max_fail:
-        wrong = _ONE_AT_A_TIME
-    if wrong:
-        raise GpuprovError(f"{wrong} are not for --kubernetes", "", "leave them out", exit_code=ExitCode.USAGE)
+        what = "--serial, --canary and --max-fail are not for --kubernetes"
+        raise GpuprovError(what, "", "leave them out", exit_code=ExitCode.USAGE)
     if options.limit and not options.hosts:
         raise GpuprovError("--limit needs an inventory", "", "add --hosts INVENTORY", exit_code=ExitCode.USAGE)
     for file in filter(None, (options.report, options.metrics)):
@@ -96,7 +79,11 @@ def _chosen(
     if not targets:
         chosen = tuple((node, None) for node in nodes if node.has_gpus)
         if not chosen:
-            raise _no_gpu_node(nodes)
+            raise GpuprovError(
+                "no node of the cluster offers nvidia.com/gpu: no device plugin has registered",
+                f"nodes: {listed(node.name for node in nodes) or 'none'}",
+                "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true",
+            )
         return chosen, ()
     pairs = [(target, node_of(target, nodes)) for target in targets]
     members = [target for target, node in pairs if node is not None]
@@ -104,14 +91,6 @@ def _chosen(
     found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}
     return tuple(found.values()), tuple(
         (target.name, _no_node(target, nodes)) for target, node in pairs if node is None
-    )
-
-
-def _no_gpu_node(nodes: Sequence[Node]) -> GpuprovError:
-    return GpuprovError(
-        "no node of the cluster offers nvidia.com/gpu: no device plugin has registered",
-        f"nodes: {listed(node.name for node in nodes) or 'none'}",
-        "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true",
     )
 
 
@@ -126,6 +105,5 @@ def _no_node(target: HostTarget, nodes: Sequence[Node]) -> GpuprovError:
 def _absent(name: str, error: GpuprovError, sink: HostSink) -> HostResult:
     """Return the result of a node or host that could not be verified at all."""
     recorder = Recorder(name, sink)
-    problems: tuple[Problem, ...] = error.problems
-    recorder(Finished(int(error.exit_code), problems=problems))
+    recorder(Finished(int(error.exit_code), problems=error.problems))
     return recorder.result(0.0)

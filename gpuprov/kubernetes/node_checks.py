@@ -17,59 +17,40 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node, PodState
+from gpuprov.kubernetes.kubectl import Meaning, meaning
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, Finished, Note
 from gpuprov.protocol.words import counted, one_line
 
-_GPU = re.compile(r"GPU \d{1,4}: (.{1,200}?) \(UUID: (GPU-[0-9A-Za-z-]{1,64})\)\s*")
+_GPU = re.compile(r"GPU \d{1,4}: .{1,200}? \(UUID: (GPU-[0-9A-Za-z-]{1,64})\)\s*")
 _MIG = re.compile(r"\s+MIG \S{1,40}\s+Device\s+\d{1,4}: \(UUID: (MIG-[0-9A-Za-z/-]{1,120})\)\s*")
 _MOST_LINES = 2000
 
 
-@dataclass(frozen=True)
-class GpuList:
-    """The devices that containers can be given: a GPU's UUID, or those of its MIG devices if it has some."""
-
-    devices: tuple[str, ...]
-    names: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return ", ".join(self.devices) or "none"
+# What a host lists, or why it could not be asked.
+HostList = Union[tuple[str, ...], GpuprovError]
 
 
-def parse_list(text: str) -> GpuList | None:
-    """Return the list, None if the text is invalid: nvidia-smi prints at least one known line, or an error."""
+def parse_list(text: str) -> tuple[str, ...]:
+    """Return the devices of `nvidia-smi -L` that containers can be given: a GPU's UUID, or those of its MIG devices.
+
+    Empty if the text is no such list: nvidia-smi prints at least one GPU, or an error.
+    """
     gpus: list[tuple[str, list[str]]] = []
-    names: list[str] = []
     for line in text.splitlines()[:_MOST_LINES]:
         if found := _GPU.fullmatch(line):
-            names.append(found[1])
-            gpus.append((found[2], []))
+            gpus.append((found[1], []))
         elif gpus and (found := _MIG.fullmatch(line)):
             gpus[-1][1].append(found[1])
-    if not gpus:
-        return None
-    return GpuList(tuple(device for gpu, parts in gpus for device in (parts or [gpu])), tuple(names))
+    return tuple(device for gpu, parts in gpus for device in (parts or [gpu]))
 
 
 _SMI = ("nvidia-smi", "-L")
 _SECONDS = 120
 
 
-@dataclass(frozen=True)
-class NoList:
-    """A host whose list is unavailable, and the reason."""
-
-    error: GpuprovError
-
-
-HostList = Union[GpuList, NoList]
-
-
 def host_lists(targets: Sequence[HostTarget], options: Options) -> Mapping[str, HostList]:
     """Return the output of `nvidia-smi -L` on each host, by the host's name; many hosts at a time."""
-    if not targets:
-        return {}
     with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
         found = pool.map(lambda target: _host_list(target, options), targets)
         return {target.name: one for target, one in zip(targets, found)}
@@ -85,17 +66,16 @@ def _host_list(target: HostTarget, options: Options) -> HostList:
         with connected(target, options) as connection:
             return host_list(RemoteSystem(connection, target).run(_SMI, timeout=_SECONDS))
     except GpuprovError as error:
-        return NoList(error)
+        return error
 
 
 def host_list(done: Completed) -> HostList:
     """Return the list in what nvidia-smi did on a host."""
-    found = parse_list(done.stdout) if done.ok else None
-    if found is not None:
+    if done.ok and (found := parse_list(done.stdout)):
         return found
     missing = done.returncode == NOT_FOUND
     what = "nvidia-smi is not installed on the host" if missing else "the host's own nvidia-smi lists no GPU"
-    return NoList(GpuprovError(what, done.evidence(), "gpuprov verify --hosts INVENTORY"))
+    return GpuprovError(what, done.evidence(), "gpuprov verify --hosts INVENTORY")
 
 
 def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
@@ -116,32 +96,23 @@ def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
 
 _LONGEST = 400
 _MOST_SHOWN = 5
-_NOT_FOUND = 127
 _MISSING = re.compile(r"executable file not found|no such file or directory", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class _Cause:
-    """A pattern in waiting reasons and events, its meaning, the next step."""
-
-    pattern: str
-    what: str
-    next_step: str
-
-
+# In waiting reasons and events.
 _CAUSES = (
-    _Cause(r"ImagePull|InvalidImageName|ErrImage", "the node can't pull the test pod's image",
-           "give an image that the node can pull: --image IMAGE"),
-    _Cause(r"RuntimeHandler|no runtime for|runtime handler", "the node's engine does not know the runtime nvidia",
-           "gpuprov install -e '{gpuprov_engines: [containerd]}', and restart the engine"),
-    _Cause(r"unresolvable CDI|CDI device injection", "the node's engine can't resolve the device plugin's CDI devices",
-           "use `--strategy environment` of gpuprov kubernetes manifest, or install NVIDIA's toolkit on the node"),
-    _Cause(r"Insufficient nvidia\.com|UnexpectedAdmissionError|OutOfnvidia", "the node's GPUs are in use by other pods",
-           "kubectl get pods -A --field-selector spec.nodeName=NODE; run it again later"),
-    _Cause(r"Insufficient (cpu|memory|pods)|Too many pods", "the node has no room for the test pod",
-           "kubectl describe node NODE"),
-    _Cause(r"Evicted|Preempt|NodeLost|NodeShutdown|Terminated", "the node ended the test pod",
-           "kubectl describe node NODE"),
+    Meaning(r"ImagePull|InvalidImageName|ErrImage", "the node can't pull the test pod's image",
+            "give an image that the node can pull: --image IMAGE"),
+    Meaning(r"RuntimeHandler|no runtime for|runtime handler", "the node's engine does not know the runtime nvidia",
+            "gpuprov install -e '{gpuprov_engines: [containerd]}', and restart the engine"),
+    Meaning(r"unresolvable CDI|CDI device injection",
+            "the node's engine can't resolve the device plugin's CDI devices",
+            "use `--strategy environment` of gpuprov kubernetes manifest, or install NVIDIA's toolkit on the node"),
+    Meaning(r"Insufficient nvidia\.com|UnexpectedAdmissionError|OutOfnvidia",
+            "the node's GPUs are in use by other pods",
+            "kubectl get pods -A --field-selector spec.nodeName=NODE; run it again later"),
+    Meaning(r"Insufficient (cpu|memory|pods)|Too many pods", "the node has no room for the test pod",
+            "kubectl describe node NODE"),
+    Meaning(r"Evicted|Preempt|NodeLost|NodeShutdown|Terminated", "the node ended the test pod",
+            "kubectl describe node NODE"),
 )  # fmt: skip
 
 
@@ -151,8 +122,8 @@ def not_started(state: PodState, events: Iterable[str], seconds: float) -> Probl
     evidence = "\n".join(lines) or f"phase {state.phase or 'unknown'}"
     if state.phase == "removed":
         return Problem("the test pod was removed while it ran", "\n".join(lines), "kubectl get events -A")
-    if cause := _cause(lines):
-        return Problem(cause.what, evidence, cause.next_step)
+    if found := meaning(_CAUSES, lines):
+        return Problem(found[0].what, evidence, found[0].next_step)
     if state.waiting not in ("", "ContainerCreating", "PodInitializing"):
         return Problem(f"the test pod can't start: {state.waiting}", evidence, "kubectl describe node NODE")
     what = f"the test pod did not end within {seconds:g} s"
@@ -161,24 +132,19 @@ def not_started(state: PodState, events: Iterable[str], seconds: float) -> Probl
 
 def ended(state: PodState, events: Iterable[str], printed: str, *, by_class: bool) -> Problem:
     """Return why a pod that ended printed no list of GPUs. `by_class`: it had the runtime class nvidia."""
-    said = [one_line(line)[:_LONGEST] for line in printed.splitlines() if line.strip()][:_MOST_SHOWN]
-    lines = tuple(dict.fromkeys(filter(None, (*said, state.reason, *events))))
+    output = [one_line(line)[:_LONGEST] for line in printed.splitlines() if line.strip()][:_MOST_SHOWN]
+    lines = tuple(dict.fromkeys(filter(None, (*output, state.reason, *events))))
     evidence = "\n".join(lines) or "(silent)"
     if state.phase == "Succeeded":
         return Problem("nvidia-smi in the pod lists no GPU", evidence, "gpuprov verify --hosts INVENTORY")
-    if state.exit_code == _NOT_FOUND or any(map(_MISSING.search, lines)):
+    if state.exit_code == NOT_FOUND or any(map(_MISSING.search, lines)):
         how = "" if by_class else "the cluster has no runtime class nvidia (gpuprov kubernetes manifest); "
         cure = f"{how}look at the node: gpuprov verify --hosts INVENTORY; give an image with glibc: --image IMAGE"
         return Problem("the pod has no nvidia-smi: the runtime gave it no driver files", evidence, cure)
-    if state.exit_code is None and (cause := _cause(lines)):
-        return Problem(cause.what, evidence, cause.next_step)
+    if state.exit_code is None and (found := meaning(_CAUSES, lines)):
+        return Problem(found[0].what, evidence, found[0].next_step)
     code = "" if state.exit_code is None else f" with exit code {state.exit_code}"
     return Problem(f"nvidia-smi in the pod failed{code}", evidence, "gpuprov doctor --hosts INVENTORY")
-
-
-def _cause(lines: Iterable[str]) -> _Cause | None:
-    known = "\n".join(lines)
-    return next((cause for cause in _CAUSES if re.search(cause.pattern, known)), None)
 
 
 ENGINE = "kubernetes"
@@ -200,7 +166,7 @@ class NodeChecks:
     whole: bool = True
     pod: str = ""
     problems: list[Problem] = field(default_factory=list)
-    seen: GpuList | None = None
+    seen: tuple[str, ...] = ()
     done: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -208,8 +174,8 @@ class NodeChecks:
         self._recorder = Recorder(self.node.name, self.sink)
 
     @property
-    def _listed(self) -> GpuList | None:
-        return self.host if isinstance(self.host, GpuList) else None
+    def _listed(self) -> tuple[str, ...]:
+        return self.host if isinstance(self.host, tuple) else ()
 
     @property
     def pod_check(self) -> str:
@@ -234,6 +200,17 @@ class NodeChecks:
         self.problems.append(problem)
         self._emit(CheckDone(name, "failed", on_host, in_container, problem.what, ENGINE))
 
+    def removed(self, problem: Problem | None, *, created: bool) -> None:
+        """Report whether the node's pod is gone; `problem`: why that is not confirmed."""
+        if REMOVED in self.done:
+            return
+        if problem:
+            self.fail(REMOVED, problem)
+        elif created:
+            self.passed(REMOVED)
+        else:
+            self.skip((REMOVED,), "no pod was created")
+
     def _emit(self, check: CheckDone) -> None:
         self.done.add(check.name)
         self._recorder(check)
@@ -243,8 +220,7 @@ class NodeChecks:
         code = ExitCode.FAILED if self.problems else ExitCode.DONE
         good = "pods see this node's GPUs" if self.seen else "no test pod ran on this node"
         summary = "pods do not see what the node has" if self.problems else good
-        gpus = self._listed or self.seen
-        versions = {**self.node.versions, "gpus": str(len(gpus.devices) if gpus else self.node.count)}
+        versions = {**self.node.versions, "gpus": str(len(self._listed or self.seen) or self.node.count)}
         self._recorder(Finished(int(code), problems=tuple(self.problems), summary=summary, versions=versions))
         return self._recorder.result(time.monotonic() - self._began)
 
@@ -256,13 +232,13 @@ class NodeChecks:
             self.skip((OFFERED, ALL, REMOVED), "requires a node that is Ready")
             return False
         self.passed(READY, "", node.versions.get("kubelet", ""))
-        on_host = counted(len(self._listed.devices), "GPU") if self._listed else ""
+        on_host = counted(len(self._listed), "GPU") if self._listed else ""
         offered = f"{node.count} allocatable" + (f", {node.replicas} pods share a GPU" if node.replicas > 1 else "")
-        if isinstance(self.host, NoList):
-            self.fail(OFFERED, self.host.error.problems[0], "", offered)
+        if isinstance(self.host, GpuprovError):
+            self.fail(OFFERED, self.host.problems[0], "", offered)
         elif not node.count:
             self.fail(OFFERED, _no_plugin(node), on_host, offered)
-        elif self._listed and node.count != len(self._listed.devices) * node.replicas:
+        elif self._listed and node.count != len(self._listed) * node.replicas:
             self.fail(OFFERED, _other_count(node, self._listed), on_host, offered)
         else:
             compared = "" if self._listed else "; not compared with the host: no --hosts"
@@ -271,20 +247,20 @@ class NodeChecks:
             self.skip((ALL, REMOVED), "requires a device plugin")
         return bool(node.count)
 
-    def compare(self, found: GpuList) -> None:
+    def compare(self, found: tuple[str, ...]) -> None:
         """Check the list that the pod printed against the host's."""
         self.seen = found
         name, host = self.pod_check, self._listed
-        seen = counted(len(found.devices), "GPU") + ("" if self.whole else f" of {self.node.count}")
-        if host is None:
-            self.passed(name, "", f"{seen}: {listed(found.devices)}; not compared with the host")
-        elif set(found.devices) - set(host.devices) or (self.whole and set(found.devices) != set(host.devices)):
+        seen = counted(len(found), "GPU") + ("" if self.whole else f" of {self.node.count}")
+        if not host:
+            self.passed(name, "", f"{seen}: {listed(found)}; not compared with the host")
+        elif set(found) - set(host) or (self.whole and set(found) != set(host)):
             what = "the pod sees other GPUs than the host has"
-            evidence = f"nvidia-smi -L on the host: {host}\nnvidia-smi -L in the pod: {found}"
+            evidence = f"nvidia-smi -L on the host: {', '.join(host)}\nnvidia-smi -L in the pod: {', '.join(found)}"
             problem = Problem(what, evidence, "gpuprov verify --hosts INVENTORY")
-            self.fail(name, problem, str(host), str(found))
+            self.fail(name, problem, ", ".join(host), ", ".join(found))
         else:
-            self.passed(name, counted(len(host.devices), "GPU"), f"{seen}, the host's")
+            self.passed(name, counted(len(host), "GPU"), f"{seen}, the host's")
 
 
 def _no_plugin(node: Node) -> Problem:
@@ -294,10 +270,11 @@ def _no_plugin(node: Node) -> Problem:
     return Problem(what, evidence, _NO_PLUGIN)
 
 
-def _other_count(node: Node, host: GpuList) -> Problem:
-    has = f"the host has {len(host.devices)}" + (f" for {node.replicas} pods each" if node.replicas > 1 else "")
+def _other_count(node: Node, host: tuple[str, ...]) -> Problem:
+    has = f"the host has {len(host)}" + (f" for {node.replicas} pods each" if node.replicas > 1 else "")
     offered = (f"allocatable {name}: {count}" for name, count in node.offered.items())
     return Problem(
-        f"the node offers {counted(node.count, 'GPU')}, and {has}", "\n".join((*offered, f"nvidia-smi -L: {host}")),
+        f"the node offers {counted(node.count, 'GPU')}, and {has}",
+        "\n".join((*offered, f"nvidia-smi -L: {', '.join(host)}")),
         "kubectl -n kube-system rollout restart ds/nvidia-device-plugin: it counts when it starts",
-    )  # fmt: skip
+    )

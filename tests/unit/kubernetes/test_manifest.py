@@ -11,20 +11,13 @@ import yaml
 from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
-from gpuprov.kubernetes.manifest import Choice, components, manifest, mirrored
+from gpuprov.kubernetes.manifest import Choice, manifest
 from gpuprov.kubernetes.verify import verification_pod
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError
 
 # The oldest that NVIDIA's components of the table support among those with DRA, and the newest two that the tests know.
 _RELEASES = ("1.32", "1.36", "1.37")
-_PLUGINS = [
-    Choice(strategy=strategy, namespace=namespace, mig=mig, image_mirror=mirror)
-    for strategy, namespace, mig, mirror in (
-        ("environment", "", "none", ""),
-        ("cdi", "gpu", "mixed", "registry.example.org:5000/hub"),
-        ("cdi-annotations", "kube-system", "single", ""),
-    )
-]
+_PLUGINS = [Choice(), Choice(strategy="cdi", namespace="gpu", mig="mixed"), Choice(mig="single")]
 
 
 def printed(*words: str) -> str:
@@ -34,17 +27,15 @@ def printed(*words: str) -> str:
 
 
 @pytest.mark.parametrize("release", _RELEASES)
-@pytest.mark.parametrize("choice", _PLUGINS, ids=lambda choice: choice.strategy)
+@pytest.mark.parametrize("choice", _PLUGINS, ids=str)
 def test_the_device_plugins_objects_are_valid(choice: Choice, release: str) -> None:
     for one in manifest(choice).objects:
         kubernetes_validate.validate(one, release, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("version", "release"), [("v1beta1", "1.32"), ("v1beta2", "1.33"), ("v1", "1.34"), ("v1", "1.37")]
-)
-def test_claims_are_valid_for_the_releases_that_serve_them(version: str, release: str) -> None:
-    for one in manifest(Choice("dra", resource_api=version)).objects:
+@pytest.mark.parametrize("release", ["1.34", "1.37"])
+def test_claims_are_valid_for_the_releases_that_serve_them(release: str) -> None:
+    for one in manifest(Choice("dra")).objects:
         kubernetes_validate.validate(one, release, strict=True)
 
 
@@ -84,19 +75,6 @@ def test_yaml_and_json_have_the_same_objects() -> None:
         objects = [one for one in yaml.safe_load_all(printed("--mode", mode)) if one is not None]
         whole = json.loads(printed("--mode", mode, "--json"))
         assert (whole["apiVersion"], whole["kind"], whole["items"]) == ("v1", "List", objects)
-    assert yaml.safe_load(printed("--mode", "operator")) == json.loads(printed("--mode", "operator", "--json"))
-
-
-def test_claims_are_in_the_version_that_the_cluster_serves() -> None:
-    first = next(one for one in yaml.safe_load_all(printed("--mode", "dra", "--resource-api", "v1beta1")) if one)
-    assert first["apiVersion"] == "resource.k8s.io/v1beta1"
-
-
-def test_the_operator_leaves_driver_and_toolkit_to_the_host() -> None:
-    values = json.loads(printed("--mode", "operator", "--json"))
-    assert values["driver"] == values["toolkit"] == {"enabled": False}
-    assert values["cdi"] == {"enabled": False}
-    assert json.loads(printed("--mode", "operator", "--strategy", "cdi", "--json"))["cdi"] == {"enabled": True}
 
 
 def test_the_strategy_decides_what_the_plugin_gets() -> None:
@@ -109,7 +87,6 @@ def test_the_strategy_decides_what_the_plugin_gets() -> None:
     assert "NVIDIA_CDI_HOOK_PATH" not in variables("environment")
     assert variables("cdi")["DEVICE_LIST_STRATEGY"] == "cdi-cri"
     assert variables("cdi")["NVIDIA_CDI_HOOK_PATH"] == "/usr/bin/nvidia-cdi-hook"
-    assert variables("cdi-annotations")["DEVICE_LIST_STRATEGY"] == "cdi-annotations"
 
 
 def test_the_plugin_is_confined_but_for_mig() -> None:
@@ -127,31 +104,11 @@ def test_a_namespace_of_its_own_allows_folders_of_the_host() -> None:
     assert [one["kind"] for one in manifest(Choice(test_pod=False)).objects] == ["RuntimeClass", "DaemonSet"]
 
 
-def test_images_come_from_the_mirror() -> None:
-    text = printed("--image-mirror", "registry.example.org:5000/hub")
-    assert "image: registry.example.org:5000/hub/nvidia/k8s-device-plugin:v" in text
-    assert "image: registry.example.org:5000/hub/library/ubuntu:" in text
-    assert "nvcr.io" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
-
-
-@pytest.mark.parametrize(
-    "mirror", ["https://x.org", "x.org/a b", "x.org/", "$(id)", "x.org/../y", "a" * 300, "x.org/A"]
-)
-def test_what_is_no_mirror_is_refused(mirror: str) -> None:
-    if mirror == "x.org/":  # as it is often written
-        assert mirrored("nvcr.io/a:1", mirror) == "x.org/a:1"
-        return
-    with pytest.raises(GpuprovError) as caught:
-        mirrored("nvcr.io/a:1", mirror)
-    assert caught.value.exit_code == ExitCode.USAGE
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--namespace", "Gpu"), "no name of a namespace"),
         (("--namespace", "a" * 64), "no name of a namespace"),
-        (("--mode", "operator", "--image-mirror", "x.org"), "not for --mode operator"),
     ],
 )
 def test_a_wrong_call_is_refused(words: tuple[str, ...], said: str) -> None:
@@ -166,11 +123,3 @@ def test_a_node_selector_replaces_the_labels() -> None:
     assert pod["nodeSelector"] == {"pool": "gpu", "example.org/zone": "a"}
     assert "affinity" not in pod
     assert CliRunner().invoke(cli, ("kubernetes", "manifest", "--node-selector", "gpu")).exit_code == 2
-
-
-def test_each_component_names_its_sources() -> None:
-    for name, component in components().items():
-        assert component.sources, name
-        assert component.version in " ".join((component.image, *component.sources)), name
-    for mode, name in (("plugin", "device-plugin"), ("operator", "gpu-operator"), ("dra", "dra-driver")):
-        assert components()[name].version in printed("--mode", mode)
