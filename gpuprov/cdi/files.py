@@ -232,8 +232,9 @@ def soname(system: System, path: str) -> str:
 
     try:
         with system.open(path) as file:
-            segments = ELFFile(file).iter_segments("PT_DYNAMIC")  # type: ignore[no-untyped-call]
-            names = [tag.soname for segment in segments for tag in segment.iter_tags("DT_SONAME")]
+            segments = ELFFile(file).iter_segments("PT_DYNAMIC")  # type: ignore[no-untyped-call,unused-ignore]
+            found = (segment.iter_tags("DT_SONAME") for segment in segments)  # type: ignore[attr-defined,unused-ignore]
+            names = [tag.soname for tags in found for tag in tags]
     # A broken file can raise other errors than the library's own.
     except (OSError, ELFError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError, EOFError):
         return ""

@@ -79,7 +79,7 @@ class OrEmpty(validate.Validator):
         return value if value == "" else self.check(value)
 
 
-def option(check: schema_fields.Field, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
+def option(check: Any, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
     """Return the dataclass field of an option; `help_text` is its line in the reference."""
     return field(default=default, metadata={"check": check, "help": help_text, "choices": choices})
 
@@ -113,7 +113,7 @@ def number(default: int, help_text: str, largest: int) -> Any:
     return option(schema_fields.Integer(validate=check), default, help_text)
 
 
-class TextOrList(schema_fields.Field):
+class TextOrList(schema_fields.Raw):
     """One text, or a list of texts; either becomes a tuple."""
 
     def __init__(self, check: validate.Validator, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class StrictBoolean(schema_fields.Boolean):
     def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> bool:
         if not isinstance(value, (bool, str)):
             raise self.make_error("invalid", input=value)
-        return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call]
+        return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def flat(messages: Any, path: str = "") -> list[tuple[str, str]]:

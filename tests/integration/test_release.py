@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ def test_playbooks_from_the_wheel_run(release: Path, tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path / "hosts", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "GPU" in done.stdout
+    # SHA256SUMS names the one agent that reaches hosts, by wheel or collection.
+    (agent,) = release.glob("gpuprov-agent-*.pyz")
+    (collection,) = release.glob("gpuprov-host-*.tar.gz")
+    with tarfile.open(collection) as archive:
+        packed = archive.extractfile("files/gpuprov-agent.pyz")
+        assert packed and packed.read() == agent.read_bytes()
+    assert (written / "files/gpuprov-agent.pyz").read_bytes() == agent.read_bytes()
 
 
 def test_an_upgrade_replaces_playbooks_and_keeps_the_inventory(tmp_path: Path) -> None:
