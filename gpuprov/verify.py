@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
+from gpuprov.checks import memory
 from gpuprov.checks.cuda.judgement import gather_hiding
 from gpuprov.checks.engine_checks import Subject, check_engines
 from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
@@ -24,7 +25,7 @@ from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
-from gpuprov.protocol.events import Sink
+from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 
@@ -33,24 +34,31 @@ _SMI_SECONDS = 120
 _OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|reboot|poweroff")
 
 
-def verify(system: System, spec: HostSpec, sink: Sink) -> Verdict:
+def verify(system: System, spec: HostSpec, sink: Sink, *, remember: bool = False) -> Verdict:
     """Verify the driver, and each engine with containers that have all GPUs, one, and none. Return whether all passed.
 
-    Emits one CheckDone a line, in a fixed order.
+    Emits one CheckDone a line, in a fixed order. `remember`: the GPUs that are there now are all that should be.
     """
-    if is_copy(system) and not gather_gpus(system):
+    recalled = memory.recall(system)
+    if is_copy(system) and not gather_gpus(system) and recalled.memory is None:
         return verify_copy(system, spec, sink)
+    if recalled.fault and not remember:
+        sink(Note(f"{recalled.fault}: nothing is compared with it; {memory.FORGET}", "warning"))
     checks = Checks(sink)
     host_report: list[SmiReport] = []
     driver_ok = checks.check("driver", lambda: _host_smi(system, host_report))
+    report = host_report[0] if driver_ok else None
+    if recalled.memory is not None and not remember:
+        memory.check_gpus(checks, system, recalled.memory, report)
     checks.check("device nodes", lambda: _device_nodes(system))
     fabric = gather_fabric(system)
     if fabric.switches:
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))
-    subject = Subject(checks, system, spec, host_report[0] if driver_ok else None)
-    check_engines(subject)
+    check_engines(Subject(checks, system, spec, report))
+    if report is not None:
+        memory.update(system, spec, checks, report, sink, remember=remember)
     return checks.verdict()
 
 

@@ -48,12 +48,13 @@ def task_request(
     bundle_digest: str = "",
     container: str = "",
     fix: bool = False,
+    remember: bool = False,
 ) -> Request:
     """Return the request of a task. `plan` is an installation in check mode that is never reported as changed.
 
     `bundle` is the path of a bundle on this machine, not yet on the host; only commands that install receive it.
-    `container`: a container or image that `cuda` examines instead of the host. `fix` belongs to the doctor.
-    Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
+    `container`: a container or image that `cuda` examines instead of the host. `fix` belongs to the doctor,
+    `remember` to verify. Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
     """
     if command not in TASK_COMMANDS:
         raise GpuprovError(
@@ -71,6 +72,7 @@ def task_request(
         bundle=bundle if installs(command) else "",
         bundle_digest=bundle_digest if installs(command) else "",
         fix=fix and command == "doctor",
+        remember=remember and command == "verify",
         # The plugin waits for a host that reboots, and retries.
         caller_returns=True,
         arguments={"subject": container} if command == CUDA else {},

@@ -287,7 +287,7 @@ def _fix(run: RunContext) -> Finished:
 def _verify(run: RunContext) -> Finished:
     from gpuprov.verify import installed_versions, known_holes, verify
 
-    verdict = verify(run.system, run.spec, run.sink)
+    verdict = verify(run.system, run.spec, run.sink, remember=run.request.remember)
     versions = installed_versions(run.system)
     for found in known_holes(versions):
         run.note(f"{found}", "warning")

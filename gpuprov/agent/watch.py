@@ -23,6 +23,7 @@ from gpuprov.facts.watch import STORED, stored
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.advisories import advisories
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted
 
@@ -63,7 +64,8 @@ def watch(system: System) -> str:
     steps = tuple(step.name for step in STEPS if step.name not in _OF_A_BUNDLE) if found.get("bundle") else ()
     host = (system.read_text(_HOSTNAME) or "localhost").strip()
     plan = _run(system, host, replace(request, check=True, steps=steps))
-    proof = _run(system, host, replace(request, command="verify"))
+    news: list[str] = []
+    proof = _run(system, host, replace(request, command="verify"), news)
     if busy := _busy(system):
         return busy
     result = replace(
@@ -81,11 +83,17 @@ def watch(system: System) -> str:
     troubles = [str(problem) for one in (plan, proof) for problem in one.problems]
     failed = [f"{check.name}: {check.reason}" for check in proof.checks if check.status == "failed"]
     changes = counted(plan.changed if planned else "unknown", "change")
-    return "\n".join((f"{changes} pending, {counted(len(failed), 'check')} failed", *failed, *troubles))
+    return "\n".join((f"{changes} pending, {counted(len(failed), 'check')} failed", *failed, *troubles, *news))
 
 
-def _run(system: System, host: str, request: Request) -> HostResult:
-    recorder = Recorder(host)
+def _run(system: System, host: str, request: Request, news: list[str] | None = None) -> HostResult:
+    """Run the request; what it says of the host as news goes to `news`, for the next verification knows it already."""
+
+    def sink(_: str, event: Event) -> None:
+        if news is not None and isinstance(event, Note) and event.level == "info":
+            news.append(event.message)
+
+    recorder = Recorder(host, sink)
     run_request(request, recorder, system)
     return recorder.result()
 

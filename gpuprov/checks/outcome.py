@@ -103,6 +103,11 @@ class Checks:
         """Whether no check has failed so far."""
         return all(one.status != "failed" for one in self._done)
 
+    @property
+    def engine_versions(self) -> dict[str, str]:
+        """The versions of the engines that passed the check of their own name."""
+        return {one.engine: one.on_host for one in self._done if one.status == "ok" and one.engine == one.name}
+
     def verdict(self) -> Verdict:
         """Return the verdict so far."""
         failed = _engines(one for one in self._done if one.status == "failed")

@@ -115,6 +115,8 @@ def verify(
       gpuprov verify --kubernetes --hosts inventory.ini --limit gpu07
     """
     if kubernetes:
+        if options["remember"]:
+            raise click.UsageError("--remember is for hosts: leave out --kubernetes")
         from gpuprov.fleet.options import Options
         from gpuprov.kubernetes.command import verify_cluster
         from gpuprov.kubernetes.kubectl import Kubectl

@@ -16,3 +16,5 @@ KEYS = "keys"
 SOURCES_LIST = f"{FOLDER}/sources.list"
 # Units and containers that are stopped and must be started again; the file survives a killed run.
 STOPPED = f"{STATE_DIRECTORY}/stopped.json"
+# What the last green verification saw (checks/memory.py).
+REMEMBERED = f"{STATE_DIRECTORY}/remembered.json"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Callable
 
+from gpuprov.checks.memory import FORGET
 from gpuprov.core.system import System
 from gpuprov.doctor import (
     cdi_rules,
@@ -93,6 +94,8 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
         sink(_event(rank, cause))
         if cause.finding.confidence == WARNING:
             sink(Note(f"{cause.finding.what}; {cause.finding.next_step}", "warning"))
+    if x.memory_fault:
+        sink(Note(f"{x.memory_fault}: nothing is compared with it; {FORGET}", "warning"))
     if x.kernel_log_error:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
     if troubles:

@@ -13,7 +13,9 @@ from dataclasses import replace
 from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
+from gpuprov.checks import memory
 from gpuprov.checks.cuda.judgement import gather_hiding
+from gpuprov.checks.smi import parse_smi
 from gpuprov.core.changes import file_digest
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.image_system import BOOTED
@@ -22,6 +24,7 @@ from gpuprov.core.lock import LOCK_PATH, other_run
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
 from gpuprov.doctor.containers import gather_containers
+from gpuprov.doctor.gpu_rules import FOR_GUESTS
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.doctor.snapshot import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, HostSnapshot, OtherSmi, Smi
 from gpuprov.driver_run import INCOMPLETE_MARK
@@ -37,7 +40,7 @@ from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
@@ -80,6 +83,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
     first, own = system.which("nvidia-smi") or "", _own_smi(host.driver)
     is_other = bool(first and own) and system.real_path(first) != own
     smi = _smi(system, host.driver, own if is_other else "nvidia-smi")
+    recalled = memory.recall(system)
     texts = _texts(system)
     specification = system.read_bytes(PATH)
     return HostSnapshot(
@@ -124,6 +128,8 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
         containers=gather_containers(system),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
+        gpus_lost=_gpus_lost(system, recalled.memory, smi, host),
+        memory_fault=recalled.fault,
         is_booted=system.exists(BOOTED),
     )
 
@@ -167,6 +173,19 @@ def _smi(system: System, driver: DriverFacts, program: str) -> Smi:
         return Smi(reason="device nodes are missing, which it would make")
     done = system.run((program, "-q", "-x"), timeout=_SMI_SECONDS)
     return Smi(done.returncode, done.stdout if done.stdout.strip() else done.stderr)
+
+
+def _gpus_lost(system: System, remembered: memory.Memory | None, smi: Smi, host: HostFacts) -> Problem | None:
+    """Return the trouble, without GPUs on the PCI bus: other rules say why the driver does not serve one."""
+    if remembered is None:
+        return None
+    try:
+        report = parse_smi(smi.text) if smi.is_report else None
+    except GpuprovError:
+        report = None
+    return memory.lost_gpus(
+        system, remembered, report, {gpu.bus_id for gpu in host.gpus if gpu.driver not in FOR_GUESTS}
+    )
 
 
 def _node_errors(system: System, driver: DriverFacts, smi: Smi) -> Mapping[str, str]:

@@ -104,6 +104,17 @@ def _gpu_vfio(x: HostSnapshot) -> Finding | None:
     )
 
 
+RULES.row(
+    "gpus-lost",
+    GPUS,
+    "a GPU that the last green `gpuprov verify` saw has left the PCI bus, or is bound to vfio-pci",
+    lambda x: x.gpus_lost.evidence if x.gpus_lost else "",
+    lambda x: x.gpus_lost.what if x.gpus_lost else "",
+    lambda x: x.gpus_lost.next_step if x.gpus_lost else "",
+    follows=("no-gpu", "gpu-nouveau", "gpu-vfio", "fallen-off-bus", "power-cables"),
+)
+
+
 @RULES.add(
     "iommu-fault", GPUS, "the kernel's log: `DMAR: [DMA …` or `AMD-Vi: Event` with a GPU's bus id", ("fallen-off-bus",)
 )

@@ -12,6 +12,7 @@ from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.image_mark import MARK
+from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
 # Where NVIDIA's GPU operator installs the toolkit on Kubernetes nodes.
@@ -66,8 +67,9 @@ class HostSnapshot:
     whose files name no runtime nvidia and no CDI. `smi_path`: the nvidia-smi that was run; `other_smi`: one
     before it on the PATH. `docker_file_rewritten`: the runs whose docker configuration somebody has
     changed since. `preload_said`: the loader's message about /etc/ld.so.preload. `closed`: CDI folders and
-    files that only root can read, with their modes. `is_booted`: systemd runs, which is False in the root file system
-    of an image. `containers`: libraries that running containers load.
+    files that only root can read, with their modes. `gpus_lost`: the trouble that GPUs of the last green verification
+    are missing; `memory_fault`: why what that saw is not trusted. `is_booted`: systemd runs, which is False in the root
+    file system of an image. `containers`: libraries that running containers load.
     """
 
     host: HostFacts
@@ -109,6 +111,8 @@ class HostSnapshot:
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()
     containers: Containers = field(default_factory=Containers)
+    gpus_lost: Problem | None = None
+    memory_fault: str = ""
     is_booted: bool = True
 
     @property
@@ -118,4 +122,4 @@ class HostSnapshot:
     @property
     def lacks_gpus_yet(self) -> bool:
         """Whether it is a copy of an image that has never seen a GPU: what needs a GPU is unknown, not broken."""
-        return MARK in self.host.files and not self.host.gpus
+        return MARK in self.host.files and not self.host.gpus and self.gpus_lost is None

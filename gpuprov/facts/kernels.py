@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gpuprov.cdi import other_devices
 from gpuprov.cdi.generate import PATH
+from gpuprov.core.places import REMEMBERED
 from gpuprov.core.system import System
 from gpuprov.machine.machine import Kernel
 from gpuprov.protocol.errors import GpuprovError
@@ -255,7 +256,7 @@ def newest_kernel(system: System) -> str:
 
 def gather_identity(system: System) -> tuple[str, ...]:
     """Return the files that identify this machine or its GPUs: copies must not have them."""
-    found = [path for path in (*_SECRETS, PATH, *other_devices.PATHS) if system.status(path) is not None]
+    found = [path for path in (*_SECRETS, PATH, REMEMBERED, *other_devices.PATHS) if system.status(path) is not None]
     machine_id = (system.read_bytes(MACHINE_ID) or b"").strip()
     if machine_id not in (b"", _UNINITIALIZED):
         found.append(MACHINE_ID)

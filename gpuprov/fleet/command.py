@@ -57,7 +57,7 @@ def run_command(options: Options) -> ExitCode:
     require_safe_hosts(commands, inventory.hosts)
     request = Request(
         options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
-        arguments=options.arguments,
+        remember=options.remember, arguments=options.arguments,
     )  # fmt: skip
     now, begun = time.time(), time.monotonic()
     results, ended_by = _run(options, inventory.hosts, request, rollout, commands)

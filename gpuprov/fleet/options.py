@@ -117,6 +117,10 @@ class RunOptions:
         "--fix", is_flag=True, commands=("doctor",),
         help="Fix what gpuprov can fix, then check again.",
     )  # fmt: skip
+    remember: bool = _option(
+        "--remember", is_flag=True, commands=("verify",),
+        help="Take the GPUs that are there now as all that should be there.",
+    )  # fmt: skip
     detailed_exitcode: bool = _option(
         "--detailed-exitcode", is_flag=True, commands=("install",),
         help="With --check: exit code 5 if something would change.",

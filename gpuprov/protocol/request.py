@@ -27,6 +27,7 @@ class Request:
     manifest must have, empty for any. `tables`: tables that count instead of the agent's own (protocol/tables.py).
     `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
     `agent`: the path of the agent's own file on the host, which gpuprov_watch keeps; the agent names its own.
+    `remember`: verify takes the GPUs that are there now as all that should be.
     `require_drained`: the host is not drained; an installation stops before it would disturb containers.
     """
 
@@ -43,6 +44,7 @@ class Request:
     tables: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     fix: bool = False
+    remember: bool = False
     require_drained: bool = field(default=False, metadata={FORMER_NAME: "undisturbed"})
     agent: str = ""
 

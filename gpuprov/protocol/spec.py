@@ -119,7 +119,7 @@ class SiteRepository:
 PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
      "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix",
-     "gpuprov_play_before_host_tasks", "gpuprov_play_after_host_tasks")
+     "gpuprov_play_remember", "gpuprov_play_before_host_tasks", "gpuprov_play_after_host_tasks")
 )  # fmt: skip
 
 

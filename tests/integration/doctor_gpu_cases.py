@@ -178,6 +178,12 @@ GPU_GROUPS = (
         metal=True,
     ),
     Group(
+        "a GPU that was there",
+        (_OWN_BUS, _OWN_DRIVER, f"rm -r {_BUS}/0000:2a* /proc/driver/nvidia/gpus/0000:2a*", _ONE_GPU),
+        frozenset({"gpus-lost"}),
+        metal=True,
+    ),
+    Group(
         "no GPU in the machine",
         (_OWN_BUS, _OWN_DRIVER, f"rm -r {_BUS}/* /proc/driver/nvidia/gpus/*"),
         frozenset({"no-gpu"}),

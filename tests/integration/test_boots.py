@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from tests import simgpu
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, running
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 
@@ -86,6 +87,26 @@ def test_another_set_of_libraries_changes_the_specification_without_anybody(main
     wait_for("the refresh", lambda: "libnvidia-encode" not in (main.root / _CDI[1:]).read_text())
     main.ssh("mv /root/away/* /usr/lib/x86_64-linux-gnu/ && ldconfig")
     wait_for("the refresh", lambda: (main.root / _CDI[1:]).read_text() == before)
+
+
+def test_a_gpu_that_a_reboot_lost_is_missed_until_it_is_back(lab_site: Site, main: Host) -> None:
+    inventory = lab_site.inventory("boots")
+    attach = main.root / "usr/lib/simgpu/attach"
+    whole = attach.read_text()
+    simgpu.write_kernel_tree(main.root / "usr/lib/simgpu-one", 1, DRIVER)
+    attach.write_text(whole.replace("/usr/lib/simgpu/", "/usr/lib/simgpu-one/"))
+    main.reboot()
+    main.ssh("rm -f /dev/nvidia1")
+    failed = gpuprov("verify", "--hosts", inventory)
+    missed = f"today: {simgpu.gpu(1).uuid} (NVIDIA H100 80GB HBM3 at 0000:2a:00.0) is gone"
+    assert failed.returncode == 1 and f"1 {missed}" in failed.stdout, failed.stdout
+    assert re.search(r"^remembered GPUs +failed", failed.stdout, re.MULTILINE), failed.stdout
+    assert f"1 {missed}" in gpuprov("doctor", "--hosts", inventory).stdout
+    attach.write_text(whole)
+    main.reboot()
+    done = gpuprov("verify", "--hosts", inventory)
+    assert done.returncode == 0 and re.search(r"^remembered GPUs +ok +all 2 of", done.stdout, re.MULTILINE), done.stdout
+    assert main.ssh("stat -c '%a %u' /var/lib/gpuprov/remembered.json").stdout.split() == ["600", "0"]
 
 
 def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host) -> None:

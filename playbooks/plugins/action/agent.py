@@ -64,6 +64,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 "steps": {"type": "list", "elements": "str", "default": []},
                 "container": {"type": "str", "default": ""},
                 "fix": {"type": "bool", "default": False},
+                "remember": {"type": "bool", "default": False},
             }
         )[1]
         self._warnings: list[str] = []
@@ -88,6 +89,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 bundle_digest=bundle_digest,
                 container=arguments["container"],
                 fix=arguments["fix"],
+                remember=arguments["remember"],
             )
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:

@@ -42,6 +42,10 @@ options:
       - C(doctor) does about the causes what gpuprov can do, and looks again. C(rollback) undoes it.
     type: bool
     default: false
+  remember:
+    description: C(verify) takes the GPUs that are there now as all that should be there.
+    type: bool
+    default: false
 author:
   - gpuprov (@gpuprov)
 attributes:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpuprov.core.places import REMEMBERED
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.parse import ModuleFile
 from gpuprov.doctor.snapshot import KEYS
 from gpuprov.facts.kernels import BLACKLIST, InstalledKernel
+from gpuprov.protocol.errors import Problem
 from tests.unit.doctor.host import with_driver, with_kernel
 from tests.unit.doctor.ill import (
     DKMS,
@@ -111,6 +113,12 @@ KERNEL_ROWS = (
         "10de:2901",
         "gpuprov_kernel_module_type=open",
         LIKELY,
+    ),
+    Row(
+        "gpus-lost",
+        lambda x: replace(x, gpus_lost=Problem("3 GPUs on 2026-11-03, 2 today", REMEMBERED, "systemctl reboot")),
+        REMEMBERED,
+        "systemctl reboot",
     ),
     # open-gpu-kernel-modules 595.45.04; NVIDIA/NVSentinel's report of a GPU lost without an Xid.
     Row(

@@ -1,0 +1,273 @@
+"""What the last green verification saw is kept on the host; verify and the doctor say which GPU is missing since."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.checks import memory
+from gpuprov.checks.memory import CHECK, Gpu, changed, parse_links, recall
+from gpuprov.core.commands import Completed
+from gpuprov.core.image_system import BOOTED
+from gpuprov.core.lock import LockHolder
+from gpuprov.core.places import REMEMBERED
+from gpuprov.facts.kernels import gather_identity
+from gpuprov.protocol.events import CheckDone, Event, Note
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.verify import verify
+from tests.simgpu import gpu, write_kernel_tree
+from tests.unit.checks.test_smi import REPORT
+from tests.unit.doctor.host import DoctorHost, examined, first, healthy, names
+from tests.unit.test_verify import SPEC, RecordedHost, only
+from tests.unit.test_verify import cuda_is_well as cuda_is_well
+from tests.unit.test_verify import host as recorded
+
+pytestmark = pytest.mark.root
+FIRST, SECOND = 1793692800, 1795420800  # 2026-11-03 08:00 and 2026-11-23 08:00 UTC
+XID = "[ 12.1] NVRM: Xid (PCI:0000:2a:00): 79, pid='<unknown>', GPU has fallen off the bus."
+HEALTHY_BOOT = "[  1.2] nvidia 0000:2a:00.0: enabling device (0140 -> 0142)"
+
+
+class Machine(RecordedHost):
+    """A booted host with two GPUs; `now` is the time of day, `log` the kernel's log, `links` what nvlink says."""
+
+    time: int = FIRST
+    log: str = HEALTHY_BOOT
+    links: str = ""
+
+    def clock(self) -> int:
+        return self.time
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[:2] == ("nvidia-smi", "nvlink"):
+            return Completed(tuple(argv), 0, self.links, "")
+        if argv[0] == "dmesg":
+            return Completed(tuple(argv), 0, self.log, "")
+        return super().run(argv, **more)
+
+
+host = recorded
+
+
+@pytest.fixture
+def machine(host: RecordedHost) -> Machine:
+    made = Machine(host.root)
+    made.programs.add("dmesg")
+    made.make_directory(BOOTED)
+    return made
+
+
+def look(machine: Machine, spec: HostSpec = SPEC, **more: Any) -> tuple[CheckDone | None, list[Note]]:
+    """Verify; return the check of this module, None if there was none, and what was said."""
+    events: list[Event] = []
+    verify(machine, spec, events.append, **more)
+    found = [one for one in events if isinstance(one, CheckDone) and one.name == CHECK]
+    return (found[0] if found else None), [one for one in events if isinstance(one, Note)]
+
+
+def lose_one(machine: Machine) -> None:
+    """Take the second GPU out of the machine."""
+    machine.time = SECOND
+    for command in ("smi", "all", "gpus", "cdi", "0"):
+        machine.answers[command] = (0, only(REPORT, 0), "")
+    machine.path("/sys/bus/pci/devices/0000:2a:00.0").rename(machine.path("/gone"))
+
+
+def test_the_first_green_verification_is_remembered(machine: Machine) -> None:
+    assert look(machine) == (None, [])
+    status = machine.status(REMEMBERED)
+    assert status is not None and (status.mode, status.uid) == (0o600, 0)
+    kept = recall(machine).memory
+    assert kept is not None
+    assert kept.gpus == tuple(Gpu(gpu(n).uuid, gpu(n).name, gpu(n).sysfs_id) for n in (0, 1))
+    assert (kept.driver, kept.day, kept.engines) == ("550.163.01", "2026-11-03", {"docker": "28.5.2"})
+    check, said = look(machine)
+    assert check == CheckDone(CHECK, "ok", "all 2 of 2026-11-03") and said == []
+
+
+def test_a_gpu_that_is_gone_fails_and_is_not_forgotten(machine: Machine) -> None:
+    look(machine)
+    lose_one(machine)
+    for _ in range(2):
+        check, _ = look(machine)
+        assert check is not None and check.status == "failed"
+        assert check.reason == (
+            f"2 GPUs on 2026-11-03, 1 today: {gpu(1).uuid} (NVIDIA H100 80GB HBM3 at 0000:2a:00.0) is gone; "
+            "/sys/bus/pci/devices/0000:2a:00.0 is not there; gpuprov doctor; taken out on purpose: "
+            "gpuprov verify --remember"
+        )
+
+
+def test_what_the_kernel_log_says_of_its_address_is_evidence(machine: Machine) -> None:
+    look(machine)
+    lose_one(machine)
+    machine.log = f"{HEALTHY_BOOT}\n{XID}\n[ 13.0] NVRM: 0000:2a:00.0 more\n{XID.replace('2a', '1b')}"
+    check, _ = look(machine)
+    assert check is not None and f"; the kernel log says: {XID}; " in check.reason
+
+
+def test_a_gpu_that_comes_back_is_no_news(machine: Machine) -> None:
+    look(machine)
+    whole = dict(machine.answers)
+    lose_one(machine)
+    look(machine)
+    machine.path("/gone").rename(machine.path("/sys/bus/pci/devices/0000:2a:00.0"))
+    machine.answers = whole
+    check, said = look(machine)
+    assert check is not None and check.status == "ok" and said == []
+
+
+def test_remember_takes_what_is_there_now_as_right(machine: Machine) -> None:
+    look(machine)
+    lose_one(machine)
+    check, said = look(machine, remember=True)
+    assert check is None
+    assert Note("remembered: 1 GPU, driver 550.163.01") in said
+    check, _ = look(machine)
+    assert check is not None and (check.status, check.on_host) == ("ok", "all 1 of 2026-11-23")
+
+
+def test_a_gpu_that_was_added_is_said_once(machine: Machine) -> None:
+    look(machine)
+    data = json.loads(machine.read_text(REMEMBERED) or "")
+    machine.write(REMEMBERED, json.dumps({**data, "gpus": data["gpus"][:1]}).encode(), mode=0o600)
+    _, said = look(machine)
+    assert said == [Note(f"new since 2026-11-03: {gpu(1).uuid} (NVIDIA H100 80GB HBM3 at 0000:2a:00.0)")]
+    assert look(machine)[1] == []
+
+
+def test_changed_versions_are_no_failure(machine: Machine) -> None:
+    look(machine)
+    data = json.loads(machine.read_text(REMEMBERED) or "")
+    older = {**data, "driver": "535.261.03", "kernel": "5.10.0", "engines": {"docker": "20.10.24"}}
+    machine.write(REMEMBERED, json.dumps(older).encode(), mode=0o600)
+    _, (said,) = look(machine)
+    assert said.level == "debug"
+    assert said.message.startswith("changed since 2026-11-03: kernel 5.10.0 → ")
+    assert said.message.endswith("driver 535.261.03 → 550.163.01, docker 20.10.24 → 28.5.2")
+    machine.write(REMEMBERED, json.dumps({**older, "kernel": data["kernel"]}).encode(), mode=0o600)
+    # A run of gpuprov has worked since then: what it changed was wanted.
+    machine.make_directory("/var/lib/gpuprov/runs")
+    machine.write("/var/lib/gpuprov/runs/0001.jsonl", b"")
+    os.utime(machine.path(REMEMBERED), (FIRST, FIRST))
+    assert look(machine)[1] == []
+
+
+def test_a_gpu_with_fewer_nvlinks_is_a_warning(machine: Machine) -> None:
+    told = f"GPU 0: NVIDIA H100 80GB HBM3 (UUID: {gpu(0).uuid})\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    assert parse_links(told + f"GPU 1: B (UUID: {gpu(1).uuid})\n\t Link 0: <inactive>\n") == {
+        gpu(0).uuid: 2, gpu(1).uuid: 0
+    }  # fmt: skip
+    machine.links = told
+    look(machine)
+    machine.links = told.replace("Link 1: 26.562 GB/s", "Link 1: <inactive>")
+    _, (said,) = look(machine)
+    assert said.level == "warning" and "has 1 active NVLink, 2 on 2026-11-03" in said.message
+
+
+@pytest.mark.parametrize("what", ["failed", "image", "not booted", "a run works"])
+def test_such_a_verification_is_not_remembered(machine: Machine, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    if what == "failed":
+        machine.answers["gpus"] = (125, "", "no")
+    if what == "not booted":
+        machine.remove(BOOTED)
+    if what == "a run works":
+        monkeypatch.setattr(memory, "other_run", lambda _: LockHolder(7, "install", "now", alive=True))
+    look(machine, replace(SPEC, target="image") if what == "image" else SPEC)
+    assert machine.status(REMEMBERED) is None
+
+
+UNTRUSTED = (
+    (b"{", 0o600, "can't be read"),
+    (b'{"schema": 1}', 0o600, "Memory.date is missing"),
+    (b'{"schema": 2}', 0o600, "schema 2, not 1"),
+    (b"[" * 300_000, 0o600, "is larger than"),
+    (b"[" * 200_000, 0o600, "nested too deep"),
+    (b"{}", 0o666, "not a file that only root can write"),
+)
+
+
+@pytest.mark.parametrize(("content", "mode", "reason"), UNTRUSTED)
+def test_a_file_that_is_not_trusted_is_said_and_stays(machine: Machine, content: bytes, mode: int, reason: str) -> None:
+    machine.make_directory(str(Path(REMEMBERED).parent))
+    machine.write(REMEMBERED, content, mode=mode)
+    check, (said,) = look(machine)
+    assert check is None and said.level == "warning" and reason in said.message
+    assert machine.read_bytes(REMEMBERED) == content
+    look(machine, remember=True)
+    assert recall(machine).memory is not None
+
+
+def test_a_copy_of_a_disk_begins_a_memory_of_its_own(machine: Machine) -> None:
+    look(machine)
+    lose_one(machine)
+    machine.write("/etc/machine-id", b"another\n")
+    assert look(machine) == (None, [])
+    kept = recall(machine).memory
+    assert kept is not None and len(kept.gpus) == 1
+
+
+def test_an_image_is_cleaned_of_it(machine: Machine) -> None:
+    look(machine)
+    assert REMEMBERED in gather_identity(machine)
+
+
+def test_a_card_of_the_same_model_stands_for_a_missing_one() -> None:
+    a, b, moved = Gpu("GPU-a", "H100", "0000:1b:00.0"), Gpu("GPU-b", "H100", "0000:2a:00.0"), "0000:3c:00.0"
+    new = Gpu("GPU-c", "H100", b.bus_id)
+    assert changed((a, b), (a, replace(b, bus_id=moved))) == memory.Changed()
+    assert changed((a, b), (a, new)).replaced == ((b, new),)
+    assert changed((a, b), (replace(new, bus_id=moved), replace(new, uuid="GPU-d"))).replaced[1] == (
+        b, replace(new, uuid="GPU-d")
+    )  # fmt: skip
+    other = replace(new, model="L4")
+    assert changed((a, b), (a, other)) == memory.Changed((b,), (other,))
+
+
+# -- the doctor ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ill(tmp_path: Path) -> DoctorHost:
+    """A host that remembers three GPUs and has two."""
+    made = healthy(tmp_path)
+    gpus = [{"uuid": gpu(n).uuid, "model": gpu(n).name, "bus_id": gpu(n).sysfs_id} for n in range(3)]
+    kept = {"schema": 1, "date": "2026-11-03 08:00:00 UTC", "machine": "", "gpus": gpus, "driver": "550.163.01",
+            "kernel": "6.1", "gpuprov": "1"}  # fmt: skip
+    made.write("/etc/machine-id", b"\n")
+    made.write(REMEMBERED, json.dumps(kept).encode(), mode=0o600)
+    return made
+
+
+def test_the_doctor_names_the_missing_gpu(ill: DoctorHost) -> None:
+    ill.answers["dmesg"] = (0, XID.replace("2a", gpu(2).sysfs_id[5:7]))
+    cause = first(examined(ill))
+    assert cause.rule.name == "gpus-lost"
+    assert re.match(rf"3 GPUs on 2026-11-03, 2 today: {gpu(2).uuid} \(.*\) is gone$", cause.finding.what)
+    assert f"{REMEMBERED}: 2026-11-03 08:00:00 UTC\n" in cause.finding.evidence
+    assert "the kernel log says: [ 12.1] NVRM: Xid" in cause.finding.evidence
+    assert cause.finding.next_step.startswith("systemctl reboot  # ")
+
+
+def test_the_doctor_names_it_where_no_driver_answers(ill: DoctorHost) -> None:
+    ill.answers["nvidia-smi"] = (9, "NVIDIA-SMI has failed")
+    assert "gpus-lost" in names(examined(ill))
+
+
+def test_a_gpu_on_the_bus_is_the_trouble_of_other_rules(ill: DoctorHost) -> None:
+    write_kernel_tree(ill.root, 3)
+    found = names(examined(ill))
+    assert "nodes-missing" in found and "gpus-lost" not in found
+
+
+def test_the_doctor_says_what_it_does_not_trust(ill: DoctorHost) -> None:
+    ill.write(REMEMBERED, b"{", mode=0o600)
+    x = examined(ill)
+    assert "can't be read" in x.memory_fault and names(x) == ["driver-old"]
