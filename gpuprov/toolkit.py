@@ -111,6 +111,8 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 class InstallRuntime(Change):
     """Install the bundled runtime: its files (path, mode, content), compiled for the Python that runs them."""
 
+    undo_restores_files: ClassVar[bool] = True
+
     files: tuple[tuple[str, int, bytes], ...]
     python: Interpreter
     stale: tuple[str, ...] = ()
@@ -225,6 +227,8 @@ class WriteCdiSpecification(Change):
 
     `content` is None before the driver is installed.
     """
+
+    undo_restores_files: ClassVar[bool] = True
 
     content: bytes | None
     others: tuple[tuple[str, bytes], ...] = ()

@@ -10,15 +10,16 @@ from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.protocol.errors import Problem
 
+# The eight newest agents stay, and what killed commands left counts as one. Folders are unpacked agents.
+_PRUNE = '( cd "$d" && ls -1tAp | grep -E "^[.]?agent-.*[^/]$" | tail -n +9 | xargs rm -f )'
 # $1: the digest. One line without single quotes, backslashes or exclamation marks: the login shell may be csh or fish.
-# Old agents are removed, except those that a run may still use.
 STORE = (
     'umask 077; set -e; d="$HOME/.cache/gpuprov"; '
     'test -d "$HOME" || { echo there is no home directory "$HOME" >&2; exit 1; }; '
     'mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
     'cat > "$t" || { rm -f "$t"; exit 1; }; '
     'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
-    'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
+    'mv -f "$t" "$d/agent-$1.pyz"; ' + _PRUNE
 )
 # Root takes the agent from the login user's home into its own, and runs only its own copy: a process of that user can
 # replace a file in the home at any time, also by a FIFO, which would block an open, or by a link to a device.
@@ -30,8 +31,7 @@ _RUN = (
     'same() { test "$(sha256sum < "$1" | cut -c1-64)" = "$2"; }; '
     '{ test -f "$f" && same "$f" "$1"; } || { mkdir -p ~root/.cache && mkdir -p -m 0700 "$d" && '
     'timeout 60 dd if="$3" iflag=nofollow,nonblock bs=1048576 count=100 2>/dev/null > "$t" && '
-    'same "$t" "$1" && mv -f "$t" "$f" && '
-    'find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +; } || '
+    'same "$t" "$1" && mv -f "$t" "$f" && ' + _PRUNE + "; } || "
     '{ rm -f "$t"; echo "the stored agent is not the one that was sent" >&2; exit 126; }; '
     'p=$2; shift 3; exec "$p" -I "$f" "$@"'
 )

@@ -22,6 +22,7 @@ from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles
 from gpuprov.core.journal import Run
 from gpuprov.core.lock import host_lock, other_run
 from gpuprov.core.proxy import Proxy
+from gpuprov.core.retention import prune
 from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
 from gpuprov.engines.docker_unit import failure
@@ -140,13 +141,17 @@ def _locked(run: RunContext) -> Finished:
     ) as note:
         run = replace(run, sink=_noting(run.sink, note))
         if run.request.command == "rollback":
-            return _roll_back(run)
-        if run.request.command == "uninstall":
-            return _uninstall(run)
-        if run.request.command == "doctor":
-            return _fix(run)
-        with _with_bundle(run) as run:
-            return install(run)
+            finished = _roll_back(run)
+        elif run.request.command == "uninstall":
+            finished = _uninstall(run)
+        elif run.request.command == "doctor":
+            finished = _fix(run)
+        else:
+            with _with_bundle(run) as run:
+                finished = install(run)
+        if finished.exit_code == ExitCode.DONE:
+            prune(run.system, CHANGE_KINDS)
+        return finished
 
 
 def _noting(sink: Sink, note: Callable[[str], None]) -> Sink:

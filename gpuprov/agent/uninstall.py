@@ -13,7 +13,7 @@ from typing import Callable
 from gpuprov.checks.engines import images_left
 from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_obstacles, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
-from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run, read_runs
+from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
@@ -172,7 +172,7 @@ def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
 
 def _lost(system: System, every: tuple[Run, ...]) -> str:
     """Return what shows that journals are gone: their numbers have no gaps, and are there as long as the runtime is."""
-    numbers = {int(run.path.rpartition("/")[2].partition(".")[0]) for run in every}
+    numbers = {run_number(run.path) for run in every} | pruned_numbers(system)
     missing = sorted(set(range(1, max(numbers, default=0) + 1)) - numbers)
     if missing:
         return f"{RUNS_DIRECTORY} lacks {', '.join(f'{number:04}.jsonl' for number in missing)}"

@@ -42,6 +42,8 @@ class Change:
     executes: ClassVar[str] = ""
     # Whether undoing several changes to the same files restores the first state directly, without the states between.
     undo_goes_to_first: ClassVar[bool] = False
+    # Whether its undo restores captured files alone: of several to the same files an uninstall needs the oldest.
+    undo_restores_files: ClassVar[bool] = False
     # Whether its undo may stop containers, or processes on the GPUs.
     undo_disturbs: ClassVar[bool] = False
 
@@ -113,6 +115,8 @@ class Change:
 class WriteFile(Change):
     """Write a file with this content and mode."""
 
+    undo_restores_files: ClassVar[bool] = True
+
     path: str
     content: bytes
     mode: int = 0o644
@@ -139,6 +143,8 @@ class WriteFile(Change):
 @dataclass(frozen=True)
 class RemoveFile(Change):
     """Remove a file or link."""
+
+    undo_restores_files: ClassVar[bool] = True
 
     path: str
     reason: str

@@ -20,6 +20,8 @@ from gpuprov.protocol.errors import GpuprovError, from_os_error
 
 STATE_DIRECTORY = "/var/lib/gpuprov"
 RUNS_DIRECTORY = f"{STATE_DIRECTORY}/runs"
+# The numbers of journals that were removed because no undo needs them, as pairs of first and last.
+PRUNED = f"{RUNS_DIRECTORY}/pruned"
 FORMAT = 2
 
 
@@ -156,6 +158,20 @@ def _journal_names(system: System) -> tuple[str, ...]:
     names = system.list_directory(RUNS_DIRECTORY)
     ours = (name for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
     return tuple(sorted(ours, key=lambda name: int(name[:-6])))
+
+
+def run_number(path: str) -> int:
+    """Return the number of a run by its journal's path."""
+    return int(path.rpartition("/")[2].partition(".")[0])
+
+
+def pruned_numbers(system: System) -> set[int]:
+    """Return the numbers of the journals that were removed because no undo needs them."""
+    try:
+        ranges = json.loads(system.read_text(PRUNED) or "[]")
+        return {number for first, last in ranges for number in range(first, last + 1)}
+    except (ValueError, TypeError):
+        return set()
 
 
 def _read_run(system: System, path: str) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, mode_heads, restore_path
 from gpuprov.core.system import System
@@ -69,6 +70,8 @@ class RestartUnit(Change):
 @dataclass(frozen=True)
 class RefreshLoaderCache(Change):
     """Refresh the loader's cache so that it lists the present libraries."""
+
+    undo_restores_files: ClassVar[bool] = True
 
     def summary(self) -> str:
         return f"write {LOADER_CACHE} (ldconfig)"

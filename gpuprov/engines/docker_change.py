@@ -32,6 +32,7 @@ class ReconfigureDocker(Change):
 
     # Several runs may have changed the file, with manual edits between them that docker could not start with.
     undo_goes_to_first: ClassVar[bool] = True
+    undo_restores_files: ClassVar[bool] = True
     undo_disturbs: ClassVar[bool] = True
 
     content: str | None

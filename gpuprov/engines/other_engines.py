@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gpuprov.core import units
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
@@ -246,6 +246,8 @@ class ConfigureEngine(Change):
     `restart` is False for an engine that serves Kubernetes and may not be restarted: it reads them at its next start.
     Without `edits` the files are right, but the engine has not read them. `unit` runs it.
     """
+
+    undo_restores_files: ClassVar[bool] = True
 
     engine: str
     edits: tuple[FileEdit, ...]

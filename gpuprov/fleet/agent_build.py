@@ -61,6 +61,7 @@ def unpacked():
             return archive
         os.makedirs(PLACE, mode=0o700, exist_ok=True)
         if is_ours(PLACE) and (is_ours(folder) or unpack(archive, folder)):
+            os.utime(folder)  # marks its use: folders in use are kept
             return folder
     except OSError:
         pass  # a full or read-only disk: slower, but it runs

@@ -45,6 +45,7 @@ class RefreshPackageIndex(Change):
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
+    undo_restores_files: ClassVar[bool] = True
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
     executes: ClassVar[str] = _SCRIPTS

@@ -141,6 +141,7 @@ class RefreshRpmIndex(Change):
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
+    undo_restores_files: ClassVar[bool] = True
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"

@@ -28,6 +28,8 @@ _MOST_LOOKED_AT = 4
 _MOST_BYTES = 1 << 20
 _JOURNAL = "/run/systemd/journal/socket"
 _LONGEST_LINE = 4000
+# A file this large gets another name, and replaces the one before it: two are kept.
+_LARGEST_LOG = 16 << 20
 _ORDER = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 # As syslog(3) counts.
 _PRIORITIES = (7, 6, 4, 3)
@@ -127,6 +129,11 @@ def log(settings: Settings, level: str, text: str) -> None:
 
 def _to_file(path: str, level: str, line: str) -> None:
     handle = posix.open(path, _APPEND, 0o600)
+    # Only regular files have a size.
+    if posix.fstat(handle).st_size > _LARGEST_LOG:
+        posix.close(handle)
+        posix.rename(path, f"{path}.1")
+        handle = posix.open(path, _APPEND, 0o600)
     try:
         posix.write(handle, f"{now()} {level} {line}\n".encode("utf-8", "replace"))
     finally:

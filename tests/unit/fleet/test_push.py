@@ -91,20 +91,23 @@ def test_root_reads_regular_files_only(account: Account, place: str) -> None:
 
 
 @pytest.mark.root
-def test_old_agents_are_removed_from_both_homes(account: Account) -> None:
+def test_the_eight_newest_agents_stay_in_both_homes(account: Account) -> None:
     mine = account.root / ".cache/gpuprov"
     mine.mkdir(parents=True)
     account.stored.parent.mkdir(parents=True)
-    month = time.time() - 32 * 86400
+    others = {"bundle-old.tar", "local-agent.pyz", "agent-unpacked"}
     for folder in (account.stored.parent, mine):
-        for name, age in (("agent-old.pyz", month), ("agent-new.pyz", time.time()), ("bundle-old.tar", month)):
-            (folder / name).write_text("")
-            os.utime(folder / name, (age, age))
+        (folder / "agent-unpacked").mkdir()
+        for age, name in enumerate(
+            [*(f"agent-{number}.pyz" for number in range(7)), ".agent-9", "agent-8.pyz", *others]
+        ):
+            (folder / name).touch()
+            os.utime(folder / name, (time.time() - age, time.time() - age))
     account.store()
     assert account.run().returncode == 0
     for folder in (account.stored.parent, mine):
         kept = {path.name for path in folder.iterdir()}
-        assert kept == {"agent-new.pyz", "bundle-old.tar", account.stored.name}
+        assert kept == {*(f"agent-{number}.pyz" for number in range(7)), *others, account.stored.name}
 
 
 @pytest.mark.root

@@ -84,3 +84,13 @@ def test_where_it_cannot_be_written_nothing_happens(tmp_path: Path, kind: str) -
     (tmp_path / "link").symlink_to("victim")
     record.log(settings(str(place)), "error", "x")
     assert (tmp_path / "victim").read_text() == ""
+
+
+def test_log_of_a_million_starts_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_LARGEST_LOG", 1000)
+    (tmp_path / "log.1").symlink_to("/etc/hostname")
+    for number in range(1000):
+        record.log(settings(str(tmp_path / "log")), "info", f"start {number}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.1"]
+    assert all(path.lstat().st_size < 1100 and not path.is_symlink() for path in tmp_path.iterdir())
+    assert "start 999\n" in (tmp_path / "log").read_text()

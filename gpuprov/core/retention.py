@@ -1,0 +1,168 @@
+"""Bounds on what gpuprov keeps on a host. A run that ended well removes what exceeds them, while it holds the lock.
+
+Journals are removed only if an uninstall can do without them (`surplus_runs`). No entry that is a link is followed, and
+only root's entries are removed. The container runtime bounds its own log and records (runtime_hook/record.py), the
+agent its log (agent/agent.py) and the pushed agents (agent/push.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuprov.core.changes import Change, images_in
+from gpuprov.core.files import FileStatus
+from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
+from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.system import System
+
+_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The newest `number` entries of `folder` with such names stay, as long as their files have `size` bytes in all.
+
+    An entry used within `idle` seconds stays: a command without the lock may still read it.
+    """
+
+    folder: str
+    names: str
+    number: int
+    size: int
+    idle: int = 0
+
+
+JOURNALS = Bound(RUNS_DIRECTORY, r"\d+\.jsonl", 100, 64 << 20)
+BOUNDS = (
+    # Unpacked agents and one-file programs; each marks its folder when it starts.
+    Bound(CACHE_DIRECTORY, r"\.?(agent|host)-\w+", 4, 0, _DAY),
+    # Drivers and CUDA toolkits of runs that failed; a run that succeeds removes its own.
+    Bound(CACHE_DIRECTORY, r".+\.run(\.part)?", 2, 8 << 30),
+    # A controller may be uploading one now.
+    Bound(CACHE_DIRECTORY, r"bundle-.+\.tar(\.part)?", 2, 32 << 30, _DAY),
+    # What killed commands left.
+    *(Bound(folder, r"gpuprov-\w+", 0, 0, _DAY) for folder in ("/run", "/tmp", "/var/tmp")),
+)
+
+
+def prune(system: System, kinds: Mapping[str, type[Change]]) -> None:
+    """Remove what exceeds the bounds. A folder that can't be read or written is left for a later run."""
+    for bound in BOUNDS:
+        with contextlib.suppress(OSError):
+            for path in _surplus(system, bound):
+                _remove(system, path)
+    with contextlib.suppress(OSError):
+        _prune_journals(system, kinds)
+
+
+def _surplus(system: System, bound: Bound) -> list[str]:
+    """Return the paths that exceed a bound, the oldest first."""
+    entries = sorted(_entries(system, bound), key=lambda entry: entry[1].modified, reverse=True)
+    found, size = [], 0
+    for index, (path, status) in enumerate(entries):
+        size += status.size
+        exceeds = index >= bound.number or (index > 0 and status.kind == "file" and size > bound.size)
+        if exceeds and not (bound.idle and system.clock() < status.modified + bound.idle):
+            found.append(path)
+    return found[::-1]
+
+
+def _entries(system: System, bound: Bound) -> Iterable[tuple[str, FileStatus]]:
+    folder = system.status(bound.folder)
+    if folder is None or folder.kind != "directory":
+        return
+    for name in system.list_directory(bound.folder):
+        status = system.status(f"{bound.folder}/{name}") if re.fullmatch(bound.names, name) else None
+        if status is not None and status.uid == 0 and status.kind in ("file", "directory"):
+            yield f"{bound.folder}/{name}", status
+
+
+def _remove(system: System, path: str) -> None:
+    status = system.status(path)
+    if status is not None and status.kind == "directory":
+        system.remove_tree(path)
+    else:
+        system.remove(path)
+
+
+# -- journals ----------------------------------------------------------------------------------------------------------
+
+
+def _prune_journals(system: System, kinds: Mapping[str, type[Change]]) -> None:
+    if not _surplus(system, JOURNALS):
+        return
+    runs = read_runs(system)
+    statuses = (system.status(run.path) for run in runs)
+    surplus = surplus_runs(runs, [status.size if status else 0 for status in statuses], kinds)
+    if not surplus:
+        return
+    numbers = sorted(pruned_numbers(system) | {run_number(run.path) for run in surplus})
+    # First, so that a kill between the two leaves no journal missing without a note.
+    system.write(PRUNED, json.dumps(_ranges(numbers)).encode(), mode=0o600)
+    for run in surplus:
+        system.remove(run.path)
+
+
+def surplus_runs(runs: Sequence[Run], sizes: Sequence[int], kinds: Mapping[str, type[Change]]) -> tuple[Run, ...]:
+    """Return the old runs that an uninstall can do without: an older run restores the same files, or all is undone.
+
+    `runs` and their `sizes` are ordered from old to new. The newest runs stay, within the bound of JOURNALS; so does
+    the last run that wrote a file, because it shows whether somebody changed the file since.
+    """
+    newest = _newest(sizes)
+    written_later = {path for run in runs[newest:] for path in _written(run)}
+    last_writers: set[str] = set()
+    for run in reversed(runs[:newest]):
+        if not _written(run) <= written_later:
+            last_writers.add(run.path)
+        written_later |= _written(run)
+    restored: dict[str, set[str]] = {}
+    surplus = []
+    for run in runs[:newest]:
+        ended = bool(run.end) and run.interrupted is None and run.path not in last_writers
+        if ended and all(_is_restored(entry, restored, kinds) for entry in run.undoable):
+            surplus.append(run)
+            continue
+        for entry in run.undoable:
+            restored.setdefault(entry.kind, set()).update(_paths(entry))
+    return tuple(surplus)
+
+
+def _newest(sizes: Sequence[int]) -> int:
+    """Return the index of the first of the newest runs that stay within the bound."""
+    total, index = 0, len(sizes)
+    while index > 0 and len(sizes) - index < JOURNALS.number:
+        total += sizes[index - 1]
+        if total > JOURNALS.size and index < len(sizes):
+            break
+        index -= 1
+    return index
+
+
+def _is_restored(entry: Entry, restored: Mapping[str, set[str]], kinds: Mapping[str, type[Change]]) -> bool:
+    """Say whether older changes of the same kind restore all that this change restores."""
+    kind = kinds.get(entry.kind)
+    return kind is not None and kind.undo_restores_files and _paths(entry) <= restored.get(entry.kind, set())
+
+
+def _paths(entry: Entry) -> set[str]:
+    return {image["path"] for image in images_in(entry.before)}
+
+
+def _written(run: Run) -> set[str]:
+    return {path for entry in run.undoable for path in (entry.outcome or {}).get("written", {})}
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Return sorted numbers as pairs of first and last."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
