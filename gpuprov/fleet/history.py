@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any, Optional
 
 from gpuprov import __version__
 from gpuprov.agent.result import HostResult, overall_exit_code
-from gpuprov.core.disk import make_user_folder
+from gpuprov.core.disk import make_user_folder, write_whole
 from gpuprov.protocol import codec
 from gpuprov.protocol.codec import WrongDataError
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -101,14 +100,7 @@ def save(run: Run, secrets: Iterable[str] = ()) -> Path:
     place.chmod(0o700)
     path = place / f"{run.identifier}.json"
     text = json.dumps(without_secrets(to_json(run), secrets), ensure_ascii=False, separators=(",", ":"))
-    handle, temporary = tempfile.mkstemp(prefix=".", dir=place)  # 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        Path(temporary).replace(path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode("utf-8", "replace"), 0o600, None)
     for old in identifiers()[MOST_RUNS:]:
         (place / f"{old}.json").unlink(missing_ok=True)
     return path
