@@ -68,7 +68,7 @@ def installed_versions(system: System) -> dict[str, str]:
     return {"driver": discover(system).library_version, "toolkit": toolkit_version}
 
 
-def known_holes(versions: Mapping[str, str]) -> tuple[Vulnerabilities, ...]:
+def known_vulnerabilities(versions: Mapping[str, str]) -> tuple[Vulnerabilities, ...]:
     """Return the known security holes of these versions of the driver and of NVIDIA's toolkit."""
     found = (vulnerabilities(DRIVER, versions["driver"]), vulnerabilities(TOOLKIT, versions["toolkit"]))
     return tuple(one for one in found if one is not None)

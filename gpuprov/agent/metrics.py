@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Union
 
-from gpuprov.agent.result import HostResult, hosts_by_hole, machines
+from gpuprov.agent.result import HostResult, hosts_by_vulnerability, machines
 from gpuprov.protocol.advisories import Advisory
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.versions import count_in
@@ -69,7 +69,7 @@ def _gauges(
     yield _gauge(
         "known_hole_score", "Worst CVSS score of the known holes in what the host runs",
         (({"host": host, "product": one.product, "version": one.version, "fixed_in": one.fixed_in}, one.score)
-         for one, names in hosts_by_hole(results, known) for host in names),
+         for one, names in hosts_by_vulnerability(results, known) for host in names),
     )  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def fact(facts: Mapping[str, Any], path: tuple[str, ...]) -> str:
     return str(len(value)) if isinstance(value, (list, tuple)) else str(value or "")
 
 
-def hosts_by_hole(
+def hosts_by_vulnerability(
     results: Sequence[HostResult], known: Sequence[Advisory]
 ) -> tuple[tuple[Vulnerabilities, tuple[str, ...]], ...]:
     """Return the known security holes of the hosts' drivers and toolkits, with the hosts, the worst first."""

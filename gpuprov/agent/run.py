@@ -290,11 +290,11 @@ def _fix(run: RunContext) -> Finished:
 
 
 def _verify(run: RunContext) -> Finished:
-    from gpuprov.verify import installed_versions, known_holes, verify
+    from gpuprov.verify import installed_versions, known_vulnerabilities, verify
 
     verdict = verify(run.system, run.spec, run.sink, remember=run.request.remember)
     versions = installed_versions(run.system)
-    for found in known_holes(versions):
+    for found in known_vulnerabilities(versions):
         run.note(f"{found}", "warning")
     code = ExitCode.DONE if verdict.good else ExitCode.FAILED
     working = () if verdict.good or not (holder := other_run(run.system)) else (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
-from gpuprov.agent.result import MIG, HostResult, MadeChange, hosts_by_hole, machines
+from gpuprov.agent.result import MIG, HostResult, MadeChange, hosts_by_vulnerability, machines
 from gpuprov.agent.site_tables import advisories_table
 from gpuprov.fleet.grouping import causes, command_of, drained, listed, mig_instances, shortened, state_of
 from gpuprov.fleet.history import Run, differences
@@ -57,7 +57,7 @@ def render(run: Run, before: Run | None = None) -> str:
         hosts=counted(len(results), "host"),
         grid=make_grid(results),
         causes=causes(results),
-        vulnerabilities=hosts_by_hole(results, rows_of(advisories_table())),
+        vulnerabilities=hosts_by_vulnerability(results, rows_of(advisories_table())),
         drains=drained(results),
         state_of=state_of,
         command_of=command_of,

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuprov.agent.metrics import MADE, PENDING, metrics_text
-from gpuprov.agent.result import HostResult, fact, hosts_by_hole, machines, overall_exit_code
+from gpuprov.agent.result import HostResult, fact, hosts_by_vulnerability, machines, overall_exit_code
 from gpuprov.agent.site_tables import advisories_table
 from gpuprov.core.disk import write_whole
 from gpuprov.fleet import history
@@ -68,7 +68,7 @@ def print_report(
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += _drains_table(results, verbose=verbose)
     parts += _versions_table(spreads(results))
-    parts += _holes_table(results)
+    parts += _vulnerabilities_table(results)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))  # a long line of JSON is copied whole
         console.print()
@@ -111,7 +111,7 @@ def summary_json(
         "causes": [asdict(cause) for cause in causes(results)],
         "holes": [
             {**asdict(one), "score": one.score, "hosts": hosts}
-            for one, hosts in hosts_by_hole(results, rows_of(advisories_table()))
+            for one, hosts in hosts_by_vulnerability(results, rows_of(advisories_table()))
         ],
     }
 
@@ -162,9 +162,9 @@ def _versions_table(found: Sequence[Spread]) -> list[Table]:
     return [table]
 
 
-def _holes_table(results: Sequence[HostResult]) -> list[Table]:
+def _vulnerabilities_table(results: Sequence[HostResult]) -> list[Table]:
     """Return the known security holes of the installed versions, and their hosts."""
-    found = hosts_by_hole(results, rows_of(advisories_table()))
+    found = hosts_by_vulnerability(results, rows_of(advisories_table()))
     if not found:
         return []
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpuprov.agent.playbook_task import task_request
-from gpuprov.agent.result import HostResult, hosts_by_hole
+from gpuprov.agent.result import HostResult, hosts_by_vulnerability
 from gpuprov.agent.run import run_request
 from gpuprov.agent.site_tables import advisories_path, for_request, use_newer_advisories, use_tables
 from gpuprov.bundle.manifest import ADVISORIES
@@ -45,7 +45,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.verify import installed_versions, known_holes
+from gpuprov.verify import installed_versions, known_vulnerabilities
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
 from tests.bundles import FILES, write_test_bundle
@@ -256,7 +256,7 @@ def test_the_report_names_the_hosts_of_each_hole() -> None:
         return HostResult(name, ExitCode.DONE, versions={"driver": driver, "toolkit": toolkit})
 
     results = [host("a", "580.159.04"), host("b", "580.178.04"), host("c", "580.159.04", "1.17.8-1"), host("d", "")]
-    found = hosts_by_hole(results, advisories())
+    found = hosts_by_vulnerability(results, advisories())
     assert [(one.product, one.version, names) for one, names in found] == [
         (TOOLKIT, "1.17.8-1", ("c",)), (DRIVER, "580.159.04", ("a", "c")),
     ]  # fmt: skip
@@ -278,7 +278,7 @@ def test_the_packaged_table_is_what_its_script_writes() -> None:
 def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
     host = healthy(tmp_path)
-    found = known_holes(installed_versions(host))
+    found = known_vulnerabilities(installed_versions(host))
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
     events: list[Event] = []
     run_request(Request("verify"), events.append, healthy(tmp_path / "again"))

@@ -162,7 +162,7 @@ def test_page_has_hosts_steps_versions_durations_and_causes() -> None:
         assert words in text, words
 
 
-def test_page_lists_the_hosts_by_known_hole() -> None:
+def test_page_lists_the_hosts_by_vulnerability() -> None:
     old, older = (
         replace(FLEET[0], host="gpu4"),
         replace(FLEET[1], versions={"driver": "535.247.01", "toolkit": "1.17.7"}),
