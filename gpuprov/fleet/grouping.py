@@ -100,11 +100,17 @@ def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
 
 
 def _spread(name: str, results: Sequence[HostResult]) -> Spread:
+    (usual, first), *others = hosts_by_version(name, results)
+    return Spread(name, usual, len(first), tuple(others))
+
+
+def hosts_by_version(name: str, results: Iterable[HostResult]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the versions of one thing, each with the hosts that have it, that of most hosts first."""
     hosts: dict[str, list[str]] = collections.defaultdict(list)
     for result in results:
         hosts[str(result.versions.get(name) or _NONE)].append(result.host)
-    (usual, first), *others = sorted(hosts.items(), key=lambda item: -len(item[1]))
-    return Spread(name, usual, len(first), tuple((version, tuple(names)) for version, names in others))
+    ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
+    return [(version, tuple(names)) for version, names in ordered]
 
 
 def mig_instances(text: str) -> dict[int, tuple[str, ...]]:

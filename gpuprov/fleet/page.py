@@ -9,7 +9,7 @@ import collections
 import math
 import pkgutil
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jinja2
@@ -17,7 +17,16 @@ from markupsafe import Markup
 
 from gpuprov.agent.result import MIG, HostResult, MadeChange, hosts_by_vulnerability, machines
 from gpuprov.agent.site_tables import advisories_table
-from gpuprov.fleet.grouping import causes, command_of, drained, listed, mig_instances, shortened, state_of
+from gpuprov.fleet.grouping import (
+    causes,
+    command_of,
+    drained,
+    hosts_by_version,
+    listed,
+    mig_instances,
+    shortened,
+    state_of,
+)
 from gpuprov.fleet.history import Run, differences
 from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.errors import ExitCode
@@ -128,22 +137,12 @@ def _versions(results: Sequence[HostResult]) -> tuple[tuple[str, tuple[Bar, ...]
     names = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in reporting)]
     found = []
     for name in names:
-        hosts: dict[str, list[str]] = collections.defaultdict(list)
-        for result in reporting:
-            hosts[str(result.versions.get(name) or "none")].append(result.host)
-        bars = _bars(hosts)
-        found.append((name, bars[:_MOST_VERSIONS], len(bars) - len(bars[:_MOST_VERSIONS])))
+        bars = [
+            Bar(value, hosts, round(100 * len(hosts) / len(reporting), 2), number == 0)
+            for number, (value, hosts) in enumerate(hosts_by_version(name, reporting))
+        ]
+        found.append((name, tuple(bars[:_MOST_VERSIONS]), len(bars[_MOST_VERSIONS:])))
     return tuple(found)
-
-
-def _bars(hosts: Mapping[str, Sequence[str]]) -> tuple[Bar, ...]:
-    """Return one bar for each value, the longest first."""
-    ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
-    all_of_them = sum(map(len, hosts.values()))
-    return tuple(
-        Bar(value, tuple(names), round(100 * len(names) / all_of_them, 2), number == 0)
-        for number, (value, names) in enumerate(ordered)
-    )
 
 
 @dataclass(frozen=True)
