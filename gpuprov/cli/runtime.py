@@ -129,9 +129,10 @@ def runtime() -> None:
     type=click.Choice(["none"]),
     default="none",
     show_default=True,
+    expose_value=False,
     help="gpuprov restarts no engine; it prints the command.",
 )
-def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **options: Any) -> None:  # fmt: skip
+def configure(dry_run: bool, diff: bool, as_json: bool, **options: Any) -> None:
     """Register the runtime with an engine. Run twice, it changes no byte the second time.
 
     Comments, order and keys of others stay; the default runtime and CDI change only when asked for. No engine is

@@ -226,7 +226,7 @@ def _targets(
     problems: list[Wrong] = []
     for name, values in hosts:
         try:
-            arguments = _ssh_arguments(name, values)
+            arguments = _ssh_arguments(values)
             targets.append(target_from_variables(name, values, arguments))
             warnings += [f"{name}: {warning}" for warning in arguments.warnings]
         except GpuprovError as error:
@@ -276,7 +276,7 @@ _HEEDED = frozenset(
 )  # fmt: skip
 
 
-def _ssh_arguments(name: str, values: Mapping[str, Any]) -> SshArguments:
+def _ssh_arguments(values: Mapping[str, Any]) -> SshArguments:
     text = " ".join(filter(None, (_first(values, "ansible_ssh_extra_args"), _first(values, "ansible_ssh_common_args"))))
     try:
         return parse_ssh_arguments(text)

@@ -103,9 +103,7 @@ def vulnerabilities(product: str, version: str, known: Iterable[Advisory] | None
             unfixed = unfixed or (product == DRIVER and hit.branch != _branch(version))
     if not found:
         return None
-    return Vulnerabilities(
-        product, version, tuple(found.values()), _fix(product, version, rows, found, unfixed), unfixed
-    )
+    return Vulnerabilities(product, version, tuple(found.values()), _fix(version, rows, found, unfixed), unfixed)
 
 
 def _branch(version: str) -> str:
@@ -124,7 +122,7 @@ def _affected(product: str, version: str, members: list[Advisory]) -> Advisory |
     return min(later, key=lambda one: int(one.branch), default=None)
 
 
-def _fix(product: str, version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfixed: bool) -> str:
+def _fix(version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfixed: bool) -> str:
     """Return the oldest release that has all fixes: of the own branch, else of the long-term one or a later one."""
     if not unfixed:
         return max((one.fixed_in for one in found.values()), key=version_numbers)
