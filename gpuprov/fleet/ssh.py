@@ -337,7 +337,7 @@ def _handshake_problem(place: str, connection: Connection, settings: SshSettings
             "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "
             f"try: ssh -v {_ssh_words(connection)}",
         )  # fmt: skip
-    return Problem(f"{place} speaks no SSH that we understand", str(error), f"try: ssh -v {_ssh_words(connection)}")
+    return Problem(f"{place} is not a compatible SSH server", str(error), f"try: ssh -v {_ssh_words(connection)}")
 
 
 def _silence(place: str, what: str, settings: SshSettings) -> Problem:
