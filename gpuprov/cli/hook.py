@@ -63,16 +63,17 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     if options["hosts"] or options["limit"]:
         _explain_on_hosts(options, container, as_json=as_json)
         return
-    kept = _kept(container, bundle)
-    if kept is not None:
-        _show(kept, _kept_lines(kept), _libraries(lambda: _of_running(container, kept)), as_json=as_json)
+    recorded = _recorded_decision(container, bundle)
+    if recorded is not None:
+        libraries = _libraries(lambda: _of_running(container, recorded))
+        _show(recorded, _recorded_lines(recorded), libraries, as_json=as_json)
         return
     text = _text(bundle)
     config = _config(text, bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(text, settings, trouble, bundle or "")
-    libraries = _libraries(lambda: _of_bundle(config, bundle or "", settings)) if bundle else None
-    _show(found, _lines(found), libraries, as_json=as_json)
+    loaded = _libraries(lambda: _of_bundle(config, bundle or "", settings)) if bundle else None
+    _show(found, _lines(found), loaded, as_json=as_json)
 
 
 def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
@@ -100,7 +101,7 @@ def _libraries(look: Callable[[], Survey]) -> Survey | str:
         return error.problems[0].what
 
 
-def _of_running(container: str, kept: dict[str, Any]) -> Survey:
+def _of_running(container: str, recorded: dict[str, Any]) -> Survey:
     """Return what a container that runs loads: by its engine, or by its bundle where no engine is asked or knows it."""
     from gpuprov.checks.cuda.search import Program
     from gpuprov.checks.cuda.survey import survey
@@ -111,9 +112,9 @@ def _of_running(container: str, kept: dict[str, Any]) -> Survey:
         if container:
             return survey(System("/"), container, Program())
     except GpuprovError:
-        if not Path(str(kept.get("bundle", ""))).is_dir():
+        if not Path(str(recorded.get("bundle", ""))).is_dir():
             raise
-    bundle = str(kept.get("bundle", ""))
+    bundle = str(recorded.get("bundle", ""))
     return _of_bundle(_config(_text(bundle), bundle), bundle, read_settings()[0])
 
 
@@ -168,21 +169,21 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
     problem: GpuprovError | None = None
     for target in inventory_of(settings).hosts:
         try:
-            kept, libraries = explain_on(target, settings, container, agent)
-            lines = [] if as_json else _kept_lines(kept)
-            found[target.name] = _with_libraries(kept, lines, libraries)
+            recorded, libraries = explain_on(target, settings, container, agent)
+            lines = [] if as_json else _recorded_lines(recorded)
+            found[target.name] = _with_libraries(recorded, lines, libraries)
         except GpuprovError as error:
             say_text(f"{target.name}: {error}", err=True)
             problem = error
     if as_json:
-        say_text(json.dumps({name: kept for name, (kept, _) in found.items()}, indent=2))
+        say_text(json.dumps({name: recorded for name, (recorded, _) in found.items()}, indent=2))
     for name, (_, lines) in found.items() if not as_json else ():
         say(f"host           {name}", *lines)
     if problem is not None and not found:
         sys.exit(problem.exit_code)
 
 
-def _kept(container: str, bundle: str | None) -> dict[str, Any] | None:
+def _recorded_decision(container: str, bundle: str | None) -> dict[str, Any] | None:
     """Return the recorded decision of a running container, None for a bundle without a record."""
     from gpuprov.core.system import System
     from gpuprov.engines.containers import decision_of, decision_of_bundle
@@ -218,19 +219,19 @@ def _no_config(bundle: str | None, evidence: str) -> GpuprovError:
     return GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
 
 
-def _kept_lines(kept: dict[str, Any]) -> list[str]:
+def _recorded_lines(recorded: dict[str, Any]) -> list[str]:
     """Return a running container's decision as text."""
     return [
-        f"container      {kept['container']}, started with GPUs by the {kept['way']}",
-        f"devices        {', '.join(one for one in kept['devices'] if one) or 'none: the driver files alone'}",
-        f"capabilities   {', '.join(kept['capabilities']) or 'none'}",
-        f"requirements   {kept['requirements'] or 'none'}{' satisfied' if kept['requirements'] else ''}",
-        f"privileged     {'yes' if kept['privileged'] else 'no'}",
-        f"legacy image   {'yes' if kept['legacy'] else 'no'}",
-        *(f"device         {path}" for path in kept["nodes"]),
-        *(f"file           {path}" for path in kept["files"]),
-        *(f"link           {' <- '.join(link.split('::'))}" for link in kept["links"]),
-        *(f"because        {one}" for one in kept["decisions"]),
+        f"container      {recorded['container']}, started with GPUs by the {recorded['way']}",
+        f"devices        {', '.join(one for one in recorded['devices'] if one) or 'none: the driver files alone'}",
+        f"capabilities   {', '.join(recorded['capabilities']) or 'none'}",
+        f"requirements   {recorded['requirements'] or 'none'}{' satisfied' if recorded['requirements'] else ''}",
+        f"privileged     {'yes' if recorded['privileged'] else 'no'}",
+        f"legacy image   {'yes' if recorded['legacy'] else 'no'}",
+        *(f"device         {path}" for path in recorded["nodes"]),
+        *(f"file           {path}" for path in recorded["files"]),
+        *(f"link           {' <- '.join(link.split('::'))}" for link in recorded["links"]),
+        *(f"because        {one}" for one in recorded["decisions"]),
     ]
 
 
