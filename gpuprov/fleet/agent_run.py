@@ -62,17 +62,7 @@ def run_agent(
     raises GpuprovError to prevent it. `stoppable` gets, once the agent runs, what asks it to stop unless a change has
     begun.
     """
-    probe = probe_host(connection, target, agent.digest)
-    claim(probe.machine)
-    if probe.python is None and bootstrap_python:
-        sink(Note("installing Python with the host's package manager"))
-        _bootstrap(connection, target, probe, request)
-        probe = probe_host(connection, target, agent.digest)
-    problem = python_problem(probe, target.python)
-    if problem is not None:
-        raise _error(problem)
-    if probe.agent_digest != agent.digest:
-        _upload(connection, agent)
+    probe = _prepare(connection, target, request, agent, sink, claim, bootstrap_python=bootstrap_python)
     if request.bundle:
         request = replace(request, bundle=_upload_bundle(connection, target, probe, request, sink))
     command = agent_command(probe, agent.digest)
@@ -97,6 +87,25 @@ def run_agent(
     if not finished[-1].left_boot:
         sink(finished[-1])
     return finished[-1]
+
+
+def _prepare(
+    connection: Connection, target: HostTarget, request: Request, agent: Agent, sink: Sink,
+    claim: Callable[[str], None], *, bootstrap_python: bool,
+) -> Probe:  # fmt: skip
+    """Return the probe of a host that has, from now on, a Python and the agent. Raises GpuprovError."""
+    probe = probe_host(connection, target, agent.digest)
+    claim(probe.machine)
+    if probe.python is None and bootstrap_python:
+        sink(Note("installing Python with the host's package manager"))
+        _bootstrap(connection, target, probe, request)
+        probe = probe_host(connection, target, agent.digest)
+    problem = python_problem(probe, target.python)
+    if problem is not None:
+        raise _error(problem)
+    if probe.agent_digest != agent.digest:
+        _upload(connection, agent)
+    return probe
 
 
 def probe_host(connection: Connection, target: HostTarget, digest: str = "none") -> Probe:

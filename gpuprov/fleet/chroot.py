@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.agent.probe import PYTHONS
-from gpuprov.core.commands import run_command
+from gpuprov.core.commands import Completed, run_command
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import EventReader, Finished, Sink
@@ -207,21 +207,25 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
         )  # fmt: skip
     if refused:
         raise refused[0]
-    if finished:
-        return
+    if not finished:
+        raise _unfinished_error(done, root, list(read.strays))
+
+
+def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovError:
+    """Return why the run in a root file system ended without a result."""
     if done.returncode == _NO_PYTHON and (line := _line_with("Exec format error", done.stderr)):
-        raise GpuprovError(
+        return GpuprovError(
             f"the programs in {root} are of another architecture than this machine's", line,
             "build the image on a machine of its own architecture",
         )  # fmt: skip
     if done.returncode == _NO_PYTHON:
-        raise GpuprovError(
+        return GpuprovError(
             "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later",
             f"looked in {root} for {', '.join(PYTHONS)}",
             f"install it there (chroot {root} apt-get install python3)",
         )
-    output = "\n".join(list(read.strays)[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
-    raise GpuprovError(
+    output = "\n".join(strays[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
+    return GpuprovError(
         f"the run in {root} did not come to its end",
         f"exit code {done.returncode}: {output or 'no output'}",
         "is it of this machine's architecture, and may this process mount (root, CAP_SYS_ADMIN)?",
