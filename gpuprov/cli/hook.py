@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,10 +13,6 @@ from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import say, say_text, standard_input
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-
-if TYPE_CHECKING:
-    from gpuprov.checks.cuda.survey import Survey
-    from gpuprov.runtime_hook.settings import Settings
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -47,7 +41,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     """Say what a container asks for, what it gets on this host, and which rule decided.
 
     CONTAINER is a running one of docker or podman: what was decided when it started. Without it: what the runtime would
-    decide now. Also which libcuda.so.1 and libnvidia-ml.so.1 the programs of a container or bundle load.
+    decide now. `gpuprov cuda CONTAINER` shows which libcuda.so.1 its programs load.
 
     \b
     Examples:
@@ -65,64 +59,17 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
         return
     recorded = _recorded_decision(container, bundle)
     if recorded is not None:
-        libraries = _libraries(lambda: _of_running(container, recorded))
-        _show(recorded, _recorded_lines(recorded), libraries, as_json=as_json)
+        _show(recorded, _recorded_lines(recorded), as_json=as_json)
         return
     text = _text(bundle)
-    config = _config(text, bundle)
+    _require_config(text, bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(text, settings, trouble, bundle or "")
-    loaded = _libraries(lambda: _of_bundle(config, bundle or "", settings)) if bundle else None
-    _show(found, _lines(found), loaded, as_json=as_json)
+    _show(found, _lines(found), as_json=as_json)
 
 
-def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
-    """Print a decision, and which libcuda wins or why that is unknown; None: there are no files to examine."""
-    found, lines = _with_libraries(found, lines, libraries)
+def _show(found: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     say_text(json.dumps(found, indent=2)) if as_json else say(*lines)
-
-
-def _with_libraries(
-    found: dict[str, Any], lines: list[str], libraries: Survey | str | None
-) -> tuple[dict[str, Any], list[str]]:
-    """Return a decision and its text with the libraries, or why they are unknown."""
-    from gpuprov.checks.cuda import survey
-
-    if isinstance(libraries, survey.Survey):
-        return {**found, "cuda": survey.as_json(libraries)}, [*lines, *survey.as_lines(libraries)]
-    return found, lines if libraries is None else [*lines, f"libcuda        not looked for: {libraries}"]
-
-
-def _libraries(look: Callable[[], Survey]) -> Survey | str:
-    """Return which libraries win, or why that is unknown."""
-    try:
-        return look()
-    except GpuprovError as error:
-        return error.problems[0].what
-
-
-def _of_running(container: str, recorded: dict[str, Any]) -> Survey:
-    """Return what a container that runs loads: by its engine, or by its bundle where no engine is asked or knows it."""
-    from gpuprov.checks.cuda.search import Program
-    from gpuprov.checks.cuda.survey import survey
-    from gpuprov.core.system import System
-    from gpuprov.runtime_hook.settings import read_settings
-
-    try:
-        if container:
-            return survey(System("/"), container, Program())
-    except GpuprovError:
-        if not Path(str(recorded.get("bundle", ""))).is_dir():
-            raise
-    bundle = str(recorded.get("bundle", ""))
-    return _of_bundle(_config(_text(bundle), bundle), bundle, read_settings()[0])
-
-
-def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
-    from gpuprov.checks.cuda.survey import survey_bundle
-    from gpuprov.core.system import System
-
-    return survey_bundle(System("/"), config, bundle, settings)
 
 
 @hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")
@@ -156,29 +103,28 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
 
 def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:
     """Print the decision for the container on each host; one host that has it is enough for success."""
-    from gpuprov.fleet.agent_build import build_agent
+    from gpuprov.engines.containers import decision_of
     from gpuprov.fleet.command import inventory_of
-    from gpuprov.fleet.remote_system import explain_on
+    from gpuprov.fleet.remote_system import RemoteSystem
+    from gpuprov.fleet.ssh import connected
 
     if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
         raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
     settings = Options("hook explain", **take_passwords(options), **options)
-    agent = functools.cache(build_agent)
-    found: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    found: dict[str, dict[str, Any]] = {}
     problem: GpuprovError | None = None
     for target in inventory_of(settings).hosts:
         try:
-            recorded, libraries = explain_on(target, settings, container, agent)
-            lines = [] if as_json else _recorded_lines(recorded)
-            found[target.name] = _with_libraries(recorded, lines, libraries)
+            with connected(target, settings) as connection:
+                found[target.name] = decision_of(RemoteSystem(connection, target), container)
         except GpuprovError as error:
             say_text(f"{target.name}: {error}", err=True)
             problem = error
     if as_json:
-        say_text(json.dumps({name: recorded for name, (recorded, _) in found.items()}, indent=2))
-    for name, (_, lines) in found.items() if not as_json else ():
-        say(f"host           {name}", *lines)
+        say_text(json.dumps(found, indent=2))
+    for name, recorded in found.items() if not as_json else ():
+        say(f"host           {name}", *_recorded_lines(recorded))
     if problem is not None and not found:
         sys.exit(problem.exit_code)
 
@@ -203,14 +149,13 @@ def _text(bundle: str | None) -> str:
     return content.decode("utf-8", "replace")
 
 
-def _config(text: str, bundle: str | None) -> dict[str, Any]:
+def _require_config(text: str, bundle: str | None) -> None:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _no_config(bundle, str(error)) from None
     if not isinstance(config, dict):
         raise _no_config(bundle, "it is no object")
-    return config
 
 
 def _no_config(bundle: str | None, evidence: str) -> GpuprovError:
