@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
-from gpuprov.checks.cuda.judgement import gather_hiding
+from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.engine_checks import Subject, check_engines
 from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
 from gpuprov.checks.smi import EXITS, LOOK, Exit, SmiReport, exit_code, parse_smi

@@ -16,23 +16,17 @@ from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
-_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH")
 
 
 @click.command(short_help="Say which libcuda programs load, and what CUDA's results mean.")
 @click.option("--env", "-e", "variables", metavar="NAME=VALUE", multiple=True,
               help="Set a variable of the call, as docker run does.")  # fmt: skip
-@click.option(
-    "--program",
-    metavar="PATH",
-    default="",
-    help="Start from this program or library: RUNPATH and RPATH count.",
-)
 @click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name.")
 @click.argument("subject", metavar="[IMAGE|CONTAINER]", default="")
 @options_of("cuda")
 @password_options
-def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: str, **options: Any) -> None:
+def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options: Any) -> None:
     """Say which libcuda.so.1 and libnvidia-ml.so.1 the loader takes, why, and whether they fit driver and CUDA.
 
     Default: this host. IMAGE and CONTAINER are docker's or podman's; nothing of them is run. Exit code 1: something is
@@ -43,7 +37,6 @@ def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: 
       gpuprov cuda
       sudo gpuprov cuda my-container
       sudo gpuprov cuda nvcr.io/nvidia/pytorch:24.05-py3 -e LD_LIBRARY_PATH=/opt/own
-      gpuprov cuda --program /usr/bin/python3
       gpuprov cuda --hosts inventory.ini --json
       gpuprov cuda my-container --hosts inventory.ini --limit gpu07
       gpuprov cuda --explain 803
@@ -56,19 +49,16 @@ def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: 
         from gpuprov.fleet.command import run_command
         from gpuprov.fleet.options import Options
 
-        asked = {"subject": subject, "variables": _pairs(variables), "program": program}
+        asked = {"subject": subject, "variables": _pairs(variables)}
         sys.exit(int(run_command(Options("cuda", arguments=asked, **take_passwords(options), **options))))
     from gpuprov.checks.cuda import survey
     from gpuprov.checks.cuda.search import Program
     from gpuprov.core.system import System
 
     own = {} if subject else {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    call = Program({**own, **_pairs(variables)}, os.getcwd(), program)  # noqa: PTH109
+    call = Program({**own, **_pairs(variables)}, os.getcwd())  # noqa: PTH109
     found = survey.survey(System("/"), subject, call)
-    if as_json:
-        say_text(json.dumps(survey.as_json(found), indent=2))
-    else:
-        say(*survey.as_lines(found))
+    say_text(json.dumps(survey.as_json(found), indent=2)) if as_json else say(*survey.as_lines(found))
     if not found.good:
         sys.exit(int(ExitCode.FAILED))
 
@@ -85,7 +75,6 @@ def _pairs(variables: tuple[str, ...]) -> dict[str, str]:
 
 def _explain(text: str, *, as_json: bool) -> None:
     from gpuprov.checks.cuda.results import RESULTS, result_of
-    from gpuprov.checks.cuda.survey import result_lines
 
     found = result_of(text)
     if found is None:
@@ -93,4 +82,8 @@ def _explain(text: str, *, as_json: bool) -> None:
         hint = "NVIDIA's CUDA Runtime API, `Data types used by CUDA Runtime`, has all results"
         raise GpuprovError(f"{text}: not in gpuprov's table of CUDA results", f"known: {known}", hint,
                            exit_code=ExitCode.USAGE)  # fmt: skip
-    say_text(json.dumps(asdict(found), indent=2)) if as_json else say(*result_lines(found))
+    if as_json:
+        say_text(json.dumps(asdict(found), indent=2))
+        return
+    say(f"{', '.join(map(str, found.codes))}  {', '.join(found.names)}: {found.meaning}",
+        *(f"  {label:9} {getattr(found, label)}" for label in ("cause", "evidence", "remedy")))  # fmt: skip

@@ -14,7 +14,7 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
-from gpuprov.checks.cuda.judgement import gather_hiding
+from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.smi import parse_smi
 from gpuprov.core.changes import file_digest
 from gpuprov.core.commands import TIMED_OUT

@@ -13,7 +13,6 @@ from gpuprov.fleet.target import HostTarget
 if TYPE_CHECKING:
     from fabric import Connection
 
-    from gpuprov.fleet.agent_build import Agent
 
 _SECONDS = 30
 

@@ -119,7 +119,7 @@ def _with_obstacles(system: System, facts: HostFacts, context: PlanContext, step
     installs = context.driver.installs
     if installs or facts.driver_installed_version != facts.driver_loaded_version:
         # Most hosts have the desired driver.
-        from gpuprov.checks.cuda.judgement import gather_hiding
+        from gpuprov.checks.cuda.hiding import gather_hiding
 
         version = context.spec.driver_version if installs else facts.driver_loaded_version
         facts = replace(facts, hiding=gather_hiding(system, version))

@@ -20,19 +20,7 @@ from .rootfs import Root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Protocol
-
     from .edits import ContainerEdits
-
-    class HasNames(Protocol):
-        """A container's root, or what stands for it."""
-
-        def names(self, path: str, most: int) -> list[str]:
-            """Return what is in a folder."""
-
-        def real_path(self, path: str) -> str:
-            """Return a folder's path without links."""
-
 
 CACHE = "/etc/ld.so.cache"
 _EXDEV = 18
@@ -72,7 +60,7 @@ def inject(root: Root, edits: ContainerEdits) -> None:
             _remove(root, path)
         path = CACHE
         try:
-            _write_cache(root, cache_entries(edits))
+            _write_cache(root, _cache_entries(edits))
         except OSError as error:
             # The loader looks into its own folders after the cache, and finds all but compatibility libraries there.
             if error.errno != _EXDEV or names:
@@ -123,7 +111,7 @@ def statement_on_loader(root: Root) -> list[str]:
     ]
 
 
-def find_compatibility(root: HasNames, edits: ContainerEdits, *, wanted: bool) -> None:
+def find_compatibility(root: Root, edits: ContainerEdits, *, wanted: bool) -> None:
     """Note in the edits which of the image's compatibility libraries are used."""
     if wanted and (edits.links or edits.libraries):
         edits.compatibility = compatibility_libraries(root, edits.host_driver)
@@ -132,11 +120,8 @@ def find_compatibility(root: HasNames, edits: ContainerEdits, *, wanted: bool) -
             edits.decisions.append(f"{newer}: it is used")
 
 
-def cache_entries(edits: ContainerEdits, flags: int = _FLAGS) -> list[tuple[str, str, int]]:
-    """Return the cache's entries: each link, and each library to which no link leads, by its name.
-
-    `flags` are of the image's own libraries for compatibility.
-    """
+def _cache_entries(edits: ContainerEdits) -> list[tuple[str, str, int]]:
+    """Return the cache's entries: each link, and each library to which no link leads, by its name."""
     linked = {f"{path.rpartition('/')[0]}/{target}" for target, path in edits.links}
     links = [path for _, path in edits.links]
     found = []
@@ -152,7 +137,7 @@ def cache_entries(edits: ContainerEdits, flags: int = _FLAGS) -> list[tuple[str,
         if name.startswith("lib") and (path not in linked or path in links):
             found.append((name, path, kind))
     folder, names = edits.compatibility
-    return [*found, *((name, f"{folder}/{name}", flags) for name in names)]
+    return [*found, *((name, f"{folder}/{name}", _FLAGS) for name in names)]
 
 
 def _write_cache(root: Root, entries: list[tuple[str, str, int]]) -> None:
@@ -175,7 +160,7 @@ def _write(root: Root, path: str, content: bytes) -> None:
         root.write_file(path, content, 0o644)
 
 
-def compatibility_libraries(root: HasNames, host_driver: str) -> tuple[str, list[str]]:
+def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str]]:
     """Return the folder in the container, free of links, and its libraries' names; nothing if they don't count."""
     host = _major(host_driver)
     there = [name for name in root.names(_COMPAT_FOLDER, _MOST_COMPAT_FILES) if name.isascii()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from gpuprov.checks.cuda import survey
+from gpuprov.checks.cuda.files import add_driver, chain, unpacked
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Subject, survey_of
-from gpuprov.checks.cuda.trees import ArchiveTree, RootTree, add_driver, chain
 from gpuprov.core.system import System
 from gpuprov.doctor import containers
 from gpuprov.doctor.containers import gather_containers
@@ -78,7 +80,7 @@ def test_an_image_is_read_and_nothing_is_left(docker: DockerHost) -> None:
     assert {"version": "12.4", "source": "the variable CUDA_VERSION (12.4.1)"} in found["cuda"]
     assert docker.docker("ps", "--all", "--quiet") == ""
     _, found, _ = asked(docker, "app", "--env", "LD_LIBRARY_PATH=")
-    assert (winner(found), [one["path"] for one in found["libraries"][0]["others"]]) == ("", [OWN])
+    assert winner(found) == ""
     _, found, _ = asked(docker, "app", "--env", "LD_LIBRARY_PATH=", "--env", "LD_PRELOAD=/opt/own/libcuda.so.1")
     assert winner(found) == OWN
 
@@ -117,7 +119,7 @@ def test_the_doctor_looks_at_running_containers_with_the_drivers_node_alone(
     for name, start in starts.items():
         docker.docker("run", "--detach", "--network=none", f"--name={name}", "app", "sh", "-c", f"{start} sleep 1000")
     monkeypatch.setenv("DOCKER_HOST", docker.socket)
-    monkeypatch.setattr(ArchiveTree, "__init__", None)  # nothing is exported
+    monkeypatch.setattr(survey, "unpack", None)  # nothing is exported
     try:
         for name, start in starts.items():
             ready = "busybox test -e /dev/nvidiactl" if node in start else "busybox test ! -s /opt/own/libcuda.so.1"
@@ -175,29 +177,18 @@ def test_what_the_runtime_adds_is_what_a_container_then_has(tmp_path: Path) -> N
     (tmp_path / "made").mkdir()
     make_root(tmp_path / "made")
     shutil.copytree(tmp_path / "made/root/lib64", bench.root / "lib64", dirs_exist_ok=True)
-    before = ArchiveTree()
-    for place in sorted(bench.root.rglob("*")):
-        path = "/" + str(place.relative_to(bench.root))
-        if place.is_symlink():
-            before.add_link(path, str(place.readlink()))
-        elif place.is_dir():
-            before.add_folder(path)
-        else:
-            before.add_file(path, place)
+    forecast_root = tmp_path / "forecast"
+    shutil.copytree(bench.root, forecast_root, symlinks=True)
     settings = Settings({"nvidia-container-runtime.modes.cdi.spec-dirs": [str(bench.deployed.specifications)]})
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    assert "driver 550.163.01" in add_driver(before, kept, settings)
+    with contextlib.closing(unpacked(str(forecast_root))) as before:
+        assert "driver 550.163.01" in add_driver(before, settings)
+        forecast = survey_of(Subject("image", "app", before, Program(), "test"), "")
+        linked = chain(before, f"{LIBRARIES}/libcuda.so")
     bench.report("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility")
-    forecast = survey_of(Subject("image", "app", before, Program(), "test"), "", ())
-    root = Root(str(bench.root))
-    try:
-        after = RootTree(root)
-        seen = survey_of(Subject("image", "app", after, Program(), "test"), "", ())
-        cache = (bench.root / "etc/ld.so.cache").read_bytes()
-    finally:
-        root.close()
-    assert (kept / "ld.so.cache").read_bytes() == cache
+    with contextlib.closing(Root(str(bench.root))) as after:
+        seen = survey_of(Subject("image", "app", after, Program(), "test"), "")
+    cache = "etc/ld.so.cache"
+    assert (forecast_root / cache).read_bytes() == (bench.root / cache).read_bytes()
     for one, other in zip(forecast.libraries, seen.libraries):
         # The mounts are gone with the container; links, and what the cache says, stay.
         assert one.winner is not None
@@ -205,6 +196,4 @@ def test_what_the_runtime_adds_is_what_a_container_then_has(tmp_path: Path) -> N
         assert one.winner.reason.startswith("the loader's cache")
         assert one.winner.version == "550.163.01"
         assert other.winner is None or other.winner.path == one.winner.path
-    assert chain(before, f"{LIBRARIES}/libcuda.so") == tuple(
-        f"{LIBRARIES}/{name}" for name in ("libcuda.so", "libcuda.so.1", "libcuda.so.550.163.01")
-    )
+    assert linked == tuple(f"{LIBRARIES}/{name}" for name in ("libcuda.so", "libcuda.so.1", "libcuda.so.550.163.01"))

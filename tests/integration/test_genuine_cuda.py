@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,10 +17,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.checks.cuda.judgement import least_driver
-from gpuprov.checks.cuda.search import Program, processor_levels
+from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Subject, Survey, as_lines, survey_of
-from gpuprov.checks.cuda.trees import RootTree
-from gpuprov.core.system import System
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.runtime_hook.rootfs import Root
 from tests.genuine import BRANCHES, Driver, UnavailableError, driver, libcudart
@@ -131,7 +128,6 @@ class Fault:
     says: str
     host: str = "550"
     loads: tuple[str, ...] = ("libcuda.so.1",)
-    program: str = "/bin/probe"
     kernel: str = ""
 
 
@@ -141,7 +137,6 @@ _MISMATCH = "/opt/535/libcuda.so.1 is of driver {535}, the loaded kernel module 
 FAULTS = {
     "older-by-variable": Fault((_GPUS, "LD_LIBRARY_PATH=/opt/535"), _OLD, f"wrong: {_MISMATCH}"),
     "older-by-preload": Fault((_GPUS, "LD_PRELOAD=/opt/535/libcuda.so.1"), _OLD, f"wrong: {_MISMATCH}"),
-    "older-by-runpath": Fault((_GPUS,), _OLD, f"wrong: {_MISMATCH}", program="/bin/probe-runpath"),
     "newer-by-variable": Fault(
         (_GPUS, "LD_LIBRARY_PATH=/opt/555"), {**_OLD, "cuDriverGetVersion": "0:12050"},
         "wrong: /opt/555/libcuda.so.1 is of driver {555}, the loaded kernel module is {550} (CUDA result 803, 804)",
@@ -207,8 +202,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, probe: Path) -> Iterator[Ge
     bench.put("/usr/local/cuda/lib64/stubs/libcuda.so", build_stub(folder))
     (bench.root / "opt/empty").mkdir()
     (bench.root / "opt/empty/libcuda.so.1").touch()
-    runpath = build_probe(folder, "-Wl,--enable-new-dtags,-rpath,/opt/535")
-    shutil.copy(runpath, bench.root / "bin/probe-runpath")
     yield bench
     bench.delete()
 
@@ -220,7 +213,7 @@ def test_a_genuine_fault_is_named(faulty: GenuineBench, name: str) -> None:
     versions = {branch: genuine(branch).version for branch in BRANCHES if f"{{{branch}}}" in fault.says}
     faulty.forget_starts()
     faulty.install(genuine(fault.host))
-    faulty.configure(*fault.environment, arguments=[fault.program, *fault.loads])
+    faulty.configure(*fault.environment, arguments=["/bin/probe", *fault.loads])
     done = faulty.create()
     assert done.returncode == 0, done.stderr
     # The container waits for its start, with all that its program will find.
@@ -246,10 +239,8 @@ def surveyed(bench: GenuineBench, fault: Fault, kernel: str) -> Survey:
     pid = json.loads(bench.call("state", NAME).stdout)["pid"]
     root = Root(f"/proc/{pid}/root", of_process=True)
     try:
-        environment = dict(one.split("=", 1) for one in fault.environment)
-        program = Program(environment, "/", fault.program)
-        subject = Subject("container", "app", RootTree(root), program, "test")
-        return survey_of(subject, kernel, processor_levels(System().read_text("/proc/cpuinfo") or ""))
+        program = Program(dict(one.split("=", 1) for one in fault.environment))
+        return survey_of(Subject("container", "app", root, program, "test"), kernel)
     finally:
         root.close()
 

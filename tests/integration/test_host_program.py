@@ -57,7 +57,7 @@ def test_the_readme_on_a_bare_host(site: Site) -> None:
     listed = host.ssh("nvidia-smi -L").stdout
     assert [output for line, output in said.items() if line.startswith("docker run")] == [listed, listed]
 
-    assert "libcuda.so.1 " in typed(host, "gpuprov cuda --program /usr/bin/python3")
+    assert "libcuda.so.1 " in typed(host, "gpuprov cuda")
     assert "facts of 1 host" in typed(host, f"python3 {host_program.NAME} facts")
     typed(host, "gpuprov rollback")
     assert host.snapshot("/etc/docker") == before

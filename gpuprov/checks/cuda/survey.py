@@ -1,4 +1,4 @@
-"""Which libcuda programs load on a host, in a container, an image or an OCI bundle. Reads only.
+"""Which libcuda programs load on a host, in a container or an image, and whether it fits the driver. Reads only.
 
 docker and podman locate containers and images. A running container is read through /proc/PID/root, with all its mounts;
 for an image or a stopped container, the engine writes an archive. Nothing in it is executed.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import posixpath
-import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
+from gpuprov.checks.cuda.files import add_driver, unpack, unpacked
 from gpuprov.checks.cuda.judgement import Finding, Runtime, find_runtimes, judge
-from gpuprov.checks.cuda.results import RESULTS, Result
 from gpuprov.checks.cuda.search import (
     LIBCUDA,
     LIBNVIDIA_ML,
@@ -27,29 +24,18 @@ from gpuprov.checks.cuda.search import (
     Loader,
     Program,
     find_loader,
-    processor_levels,
     search,
 )
-from gpuprov.checks.cuda.trees import AddedTree, ArchiveTree, RootTree, Tree, add_driver, chain, read_archive
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
-from gpuprov.runtime_hook.config import owner_of, root_of
-from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.request import parse_request
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.runtime_hook.settings import Settings
-from gpuprov.runtime_hook.volumes import cover, volumes_of
 
 ENGINES = ("docker", "podman")
 _SECONDS = 60
 _EXPORT_SECONDS = 900
-_MOST_BYTES = 2 << 30
-# What is looked into; of all other files, an archive's names are enough.
-_KEPT = re.compile(
-    r".*/(libcuda\.so[^/]*|libnvidia-ml\.so[^/]*|ld-[^/]*\.so[^/]*|torch/version\.py)|/etc/ld\.so\.(cache|preload)"
-)
-_LIBRARY = re.compile(r"/lib[^/]*\.so(\.[^/]*)?$")
+_MODULE = "/proc/driver/nvidia/version"
+_NOT_SEARCHED = "the loader does not look there"
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class Subject:
 
     kind: str
     name: str
-    tree: Tree
+    root: Root
     program: Program
     read: str
     has_driver: bool = True
@@ -71,63 +57,54 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
     Raises GpuprovError if neither container nor image exists, or if it can't be read.
     """
     if not name:
-        with _root(str(system.path("/")), name, of_process=False) as tree:
-            yield Subject("host", "", tree, call, "the host's own files")
+        with _root(str(system.path("/")), name, of_process=False) as root:
+            yield Subject("host", "", root, call, "the host's own files")
         return
     engine, kind, found = _inspected(system, name)
     config = found.get("Config") or {}
-    program = replace(
-        call, environment={**_variables(config.get("Env")), **call.environment}, folder=config.get("WorkingDir") or "/"
-    )
-    pid = (found.get("State") or {}).get("Pid") or 0
+    environment, folder = _variables(config.get("Env")), config.get("WorkingDir") or "/"
+    pid = _pid(found)
     if kind == "container" and pid:
-        with _root(f"/proc/{pid}/root", name, of_process=True) as tree:
+        with _root(f"/proc/{pid}/root", name, of_process=True) as root:
             # The process may have ended meanwhile, and its id may have been reused.
-            if ((_inspected(system, name)[2].get("State") or {}).get("Pid") or 0) != pid:
+            if _pid(_inspected(system, name)[2]) != pid:
                 raise GpuprovError(f"container {name} stopped while it was read", f"its first process was {pid}",
                                    "run the same command again")  # fmt: skip
             # What the process has may be less than what the engine gave: an entry point may unset variables.
-            own = _variables((system.read_text(f"/proc/{pid}/environ") or "").split("\0"))
-            environment = {**(own or program.environment), **call.environment}
-            path = program.path or _program_of(tree, pid)
-            program = replace(program, environment=environment, path=path)
-            yield Subject(kind, name, tree, program, f"running in {engine}: /proc/{pid}/root")
+            environment = _variables((system.read_text(f"/proc/{pid}/environ") or "").split("\0")) or environment
+            program = Program({**environment, **call.environment}, folder)
+            yield Subject(kind, name, root, program, f"running in {engine}: /proc/{pid}/root")
         return
-    folder = Path(system.temporary_directory())
+    place = system.temporary_directory()
     try:
-        archive = _exported(system, engine, kind, name, folder, call.path)
-        said = add_driver(archive, folder)
-        read = f"{engine} export{' of a container that was never started' if kind == 'image' else ''}, {said}"
-        yield Subject(kind, name, archive, program, read, said.startswith("with "))
+        _export(system, engine, kind, name, str(system.path(place)))
+        with contextlib.closing(unpacked(str(system.path(place)))) as root:
+            added = add_driver(root)
+            read = f"{engine} export{' of a container that was never started' if kind == 'image' else ''}, {added}"
+            program = Program({**environment, **call.environment}, folder)
+            yield Subject(kind, name, root, program, read, added.startswith("with "))
     finally:
-        system.remove_tree(str(folder))
+        system.remove_tree(place)
 
 
 @contextlib.contextmanager
-def _root(path: str, name: str, *, of_process: bool) -> Iterator[Tree]:
+def _root(path: str, name: str, *, of_process: bool) -> Iterator[Root]:
     try:
         root = Root(path, of_process=of_process)
     except OSError as error:
         what = f"the root file system of {name or 'this host'} can't be read"
         raise GpuprovError(what, str(error), "put sudo before the command") from None
-    try:
-        yield RootTree(root)
-    finally:
-        root.close()
-
-
-def _program_of(tree: Tree, pid: int) -> str:
-    """Return the program that a process runs, as a path in its root file system; "" if unknown."""
-    try:
-        path = str(Path(f"/proc/{pid}/exe").readlink())
-    except OSError:
-        return ""
-    return path if chain(tree, path) else ""
+    with contextlib.closing(root):
+        yield root
 
 
 def _variables(entries: Any) -> dict[str, str]:
     pairs = (str(one).partition("=") for one in entries or ())
     return {variable: value for variable, separator, value in pairs if separator}
+
+
+def _pid(found: Mapping[str, Any]) -> int:
+    return (found.get("State") or {}).get("Pid") or 0
 
 
 def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
@@ -158,49 +135,36 @@ def _description(text: str) -> Mapping[str, Any]:
     return one if isinstance(one, dict) else {}
 
 
-def _exported(system: System, engine: str, kind: str, name: str, folder: Path, program: str) -> ArchiveTree:
+def _export(system: System, engine: str, kind: str, name: str, folder: str) -> None:
+    """Unpack a container's files; those of an image by a container that is never started."""
     if kind == "container":
-        return _read_export(system, engine, name, folder, program)
+        _unpack_export(system, engine, name, folder)
+        return
     made = f"gpuprov-cuda-{system.own_pid()}"
     create = (engine, "create", f"--name={made}", "--pull=never", "--network=none", "--entrypoint=/true", name)
     system.require(create, f"{engine} can't make a container of {name}", "the line above says why", timeout=_SECONDS)
     try:
-        return _read_export(system, engine, made, folder, program)
+        _unpack_export(system, engine, made, folder)
     finally:
         system.run((engine, "rm", "--force", made), timeout=_SECONDS)
 
 
-def _read_export(system: System, engine: str, container: str, folder: Path, program: str) -> ArchiveTree:
-    """Return a container's files; the engine is ended if it takes longer than its limit.
-
-    Of a program, the libraries that it is linked with are needed too.
-    """
+def _unpack_export(system: System, engine: str, container: str, folder: str) -> None:
+    """Unpack what the engine writes; it is ended if it takes longer than its limit."""
     argv = (engine, "export", container)
-    stem = posixpath.basename(program)
-
-    def is_kept(path: str) -> bool:
-        # A program may be a link to one with a version: python3 to python3.11.
-        named = bool(stem) and posixpath.basename(path).startswith(stem)
-        return named or bool(stem and _LIBRARY.search(path)) or bool(_KEPT.fullmatch(path))
-
     try:
         with system.output(argv, timeout=_EXPORT_SECONDS) as output, tarfile.open(fileobj=output, mode="r|") as archive:
-            tree = read_archive(archive, is_kept, folder, _MOST_BYTES)
+            unpack(archive, folder)
             while output.read(1 << 20):  # what follows the last file: the engine shall end by itself
                 pass
-            return tree
-    except (tarfile.TarError, OSError) as error:
+    except (tarfile.TarError, OSError, ValueError) as error:
         command = " ".join(argv)
         raise GpuprovError(f"{command} gave no archive", str(error), f"{command} | tar -t shows why") from None
 
 
-_MODULE = "/proc/driver/nvidia/version"
-_NOT_SEARCHED = "the loader does not look there"
-
-
 @dataclass(frozen=True)
 class Survey:
-    """What was found. `kernel` is the loaded kernel module's version, "" if none is loaded."""
+    """What was found. `kernel` is the loaded kernel module's version, "" if none; `unknown` what was not examined."""
 
     kind: str
     name: str
@@ -210,6 +174,7 @@ class Survey:
     libraries: tuple[Found, ...]
     runtimes: tuple[Runtime, ...]
     findings: tuple[Finding, ...]
+    unknown: tuple[str, ...]
 
     @property
     def good(self) -> bool:
@@ -220,22 +185,36 @@ class Survey:
 def survey(system: System, name: str, call: Program) -> Survey:
     """Look at the host (no name), a container or an image. Raises GpuprovError if it can't be read."""
     with opened(system, name, call) as subject:
-        return survey_on(system, subject)
+        return survey_of(subject, parse_kernel_version(system.read_text(_MODULE) or ""))
 
 
-def survey_on(system: System, subject: Subject) -> Survey:
-    """Return what was found in a root file system that this host has."""
-    kernel = parse_kernel_version(system.read_text(_MODULE) or "")
-    return survey_of(subject, kernel, processor_levels(system.read_text("/proc/cpuinfo") or ""))
-
-
-def survey_of(subject: Subject, kernel: str, levels: tuple[str, ...]) -> Survey:
-    """Return what was found in a root file system."""
-    loader = find_loader(subject.tree, levels)
-    libraries = tuple(search(subject.tree, loader, subject.program, name) for name in (LIBCUDA, LIBNVIDIA_ML))
-    runtimes = find_runtimes(subject.tree, subject.program.environment)
+def survey_of(subject: Subject, kernel: str) -> Survey:
+    """Return what was found in a root file system; `kernel` is the version of the loaded kernel module."""
+    environment = subject.program.environment
+    loader = find_loader(subject.root)
+    libraries = tuple(search(subject.root, loader, subject.program, name) for name in (LIBCUDA, LIBNVIDIA_ML))
+    runtimes = find_runtimes(subject.root, environment)
     findings = judge(loader, libraries, kernel, runtimes, kind=subject.kind, has_driver=subject.has_driver)
-    return Survey(subject.kind, subject.name, subject.read, loader, kernel, libraries, runtimes, findings)
+    unknown = tuple(_unknown(environment, runtimes, kernel, has_driver=subject.has_driver))
+    return Survey(
+        subject.kind, subject.name, subject.read, loader, kernel, libraries, runtimes, findings, unknown
+    )  # fmt: skip
+
+
+def _unknown(
+    environment: Mapping[str, str], runtimes: tuple[Runtime, ...], kernel: str, *, has_driver: bool
+) -> Iterator[str]:
+    """Yield what the answer leaves open, as sentences."""
+    if not runtimes:
+        yield "for which CUDA release its programs are: no libcudart, PyTorch or CUDA_VERSION in the usual places"
+    if not kernel:
+        yield "whether the libraries fit: this host has no driver loaded"
+    if not has_driver:
+        yield "which libraries a container of it has: this host has no CDI specification"
+    for variable in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
+        if "$" in environment.get(variable, ""):
+            yield f"what $ stands for in {variable}"
+    yield "whether a program brings its own path to libcuda (RPATH, RUNPATH)"
 
 
 def as_json(found: Survey) -> dict[str, Any]:
@@ -251,37 +230,8 @@ def as_json(found: Survey) -> dict[str, Any]:
         ],
         "cuda": [asdict(one) for one in found.runtimes],
         "findings": [asdict(one) for one in found.findings],
+        "unknown": list(found.unknown),
     }  # fmt: skip
-
-
-def from_json(values: Mapping[str, Any]) -> Survey:
-    """Return the survey that `as_json` wrote on another host. Raises GpuprovError for anything else."""
-    try:
-        loader = values["loader"]
-        return Survey(
-            str(values["kind"]), str(values["name"]), str(values["read"]),
-            Loader(
-                path=str(loader["path"]), library=str(loader["library"]), folders=tuple(map(str, loader["folders"]))
-            ),
-            str(values["kernel_module"]),
-            tuple(_found(one) for one in values["libraries"]),
-            tuple(Runtime(**one) for one in values["cuda"]),
-            tuple(Finding(**{**one, "results": tuple(one["results"])}) for one in values["findings"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        what = "the host's survey of libcuda can't be read"
-        raise GpuprovError(what, f"{type(error).__name__}: {error}", "gpuprov cuda CONTAINER on the host") from None
-
-
-def _found(values: Mapping[str, Any]) -> Found:
-    winner = values["winner"]
-    return Found(
-        str(values["name"]), _candidate(winner) if winner else None, tuple(_candidate(one) for one in values["others"])
-    )
-
-
-def _candidate(values: Mapping[str, Any]) -> Candidate:
-    return Candidate(**{**values, "chain": tuple(map(str, values["chain"]))})
 
 
 def as_lines(found: Survey) -> Iterator[str]:
@@ -297,23 +247,10 @@ def as_lines(found: Survey) -> Iterator[str]:
     for runtime in found.runtimes:
         yield _row("CUDA", f"{runtime.version}: {runtime.source}")
     yield _row("loader", f"{found.loader.library} {found.loader.path}" if found.loader.path else "none")
+    for text in found.unknown:
+        yield _row("unknown", text)
     for one in found.findings:
-        results = f" (CUDA result {', '.join(map(str, one.results))})" if one.results else ""
-        problem = Problem(f"{'note' if one.note else 'wrong'}: {one.what}{results}", one.evidence, one.next_step)
-        yield from str(problem).splitlines()
-
-
-def result_lines(result: Result) -> Iterator[str]:
-    """Yield a row of the table of CUDA's results as text."""
-    yield f"{', '.join(map(str, result.codes))}  {', '.join(result.names)}: {result.meaning}"
-    for label, text in (("cause", result.cause), ("evidence", result.evidence), ("remedy", result.remedy)):
-        yield f"  {label:9} {text}"
-
-
-def results_markdown() -> str:
-    """Return the list of CUDA's results for docs/cuda.md."""
-    rows = ((", ".join(map(str, one.codes)), ", ".join(f"`{name}`" for name in one.names), one) for one in RESULTS)
-    return "\n".join(f"- **{codes}** {names}: {one.meaning}" for codes, names, one in rows)
+        yield from str(_problem(one, "note: " if one.note else "wrong: ")).splitlines()
 
 
 def _described(one: Candidate) -> str:
@@ -327,82 +264,41 @@ def _row(label: str, text: str) -> str:
     return f"{label:18} {text}"
 
 
-def survey_bundle(system: System, config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
-    """Return what was found in a bundle's root file system. Raises GpuprovError if it can't be read."""
-    folder = Path(system.temporary_directory())
-    try:
-        root = Root(root_of(config, bundle), owner_of(config))
-    except (OSError, ValueError) as error:
-        system.remove_tree(str(folder))
-        what = f"the root file system of {bundle} can't be read"
-        raise GpuprovError(what, str(error), "put sudo before the command") from None
-    try:
-        request = parse_request(config, settings)
-        cover(root, volumes_of(config, bundle))
-        tree = AddedTree(RootTree(root))
-        said = "as it is: the container asks for no GPU"
-        if request.devices is not None:
-            said = add_driver(tree, folder, settings, request)
-        read = f"{root_of(config, bundle)} and the volumes, {said}"
-        return survey_on(system, Subject("container", bundle, tree, _program(config, tree), read, said[:5] == "with "))
-    except (Refused, OSError) as error:
-        next_step = f"look at the container's files: ls -l {bundle}"
-        raise GpuprovError(f"the libraries of {bundle} were not looked for", str(error), next_step) from None
-    finally:
-        root.close()
-        system.remove_tree(str(folder))
-
-
-def _program(config: Mapping[str, Any], tree: AddedTree) -> Program:
-    """Return what the bundle starts. Wrong types are as good as nothing: the engine says what is wrong."""
-    process = config.get("process")
-    found: Mapping[str, Any] = process if isinstance(process, dict) else {}
-    entries, words, folder = (found.get(name) for name in ("env", "args", "cwd"))
-    pairs = (str(one).partition("=") for one in (entries if isinstance(entries, list) else ()))
-    first = str(words[0]) if isinstance(words, list) and words else ""
-    path = first if first.startswith("/") and chain(tree, first) else ""
-    environment = {name: value for name, separator, value in pairs if separator}
-    return Program(environment, folder if isinstance(folder, str) else "/", path)
+def _problem(one: Finding, label: str = "") -> Problem:
+    results = f" (CUDA result {', '.join(map(str, one.results))})" if one.results else ""
+    return Problem(f"{label}{one.what}{results}", one.evidence, one.next_step)
 
 
 def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finished:
     """Look at the host, a container or an image, and report each library. Raises GpuprovError if it can't be read."""
     variables = arguments.get("variables")
-    call = Program(
-        {str(name): str(value) for name, value in (variables if isinstance(variables, Mapping) else {}).items()},
-        "/",
-        str(arguments.get("program") or ""),
-    )
-    found = survey(system, str(arguments.get("subject") or ""), call)
+    environment = {
+        str(name): str(value) for name, value in (variables if isinstance(variables, Mapping) else {}).items()
+    }
+    found = survey(system, str(arguments.get("subject") or ""), Program(environment))
     sink(CudaSurveyed(as_json(found)))
     for library in found.libraries:
         sink(_check(found, library))
     for note in found.findings:
         if note.note:
             sink(Note(f"{note.what}; {note.next_step}", "warning"))
-    problems = tuple(_problem(found, number) for number, one in enumerate(found.findings) if not one.note)
+    problems = tuple(_problem(one) for one in found.findings if not one.note)
     where = f"{found.kind} {found.name}" if found.name else "the host"
     if problems:
         summary = f"not all libraries that programs of {where} load fit the driver"
         return Finished(int(ExitCode.FAILED), problems=problems, summary=summary)
-    return Finished(int(ExitCode.DONE), summary=f"the libraries that programs of {where} load fit the driver")
+    verdict = "fit the driver" if found.kernel else "have no driver to fit: none is loaded"
+    return Finished(int(ExitCode.DONE), summary=f"the libraries that programs of {where} load {verdict}")
 
 
 def _check(found: Survey, library: Found) -> CheckDone:
     """Return a library as a line of the table."""
-    is_wrong = any(one.library == library.name and not one.note for one in found.findings)
     one = library.winner
     shown = f"{one.version or 'of an unknown version'} at {one.path}: {one.reason}" if one is not None else "none"
     host, container = (shown, "") if found.kind == "host" else ("", shown)
-    if is_wrong:
+    if any(finding.library == library.name and not finding.note for finding in found.findings):
         # Why stands in the problems.
         return CheckDone(library.name, "failed", host, container)
     if one is None:
         return CheckDone(library.name, "skipped", reason="the loader finds none")
     return CheckDone(library.name, "ok", host, container)
-
-
-def _problem(found: Survey, number: int) -> Problem:
-    one = found.findings[number]
-    results = f" (CUDA result {', '.join(map(str, one.results))})" if one.results else ""
-    return Problem(f"{one.what}{results}", one.evidence, one.next_step)

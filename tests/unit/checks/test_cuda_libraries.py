@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import struct
+import os
+import resource
 import tarfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,51 +15,54 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.files import parse_cache
+from gpuprov.checks.cuda import files
+from gpuprov.checks.cuda.files import add_driver, chain, read, unpack, unpacked
 from gpuprov.checks.cuda.judgement import least_driver
 from gpuprov.checks.cuda.results import RESULTS, result_of
-from gpuprov.checks.cuda.search import Program, processor_levels, read_elf
-from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, from_json, results_markdown, survey_of
-from gpuprov.checks.cuda.trees import ArchiveTree, chain, read_archive, read_start
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, survey_of
+from gpuprov.runtime_hook import links
 from gpuprov.runtime_hook.ldcache import FLAGS, merge
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS
+from gpuprov.runtime_hook.settings import Settings
 
 DRIVER = "/usr/lib/x86_64-linux-gnu"
 LOADER = "/lib64/ld-linux-x86-64.so.2"
+VENV = "/env/lib/python3.12/site-packages"
 TORCH = "/usr/local/lib/python3.11/dist-packages/torch"
 DOCS = Path(__file__).parents[3] / "docs/cuda.md"
+PROGRAMS = "whether a program brings its own path to libcuda (RPATH, RUNPATH)"
 
 
-def elf(soname: str = "libcuda.so.1", machine: int = 62, runpath: str = "") -> bytes:
-    """Return the smallest library that has what the loader reads: two segments and a dynamic section."""
-    strings = b"\0" + soname.encode() + b"\0" + runpath.encode() + b"\0"
-    tags = [(5, 0x1000), (14, 1), *([(29, len(soname) + 2)] if runpath else []), (0, 0)]
-    dynamic = b"".join(struct.pack("<qQ", *tag) for tag in tags)
-    start = 64 + 2 * 56
-    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1", 3, machine, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0)
-    load = struct.pack("<IIQQQQQQ", 1, 4, start + len(dynamic), 0x1000, 0, len(strings), len(strings), 0)
-    return (
-        header + load + struct.pack("<IIQQQQQQ", 2, 4, start, 0, 0, len(dynamic), len(dynamic), 8) + dynamic + strings
-    )
+def elf(machine: int = 62) -> bytes:
+    """Return the part of a library that is examined."""
+    return b"\x7fELF\2\1\1".ljust(16, b"\0") + b"\3\0" + machine.to_bytes(2, "little") + bytes(44)
 
 
 class Image:
     """An image's files; glibc's loader is there, and what `add` puts there."""
 
     def __init__(self, folder: Path, loader: str = LOADER) -> None:
-        self.folder = folder
-        self.tree = ArchiveTree()
+        self.root = folder / "root"
+        self.root.mkdir()
         if loader:
-            self.add(loader, b"\0/lib/x86_64-linux-gnu/\0/usr/lib/x86_64-linux-gnu/\0/lib/\0/usr/lib/\0x86-64-v2")
+            self.add(loader, b"\0/lib/x86_64-linux-gnu/\0/usr/lib/x86_64-linux-gnu/\0/lib/\0/usr/lib/\0")
 
     def add(self, path: str, content: bytes | None = None) -> None:
-        place = self.folder / path.replace("/", "%")
+        place = self._place(path)
         place.write_bytes(elf() if content is None else content)
-        self.tree.add_file(path, place)
+
+    def link(self, path: str, target: str) -> None:
+        self._place(path).symlink_to(target)
+
+    def _place(self, path: str) -> Path:
+        place = self.root / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
 
     def library(self, folder: str, version: str, name: str = "libcuda") -> None:
-        self.add(f"{folder}/{name}.so.{version}", elf(f"{name}.so.1"))
-        self.tree.add_link(f"{folder}/{name}.so.1", f"{name}.so.{version}")
+        self.add(f"{folder}/{name}.so.{version}")
+        self.link(f"{folder}/{name}.so.1", f"{name}.so.{version}")
 
     def cache(self, *entries: str) -> None:
         self.add("/etc/ld.so.cache", merge(b"", [(one.rpartition("/")[2], one, FLAGS["x86_64"]) for one in entries]))
@@ -66,8 +71,8 @@ class Image:
         return self.survey_with(environment, kernel, has_driver)
 
     def survey_with(self, environment: Mapping[str, str], kernel: str = "", has_driver: bool = True) -> Survey:
-        program = Program(environment, "/work")
-        return survey_of(Subject("image", "app", self.tree, program, "test", has_driver), kernel, ("x86-64-v2",))
+        with contextlib.closing(unpacked(str(self.root))) as root:
+            return survey_of(Subject("image", "app", root, Program(environment, "/work"), "test", has_driver), kernel)
 
 
 @pytest.fixture
@@ -97,6 +102,7 @@ def test_a_healthy_container_has_nothing_wrong(image: Image) -> None:
         "kernel module      550.163.01",
         "CUDA               12.4: the variable CUDA_VERSION (12.4.1)",
         f"loader             glibc {LOADER}",
+        f"unknown            {PROGRAMS}",
     ]
 
 
@@ -117,7 +123,7 @@ def test_an_images_own_older_libcuda_is_named_with_the_variable_that_makes_it_wi
 
 def test_forward_compatibility_needs_a_newer_branch(image: Image) -> None:
     healthy(image).library("/usr/local/cuda-12.5/compat", "555.58.02")
-    image.tree.add_link("/usr/local/cuda", "cuda-12.5")
+    image.link("/usr/local/cuda", "cuda-12.5")
     path = "/usr/local/cuda/compat"
     found = image.survey(LD_LIBRARY_PATH=path, CUDA_VERSION="12.5.0")
     assert found.good
@@ -137,7 +143,7 @@ def test_a_stub_is_named(image: Image) -> None:
     healthy(image).add("/usr/local/cuda/lib64/stubs/libcuda.so")
     assert image.survey().good
     image.cache("/usr/local/cuda/lib64/stubs/libcuda.so.1")
-    image.tree.add_link("/usr/local/cuda/lib64/stubs/libcuda.so.1", "libcuda.so")
+    image.link("/usr/local/cuda/lib64/stubs/libcuda.so.1", "libcuda.so")
     found = image.survey()
     assert found.findings[0].results == (34, 35)
     assert "stub" in found.findings[0].what
@@ -181,9 +187,8 @@ def test_every_cuda_release_has_a_least_driver_not_newer_than_its_own() -> None:
         ("/opt/app/libcudart.so.10.2.89", b"", {"LD_LIBRARY_PATH": "/none:/opt/app"}, "10.2"),
         (f"{TORCH}/version.py", b"debug = False\ncuda: Optional[str] = '12.1'\n", {}, "12.1"),
         (f"{TORCH}/version.py", b"cuda = '12.4'\nhip = None\n", {}, "12.4"),
-        (f"{TORCH}/lib/libcudart-9335f6a2.so.11.0", b"", {}, "11.0"),
-        ("/env/lib/python3.12/site-packages/nvidia/cu13/lib/libcudart.so.13", b"", {"PATH": "/bin:/env/bin"}, "13"),
-        ("/v/lib/python3.9/site-packages/nvidia/cuda_runtime/lib/libcudart.so.12", b"", {"VIRTUAL_ENV": "/v"}, "12"),
+        (f"{VENV}/nvidia_cuda_runtime-13.0.48.dist-info/METADATA", b"", {"PATH": "/bin:/env/bin"}, "13.0"),
+        (f"{VENV}/nvidia_cuda_runtime_cu12-12.4.127.dist-info/METADATA", b"", {"PATH": "/env/bin"}, "12.4"),
     ],
 )
 def test_runtimes_are_found_where_they_usually_lie(
@@ -192,20 +197,15 @@ def test_runtimes_are_found_where_they_usually_lie(
     image.add(path, content)
     (found,) = image.survey_with(environment).runtimes
     assert found.version == version
-    assert path in found.source
+    assert found.source.removeprefix("PyTorch's ") in path
 
 
 @pytest.mark.parametrize("content", [b"cuda: Optional[str] = None\n", b"\xff" * 100, b""])
 def test_a_torch_without_cuda_states_none(image: Image, content: bytes) -> None:
     image.add(f"{TORCH}/version.py", content)
-    assert image.survey().runtimes == ()
-
-
-def test_a_wheels_own_version_counts(image: Image) -> None:
-    folder = "/opt/venv/lib/python3.11/site-packages"
-    image.add(f"{folder}/nvidia/cuda_runtime/lib/libcudart.so.12", b"")
-    image.tree.add_folder(f"{folder}/nvidia_cuda_runtime_cu12-12.4.127.dist-info")
-    assert [one.version for one in image.survey().runtimes] == ["12.4"]
+    found = image.survey()
+    assert found.runtimes == ()
+    assert found.unknown[0].startswith("for which CUDA release its programs are: ")
 
 
 def test_an_image_without_the_driver_is_not_wrong(image: Image) -> None:
@@ -260,25 +260,7 @@ def test_the_same_stands_in_json(image: Image) -> None:
         "reason": "LD_LIBRARY_PATH has /opt/own", "version": "535.261.03", "fault": "", "stub": False, "compat": False,
     }  # fmt: skip
     assert found["findings"][0]["results"] == [803, 35, 36]
-
-
-def test_a_survey_of_another_host_is_the_same_again(image: Image) -> None:
-    healthy(image).library("/opt/own", "535.261.03")
-    found = image.survey(LD_LIBRARY_PATH="/opt/own", CUDA_VERSION="12.4.1")
-    sent = json.loads(json.dumps(as_json(found)))
-    assert as_json(from_json(sent)) == as_json(found)
-    assert list(as_lines(from_json(sent))) == list(as_lines(found))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"loader": None}, {"libraries": [{"name": "libcuda.so.1", "winner": {"odd": 1}, "others": []}]}, {"cuda": [{}]},
-     {"findings": 5}],
-)  # fmt: skip
-def test_what_is_no_survey_is_an_error(image: Image, change: dict[str, object]) -> None:
-    sent = {**as_json(healthy(image).survey()), **change}
-    with pytest.raises(GpuprovError, match="can't be read"):
-        from_json(sent)
+    assert found["unknown"][-1] == PROGRAMS
 
 
 def test_the_table_of_results_has_what_people_meet() -> None:
@@ -290,7 +272,8 @@ def test_the_table_of_results_has_what_people_meet() -> None:
 
 
 def test_the_page_has_the_table_of_results() -> None:
-    assert results_markdown() in DOCS.read_text("utf-8")
+    rows = ((", ".join(map(str, one.codes)), ", ".join(f"`{name}`" for name in one.names), one) for one in RESULTS)
+    assert "\n".join(f"- **{codes}** {names}: {one.meaning}" for codes, names, one in rows) in DOCS.read_text("utf-8")
 
 
 def archive(*members: tuple[str, bytes | str]) -> tarfile.TarFile:
@@ -309,58 +292,152 @@ def archive(*members: tuple[str, bytes | str]) -> tarfile.TarFile:
     return tarfile.open(fileobj=io.BytesIO(file.getvalue()), mode="r|")
 
 
-def test_an_archive_is_never_unpacked_under_its_own_names(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
+def held(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_archive_is_never_unpacked_out_of_its_folder(tmp_path: Path) -> None:
+    outside, kept = tmp_path / "outside", tmp_path / "kept"
+    outside.mkdir()
     kept.mkdir()
     members = archive(
-        ("../../escaped", b"1"),
-        ("a/real", b"2"),
-        ("lib", "../../../a"),
-        ("hard", "=a/real"),
-        ("etc", "/"),
-        ("loop", "loop"),
+        ("../../libcuda.so.1", b"1"), ("a/libcuda.so.2", b"2"), ("lib", "../../../a"), ("hard", "=a/libcuda.so.2"),
+        ("etc", "/"), ("loop", "loop"), ("out", str(outside)), ("out/libcuda.so.3", b"3"),
+    )  # fmt: skip
+    unpack(members, str(kept))
+    assert list(outside.iterdir()) == []
+    with contextlib.closing(unpacked(str(kept))) as root:
+        assert read(root, "/libcuda.so.1", 9) == b"1"
+        for path in ("/lib/libcuda.so.2", "/hard", "/etc/etc/etc/a/libcuda.so.2"):
+            assert read(root, path, 9) == b"2"
+        assert read(root, "/out/libcuda.so.3", 9) == b"3"
+        assert chain(root, "/loop") == chain(root, "/loop/x") == chain(root, "/a") == ()
+
+
+def test_only_what_is_examined_of_an_archive_is_unpacked(tmp_path: Path) -> None:
+    unpack(
+        archive(("usr/bin/tool", b"1"), ("opt/libcuda.so.1", elf() * 9), ("etc/ld.so.cache", b"2" * 99)), str(tmp_path)
     )
-    tree = read_archive(members, lambda path: True, kept, 100)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["0", "1"]
-    assert read_start(tree, "/escaped", 9) == b"1"
-    assert read_start(tree, "/lib/real", 9) == read_start(tree, "/hard", 9) == b"2"
-    assert read_start(tree, "/etc/etc/etc/a/real", 9) == b"2"
-    assert chain(tree, "/loop") == chain(tree, "/loop/x") == chain(tree, "/a") == ()
+    assert held(tmp_path) == {"opt/libcuda.so.1": elf(), "etc/ld.so.cache": b"2" * 99}
 
 
-def test_only_so_many_bytes_of_an_archive_are_kept(tmp_path: Path) -> None:
-    tree = read_archive(archive(("a", b"12345"), ("b", b"123456"), ("c", b"12345")), lambda path: True, tmp_path, 10)
-    assert [read_start(tree, path, 9) for path in ("/a", "/b", "/c")] == [b"12345", b"", b"12345"]
-    assert chain(tree, "/b") == ("/b",)
+@pytest.mark.parametrize("limit", [{"MOST_ENTRIES": 2}, {"MOST_BYTES": 9}])
+def test_an_archive_with_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]
+) -> None:
+    members = ("a/libcuda.so.1", b"12345"), ("b/libcuda.so.1", b"1234"), ("c", "b")
+    unpack(archive(*members[:2]), str(tmp_path))
+    for name, most in limit.items():
+        monkeypatch.setattr(files, name, most)
+    with pytest.raises(OSError, match="more than 2 links and libraries"):
+        unpack(archive(*members), str(tmp_path))
 
 
-@pytest.mark.parametrize("length", range(0, len(elf()), 7))
-def test_a_torn_library_raises_nothing(length: int) -> None:
-    found = read_elf(io.BytesIO(elf()[:length]))
-    assert found.fault in ("file too short", "the file is torn", "")
-    assert read_elf(io.BytesIO(elf(runpath="/x:$ORIGIN"))).runpath == "/x:$ORIGIN"
+def test_an_archive_may_have_more_folders_than_a_process_may_open(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
+    try:
+        unpack(archive(*((f"{number}/libcuda.so.1", b"") for number in range(600))), str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(held(tmp_path)) == 600
 
 
-@pytest.mark.parametrize("offset", range(16, 64 + 112, 4))
-def test_hostile_numbers_in_a_library_raise_nothing(offset: int) -> None:
-    for value in (b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f"):
-        content = bytearray(elf())
-        content[offset : offset + 4] = value
-        assert read_elf(io.BytesIO(content)).soname in ("libcuda.so.1", "")
+def cdi_settings(folder: Path, libraries: str = DRIVER) -> Settings:
+    """Return settings that name a CDI specification of driver 550.163.01."""
+    words = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
+    mounts = []
+    for name in ("libcuda", "libnvidia-ml"):
+        (folder / name).write_bytes(elf() + b"the rest of the library")
+        mounts.append({"hostPath": str(folder / name), "containerPath": f"{libraries}/{name}.so.550.163.01"})
+        words += ["--link", f"{name}.so.550.163.01::{libraries}/{name}.so.1"]
+    hooks = [{"hookName": "createContainer", "path": "/usr/bin/gpuprov-container-runtime-hook", "args": words}]
+    devices = [{"name": "all", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia0"}]}}]
+    specification = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices,
+                     "containerEdits": {"mounts": mounts, "hooks": hooks}}  # fmt: skip
+    (folder / "cdi").mkdir()
+    (folder / "cdi/nvidia.json").write_text(json.dumps(specification))
+    return Settings({"nvidia-container-runtime.modes.cdi.spec-dirs": [str(folder / "cdi")]})
 
 
-@pytest.mark.parametrize(
-    ("flags", "levels"),
-    [
-        ("fpu sse2", ()),
-        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ("x86-64-v2",)),
-        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3 avx512f avx512bw avx512cd avx512dq avx512vl", ("x86-64-v2",)),
-    ],
-)
-def test_processor_levels(flags: str, levels: tuple[str, ...]) -> None:
-    assert processor_levels(f"processor : 0\nflags\t\t: {flags}\n") == levels
+def added(image: Image, settings: Settings) -> str:
+    with contextlib.closing(unpacked(str(image.root))) as root:
+        return add_driver(root, settings)
 
 
-def test_a_caches_variants_are_named() -> None:
-    (plain,) = parse_cache(merge(b"", [("libcuda.so.1", "/opt/libcuda.so.1", FLAGS["x86_64"])]))
-    assert plain.variant == ""
+def test_an_image_gets_the_drivers_files_as_at_its_start(image: Image, tmp_path: Path) -> None:
+    (image.root / DRIVER.lstrip("/")).mkdir(parents=True)
+    assert added(image, cdi_settings(tmp_path)).startswith("with the files of driver 550.163.01, ")
+    found = image.survey()
+    assert found.good
+    winners = [one.winner for one in found.libraries if one.winner is not None]
+    assert [(one.chain[-1], one.version) for one in winners] == [
+        (f"{DRIVER}/{name}.so.550.163.01", "550.163.01") for name in ("libcuda", "libnvidia-ml")
+    ]
+    assert all(one.reason.startswith("the loader's cache") for one in winners)
+
+
+def test_a_host_without_a_specification_adds_nothing(image: Image, tmp_path: Path) -> None:
+    settings = Settings({"nvidia-container-runtime.modes.cdi.spec-dirs": [str(tmp_path)]})
+    assert added(image, settings).startswith("without the driver's files, ")
+    found = image.survey(kernel="", has_driver=False)
+    assert [one.partition(":")[0] for one in found.unknown[1:3]] == [
+        "whether the libraries fit", "which libraries a container of it has"
+    ]  # fmt: skip
+
+
+def test_the_folder_lib64_of_an_arm64_image_makes_it_no_x86_64_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuda-compat's libraries enter the loader's cache as libraries for arm64."""
+    monkeypatch.setattr(links, "_FLAGS", FLAGS["aarch64"])
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", "aarch64")))
+    folder, compat = "/usr/lib/aarch64-linux-gnu", "/usr/local/cuda/compat"
+    image = Image(tmp_path, "/lib/ld-linux-aarch64.so.1")
+    (image.root / "lib64").mkdir()
+    (image.root / folder.lstrip("/")).mkdir(parents=True)
+    image.add(f"{compat}/libcuda.so.555.58.02", elf(183))
+    image.link(f"{compat}/libcuda.so.1", "libcuda.so.555.58.02")
+    assert added(image, cdi_settings(tmp_path, folder)).startswith("with ")
+    entries = parse_cache((image.root / "etc/ld.so.cache").read_bytes())
+    assert f"{compat}/libcuda.so.1" in [one.path for one in entries if one.name == "libcuda.so.1"]
+    assert FLAGS["aarch64"].to_bytes(4, "little") in (image.root / "etc/ld.so.cache").read_bytes()
+    assert FLAGS["x86_64"].to_bytes(4, "little") not in (image.root / "etc/ld.so.cache").read_bytes()
+    found = image.survey()
+    assert found.loader.machine == "aarch64"
+    assert found.libraries[0].winner is not None and found.libraries[0].winner.path == f"{compat}/libcuda.so.1"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_loader_of_this_machine_counts_where_there_are_two(
+    image: Image, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", machine)))
+    image.add("/lib/ld-linux-aarch64.so.1", b"")
+    assert image.survey().loader.machine == machine
+
+
+@pytest.mark.parametrize("target", ["x86_64-linux", "sbsa-linux"])
+@pytest.mark.parametrize("prefix", ["/opt/conda", "/usr/local/cuda"])
+def test_a_stub_of_a_target_is_named_where_the_loader_finds_none(image: Image, prefix: str, target: str) -> None:
+    path = f"{prefix}/targets/{target}/lib/stubs/libcuda.so"
+    image.add(path)
+    (finding,) = image.survey().findings
+    assert finding.evidence == f"{path}: not in a folder that the loader searches"
+
+
+def test_a_library_for_another_machine_is_passed_over(image: Image) -> None:
+    healthy(image).add("/opt/a/libcuda.so.1", elf(183))
+    found = image.survey(LD_LIBRARY_PATH="/opt/a")
+    assert found.good
+    assert [one.fault for one in found.libraries[0].others] == ["for aarch64: the loader passes over it"]
+
+
+def test_a_release_of_cuda_that_gpuprov_does_not_know_is_unknown(image: Image) -> None:
+    (finding,) = healthy(image).survey(CUDA_VERSION="99.1").findings
+    assert finding.note and finding.what.startswith("whether CUDA 99.1 runs on driver 550.163.01 is unknown")
+
+
+def test_what_is_not_expanded_is_unknown(image: Image) -> None:
+    found = healthy(image).survey(LD_LIBRARY_PATH="/opt/$LIB", CUDA_VERSION="12.4")
+    assert found.unknown == ("what $ stands for in LD_LIBRARY_PATH", PROGRAMS)

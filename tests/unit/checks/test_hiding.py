@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import discover
-from gpuprov.checks.cuda.judgement import environment_of_logins, gather_hiding
+from gpuprov.checks.cuda.hiding import environment_of_logins, gather_hiding
 from gpuprov.core.system import System
 from gpuprov.facts.driver import HidingLibrary, damage
 from gpuprov.packages.managers import manager_of
