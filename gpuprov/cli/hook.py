@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,6 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
         _show(recorded, _recorded_lines(recorded), as_json=as_json)
         return
     text = _text(bundle)
-    _require_config(text, bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(text, settings, trouble, bundle or "")
     _show(found, _lines(found), as_json=as_json)
@@ -142,41 +142,27 @@ def _recorded_decision(container: str, bundle: str | None) -> dict[str, Any] | N
 
 
 def _text(bundle: str | None) -> str:
+    """Return the text of the config.json. Raises GpuprovError (exit code 2) if it is none."""
+    evidence = "it is no object"
     try:
         content = Path(f"{bundle}/config.json").read_bytes() if bundle else standard_input("a config.json")
-    except OSError as error:
-        raise _no_config(bundle, str(error)) from None
-    return content.decode("utf-8", "replace")
-
-
-def _require_config(text: str, bundle: str | None) -> None:
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _no_config(bundle, str(error)) from None
-    if not isinstance(config, dict):
-        raise _no_config(bundle, "it is no object")
-
-
-def _no_config(bundle: str | None, evidence: str) -> GpuprovError:
+        text = content.decode("utf-8", "replace")
+        if isinstance(json.loads(text), dict):
+            return text
+    except (OSError, ValueError, RecursionError) as error:
+        evidence = str(error)
     where = f"{bundle}/config.json" if bundle else "standard input"
     hint = "give a bundle with --bundle DIR, or its config.json on standard input"
-    return GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
+    raise GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
 
 
 def _recorded_lines(recorded: dict[str, Any]) -> list[str]:
     """Return a running container's decision as text."""
+    requirements = f"{recorded['requirements']} satisfied" if recorded["requirements"] else ""
     return [
         f"container      {recorded['container']}, started with GPUs by the {recorded['way']}",
-        f"devices        {', '.join(one for one in recorded['devices'] if one) or 'none: the driver files alone'}",
-        f"capabilities   {', '.join(recorded['capabilities']) or 'none'}",
-        f"requirements   {recorded['requirements'] or 'none'}{' satisfied' if recorded['requirements'] else ''}",
-        f"privileged     {'yes' if recorded['privileged'] else 'no'}",
-        f"legacy image   {'yes' if recorded['legacy'] else 'no'}",
-        *(f"device         {path}" for path in recorded["nodes"]),
-        *(f"file           {path}" for path in recorded["files"]),
-        *(f"link           {' <- '.join(link.split('::'))}" for link in recorded["links"]),
-        *(f"because        {one}" for one in recorded["decisions"]),
+        *_asked_lines(recorded, requirements),
+        *_given_lines(recorded, recorded["nodes"], recorded["files"], recorded["links"]),
     ]
 
 
@@ -184,24 +170,34 @@ def _lines(found: dict[str, Any]) -> list[str]:
     """Return the decision as text."""
     if not found["gpu_container"]:
         return ["asks for no GPU: the container is left alone", *(f"  because {one}" for one in found["decisions"])]
-    lines = [
-        f"devices        {', '.join(one for one in found['devices'] if one) or 'none: the driver files alone'}",
-        f"capabilities   {', '.join(found['capabilities']) or 'none'}",
-        f"requirements   {', '.join(found['requirements']) or 'none'}",
-        f"privileged     {'yes' if found['privileged'] else 'no'}",
-        f"legacy image   {'yes' if found['legacy'] else 'no'}",
-    ]
-    for name, label in (
-        ("imex_channels", "IMEX channels"),
-        ("mig_config", "MIG config"),
-        ("mig_monitor", "MIG monitor"),
-    ):
+    lines = _asked_lines(found, ", ".join(found["requirements"]))
+    labels = {"imex_channels": "IMEX channels", "mig_config": "MIG config", "mig_monitor": "MIG monitor"}
+    for name, label in labels.items():
         value = found[name]
         if value:
             lines.append(f"{label:15}{', '.join(value) if isinstance(value, list) else value}")
     edits = found["edits"]
-    lines += [f"device         {node['path']}" for node in edits.get("deviceNodes", ())]
-    lines += [f"file           {mount['containerPath']}" for mount in edits.get("mounts", ())]
-    lines += [f"link           {' <- '.join(link.split('::'))}" for link in edits.get("links", ())]
-    lines += [f"because        {one}" for one in found["decisions"]]
+    nodes = [node["path"] for node in edits.get("deviceNodes", ())]
+    lines += _given_lines(
+        found, nodes, [one["containerPath"] for one in edits.get("mounts", ())], edits.get("links", ())
+    )
     return [*lines, f"refused        {found['error']}"] if found["error"] else lines
+
+
+def _asked_lines(found: dict[str, Any], requirements: str) -> list[str]:
+    return [
+        f"devices        {', '.join(one for one in found['devices'] if one) or 'none: the driver files alone'}",
+        f"capabilities   {', '.join(found['capabilities']) or 'none'}",
+        f"requirements   {requirements or 'none'}",
+        f"privileged     {'yes' if found['privileged'] else 'no'}",
+        f"legacy image   {'yes' if found['legacy'] else 'no'}",
+    ]
+
+
+def _given_lines(found: dict[str, Any], nodes: Sequence[str], files: Sequence[str], links: Sequence[str]) -> list[str]:
+    return [
+        *(f"device         {path}" for path in nodes),
+        *(f"file           {path}" for path in files),
+        *(f"link           {' <- '.join(link.split('::'))}" for link in links),
+        *(f"because        {one}" for one in found["decisions"]),
+    ]
