@@ -311,7 +311,7 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
         made = "" if not any(result.changed for result in results) else f"{changes} {_CHANGED[check]}; "
         return f"{hosts}: {made}nothing found wrong in all that was looked at"
     if command == "cuda":
-        return f"{hosts}: the libraries that programs load fit the driver"
+        return f"{hosts}: nothing found wrong in the libraries that programs load"
     if check:
         return f"{hosts}: {changes} would be made, nothing was touched"
     follow_up = f"; next: {next_command}" if next_command else ""

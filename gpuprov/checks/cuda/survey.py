@@ -251,6 +251,16 @@ def as_lines(found: Survey) -> Iterator[str]:
         yield _row("unknown", text)
     for one in found.findings:
         yield from str(_problem(one, "note: " if one.note else "wrong: ")).splitlines()
+    yield verdict(found)
+
+
+def verdict(found: Survey) -> str:
+    """Return in a sentence whether the libraries fit; a host without a loaded driver, or no library, is unknown."""
+    libraries = f"the libraries that programs of {found.kind + ' ' + found.name if found.name else 'the host'} load"
+    if not found.good:
+        return f"not all {libraries.removeprefix('the ')} fit the driver"
+    is_known = found.kernel and found.libraries[0].winner is not None
+    return f"{libraries} fit the driver" if is_known else f"whether {libraries} fit the driver is unknown"
 
 
 def _described(one: Candidate) -> str:
@@ -283,12 +293,8 @@ def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finishe
         if note.note:
             sink(Note(f"{note.what}; {note.next_step}", "warning"))
     problems = tuple(_problem(one) for one in found.findings if not one.note)
-    where = f"{found.kind} {found.name}" if found.name else "the host"
-    if problems:
-        summary = f"not all libraries that programs of {where} load fit the driver"
-        return Finished(int(ExitCode.FAILED), problems=problems, summary=summary)
-    verdict = "fit the driver" if found.kernel else "have no driver to fit: none is loaded"
-    return Finished(int(ExitCode.DONE), summary=f"the libraries that programs of {where} load {verdict}")
+    code = ExitCode.FAILED if problems else ExitCode.DONE
+    return Finished(int(code), problems=problems, summary=verdict(found))
 
 
 def _check(found: Survey, library: Found) -> CheckDone:

@@ -20,7 +20,7 @@ from gpuprov.checks.cuda.files import add_driver, chain, read, unpack, unpacked
 from gpuprov.checks.cuda.judgement import least_driver
 from gpuprov.checks.cuda.results import RESULTS, result_of
 from gpuprov.checks.cuda.search import Program
-from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, survey_of
+from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, survey_of, verdict
 from gpuprov.runtime_hook import links
 from gpuprov.runtime_hook.ldcache import FLAGS, merge
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS
@@ -90,6 +90,10 @@ def told(found: Survey) -> list[tuple[tuple[int, ...], str, bool]]:
     return [(one.results, one.what, one.note) for one in found.findings]
 
 
+def test_without_a_loaded_driver_nothing_is_said_to_fit(image: Image) -> None:
+    assert verdict(healthy(image).survey(kernel="")).endswith(" is unknown")
+
+
 def test_a_healthy_container_has_nothing_wrong(image: Image) -> None:
     found = healthy(image).survey(CUDA_VERSION="12.4.1")
     assert (found.good, found.findings) == (True, ())
@@ -103,6 +107,7 @@ def test_a_healthy_container_has_nothing_wrong(image: Image) -> None:
         "CUDA               12.4: the variable CUDA_VERSION (12.4.1)",
         f"loader             glibc {LOADER}",
         f"unknown            {PROGRAMS}",
+        "the libraries that programs of image app load fit the driver",
     ]
 
 
@@ -112,6 +117,7 @@ def test_an_images_own_older_libcuda_is_named_with_the_variable_that_makes_it_wi
     found = image.survey(LD_LIBRARY_PATH="/opt/own", CUDA_VERSION="12.4.1")
     problem, note = found.findings
     assert problem.results == (803, 35, 36)
+    assert list(as_lines(found))[-1] == "not all libraries that programs of image app load fit the driver"
     assert problem.what == "/opt/own/libcuda.so.1 is of driver 535.261.03, the loaded kernel module is 550.163.01"
     assert problem.evidence == "/opt/own/libcuda.so.535.261.03: LD_LIBRARY_PATH has /opt/own"
     assert problem.next_step == (
@@ -211,6 +217,7 @@ def test_a_torch_without_cuda_states_none(image: Image, content: bytes) -> None:
 def test_an_image_without_the_driver_is_not_wrong(image: Image) -> None:
     found = image.survey(has_driver=False)
     assert found.good
+    assert verdict(found) == "whether the libraries that programs of image app load fit the driver is unknown"
     assert told(found) == [((35,), "the loader finds no libcuda.so.1: the image has none of its own", True)]
 
 
