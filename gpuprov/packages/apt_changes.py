@@ -15,8 +15,8 @@ from gpuprov.core.system import System
 from gpuprov.packages import dpkg
 from gpuprov.packages.dpkg import Package
 from gpuprov.packages.failures import Advice, finish_apt
+from gpuprov.packages.held import HELD_LIST, hold_summary, write_held
 from gpuprov.packages.interface import LOCK_SECONDS, PackageFacts, pinned, restarts_engine, tell_nobody
-from gpuprov.packages.rpm_locks import HELD_LIST, hold_summary, write_held
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 

@@ -12,8 +12,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packages import interface
 from gpuprov.packages.failures import finish_apt
+from gpuprov.packages.held import read_held
 from gpuprov.packages.interface import LOCK_SECONDS, PackageFacts
-from gpuprov.packages.rpm_locks import read_held
 
 INSTALL_SECONDS = 3600
 # In the order in which apt and dpkg take them.

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
-from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
+from gpuprov.packages.held import HELD_LIST, hold_summary, read_held, write_held
 
-# The packages that gpuprov holds, under apt too; it leaves the holds of others alone.
-HELD_LIST = f"{STATE_DIRECTORY}/held"
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}}:{0}|:%{VERSION}-%{RELEASE}\\n"
 
 
@@ -159,24 +157,6 @@ def plan(
     before = (HoldRpmPackages(facts.tool, path, (), tuple(sorted(lifted))),) if lifted else ()
     behind = HoldRpmPackages(facts.tool, path, tuple(sorted(hold)), tuple(sorted(release)))
     return before, ((behind,) if hold or release else ())
-
-
-def hold_summary(names: Iterable[str], release: Iterable[str]) -> str:
-    """Return the sentence of a change that holds packages and releases others, for any package manager."""
-    parts = (("hold ", ", ".join(names), " at this version"), ("no longer hold ", ", ".join(release), ""))
-    return "; ".join(f"{before}{shown}{after}" for before, shown, after in parts if shown)
-
-
-def write_held(system: System, names: Iterable[str], release: Iterable[str]) -> None:
-    """Write down which packages gpuprov holds."""
-    ours = {*read_held(system), *names} - {*release}
-    system.make_directory(STATE_DIRECTORY, 0o700)
-    system.write(HELD_LIST, "".join(f"{name}\n" for name in sorted(ours)).encode())
-
-
-def read_held(system: System) -> frozenset[str]:
-    """Return the packages that gpuprov holds."""
-    return frozenset((system.read_text(HELD_LIST) or "").split())
 
 
 @dataclass(frozen=True)

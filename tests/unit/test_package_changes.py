@@ -14,8 +14,8 @@ from gpuprov.core.places import SOURCES_LIST
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, plan_holds
 from gpuprov.packages.dpkg import gather_packages
 from gpuprov.packages.failures import Advice
+from gpuprov.packages.held import HELD_LIST
 from gpuprov.packages.interface import PackageFacts, pinned
-from gpuprov.packages.rpm_locks import HELD_LIST
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 

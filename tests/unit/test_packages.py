@@ -19,8 +19,8 @@ from gpuprov.facts.host import gather
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, parse_conffiles, plan_holds
 from gpuprov.packages.dpkg import gather_packages, lock_holder, missing
 from gpuprov.packages.failures import listed_under
+from gpuprov.packages.held import HELD_LIST
 from gpuprov.packages.interface import PackageFacts
-from gpuprov.packages.rpm_locks import HELD_LIST
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 

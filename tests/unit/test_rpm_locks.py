@@ -11,9 +11,9 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packages.dnf import DNF
+from gpuprov.packages.held import HELD_LIST
 from gpuprov.packages.rpm import RpmManager
 from gpuprov.packages.rpm_locks import (
-    HELD_LIST,
     LOCK_TOOLS,
     HoldRpmPackages,
     LockFacts,
