@@ -11,7 +11,6 @@ from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg
 from gpuprov.packages.apt_changes import (
-    REFRESH_SECONDS,
     InstallPackages,
     RefreshPackageIndex,
     RemovePackages,
@@ -20,6 +19,7 @@ from gpuprov.packages.apt_changes import (
 )
 from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.interface import (
+    REFRESH_SECONDS,
     Bundle,
     Commands,
     Installation,

@@ -9,25 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
-from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg
 from gpuprov.packages.dpkg import Package
 from gpuprov.packages.failures import Advice, finish_apt
 from gpuprov.packages.held import HELD_LIST, hold_summary, write_held
-from gpuprov.packages.interface import LOCK_SECONDS, PackageFacts, pinned, restarts_engine, tell_nobody
+from gpuprov.packages.interface import (
+    COPIES,
+    LOCK_SECONDS,
+    REFRESH_SECONDS,
+    PackageFacts,
+    PackageInstallation,
+    pinned,
+    tell_nobody,
+)
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 
-REFRESH_SECONDS = 600
 # dpkg runs the packages' scripts here.
 _SCRIPTS = "/var/lib/dpkg/info"
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).
 _PURGES_DATA = "docker.io"
 _SIMULATE_SECONDS = 60
-COPIES = f"{STATE_DIRECTORY}/removed"
 # What a package brings beside its files (deb(5)); dpkg's own lists are not among these.
 _CONTROL = ("preinst", "postinst", "prerm", "postrm", "triggers", "config", "templates", "shlibs", "conffiles")
 # $1: the list of files, $2: the folder that gets them, with owner, mode and links.
@@ -65,7 +70,7 @@ class RefreshPackageIndex(Change):
 
 
 @dataclass(frozen=True)
-class InstallPackages(Change):
+class InstallPackages(PackageInstallation):
     """Install these packages (`NAME[:ARCHITECTURE][=VERSION]`), and never remove another for them.
 
     `unhold`: those that are held in another version than the requested one; their hold is removed first. `options` are
@@ -79,17 +84,7 @@ class InstallPackages(Change):
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
-    # The next run finishes what a killed dpkg began and then plans again: removing packages only to install them once
-    # more would gain nothing and could fail.
-    undo_when_interrupted: ClassVar[bool] = False
-    uses_package_manager: ClassVar[bool] = True
     executes: ClassVar[str] = _SCRIPTS
-    bundle_part: ClassVar[str] = "packages"
-    undo_disturbs: ClassVar[bool] = True
-
-    @property
-    def disturbs(self) -> bool:
-        return restarts_engine(self.names)
 
     def summary(self) -> str:
         held = f" (taking the hold off {', '.join(self.unhold)})" if self.unhold else ""

@@ -13,9 +13,8 @@ from gpuprov.core.system import System
 from gpuprov.packages import interface
 from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.held import read_held
-from gpuprov.packages.interface import LOCK_SECONDS, PackageFacts
+from gpuprov.packages.interface import INSTALL_SECONDS, LOCK_SECONDS, PackageFacts
 
-INSTALL_SECONDS = 3600
 # In the order in which apt and dpkg take them.
 _LOCKS = (
     "/var/lib/dpkg/lock-frontend",

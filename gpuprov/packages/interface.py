@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Protocol
+from typing import Callable, ClassVar, Protocol
 
 from gpuprov.core.changes import Change, Tell
+from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import Advice
@@ -17,6 +18,10 @@ from gpuprov.protocol.errors import GpuprovError
 # Longer than unattended-upgrades usually takes.
 LOCK_SECONDS = 300
 _POLL_SECONDS = 0.5
+INSTALL_SECONDS = 3600
+REFRESH_SECONDS = 600
+# Copies of removed packages, for a rollback.
+COPIES = f"{STATE_DIRECTORY}/removed"
 Versions = Mapping[str, tuple[str, ...]]
 _ENGINES = re.compile(r"(docker|moby|containerd|runc|crun|cri-o|podman|nvidia-driver|nvidia-open|cuda-drivers)[^=]*=")
 
@@ -84,6 +89,23 @@ class Installation:
     unfiltered_repository: str = ""
     limited: str = ""
     limited_names: tuple[str, ...] = ()
+
+
+class PackageInstallation(Change):
+    """The base class of the changes that install packages (`NAME` or `NAME=VERSION`)."""
+
+    names: tuple[str, ...]
+
+    # The next run finishes what a killed one began and then plans again: removing packages only to install them once
+    # more would gain nothing and could fail.
+    undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
+    bundle_part: ClassVar[str] = "packages"
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return restarts_engine(self.names)
 
 
 class PackageManager(Protocol):

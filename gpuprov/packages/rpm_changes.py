@@ -11,22 +11,22 @@ from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.commands import Completed
-from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.packages.failures import Advice, finish_rpm
 from gpuprov.packages.interface import (
+    COPIES,
+    INSTALL_SECONDS,
     LOCK_SECONDS,
+    REFRESH_SECONDS,
     PackageFacts,
+    PackageInstallation,
     lock_holder,
-    restarts_engine,
     tell_nobody,
     wait_until_free,
 )
 from gpuprov.packages.keys import InstallKey, armored, fetch_pinned_key, fingerprints
 from gpuprov.protocol.errors import GpuprovError
 
-_INSTALL_SECONDS = 3600
-_REFRESH_SECONDS = 600
 # Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
 _PID_FILES = (
     "/var/cache/dnf/metadata_lock.pid", "/var/cache/dnf/download_lock.pid", "/var/lib/dnf/rpmdb_lock.pid",
@@ -35,7 +35,6 @@ _PID_FILES = (
 # Files that rpm locks with fcntl(2), whichever program calls it; the second is SUSE's and newer Fedoras'.
 _LOCKS = ("/var/lib/rpm/.rpm.lock", "/usr/lib/sysimage/rpm/.rpm.lock")
 _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
-COPIES = f"{STATE_DIRECTORY}/removed"
 _REMOVE_SECONDS = 600
 
 
@@ -150,13 +149,13 @@ class RefreshRpmIndex(Change):
         return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> Json:
-        done = run_rpm(system, _with(self.program.refresh, self.options), tell, _REFRESH_SECONDS, self.lock_timeout)
+        done = run_rpm(system, _with(self.program.refresh, self.options), tell, REFRESH_SECONDS, self.lock_timeout)
         finish_rpm(done, "the package index could not be refreshed", self.program.good_codes)
         return {}
 
 
 @dataclass(frozen=True)
-class InstallRpmPackages(Change):
+class InstallRpmPackages(PackageInstallation):
     """Install these packages (`NAME` or `NAME=VERSION`), and enable the units that they bring.
 
     Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
@@ -171,16 +170,6 @@ class InstallRpmPackages(Change):
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
-    # The next run plans again, from what rpm reports.
-    undo_when_interrupted: ClassVar[bool] = False
-    uses_package_manager: ClassVar[bool] = True
-    bundle_part: ClassVar[str] = "packages"
-    undo_disturbs: ClassVar[bool] = True
-
-    @property
-    def disturbs(self) -> bool:
-        return restarts_engine(self.names)
-
     def summary(self) -> str:
         enabled = f"; enable {', '.join(self.enable)}" if self.enable else ""
         return f"install {', '.join(self.names)}{enabled}"
@@ -193,7 +182,7 @@ class InstallRpmPackages(Change):
         before = installed_rpms(system)
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, self.options), *names)
-        done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
+        done = run_rpm(system, command, tell, INSTALL_SECONDS, self.lock_timeout)
         finish_rpm(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
@@ -214,7 +203,7 @@ class InstallRpmPackages(Change):
         ]
         if gone:
             lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, _INSTALL_SECONDS, lock_timeout)
+            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, INSTALL_SECONDS, lock_timeout)
             finish_rpm(done, f"{', '.join(gone)} could not be removed")
 
 

@@ -9,7 +9,8 @@ import pytest
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages import retired
-from gpuprov.packages.rpm_changes import COPIES, RemoveRpms, gather_keys
+from gpuprov.packages.interface import COPIES
+from gpuprov.packages.rpm_changes import RemoveRpms, gather_keys
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
