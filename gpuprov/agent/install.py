@@ -21,7 +21,7 @@ from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
 from gpuprov.facts.gpus import mig_layout
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import OFF, gather_watch
-from gpuprov.packages import managers
+from gpuprov.packages import dns
 from gpuprov.packages.interface import wait_until_free
 from gpuprov.packages.keys import InstallKey
 from gpuprov.packages.rpm_changes import InstallRpmKey
@@ -236,7 +236,7 @@ def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Pr
     fetches = run.bundle is None and any(item.change.bundle_part == "packages" for item in plan.changes)
     dead = run.system.proxy_problem() if plan.urls or asks else None
     if dead is None and fetches:
-        dead = managers.dns_problem(run.system, facts.package_manager.name, facts.files)
+        dead = dns.dns_problem(run.system, facts.package_manager.name, facts.files)
     return (dead,) if dead else unreachable(run.system, plan.urls)
 
 

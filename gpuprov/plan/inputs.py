@@ -27,7 +27,7 @@ from gpuprov.facts.leftovers import with_docker
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.packages import managers, sources
+from gpuprov.packages import dns, managers, sources
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.events import Note, Sink
@@ -135,7 +135,7 @@ def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequen
         return facts
     # Most runs change nothing and query no repository.
 
-    if dead := system.proxy_problem() or managers.dns_problem(system, facts.package_manager.name, facts.files):
+    if dead := system.proxy_problem() or dns.dns_problem(system, facts.package_manager.name, facts.files):
         return replace(facts, offers=managers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.
