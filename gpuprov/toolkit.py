@@ -185,7 +185,7 @@ def _restore_order(image: Json) -> int:
 # -- for both: the device nodes and the CDI specification ------------------------------------------------------------
 
 
-def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def plan_device_nodes(facts: HostFacts) -> tuple[Change, ...]:
     """Return the changes that make missing device nodes, as nvidia-modprobe would, and correct their modes."""
     missing = (MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver))
     return (*missing, *(SetMode(node.path, node.mode) for node in facts.driver.closed))

@@ -44,7 +44,7 @@ class SetMode(Change):
 
 @dataclass(frozen=True)
 class RestartUnit(Change):
-    """Require that a unit runs; start it now."""
+    """Restart a unit, or start it if it does not run."""
 
     unit: str
 

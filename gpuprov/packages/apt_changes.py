@@ -167,7 +167,7 @@ class InstallPackages(PackageInstallation):
             f"{name} stays at {new}; before gpuprov it was {old}"
             for name, (old, new) in found.get("changed", {}).items()
         )
-        return (*changed, *lasting_of_purge(system, found["added"], tuple(before.get("left", {}))))
+        return (*changed, *_irreversible_of_purge(system, found["added"], tuple(before.get("left", {}))))
 
 
 def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int = LOCK_SECONDS) -> tuple[Change, ...]:
@@ -311,7 +311,7 @@ def _taken_along(system: System, names: Sequence[str]) -> set[str]:
     return set(removed) - set(names)
 
 
-def lasting_of_purge(system: System, added: Sequence[str], left: Sequence[str]) -> tuple[str, ...]:
+def _irreversible_of_purge(system: System, added: Sequence[str], left: Sequence[str]) -> tuple[str, ...]:
     """Return, a sentence each, what purging takes along or has to leave."""
     gone, kept = _removable(system, added)
     told = [f"{name} stays: {', '.join(others)}, installed since, needs it" for name, others in kept.items()]
@@ -350,7 +350,7 @@ def _docker_data(system: System) -> str:
 
 @dataclass(frozen=True)
 class RemovePackages(Change):
-    """These packages shall be gone, with their configuration; the files of `keep` stay as they are."""
+    """Remove these packages with their configuration; the files of `keep` stay as they are."""
 
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()
@@ -385,7 +385,7 @@ class RemovePackages(Change):
             raise GpuprovError("other packages need what is to be removed", needed, f"apt-get purge {' '.join(gone)}")
         for name in gone:
             tell(f"keeping a copy of {name}", 0, 0)
-            build_again(system, name, _copy(name))
+            _rebuild_package(system, name, _copy(name))
         system.sync()
         done = dpkg.run_apt(system, ("purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
         for image in before["keep"]:
@@ -421,10 +421,10 @@ def _copy(name: str) -> str:
     return f"{COPIES}/{name.replace(':', '_')}.deb"
 
 
-def build_again(system: System, name: str, target: str) -> None:
-    """Build an installed package again as a file: its files as they are now, its scripts, its fields.
+def _rebuild_package(system: System, name: str, target: str) -> None:
+    """Rebuild the file of an installed package: its present files, its scripts, its control fields.
 
-    What others than NVIDIA keep in a repository can be fetched again; a retired repository may be gone tomorrow.
+    A rollback installs it again even if the retired repository that had it no longer exists.
     Raises GpuprovError if dpkg-deb can't build it.
     """
     work = system.temporary_directory("/var/tmp")
@@ -459,7 +459,7 @@ def _copy_control(system: System, name: str, part: str, folder: str) -> None:
     if content is None:
         return
     if part == "conffiles":
-        # One that an administrator has deleted can not be packed.
+        # dpkg-deb refuses a configuration file that an administrator has deleted.
         lines = content.decode("utf-8", "replace").splitlines()
         content = "".join(f"{line}\n" for line in lines if system.status(line.split()[-1])).encode()
     system.write(f"{folder}/{part}", content, mode=0o755 if "inst" in part or "rm" in part else 0o644)

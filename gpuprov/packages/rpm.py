@@ -208,7 +208,7 @@ class RpmManager(RpmProgram, PackageManager):
         system.make_directory(BUNDLE_SOURCES, 0o700)
         system.write(_BUNDLE_KEY, armored(key))
         system.write(f"{BUNDLE_SOURCES}/bundle.repo", bundle_source(self.bundle_lines).encode())
-        system.require(("rpm", "--import", _BUNDLE_KEY), f"rpm does not take the key {repository_key}")
+        system.require(("rpm", "--import", _BUNDLE_KEY), f"rpm can't import the key {repository_key}")
 
 
 def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:

@@ -312,7 +312,7 @@ class RemoveRpmKey(Change):
     def apply(self, system: System, tell: Tell) -> Json:
         package = gather_keys(system).get(self.fingerprint)
         if package is not None:
-            system.require(("rpm", "--erase", package), f"rpm does not give up the key {self.fingerprint}")
+            system.require(("rpm", "--erase", package), f"rpm can't remove the key {self.fingerprint}")
         return {}
 
     @classmethod
@@ -327,7 +327,7 @@ class RemoveRpmKey(Change):
             system.remove_tree(work)
         if not done.ok:
             raise GpuprovError(
-                f"rpm does not take the key {before['fingerprint']} again", done.evidence(), "rpm -qa gpg-pubkey"
+                f"rpm can't import the key {before['fingerprint']} again", done.evidence(), "rpm -qa gpg-pubkey"
             )
 
 
@@ -349,7 +349,7 @@ class InstallRpmKey(InstallKey):
         key = fetch_pinned_key(system, self.url, self.fingerprint)
         system.make_directory(parent_of(self.path))
         system.write(self.path, armored(key))
-        system.require(("rpm", "--import", self.path), f"rpm does not take the key {self.fingerprint}")
+        system.require(("rpm", "--import", self.path), f"rpm can't import the key {self.fingerprint}")
         if self.fingerprint not in gather_keys(system):
             raise GpuprovError(
                 f"rpm took the key {self.fingerprint}, but does not list it", "rpm -q gpg-pubkey", "rpm -qi gpg-pubkey"
@@ -360,5 +360,5 @@ class InstallRpmKey(InstallKey):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         package = gather_keys(system).get(before["fingerprint"])
         if package is not None and not before["trusted"]:
-            system.require(("rpm", "-e", package), f"rpm does not give up the key {before['fingerprint']}")
+            system.require(("rpm", "-e", package), f"rpm can't remove the key {before['fingerprint']}")
         restore_path(system, before["file"])

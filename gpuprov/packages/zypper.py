@@ -70,7 +70,7 @@ class Zypper(RpmManager):
     def only_from_copy(self, system: System, work: str, keys: Iterable[str]) -> tuple[str, ...]:
         # zypper trusts the keys of rpm's database only: this copy gets a database of its own.
         for place in keys:
-            system.require(("rpm", "--root", work, "--import", place), "rpm does not take the key of a repository")
+            system.require(("rpm", "--root", work, "--import", place), "rpm can't import the key of a repository")
         return ("--root", work)
 
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:

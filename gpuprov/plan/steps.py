@@ -103,7 +103,7 @@ def _plan_boot(c: PlanContext) -> tuple[Change, ...]:
 
 def _plan_device_nodes(c: PlanContext) -> tuple[Change, ...]:
     # An image's devices are where it boots, and so is what describes them.
-    return toolkit.plan_device_nodes(c.facts, c.spec) if c.facts.image is None else ()
+    return toolkit.plan_device_nodes(c.facts) if c.facts.image is None else ()
 
 
 def _plan_toolkit(c: PlanContext) -> tuple[Change, ...]:
