@@ -6,13 +6,29 @@ from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, RemoveFile, WriteFile, restore_path
 from gpuprov.core.system import System
-from gpuprov.engines.nvidia_docker import PATH, is_ours, render
 from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
+from gpuprov.facts.leftovers import NVIDIA_DOCKER as PATH
 from gpuprov.protocol.spec import HostSpec
 
 _MODE = 0o755
 _PACKAGES = ("nvidia-docker2", "nvidia-docker")
+_MARK = b"# gpuprov's nvidia-docker:"
+# -I -S: the caller's environment, folder and home do not affect imports. `-c` instead of the zip file itself, whose
+# start imports more than needed.
+_TEXT = """\
+#!/bin/sh
+# gpuprov's nvidia-docker: gives `run` and `create` the GPUs, and passes everything to docker.
+exec {python} -I -S -B -c 'import sys
+sys.path.insert(0, "{program}")
+from gpuprov.engines.nvidia_docker_command import main
+main(sys.argv[1:], "{path}")' "$@"
+"""
+
+
+def is_ours(content: bytes) -> bool:
+    """Say whether a file of this name is gpuprov's, of any version."""
+    return _MARK in content[:200]
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -24,7 +40,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         return (RemoveFile(PATH, "gpuprov_nvidia_docker is false"),) if found is not None else ()
     if not facts.interpreter.path:
         return ()
-    content = render(facts.interpreter.path, PROGRAM)
+    content = _TEXT.format(python=facts.interpreter.path, program=PROGRAM, path=PATH).encode()
     current = found is not None and found.is_roots(content, _MODE)
     return () if current else (InstallNvidiaDocker(PATH, content, _MODE),)
 

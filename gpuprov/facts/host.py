@@ -17,7 +17,6 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker_proxy, kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.engines.nvidia_docker import PATH as NVIDIA_DOCKER
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot
@@ -26,7 +25,7 @@ from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, CudaFacts, HidingLibrar
 from gpuprov.facts.gpus import Chips, FabricFacts, MigGpu, gather_fabric
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
 from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, InitramfsFacts, gather_initramfs
-from gpuprov.facts.leftovers import Leftovers, gather_leftovers
+from gpuprov.facts.leftovers import NVIDIA_DOCKER, Leftovers, gather_leftovers
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os

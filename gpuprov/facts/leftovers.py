@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from gpuprov.packages.interface import PackageFacts, PackageManager
 
 PLUGIN = "nvidia-docker"
+# The command: theirs, or gpuprov's.
+NVIDIA_DOCKER = "/usr/bin/nvidia-docker"
 UNIT = "nvidia-docker.service"
 FOLDER = "/var/lib/nvidia-docker"
 SETTINGS_FOLDER = NVIDIA_SETTINGS_PATH.rpartition("/")[0]
 # From nvidia-docker 1's packages, and from its archive, which users unpack by hand.
 _FILES = (
-    "/usr/bin/nvidia-docker", "/usr/bin/nvidia-docker-plugin",
+    NVIDIA_DOCKER, "/usr/bin/nvidia-docker-plugin",
     "/usr/local/bin/nvidia-docker", "/usr/local/bin/nvidia-docker-plugin",
     f"/etc/systemd/system/{UNIT}", f"/lib/systemd/system/{UNIT}", "/etc/init/nvidia-docker.conf",
     "/etc/default/nvidia-docker", "/etc/docker/plugins/nvidia-docker.spec",

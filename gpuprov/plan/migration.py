@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from gpuprov.core.changes import Change, RemoveFile
 from gpuprov.engines.docker_config import DAEMON_JSON
-from gpuprov.engines.nvidia_docker import PATH as NVIDIA_DOCKER
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
+from gpuprov.facts.leftovers import FOLDER, NVIDIA_DOCKER, PLUGIN, UNIT
 from gpuprov.packages import retired
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec

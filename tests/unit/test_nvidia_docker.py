@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gpuprov.boot import nvidia_docker
-from gpuprov.boot.nvidia_docker import InstallNvidiaDocker
+from gpuprov.boot.nvidia_docker import InstallNvidiaDocker, is_ours
 from gpuprov.core.changes import Change
-from gpuprov.engines.nvidia_docker import PATH, is_ours
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.leftovers import NVIDIA_DOCKER as PATH
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -55,7 +55,7 @@ def test_it_comes_where_it_is_asked_for_and_once(host: FakeHost, facts: HostFact
     assert status is not None
     assert (status.mode, status.uid, is_ours(host.read_bytes(PATH) or b"")) == (0o755, 0, True)
     text = host.read_text(PATH) or ""
-    assert f"\npython={facts.interpreter.path}\n" in text and "/usr/lib/gpuprov/" in text
+    assert f"\nexec {facts.interpreter.path} -I " in text and "/usr/lib/gpuprov/" in text
     assert nvidia_docker.plan(gather(host), WANTED) == ()
     InstallNvidiaDocker.undo(host, before, {})
     InstallNvidiaDocker.undo(host, before, {})

@@ -7,18 +7,12 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.engines import nvidia_docker_command
-from gpuprov.engines.nvidia_docker_command import (
-    Image,
-    container_call,
-    given_variables,
-    gpu_words,
-    required_cuda,
-    with_files,
-)
+from gpuprov.engines.nvidia_docker_command import container_call, gpu_words
 
 # words after `docker` → the words up to `run` or `create`, the image
 CALLS = {
@@ -64,10 +58,10 @@ OTHERS = (
 
 @pytest.mark.parametrize("line", CALLS)
 def test_the_command_and_the_image_are_found(line: str) -> None:
-    call = container_call(shlex.split(line))
+    words = shlex.split(line)
+    call = container_call(words)
     assert call is not None
-    assert (shlex.join(call.before), call.image) == CALLS[line]
-    assert [*call.before, *call.after] == shlex.split(line)
+    assert (shlex.join(words[: call.start]), call.image) == CALLS[line]
 
 
 @pytest.mark.parametrize("line", OTHERS)
@@ -86,83 +80,63 @@ def test_options_that_matter_are_found_before_the_image_alone() -> None:
 LEGACY = {"Labels": {"com.nvidia.volumes.needed": "nvidia_driver"}}
 CUDA = {"Env": ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute"]}
 RUNTIME = "--runtime=nvidia"
+ALL = "--env=NVIDIA_VISIBLE_DEVICES=all"
 
 
 @pytest.mark.parametrize(
-    ("line", "config", "caller", "added"),
+    ("line", "config", "nv_gpu", "added"),
     [
-        ("run I", {}, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
-        ("run I", CUDA, {}, RUNTIME),
-        ("run I", {"Env": ["NVIDIA_VISIBLE_DEVICES=void"]}, {}, RUNTIME),
-        ("run I", CUDA, {"NV_GPU": "0,1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0,1"),
-        ("run I", CUDA, {"NV_GPU": " 0  1 "}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0,1"),
-        ("run I", {}, {"NV_GPU": "GPU-1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=GPU-1"),
-        ("run I", {}, {"NV_GPU": ""}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
-        ("run I", {}, {"NVIDIA_VISIBLE_DEVICES": "1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=1"),
-        ("run I", {}, {"NV_GPU": "0", "NVIDIA_VISIBLE_DEVICES": "1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0"),
-        ("run -e NVIDIA_VISIBLE_DEVICES=1 I", {}, {"NV_GPU": "0"}, RUNTIME),
-        ("run -e NVIDIA_VISIBLE_DEVICES I", {}, {"NV_GPU": "0"}, RUNTIME),
-        ("run --runtime=x I", {}, {}, "--env=NVIDIA_VISIBLE_DEVICES=all"),
-        ("run --gpus 1 I", {}, {"NV_GPU": "0"}, ""),
-        ("run --device nvidia.com/gpu=0 I", {}, {"NV_GPU": "0"}, ""),
-        ("run --device /dev/fuse I", CUDA, {}, RUNTIME),
-        ("run I --gpus all", CUDA, {}, RUNTIME),
-        ("run I", LEGACY, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all --env=NVIDIA_DRIVER_CAPABILITIES=all"),
-        ("run I", {**LEGACY, **CUDA}, {}, RUNTIME),
-        ("run -e NVIDIA_DRIVER_CAPABILITIES=utility -e NVIDIA_VISIBLE_DEVICES=0 I", LEGACY, {}, RUNTIME),
-        ("run I", {"Labels": None, "Env": None}, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
-        ("run I", None, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
+        ("run I", {}, "", f"{RUNTIME} {ALL}"),
+        ("run I", CUDA, "", RUNTIME),
+        ("run I", {"Env": ["NVIDIA_VISIBLE_DEVICES=void"]}, "", RUNTIME),
+        ("run I", CUDA, "0,1", f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0,1"),
+        ("run I", CUDA, " 0  1 ", f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0,1"),
+        ("run I", {}, "GPU-1", f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=GPU-1"),
+        ("run -e NVIDIA_VISIBLE_DEVICES=1 I", {}, "0", RUNTIME),
+        ("run -e NVIDIA_VISIBLE_DEVICES I", {}, "0", RUNTIME),
+        ("run --runtime=x I", {}, "", ALL),
+        ("run --gpus 1 I", LEGACY, "0", ""),
+        ("run --device nvidia.com/gpu=0 I", {}, "0", ""),
+        ("run --device /dev/fuse I", CUDA, "", RUNTIME),
+        ("run I --gpus all", CUDA, "", RUNTIME),
+        ("run I", LEGACY, "", f"{RUNTIME} {ALL} --env=NVIDIA_DRIVER_CAPABILITIES=all"),
+        ("run I", {**LEGACY, **CUDA}, "", RUNTIME),
+        ("run -e NVIDIA_DRIVER_CAPABILITIES=utility -e NVIDIA_VISIBLE_DEVICES=0 I", LEGACY, "", RUNTIME),
+        ("run I", {"Labels": None, "Env": None}, "", f"{RUNTIME} {ALL}"),
     ],
 )
-def test_what_is_added(line: str, config: object, caller: dict[str, str], added: str) -> None:
+def test_what_is_added(line: str, config: dict[str, Any], nv_gpu: str, added: str) -> None:
     call = container_call(line.split())
     assert call is not None
-    assert gpu_words(call, Image(config), caller, given_variables(call, caller)) == tuple(added.split())
-
-
-def test_a_file_of_variables_counts_as_the_call_itself(tmp_path: Path) -> None:
-    path = tmp_path / "env"
-    path.write_text("# NVIDIA_VISIBLE_DEVICES=3\nOTHER=1\n  NVIDIA_VISIBLE_DEVICES=0\nHERE\n")
-    call = container_call(["run", "--env-file", str(path), "--env-file=/missing", "I"])
-    assert call is not None
-    assert given_variables(call, {"HERE": "x"}) == {"OTHER": "1", "NVIDIA_VISIBLE_DEVICES": "0", "HERE": "x"}
+    assert gpu_words(call, config, nv_gpu) == added.split()
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["\ufeffNVIDIA_VISIBLE_DEVICES=none\n", "A=\u2028\x0c\x85NVIDIA_VISIBLE_DEVICES=2\r\nNVIDIA_VISIBLE_DEVICES=none"],
+    ("content", "words"),
+    [
+        ("# NVIDIA_VISIBLE_DEVICES=3\nOTHER=1\n  NVIDIA_VISIBLE_DEVICES=0\n", [RUNTIME]),
+        ("\ufeffNVIDIA_VISIBLE_DEVICES=none\n", [RUNTIME]),
+        ("# NVIDIA_VISIBLE_DEVICES=3\n", [RUNTIME, ALL]),
+    ],
 )
-def test_a_file_of_variables_is_read_as_docker_reads_it(tmp_path: Path, content: str) -> None:
+def test_a_file_of_variables_counts_as_the_call_itself(tmp_path: Path, content: str, words: list[str]) -> None:
     path = tmp_path / "env"
-    path.write_text(content, newline="")
-    call = container_call(["run", f"--env-file={path}", "I"])
+    path.write_text(content)
+    call = container_call(["run", "--env-file", str(path), "--env-file=/missing", "I"])
     assert call is not None
-    given = given_variables(call, {})
-    assert given["NVIDIA_VISIBLE_DEVICES"] == "none"
-    assert gpu_words(call, Image({}), {}, given) == (RUNTIME,)
+    assert gpu_words(call, {}, "") == words
 
 
-@pytest.mark.parametrize("line", ["run --env-file {} I --env-file {}", "run -it --env-file={} --name x I {}"])
-def test_a_pipe_of_variables_reaches_docker_too(line: str) -> None:
+def test_a_pipe_of_variables_is_left_to_docker() -> None:
     """`--env-file <(…)`: a pipe can be read once."""
     reading, writing = os.pipe()
-    pipe = f"/dev/fd/{reading}"
-    os.write(writing, b"NVIDIA_VISIBLE_DEVICES=none\nOTHER=1\n")
+    os.write(writing, b"NVIDIA_VISIBLE_DEVICES=none\n")
     os.close(writing)
-    call = container_call(line.format(pipe, pipe).split())
+    call = container_call(["run", f"--env-file=/dev/fd/{reading}", "I"])
     assert call is not None
-    changed = with_files(call)
-    os.close(reading)
-    (copy,) = changed.values("env-file")
-    handle = int(copy.rpartition("/")[2])
-    try:
-        assert Path(copy).read_text() == "NVIDIA_VISIBLE_DEVICES=none\nOTHER=1\n"
-        assert given_variables(changed, {}) == {"NVIDIA_VISIBLE_DEVICES": "none", "OTHER": "1"}
-        assert os.get_inheritable(handle)
-        # What follows the image is the container's.
-        assert (changed.image, changed.after[-1]) == ("I", pipe)
-    finally:
-        os.close(handle)
+    assert gpu_words(call, {}, "") == [RUNTIME, ALL]
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"NVIDIA_VISIBLE_DEVICES=none\n"
 
 
 def options_of(docker: str, *command: str) -> tuple[set[str], set[str]]:
@@ -199,4 +173,7 @@ def test_the_table_of_options_is_that_of_each_docker_here() -> None:
     [("8.0", "8.0"), ("8.0.61", "8.0"), ("v9", "9"), ("", ""), ("x", ""), ("9.x", ""), ("12.4.\x1b]0;title", "12.4")],
 )
 def test_the_cuda_release_that_a_label_asks_for(label: str, cuda: str) -> None:
-    assert required_cuda(Image({"Labels": {"com.nvidia.cuda.version": label}})) == cuda
+    call = container_call(["run", "I"])
+    assert call is not None
+    added = [f"--env=NVIDIA_REQUIRE_CUDA_LABEL=cuda>={cuda}"] if cuda else []
+    assert gpu_words(call, {"Labels": {"com.nvidia.cuda.version": label}}, "") == [RUNTIME, ALL, *added]
