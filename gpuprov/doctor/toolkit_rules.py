@@ -346,9 +346,8 @@ def _plugin(x: HostSnapshot) -> str:
     found = x.host.leftovers
     if not found.has_plugin or PLUGIN in x.host.packages.installed:
         return ""
-    account = f"/etc/passwd: user {PLUGIN}" if found.account else ""
     unit = f"systemctl is-active {UNIT}: {found.unit}" if found.unit else ""
-    return "\n".join(filter(None, (*found.files, FOLDER if found.folder else "", account, unit)))
+    return "\n".join(filter(None, (*found.files, FOLDER if found.folder else "", unit)))
 
 
 def _volumes(x: HostSnapshot) -> str:
@@ -378,16 +377,13 @@ _REMAINS: tuple[tuple[str, str, str, Text, Text, Text], ...] = (
      lambda x: f"{_retired(x)} is retired, and its repository clashes with the toolkit's",
      lambda x: _migrate(x) + ("  # keeps daemon.json, which the package manager would remove with it"
                               if _retired(x) == "nvidia-docker2" else "")),
-    ("nvidia-docker-plugin", TOOLKIT, "nvidia-docker 1's programs, unit, user or folder, of no package",
+    ("nvidia-docker-plugin", TOOLKIT, "nvidia-docker 1's programs, unit or folder, of no package",
      _plugin, "nvidia-docker 1's plugin is left", _migrate),
     ("nvidia-docker-repository", TOOLKIT, "a source of packages names one of NVIDIA's retired repositories",
      lambda x: "\n".join(retired.retired_sources(x.host.files)),
      "a repository that NVIDIA has retired is configured: it offers old packages of the toolkit's names", _migrate),
     ("nvidia-docker-key", TOOLKIT, "their key is in apt's keyrings for all repositories",
      _key, "apt trusts the key of NVIDIA's retired repositories, and no repository needs it", _migrate),
-    ("nvidia-docker-settings", TOOLKIT, "/etc/nvidia-container-runtime has config.toml.dpkg-old and the like",
-     lambda x: "\n".join(path for path in x.host.leftovers.settings if path != NVIDIA_SETTINGS_PATH),
-     "old copies of config.toml are left", _migrate),
     ("nvidia-docker-volumes", DOCKER, "docker has volumes named nvidia_driver_VERSION",
      _volumes, lambda x: f"nvidia-docker 1 has left {counted(len(x.host.leftovers.volumes or ()), 'volume')}",
      lambda x: _migrate(x) + ("  # a volume that a container refers to stays"

@@ -1,7 +1,4 @@
-"""nvidia-docker on a host: the changes that remove version 1, and the file of gpuprov's own command.
-
-Version 1 left volumes, its plugin's service, its user and its folder. The command is nvidia_docker_command.py.
-"""
+"""The changes that remove what nvidia-docker 1 has left: volumes, its plugin's service, and its folder."""
 
 from __future__ import annotations
 
@@ -80,41 +77,19 @@ class StopPlugin(Change):
                 systemctl(system, verb, before["unit"])
 
 
-@dataclass(frozen=True)
 class RemoveAccount(Change):
-    """Remove the system user of nvidia-docker 1's plugin, and its group."""
-
-    name: str
-
-    def summary(self) -> str:
-        return f"remove user {self.name}"
-
-    def capture(self, system: System) -> Json:
-        return {"name": self.name, "line": _line(system, "/etc/passwd", self.name)}
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        # The package's own scripts may have removed it already.
-        if _line(system, "/etc/passwd", self.name):
-            what = f"user {self.name} can't be removed"
-            system.require(("userdel", self.name), what, f"ps -u {self.name}", timeout=_SECONDS)
-        return {}
+    """The removal of the plugin's system user, which only journals of earlier versions have."""
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         name, fields = before["name"], before["line"].split(":")
-        if len(fields) != 7 or _line(system, "/etc/passwd", name):
+        if len(fields) != 7 or system.run(("id", name)).ok:
             return
         _, _, uid, gid, comment, home, shell = fields
-        if not _line(system, "/etc/group", name):
-            system.run(("groupadd", "--system", "--gid", gid, name), timeout=_SECONDS)
+        system.run(("groupadd", "--system", "--gid", gid, name), timeout=_SECONDS)
         words = ("useradd", "--system", "--no-create-home", "--uid", uid, "--gid", gid, "--comment", comment,
                  "--home-dir", home, "--shell", shell, name)  # fmt: skip
         system.require(words, f"user {name} can't be made again", f"getent passwd {uid}", timeout=_SECONDS)
-
-
-def _line(system: System, path: str, name: str) -> str:
-    lines = (system.read_text(path) or "").splitlines()
-    return next((line for line in lines if line.startswith(f"{name}:")), "")
 
 
 @dataclass(frozen=True)
@@ -135,8 +110,9 @@ class RemoveFolder(Change):
 
     def capture(self, system: System) -> Json:
         found = system.status(self.path)
+        # A link in its place is not the plugin's.
         if found is None or found.kind != "directory":
-            return {"path": self.path, "mode": None, "target": found.target if found else ""}
+            return {"path": self.path, "mode": None}
         return {"path": self.path, "mode": found.mode, "uid": found.uid, "gid": found.gid}
 
     def apply(self, system: System, tell: Tell) -> Json:
@@ -148,20 +124,13 @@ class RemoveFolder(Change):
         found = system.status(self.path)
         if found is not None and found.kind == "directory":
             system.remove_tree(self.path)
-        if system.status(self.path) is not None:
-            system.remove(self.path)
         return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if system.status(before["path"]) is not None:
-            return
-        if before["mode"] is None:
-            if target := before.get("target"):
-                system.make_link(before["path"], target)
-            return
-        system.make_directory(before["path"], before["mode"])
-        system.run(("chown", f"{before['uid']}:{before['gid']}", str(before["path"])))
+        if before["mode"] is not None and system.status(before["path"]) is None:
+            system.make_directory(before["path"], before["mode"])
+            system.run(("chown", f"{before['uid']}:{before['gid']}", str(before["path"])))
 
     @classmethod
     def irreversible(

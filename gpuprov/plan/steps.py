@@ -212,7 +212,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         dkms.note(context.driver),
         software.engine_note(facts, spec),
         migration.note(facts, spec),
-        *(str(one) for one in (migration.kept(facts, spec) if spec.migrate_nvidia_docker else ())),
+        *(migration.kept(facts, spec) if spec.migrate_nvidia_docker else ()),
     )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(context), in_use=facts.docker_proxy_in_use)

@@ -277,19 +277,15 @@ SOFTWARE_GROUPS = (
         options={"gpuprov_engines": ["containerd"]},
     ),
     Group(
-        "settings and a volume that nvidia-docker has left",
-        (
-            "mkdir -p /etc/nvidia-container-runtime; touch /etc/nvidia-container-runtime/config.toml.dpkg-old",
-            "docker volume create nvidia_driver_375.26",
-        ),
-        frozenset({"nvidia-docker-settings", "nvidia-docker-volumes"}),
+        "a volume that nvidia-docker has left",
+        ("docker volume create nvidia_driver_375.26",),
+        frozenset({"nvidia-docker-volumes"}),
     ),
     Group(
         "what nvidia-docker 1 and 2 have left",
         (
             _package("nvidia-docker2", "2.13.0-1"),
-            "useradd -r -M -d /var/lib/nvidia-docker nvidia-docker; mkdir /var/lib/nvidia-docker",
-            "touch /usr/bin/nvidia-docker-plugin",
+            "mkdir /var/lib/nvidia-docker; touch /usr/bin/nvidia-docker-plugin",
             "echo 'deb https://nvidia.github.io/nvidia-docker/debian10/amd64 /' > "
             "/etc/apt/sources.list.d/nvidia-docker.list",
             """sed -i 's|"runtimes": {|&"nvidia-x": {"path": "/usr/bin/nvidia-container-runtime-x"},|' """

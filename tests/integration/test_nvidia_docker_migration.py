@@ -126,10 +126,10 @@ def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:
     # A container that runs with NVIDIA's program keeps it.
     host.ssh("docker run -d --name gpu small:1 /bin/sleep 3600")
     checked = " ".join(install(lab_site, "--check", "--diff", gpuprov_migrate_nvidia_docker=True).split())
-    assert "gpu runs with it; docker stop gpu" in checked and "remove nvidia-docker2 (" in checked
+    assert "gpu runs with it; docker stop gpu" in checked and "remove nvidia-docker2" not in checked
     assert "remove volume nvidia_driver_390.30 (no container refers to it; a rollback can't restore its" in checked
-    assert "volume nvidia_driver_384.111 stays: running (Up" in checked
-    assert "volume nvidia_driver_375.26 stays: stopped (Created" in checked
+    assert "volume nvidia_driver_384.111 stays: running (running) refers to it" in checked
+    assert "volume nvidia_driver_375.26 stays: stopped (created) refers to it" in checked
     host.ssh("docker rm -f gpu")
     assert differences(before, etc(host)) == set() and packages(host) == packages_before
 
@@ -193,7 +193,7 @@ def test_from_nvidia_docker_1_whose_plugin_stays_as_long_as_a_container_needs_it
     """)
     packages_before = packages(host)
     first = " ".join(install(lab_site, gpuprov_migrate_nvidia_docker=True).split())
-    assert "package nvidia-docker stays: its volumes are used by job (Created); docker rm job" in first
+    assert "package nvidia-docker stays: its volumes are used by job (created); docker rm job" in first
     assert volumes(host) == {"nvidia_driver_375.26"}
     assert host.ssh("systemctl is-active nvidia-docker").stdout == "active\n"
 

@@ -12,16 +12,15 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts.leftovers import FOLDER, SETTINGS_FOLDER, UNIT, Leftovers, Volume, gather_leftovers, with_docker
+from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, gather_leftovers, with_docker
 from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
 RUNTIME = "/usr/bin/nvidia-container-runtime"
 VOLUME = "nvidia_driver_375.26"
-ACCOUNT = f"nvidia-docker:x:998:998::{FOLDER}:/bin/sh"
-STOPPED = "job (Exited (0) 2 years ago)"
 PACKAGES = PackageFacts("apt", {"nvidia-docker2": "2.13.0-1", "nvidia-container-toolkit": "1.13.5-1"})
 PLUGIN = PackageFacts("apt", {"nvidia-docker": "1.0.1-1"})
 CONFIG = {
@@ -33,23 +32,18 @@ DOCKER = DockerFacts(
     installed=True, active=True, running_containers=("job",), config_text=json.dumps({"runtimes": RUNTIMES})
 )
 # As docker 20.10 takes them; anything else is an error of usage.
-_PS = ("docker", "ps", "--quiet", "--no-trunc")
-_PS_ALL = ("docker", "ps", "--all", "--quiet", "--no-trunc")
-_INSPECT = ("docker", "inspect", "--format")
-_MOUNTS = "{{json .HostConfig.Binds}} {{json .HostConfig.Mounts}} {{.Name}}"
+_PS = ("docker", "ps", "--all", "--quiet", "--no-trunc")
+_INSPECT = ("docker", "inspect", "--format", "{{.Name}} {{.State.Status}} {{.HostConfig.Runtime}} {{json .Mounts}}")
+MOUNT = '[{"Type":"bind","Source":"/var/lib/nvidia-docker/volumes/x"}]'
 ANSWERS: dict[tuple[str, ...], tuple[int, str]] = {
     ("systemctl", "is-active", UNIT): (0, "active\n"),
     ("docker", "volume", "ls", "--format", "{{.Driver}} {{.Name}}"): (
         0, f"local data\nnvidia-docker {VOLUME}\nlocal nvidia_driver_of_mine\nlocal nvidia_driver_384 1\n\n",
     ),
-    ("docker", "ps", "--all", "--no-trunc", "--filter", f"volume={VOLUME}", "--format", "{{.Names}} ({{.Status}})"): (
-        0, f"{STOPPED}\nbuild (Created)\n",
-    ),
-    _PS: (0, "2222\n3333\n"),
-    _PS_ALL: (0, "1111\n2222\n3333\n"),
-    (*_INSPECT, "{{.HostConfig.Runtime}} {{.Name}}", "2222", "3333"): (0, "nvidia /Xjob\nrunc /nvidia\n"),
-    (*_INSPECT, _MOUNTS, "1111", "2222", "3333"): (
-        0, f'["{FOLDER}/volumes/x:/n"] null /Xold\n["/srv:/srv"] null /web\nnull [{{"Source":"{FOLDER}"}}] /job\n',
+    _PS: (0, "1\n2\n3\n4\n"),
+    (*_INSPECT, "1", "2", "3", "4"): (
+        0, f'/job exited nvidia [{{"Type":"volume","Name":"{VOLUME}","Source":"{FOLDER}/x"}}]\n'
+        f'/build running nvidia null\n/nvidia created runc {MOUNT}\n/web paused runc [{{"Source":"{FOLDER}-x"}}]\n',
     ),
 }  # fmt: skip
 
@@ -65,11 +59,8 @@ class OldHost(FakeHost):
             "/usr/bin/nvidia-docker-plugin": "\x7fELF",
             "/usr/bin/nvidia-docker": "#!/bin/sh\n# of a package\n",
             "/usr/local/bin/nvidia-docker": "#!/bin/sh\n# gpuprov\n",
-            "/etc/passwd": f"root:x:0:0::/root:/bin/sh\n{ACCOUNT}\n",
             f"{FOLDER}/volumes/x": "",
-            f"{SETTINGS_FOLDER}/config.toml": "disable-require = true\n",
-            f"{SETTINGS_FOLDER}/config.toml.dpkg-old": "",
-            f"{SETTINGS_FOLDER}/config.toml.mine": "",
+            NVIDIA_SETTINGS_PATH: "disable-require = true\n",
             "/etc/containerd/config.toml": f'  # "/a/nvidia-container-runtime"\n  BinaryName = "{RUNTIME}"\n',
             "/etc/crio/crio.conf.d/99-nvidia.conf": f'[x]\nruntime_path = "{RUNTIME}" # {RUNTIME}.cdi\n',
             "/etc/containers/containers.conf": "[engine]\n",
@@ -92,12 +83,9 @@ class OldHost(FakeHost):
 class Manager:
     """A package manager of which a package owns /usr/bin/nvidia-docker."""
 
-    asked: tuple[str, ...] = ()
-
-    def unowned(self, system: OldHost, paths: Sequence[str]) -> frozenset[str]:
+    def unowned(self, system: OldHost, paths: Sequence[str]) -> tuple[str, ...]:
         assert isinstance(system, OldHost)
-        self.asked = tuple(paths)
-        return frozenset(paths) - {"/usr/bin/nvidia-docker"}
+        return tuple(path for path in paths if path != "/usr/bin/nvidia-docker")
 
     def needed_by(self, system: OldHost, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
         assert isinstance(system, OldHost)
@@ -118,10 +106,8 @@ def test_all_that_both_generations_leave_is_found(host: OldHost) -> None:
     assert found == Leftovers(
         files=("/usr/bin/nvidia-docker-plugin", f"/etc/systemd/system/{UNIT}"),
         unit="active",
-        account=ACCOUNT,
         folder=True,
-        settings=(f"{SETTINGS_FOLDER}/config.toml", f"{SETTINGS_FOLDER}/config.toml.dpkg-old"),
-        settings_count=True,
+        settings=True,
         dead_runtimes=("lost", "gone"),
         users={
             "/etc/containerd/config.toml": (RUNTIME,),
@@ -155,37 +141,40 @@ def test_a_host_without_a_trace_is_asked_nothing(tmp_path: Path) -> None:
     assert gather_leftovers(Untouched(tmp_path), PackageFacts("apt", {}), DockerFacts(), manager) == Leftovers()
 
 
-def test_an_old_setting_alone_is_looked_up_too(tmp_path: Path) -> None:
-    host = OldHost(tmp_path)
-    for path in ("/usr/bin/nvidia-docker-plugin", "/usr/bin/nvidia-docker", f"/etc/systemd/system/{UNIT}"):
-        host.remove(path)
-    found = gathered(host)
-    assert (found.files, found.unit) == ((), "")
-    assert found.settings == (f"{SETTINGS_FOLDER}/config.toml", f"{SETTINGS_FOLDER}/config.toml.dpkg-old")
-    # A file that can't be read may hold settings that count.
-    host.put(f"{SETTINGS_FOLDER}/config.toml", "[")
-    assert gathered(host).settings_count
+def test_a_link_in_the_folders_place_is_not_the_plugins(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path)
+    host.make_directory("/srv")
+    host.make_link(FOLDER, "/srv")
+    assert gather_leftovers(host, PackageFacts("apt", {}), DockerFacts(), cast(PackageManager, None)) == Leftovers()
 
 
 def test_docker_tells_volumes_with_stopped_users_and_running_containers(host: OldHost) -> None:
     found = gathered(host)
-    asked = with_docker(host, found, DOCKER, PACKAGES)
-    assert asked == replace(
-        found, volumes=(Volume(VOLUME, "nvidia-docker", ("build (Created)", STOPPED)),), running=("Xjob",),
-        folder_users=("Xold", "job"),
+    assert with_docker(host, found, DOCKER, PACKAGES) == replace(
+        found, volumes=(Volume(VOLUME, "nvidia-docker", ("job (exited)",)),), running=("build",),
+        folder_users=("nvidia",),
     )  # fmt: skip
-    # Nobody asks for the containers of a runtime that is not installed, nor where no container runs.
-    for packages, docker in ((PackageFacts("apt", {}), DOCKER), (PACKAGES, replace(DOCKER, running_containers=()))):
-        assert with_docker(host, found, docker, packages).running == ()
     host.answers[_PS] = (0, "")
-    assert with_docker(host, found, DOCKER, PACKAGES).running == ()
+    assert with_docker(host, found, DOCKER, PACKAGES) == replace(found, volumes=(Volume(VOLUME, "nvidia-docker"),))
 
 
-def test_the_plugins_package_is_trace_enough_to_ask_for_volumes(host: OldHost) -> None:
-    none = Leftovers()
-    assert with_docker(host, none, replace(DOCKER, running_containers=()), PLUGIN).volumes != ()
-    assert with_docker(host, none, replace(DOCKER, running_containers=()), PACKAGES).volumes == ()
-    assert with_docker(host, none, replace(DOCKER, running_containers=()), PACKAGES, always=True).volumes != ()
+def test_a_container_that_goes_meanwhile_is_no_error(host: OldHost, tmp_path: Path) -> None:
+    class Going(OldHost):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            done = super().run(argv, **more)
+            gone = argv[:2] == ("docker", "inspect")
+            return Completed(done.argv, 1, done.stdout, "Error: No such object: 5") if gone else done
+
+    found = gathered(host)
+    assert with_docker(Going(tmp_path / "going"), found, DOCKER, PACKAGES, always=True).folder_users == ("nvidia",)
+
+
+def test_docker_is_asked_only_where_there_is_a_trace(host: OldHost) -> None:
+    for packages, always, asked in ((PLUGIN, False, True), (PackageFacts("apt", {}), False, False),
+                                    (PackageFacts("apt", {}), True, True)):  # fmt: skip
+        assert (with_docker(host, Leftovers(), DOCKER, packages, always=always).volumes != ()) is asked
+    host.make_directory(f"/var/lib/docker/volumes/{VOLUME}")
+    assert with_docker(host, Leftovers(), DOCKER, PackageFacts("apt", {})).volumes != ()
 
 
 @pytest.mark.parametrize("silent", [argv for argv in ANSWERS if argv[0] == "docker"], ids=lambda argv: argv[1])

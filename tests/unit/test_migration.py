@@ -16,12 +16,12 @@ from gpuprov.engines.docker_config import DAEMON_JSON, edited
 from gpuprov.engines.nvidia_docker import RemoveFolder
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, with_docker
+from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume
 from gpuprov.packages import retired
 from gpuprov.packages.apt_changes import RemovePackages, control_of
 from gpuprov.packages.keys import armored, fingerprints, without_key
 from gpuprov.plan import migration
-from gpuprov.plan.steps import make_plan
+from gpuprov.plan.steps import CHANGE_KINDS, make_plan
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
@@ -69,7 +69,7 @@ def test_all_of_nvidia_docker2_goes_and_daemon_json_stays(bare: HostFacts) -> No
     (change,) = migration.plan(with_packages(bare, SECOND), ASKED)
     assert isinstance(change, RemovePackages)
     assert set(change.names) == set(SECOND) and change.keep == (DAEMON_JSON,)
-    counted = with_packages(bare, SECOND, settings_count=True)
+    counted = with_packages(bare, SECOND, settings=True)
     (change,) = migration.plan(counted, ASKED)
     assert isinstance(change, RemovePackages) and change.keep == (DAEMON_JSON, NVIDIA_SETTINGS_PATH)
 
@@ -80,7 +80,7 @@ def test_by_default_nothing_is_removed_and_one_line_says_what_is_there(bare: Hos
     plain = replace(ASKED, migrate_nvidia_docker=False)
     assert migration.plan(facts, plain) == () == migration.plan_packages(facts, plain)
     (line,) = [note for note in make_plan(facts, plain).notes if "nvidia-docker" in note]
-    assert "6 packages (nvidia-docker2, " in line and "1 volume (nvidia_driver_375.26)" in line
+    assert "nvidia-docker2, " in line and "nvidia_driver_375.26" in line
     assert "/etc/apt/sources.list.d/old.list" in line and line.endswith("=true --check --diff")
 
 
@@ -108,55 +108,48 @@ def test_the_hook_that_goes_with_a_package_is_replaced_in_the_same_plan(bare: Ho
     assert "/usr/bin/nvidia-container-runtime-hook" not in {path for path, _, _ in runtime.files}
 
 
-# What is used → what else is on the host, which packages go all the same, and why the others stay.
-USED: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], str]] = {
-    "a container runs": ({"running": ("job",)}, {}, {"nvidia-docker2"}, "job runs with it; docker stop job"),
+# What uses the packages → what else is on the host, and what is said; "" where nothing does.
+CONTAINERD = {"engines": {"containerd": EngineFacts("/usr/bin/containerd")}}
+RUNTIME = "/usr/bin/nvidia-container-runtime"
+USED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a container runs": ({"running": ("job",)}, {}, "job runs with it; docker stop job"),
     "containerd names the program": (
-        {"users": {"/etc/containerd/config.toml": ("/usr/bin/nvidia-container-runtime",)}},
+        {"users": {"/etc/containerd/config.toml": (RUNTIME,)}},
         {},
-        {"nvidia-docker2"},
         "gpuprov_engines: [containerd], or edit /etc/containerd/config.toml",
     ),
-    "gpuprov configures that containerd": (
-        {"users": {"/etc/containerd/config.toml": ("/usr/bin/nvidia-container-runtime",)}},
-        {"engines": {"containerd": EngineFacts("/usr/bin/containerd")}},
-        set(SECOND),
-        "",
-    ),
+    "gpuprov configures that containerd": ({"users": {"/etc/containerd/config.toml": (RUNTIME,)}}, CONTAINERD, ""),
     "it has another runtime besides": (
-        {"users": {"/etc/containerd/config.toml": ("/usr/bin/nvidia-container-runtime.legacy",)}},
-        {"engines": {"containerd": EngineFacts("/usr/bin/containerd")}},
-        {"nvidia-docker2"},
-        "names /usr/bin/nvidia-container-runtime.legacy",
+        {"users": {"/etc/containerd/config.toml": (f"{RUNTIME}.legacy",)}},
+        CONTAINERD,
+        f"names {RUNTIME}.legacy",
     ),
     "docker has another runtime": (
-        {"users": {f"{DAEMON_JSON}, runtime legacy": ("/usr/bin/nvidia-container-runtime.legacy",)}},
+        {"users": {f"{DAEMON_JSON}, runtime legacy": (f"{RUNTIME}.legacy",)}},
         {},
-        {"nvidia-docker2"},
         "runtime legacy names",
     ),
     "a package of the site's needs it": (
         {"needed_by": {"libnvidia-container1": ("site-tool",)}},
         {},
-        {"nvidia-docker2"},
-        "package libnvidia-container1 stays: site-tool needs it; apt-get purge site-tool",
+        "site-tool needs libnvidia-container1; apt-get purge site-tool",
     ),
 }
 
 
 @pytest.mark.parametrize("name", USED)
-def test_what_is_used_stays(bare: HostFacts, name: str) -> None:
-    left, more, going, why = USED[name]
+def test_packages_that_are_used_stay_all_of_them(bare: HostFacts, name: str) -> None:
+    left, more, why = USED[name]
     facts = replace(with_packages(bare, SECOND, **left), **more)
-    assert set(migration.removed_packages(facts, ASKED)) == going
+    assert len(migration.plan(facts, ASKED)) == (not why)
     assert why in said(facts) and (said(facts) == "") == (why == "")
 
 
-def test_a_held_package_keeps_what_it_depends_on(bare: HostFacts) -> None:
+def test_a_held_package_keeps_the_others(bare: HostFacts) -> None:
     facts = with_packages(bare, SECOND)
     facts = replace(facts, packages=replace(facts.packages, held=frozenset({"nvidia-docker2"})))
     assert migration.plan(facts, ASKED) == ()
-    assert "package nvidia-docker2 stays: it is held; apt-mark unhold nvidia-docker2" in said(facts)
+    assert "nvidia-docker2 is held; apt-mark unhold nvidia-docker2" in said(facts)
 
 
 def test_volumes_that_a_container_refers_to_keep_the_plugin(bare: HostFacts) -> None:
@@ -164,21 +157,13 @@ def test_volumes_that_a_container_refers_to_keep_the_plugin(bare: HostFacts) -> 
         Volume("nvidia_driver_375.26", "nvidia-docker", ("job (Exited (0) 2 years ago)",)),
         Volume("nvidia_driver_384.111", "nvidia-docker"),
     )
-    plugin = {
-        "files": ("/usr/bin/nvidia-docker-plugin",),
-        "unit": "active",
-        "account": "nvidia-docker:x",
-        "folder": True,
-    }
+    plugin = {"files": ("/usr/bin/nvidia-docker-plugin",), "unit": "active", "folder": True}
     facts = with_packages(bare, {}, volumes=volumes, **plugin)
     assert keys(facts) == ["remove volume nvidia_driver_384.111"]
     assert "volume nvidia_driver_375.26 stays: job (Exited (0) 2 years ago) refers to it" in said(facts)
     assert "nvidia-docker's plugin stays" in said(facts)
     local = with_packages(bare, {}, volumes=(replace(volumes[0], driver="local"),), **plugin)
-    assert keys(local) == [
-        f"stop and disable {UNIT}", "remove /usr/bin/nvidia-docker-plugin", f"remove {FOLDER}",
-        "remove user nvidia-docker",
-    ]  # fmt: skip
+    assert keys(local) == [f"stop and disable {UNIT}", "remove /usr/bin/nvidia-docker-plugin", f"remove {FOLDER}"]
     mounted = with_packages(bare, {}, folder_users=("job",), **plugin)
     assert keys(mounted) == [] and "docker rm job" in said(mounted)
 
@@ -197,15 +182,6 @@ def test_a_docker_that_does_not_run_is_asked_for_where_there_are_traces(bare: Ho
     for spec in (replace(ASKED, docker="none"), HostSpec()):
         assert migration.problems(facts, spec) == ()
     assert migration.problems(replace(facts, leftovers=Leftovers()), ASKED) == ()
-
-
-def test_old_settings_go_and_those_that_count_stay(bare: HostFacts) -> None:
-    old = f"{NVIDIA_SETTINGS_PATH}.dpkg-old"
-    facts = with_packages(bare, {}, settings=(NVIDIA_SETTINGS_PATH, old))
-    assert keys(facts) == [f"remove {NVIDIA_SETTINGS_PATH}", f"remove {old}"]
-    assert keys(facts, replace(ASKED, toolkit="nvidia")) == [f"remove {old}"]
-    counted = replace(facts, leftovers=replace(facts.leftovers, settings_count=True))
-    assert keys(counted) == [f"remove {old}"] and "gpuprov's runtime heeds" in said(counted)
 
 
 @pytest.mark.parametrize(
@@ -286,92 +262,12 @@ def test_a_dead_runtime_leaves_daemon_json(before: str, after: str | None) -> No
     assert edited(before, "nvidia", "/r", set_default=False, drop=("old",)) == after
 
 
-def test_dead_runtimes_and_files_are_found_on_a_host(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root")
-    runtimes = {
-        "nvidia": "/usr/bin/nvidia-container-runtime", "nvidia-old": "/usr/bin/nvidia-container-runtime.old",
-        "kata": "/usr/bin/kata", "nvidia-x": "/usr/bin/nvidia-container-runtime.x",
-    }  # fmt: skip
-    pairs = ", ".join(f'"{name}": {{"path": "{path}"}}' for name, path in runtimes.items())
-    host.write("/etc/docker/daemon.json", f'{{"runtimes": {{{pairs}}}}}'.encode())
-    host.write("/usr/bin/nvidia-container-runtime.x", b"\x7fELF")
-    host.write("/usr/bin/nvidia-docker", b"#!/bin/sh\n# of gpuprov\n")
-    host.write("/usr/bin/nvidia-docker-plugin", b"\x7fELF")
-    host.make_directory("/etc/nvidia-container-runtime/host-files-for-container.d")
-    host.write("/etc/nvidia-container-runtime/config.toml", b"disable-require = true\n")
-    host.write("/etc/nvidia-container-runtime/config.toml.rpmsave", b"")
-    found = gather(host).leftovers
-    assert found.dead_runtimes == ("nvidia-old",)
-    assert found.files == ("/usr/bin/nvidia-docker-plugin",)
-    assert [path.rpartition("/")[2] for path in found.settings] == ["config.toml", "config.toml.rpmsave"]
-    assert found.settings_count
-    host.write("/etc/nvidia-container-runtime/config.toml", b'[nvidia-container-cli]\nldconfig = "@/sbin/ldconfig"\n')
-    assert not gather(host).leftovers.settings_count
-
-
-def test_docker_is_not_asked_for_volumes_without_a_trace(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root")
-    facts = gather(host)
-    host.commands.clear()
-    assert with_docker(host, facts.leftovers, facts.docker, facts.packages).volumes == ()
-    assert host.commands == []
-    host.make_directory("/var/lib/docker/volumes/nvidia_driver_375.26")
-    with_docker(host, facts.leftovers, facts.docker, facts.packages)
-    assert [words[:3] for words in host.commands] == [("docker", "volume", "ls")]
-
-
 def test_a_control_file_has_the_package_s_fields_and_none_of_dpkgs() -> None:
     status = (
         "Package: x\nStatus: install ok installed\nVersion: 1\nConffiles:\n /etc/x 0123\n /etc/y 4567 obsolete\n"
         "Description: a thing\n of two lines\n"
     )
     assert control_of(status) == "Package: x\nVersion: 1\nDescription: a thing\n of two lines\n"
-
-
-class Answering(FakeHost):
-    """A host whose docker answers as a test says; nothing else is asked."""
-
-    def __init__(self, root: Path, answers: dict[str, tuple[int, str, str]]) -> None:
-        super().__init__(root)
-        self.answers = answers
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        if argv[0] != "docker":
-            return super().run(argv, **more)
-        code, out, error = next((one for part, one in self.answers.items() if part in argv), (0, "", ""))
-        return Completed(tuple(argv), code, out, error)
-
-
-@pytest.mark.parametrize("silent", ["--quiet", "inspect", "ls"])
-def test_a_docker_that_does_not_tell_is_not_one_without_users(tmp_path: Path, silent: str, bare: HostFacts) -> None:
-    answers = {"--quiet": (0, "1" * 64, ""), "inspect": (0, '["/x:/y"] null /job', ""), "ls": (0, "", "")}
-    host = Answering(tmp_path / "root", {**answers, silent: (124, "", "stopped after 30 s, its time limit")})
-    found, docker = replace(bare.leftovers, folder=True), replace(bare.docker, active=True)
-    with pytest.raises(GpuprovError, match="docker does not tell"):
-        with_docker(host, found, docker, bare.packages, always=True)
-    # Where nothing is removed, it is no reason to fail.
-    assert with_docker(host, found, docker, bare.packages) == found
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        f'["{FOLDER}/volumes/nvidia_driver/375.26:/usr/local/nvidia:ro"] null /job',
-        f'null [{{"Type":"bind","Source":"{FOLDER}/volumes/nvidia_driver/375.26","Target":"/n"}}] /job',
-    ],
-)
-def test_containers_that_mount_its_folder_are_found(tmp_path: Path, row: str, bare: HostFacts) -> None:
-    gone = (1, f"{row}\n", "Error: No such object: 2222")
-    host = Answering(tmp_path / "root", {"--quiet": (0, "1 2", ""), "inspect": gone})
-    found = with_docker(host, replace(bare.leftovers, folder=True), replace(bare.docker, active=True), bare.packages)
-    assert found.folder_users == ("job",)
-
-
-@pytest.mark.parametrize(("home", "theirs"), [(FOLDER, True), ("/home/nvidia-docker", False)])
-def test_a_user_of_the_sites_own_is_not_the_plugins(tmp_path: Path, home: str, theirs: bool) -> None:
-    host = FakeHost(tmp_path / "root")
-    host.write("/etc/passwd", f"nvidia-docker:x:998:998::{home}:/bin/sh\n".encode())
-    assert bool(gather(host).leftovers.account) == theirs
 
 
 def test_nothing_is_removed_below_a_mount(tmp_path: Path) -> None:
@@ -387,14 +283,14 @@ def test_nothing_is_removed_below_a_mount(tmp_path: Path) -> None:
     assert host.exists(f"{FOLDER}/volumes/file")
 
 
-def test_a_link_in_the_folders_place_goes_alone_and_comes_back(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root")
-    host.make_directory("/srv")
-    host.write("/srv/kept", b"")
-    host.make_link(FOLDER, "/srv")
-    change = RemoveFolder(FOLDER)
-    before = change.capture(host)
-    change.apply(host, lambda *_: None)
-    assert host.status(FOLDER) is None and host.exists("/srv/kept")
-    change.undo(host, before, {})
-    assert (found := host.status(FOLDER)) is not None and found.target == "/srv"
+def test_the_account_that_an_earlier_version_removed_comes_back(tmp_path: Path) -> None:
+    class Asked(FakeHost):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            self.commands.append(tuple(argv))
+            return Completed(tuple(argv), 1 if argv[0] == "id" else 0, "", "")
+
+    host = Asked(tmp_path)
+    before = {"name": "nvidia-docker", "line": f"nvidia-docker:x:998:997::{FOLDER}:/bin/sh"}
+    CHANGE_KINDS["RemoveAccount"].undo(host, before, {})
+    assert [words[0] for words in host.commands] == ["id", "groupadd", "useradd"]
+    assert {"--uid", "998", "--gid", "997", FOLDER} <= set(host.commands[-1])
