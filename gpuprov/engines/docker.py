@@ -106,7 +106,8 @@ def gather(system: System) -> DockerFacts:
     installed = system.which("dockerd") is not None
     unit = gather_unit(system)
     path = unit.config_path
-    base = DockerFacts(
+    facts = replace(
+        _asked(system) if installed else DockerFacts(),
         installed=installed,
         snap=not installed and system.exists(_SNAP),
         config_text=_text(system, path),
@@ -116,9 +117,7 @@ def gather(system: System) -> DockerFacts:
         address=system.environment.get("DOCKER_HOST", ""),
     )
     if not installed:
-        return base
-    asked = _asked(system)
-    facts = replace(base, **asked)
+        return facts
     if not facts.active:
         facts = replace(facts, version=dockerd_version(system))
     if not facts.active or parse_config(facts.config_text, path, facts.version)[1] or facts.config_kind:
@@ -126,26 +125,18 @@ def gather(system: System) -> DockerFacts:
     return facts
 
 
-def _asked(system: System) -> dict[str, Any]:
-    """Return the fields that the running daemon reports."""
+def _asked(system: System) -> DockerFacts:
+    """Return what the running daemon reports."""
     if system.which("docker") is None:
-        return {"error": "docker's client is not installed"}
+        return DockerFacts(error="docker's client is not installed")
     info = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)
     facts = parse_info(info.stdout)
     if not facts.active:
-        return {"error": facts.error or info.stderr.strip()}
-    names = system.run(("docker", "ps", "--format", "{{.Names}}"), timeout=20) if facts.running_containers else None
-    return {
-        "active": True,
-        "version": facts.version,
-        "runtimes": facts.runtimes,
-        "default_runtime": facts.default_runtime,
-        "live_restore": facts.live_restore,
-        "running_containers": tuple(sorted(names.stdout.split())) if names else (),
-        "cgroup_version": facts.cgroup_version,
-        "cgroup_driver": facts.cgroup_driver,
-        "cdi": facts.cdi,
-    }
+        return replace(facts, error=facts.error or info.stderr.strip())
+    if not facts.running_containers:
+        return facts
+    names = system.run(("docker", "ps", "--format", "{{.Names}}"), timeout=20).stdout
+    return replace(facts, running_containers=tuple(sorted(names.split())))
 
 
 def _text(system: System, path: str) -> str | None:

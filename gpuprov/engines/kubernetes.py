@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from gpuprov.core.system import System
+from gpuprov.engines.known import ENGINES
 
 KUBELET = "kubelet"
 # Where kubeadm puts its settings.
 KUBELET_CONFIG = "/var/lib/kubelet/config.yaml"
-# Programs, where packages and the installers of k3s, RKE2 (tarball or rpm) and microk8s put them.
+# Programs, where packages (in /usr/bin) and the installers of k3s, RKE2 (tarball or rpm) and microk8s put them.
 _PROGRAMS = {
-    KUBELET: ("/usr/bin/kubelet", "/usr/local/bin/kubelet"),
-    "k3s": ("/usr/local/bin/k3s", "/usr/bin/k3s", "/opt/bin/k3s"),
-    "rke2": ("/usr/local/bin/rke2", "/usr/bin/rke2", "/opt/rke2/bin/rke2"),
-    "microk8s": ("/snap/bin/microk8s",),
-}
+    KUBELET: ("/usr/local/bin/kubelet",), **{name: one.places for name, one in ENGINES.items() if one.cluster},
+}  # fmt: skip
 
 
 def gather(system: System) -> tuple[str, ...]:
     """Return which of kubelet, k3s, rke2 and microk8s are installed."""
-    return tuple(name for name, paths in _PROGRAMS.items() if any(system.exists(path) for path in paths))
+    return tuple(name for name, paths in _PROGRAMS.items() if any(map(system.exists, (f"/usr/bin/{name}", *paths))))
 
 
 def own_engines(found: tuple[str, ...]) -> tuple[str, ...]:
