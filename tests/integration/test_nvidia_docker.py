@@ -172,31 +172,6 @@ def test_an_image_that_needs_a_newer_driver_is_refused(host: Host) -> None:
     assert len(seen(host, f"{_RUN} -e NVIDIA_DISABLE_REQUIRE=1 newer:1 {_SMI}")) == 2
 
 
-def test_on_another_host_its_runtime_holds_the_label_against_its_driver(host: Host) -> None:
-    """By the name that docker's client has for a remote daemon, which here is this host's own."""
-    host.ssh("systemd-run --quiet --unit=relay --collect python3 -c '" + _RELAY.replace("'", '"') + "'")
-    done = host.ssh("nvidia-docker -H tcp://127.0.0.1:2399 run --rm --network none newer:1 true", check=False)
-    assert done.returncode == 125
-    assert "requires cuda>=99.0, this host's driver" in done.stderr
-    assert seen(host, f"nvidia-docker -H tcp://127.0.0.1:2399 run --rm --network none legacy:1 {_SMI}") == [0, 1]
-    host.ssh("systemctl stop relay")
-
-
-_RELAY = """
-import socket, threading
-def pump(a, b):
-    while data := a.recv(65536):
-        b.sendall(data)
-    b.shutdown(1)
-server = socket.create_server(('127.0.0.1', 2399))
-while True:
-    near, _ = server.accept()
-    far = socket.socket(socket.AF_UNIX); far.connect('/run/docker.sock')
-    threading.Thread(target=pump, args=(near, far), daemon=True).start()
-    threading.Thread(target=pump, args=(far, near), daemon=True).start()
-"""
-
-
 def test_a_user_who_may_use_docker_may_use_it(host: Host) -> None:
     host.ssh("id user >/dev/null 2>&1 || useradd --create-home --groups docker user")
     assert seen(host, f"su user -c 'cd && NV_GPU=1 {_RUN} small:1 {_SMI}'") == [1]
