@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def update(source: str, sha256: str) -> None:
     known = rows_of(advisories_table())
     fresh = [row for name, content in documents(source, sha256) for row in _rows(name, content)]
     if not fresh:
-        raise GpuprovError(
+        raise UsageError(
             f"{source} has no advisory on NVIDIA's driver or container toolkit for Linux", "",
-            "name CSAF documents, such as 2026/5861/5861.json", exit_code=ExitCode.USAGE,
+            "name CSAF documents, such as 2026/5861/5861.json"
         )  # fmt: skip
     found = merged(known, fresh)
     path = save_advisories(table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
@@ -129,9 +129,7 @@ def _fetched(url: str, sha256: str) -> bytes:
 
     system = System()
     if not sha256 and url.startswith("http:"):
-        raise GpuprovError(
-            "an advisory over http needs a digest", masked(url), "give --sha256, or use https", exit_code=ExitCode.USAGE
-        )
+        raise UsageError("an advisory over http needs a digest", masked(url), "give --sha256, or use https")
     digest = sha256 or _digest_in(fetch_small(system, f"{url}.sha256").decode("ascii", "replace"), f"{url}.sha256")
     folder = system.temporary_directory("/tmp")
     try:

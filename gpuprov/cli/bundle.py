@@ -15,7 +15,7 @@ import click
 from gpuprov.fleet import one_file
 from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
     if len(found) > 1:
         seen = ", ".join(sorted(one.address for one in found))
         next_step = "say which one this machine uses: -e gpuprov_proxy=http://HOST:PORT"
-        raise GpuprovError("the hosts name different proxies", seen, next_step, exit_code=ExitCode.USAGE)
+        raise UsageError("the hosts name different proxies", seen, next_step)
     return next(iter(found), NO_PROXY)
 
 

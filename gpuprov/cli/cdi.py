@@ -12,7 +12,7 @@ import click
 from gpuprov.cli.cdi_generate import generate, write_output, write_specification
 from gpuprov.fleet.options import FILE, FOLDER
 from gpuprov.fleet.standard_streams import say, say_text, standard_input
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
 
 _SPEC_DIRS = click.option(
     "--spec-dir", "folders", type=FOLDER, multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
@@ -112,10 +112,10 @@ def inject(names: tuple[str, ...], bundle: str | None, source: str, output: str,
     write_output(output, (json.dumps(injected(config, names, _registry(folders)), indent=1) + "\n").encode())
 
 
-def _no_config(name: str, evidence: str) -> GpuprovError:
+def _no_config(name: str, evidence: str) -> UsageError:
     where = "standard input" if name == "-" else name
     hint = "--bundle DIR reads the config.json of an OCI bundle, --input FILE any other"
-    return GpuprovError(f"{where} holds no OCI configuration", evidence, hint, exit_code=ExitCode.USAGE)
+    return UsageError(f"{where} holds no OCI configuration", evidence, hint)
 
 
 @cdi.group()
@@ -169,4 +169,4 @@ def _read(name: str) -> bytes:
         return Path(name).read_bytes()
     except OSError as error:
         hint = "put sudo before it" if isinstance(error, PermissionError) else "gpuprov cdi list names what is there"
-        raise GpuprovError(f"{name} can't be read", str(error.strerror), hint, exit_code=ExitCode.USAGE) from None
+        raise UsageError(f"{name} can't be read", str(error.strerror), hint) from None

@@ -11,7 +11,7 @@ import click
 
 from gpuprov.fleet.options import FILE, FOLDER
 from gpuprov.fleet.standard_streams import say
-from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 
 if TYPE_CHECKING:
     from gpuprov.cdi.specification import Specification
@@ -41,9 +41,9 @@ def _refuse_csv(context: click.Context, parameter: click.Parameter, words: tuple
         raise _not_served("--csv.*", "csv")
 
 
-def _not_served(flag: str, mode: str) -> GpuprovError:
+def _not_served(flag: str, mode: str) -> UsageError:
     what = f"{flag} is for {_NOT_HERE[mode]}, which gpuprov does not serve"
-    return GpuprovError(what, "", "use nvidia-ctk cdi generate there", exit_code=ExitCode.USAGE)
+    return UsageError(what, "", "use nvidia-ctk cdi generate there")
 
 
 # Names, short names and variables are nvidia-ctk's (cmd/nvidia-ctk/cdi/generate/generate.go).

@@ -13,7 +13,7 @@ import click
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import options_of
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, UsageError
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
 _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH")
@@ -80,8 +80,7 @@ def _explain(text: str, *, as_json: bool) -> None:
     if found is None:
         known = ", ".join(str(code) for one in RESULTS for code in one.codes)
         hint = "NVIDIA's CUDA Runtime API, `Data types used by CUDA Runtime`, has all results"
-        raise GpuprovError(f"{text}: not in gpuprov's table of CUDA results", f"known: {known}", hint,
-                           exit_code=ExitCode.USAGE)  # fmt: skip
+        raise UsageError(f"{text}: not in gpuprov's table of CUDA results", f"known: {known}", hint)
     if as_json:
         say_text(json.dumps(asdict(found), indent=2))
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 
 def causes() -> dict[str, dict[str, Any]]:
@@ -26,10 +26,9 @@ def explain(name: str, *, as_json: bool) -> str:
     cause = known.get(name)
     if cause is None:
         near = difflib.get_close_matches(name, known, 3)
-        raise GpuprovError(
+        raise UsageError(
             f"the doctor has no cause {name!r}", f"similar names: {', '.join(near)}" if near else "",
             f"gpuprov doctor --explain {near[0]}" if near else "choose a name from docs/doctor.md",
-            exit_code=ExitCode.USAGE,
         )  # fmt: skip
     if as_json:
         return json.dumps(cause, ensure_ascii=False)

@@ -13,7 +13,7 @@ import click
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import say, say_text, standard_input
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -110,7 +110,7 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
 
     if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
-        raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
+        raise UsageError("--hosts and --limit need an inventory and a container", "", hint)
     settings = Options("hook explain", **take_passwords(options), **options)
     found: dict[str, dict[str, Any]] = {}
     problem: GpuprovError | None = None
@@ -135,7 +135,7 @@ def _recorded_decision(container: str, bundle: str | None) -> dict[str, Any] | N
     from gpuprov.engines.containers import decision_of, decision_of_bundle
 
     if container and bundle:
-        raise GpuprovError("a container or a bundle, not both", "", "leave --bundle out", exit_code=ExitCode.USAGE)
+        raise UsageError("a container or a bundle, not both", "", "leave --bundle out")
     if container:
         return decision_of(System("/"), container)
     return decision_of_bundle(bundle) if bundle else None
@@ -153,7 +153,7 @@ def _text(bundle: str | None) -> str:
         evidence = str(error)
     where = f"{bundle}/config.json" if bundle else "standard input"
     hint = "give a bundle with --bundle DIR, or its config.json on standard input"
-    raise GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
+    raise UsageError(f"{where} holds no config.json", evidence, hint)
 
 
 def _recorded_lines(recorded: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -39,11 +39,10 @@ def _asked(what: str, *, wanted: bool) -> str:
         return str(click.prompt(what, hide_input=True, err=True))
     line = sys.stdin.readline() if sys.stdin else ""
     if not line:
-        raise GpuprovError(
+        raise UsageError(
             f"there is nobody to ask for the {what}",
             "no terminal, and nothing more on standard input",
             "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault",
-            exit_code=ExitCode.USAGE,
         )
     return line.rstrip("\n")
 

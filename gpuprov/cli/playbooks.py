@@ -11,7 +11,7 @@ import click
 import gpuprov
 from gpuprov.fleet import one_file
 from gpuprov.fleet.standard_streams import say
-from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 
 
 @click.command(short_help="Write the playbooks and an example inventory into a folder.")
@@ -46,11 +46,10 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
     """
     playbooks = folder / "playbooks"
     if playbooks.is_symlink() or (playbooks.exists() and not (playbooks / _AGENT).is_file()):
-        raise GpuprovError(
+        raise UsageError(
             f"{playbooks} exists and was not written by gpuprov",
             f"it is a link, or lacks {_AGENT}",
             "name another folder",
-            exit_code=ExitCode.USAGE,
         )
     try:
         return _written(_source(), folder, playbooks)

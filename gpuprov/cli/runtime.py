@@ -12,7 +12,7 @@ import click
 
 from gpuprov.fleet.options import FILE
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from gpuprov.core.system import System
@@ -23,18 +23,18 @@ _WITHOUT_SUCH_COMMAND = ("docker", "podman")
 
 
 def _require_valid(options: dict[str, Any]) -> None:
-    """Raise GpuprovError (exit code 2) for a relative path, a directory in place of a file, or a wrong name."""
+    """Raise UsageError for a relative path, a directory in place of a file, or a wrong name."""
     files = {"--config": "config", "--drop-in-config": "drop_in", "--hook-path": "hook_file"}
     programs = {"--nvidia-runtime-path": "path", "--nvidia-runtime-hook-path": "hook_program"}
     for option, key in {**files, **programs}.items():
         value = options[key]
         if value and not value.startswith("/"):
-            raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
+            raise UsageError(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
         if value and option in files and Path(value).exists() and not Path(value).is_file():
-            raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
+            raise UsageError(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options["name"]):
         hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
-        raise _usage("--nvidia-runtime-name is no name of a runtime", repr(options["name"]), hint)
+        raise UsageError("--nvidia-runtime-name is no name of a runtime", repr(options["name"]), hint)
 
 
 @click.group(short_help="Register the runtime with container engines.")
@@ -188,10 +188,6 @@ def _configuration(system: System, options: dict[str, Any]) -> Configuration:
         note = f"{engine} has no command that prints its configuration: its file is read"
         return replace(found, notes=(note, *found.notes))
     return found
-
-
-def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
-    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)
 
 
 def _lines(found: Configuration, *, dry_run: bool, diff: bool) -> list[str]:

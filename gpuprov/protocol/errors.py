@@ -80,6 +80,13 @@ class GpuprovError(Exception):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+class UsageError(GpuprovError):
+    """Ends a run before it begins: the call or the inventory is wrong (exit code 2)."""
+
+    def __init__(self, what: str, evidence: str = "", next_step: str = "") -> None:
+        super().__init__(what, evidence, next_step, exit_code=ExitCode.USAGE)
+
+
 class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
     """The run was asked to stop: the change in progress was finished, the next one was not begun.
 

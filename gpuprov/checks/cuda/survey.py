@@ -27,7 +27,7 @@ from gpuprov.checks.cuda.search import (
     search,
 )
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
 from gpuprov.runtime_hook.rootfs import Root
 
@@ -118,11 +118,10 @@ def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
             if done.ok:
                 return engine, kind, _description(done.stdout)
             said.append(done.evidence())
-    raise GpuprovError(
+    raise UsageError(
         f"there is no container or image {name} on this host",
         "\n".join(said[:2]) or "neither docker nor podman is installed",
         "docker ps, docker images show names; an image must be pulled before: docker pull IMAGE",
-        exit_code=ExitCode.USAGE,
     )
 
 
