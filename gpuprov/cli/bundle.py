@@ -48,46 +48,20 @@ def bundle() -> None:
 @click.option(
     "--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12 or rocky-9."
 )
-@click.option(
-    "--arch",
-    "architecture",
-    metavar="ARCH",
-    default=platform.machine,
-    help="The hosts' `uname -m`. Default: this machine's.",
-)
+@click.option("--arch", "architecture", metavar="ARCH", default=platform.machine,
+              help="The hosts' `uname -m`. Default: this machine's.")  # fmt: skip
 @text_option("--driver", metavar="VERSION", help="The driver. Default: what the inventory asks for.")
-@click.option(
-    "--driver-file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="A trusted .run file on this machine.",
-)
-@click.option(
-    "--cuda-file",
-    metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="A trusted .run file of the CUDA toolkit; give its version by -e gpuprov_cuda=…",
-)
-@click.option(
-    "--fabric-manager",
-    is_flag=True,
-    help="Add NVIDIA's fabric manager, for hosts with NVSwitches.",
-)
-@click.option(
-    "--kernel",
-    "kernels",
-    metavar="RELEASE",
-    multiple=True,
-    help="Add headers and a compiler for this kernel (`uname -r`); repeatable.",
-)
+@click.option("--driver-file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="A trusted .run file on this machine.")  # fmt: skip
+@click.option("--cuda-file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="A trusted .run file of the CUDA toolkit; give its version by -e gpuprov_cuda=…")  # fmt: skip
+@click.option("--fabric-manager", is_flag=True,
+              help="Add NVIDIA's fabric manager, for hosts with NVSwitches.")  # fmt: skip
+@click.option("--kernel", "kernels", metavar="RELEASE", multiple=True,
+              help="Add headers and a compiler for this kernel (`uname -r`); repeatable.")  # fmt: skip
 @click.option("--package", "packages", metavar="NAME", multiple=True, help="Add a package; repeatable.")
-@click.option(
-    "--image",
-    "images",
-    metavar="IMAGE",
-    multiple=True,
-    help="Add a container image, pulled if docker here lacks it; repeatable.",
-)
+@click.option("--image", "images", metavar="IMAGE", multiple=True,
+              help="Add a container image, pulled if docker here lacks it; repeatable.")  # fmt: skip
 @click.option(
     "--source",
     "sources",

@@ -49,44 +49,18 @@ def runtime() -> None:
 
 
 @runtime.command()
-@click.option(
-    "--runtime",
-    "engine",
-    type=click.Choice(_ENGINES),
-    default=None,
-    help="The engine. Default: docker; with --config-mode hook, podman.",
-)
+@click.option("--runtime", "engine", type=click.Choice(_ENGINES), default=None,
+              help="The engine. Default: docker; with --config-mode hook, podman.")  # fmt: skip
 @click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
-@click.option(
-    "--drop-in-config",
-    "drop_in",
-    type=FILE,
-    default=None,
-    help="The runtime's own file; empty: use the main file. Default: the engine's usual one.",
-)
-@click.option(
-    "--config-source",
-    "source",
-    type=click.Choice(["file", "command"]),
-    default="file",
-    show_default=True,
-    help="Copy the runtime's options from the files or from the engine's answer.",
-)
-@click.option(
-    "--executable-path",
-    "executable",
-    type=FILE,
-    default="",
-    help="The engine's program, for --config-source command.",
-)
-@click.option(
-    "--config-mode",
-    "mode",
-    type=click.Choice(["config-file", "config", "hook", "oci-hook"]),
-    default="config-file",
-    show_default=True,
-    help="With hook: write an OCI hook for podman and CRI-O instead of a runtime.",
-)
+@click.option("--drop-in-config", "drop_in", type=FILE, default=None,
+              help="The runtime's own file; empty: use the main file. Default: the engine's usual one.")  # fmt: skip
+@click.option("--config-source", "source", type=click.Choice(["file", "command"]), default="file", show_default=True,
+              help="Copy the runtime's options from the files or from the engine's answer.")  # fmt: skip
+@click.option("--executable-path", "executable", type=FILE, default="",
+              help="The engine's program, for --config-source command.")  # fmt: skip
+@click.option("--config-mode", "mode", type=click.Choice(["config-file", "config", "hook", "oci-hook"]),
+              default="config-file", show_default=True,
+              help="With hook: write an OCI hook for podman and CRI-O instead of a runtime.")  # fmt: skip
 @click.option(
     "--hook-path",
     "--oci-hook-path",
@@ -95,43 +69,21 @@ def runtime() -> None:
     default="",
     help="Where the OCI hook goes. Default: /usr/share/containers/oci/hooks.d/oci-nvidia-hook.json.",
 )
-@click.option(
-    "--nvidia-runtime-hook-path",
-    "hook_program",
-    type=FILE,
-    default="",
-    help="The hook's program. Default: nvidia-container-runtime-hook, else the bundled one.",
-)
+@click.option("--nvidia-runtime-hook-path", "hook_program", type=FILE, default="",
+              help="The hook's program. Default: nvidia-container-runtime-hook, else the bundled one.")  # fmt: skip
 @click.option("--nvidia-runtime-name", "name", metavar="NAME", default="nvidia", show_default=True,
               help="The runtime's name in the engine.")  # fmt: skip
-@click.option(
-    "--nvidia-runtime-path",
-    "--runtime-path",
-    "path",
-    type=FILE,
-    default="",
-    help="The runtime's program. Default: nvidia-container-runtime, else the bundled one.",
-)
-@click.option(
-    "--nvidia-set-as-default",
-    "--set-as-default",
-    "set_default",
-    is_flag=True,
-    help="Make it the engine's default runtime.",
-)
+@click.option("--nvidia-runtime-path", "--runtime-path", "path", type=FILE, default="",
+              help="The runtime's program. Default: nvidia-container-runtime, else the bundled one.")  # fmt: skip
+@click.option("--nvidia-set-as-default", "--set-as-default", "set_default", is_flag=True,
+              help="Make it the engine's default runtime.")  # fmt: skip
 @click.option("--cdi.enabled", "--cdi.enable", "--enable-cdi", "cdi", is_flag=True, help="Let the engine read CDI.")
 @click.option("--unset", is_flag=True, help="Remove what gpuprov added, and nothing else.")
 @click.option("--dry-run", is_flag=True, help="Print the files as they would be; write nothing.")
 @click.option("--diff", is_flag=True, help="Show what changes.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option(
-    "--restart-mode",
-    type=click.Choice(["none"]),
-    default="none",
-    show_default=True,
-    expose_value=False,
-    help="gpuprov restarts no engine; it prints the command.",
-)
+@click.option("--restart-mode", type=click.Choice(["none"]), default="none", show_default=True, expose_value=False,
+              help="gpuprov restarts no engine; it prints the command.")  # fmt: skip
 def configure(dry_run: bool, diff: bool, as_json: bool, **options: Any) -> None:
     """Register the runtime with an engine. Run twice, it changes no byte the second time.
 
