@@ -7,43 +7,39 @@ from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, NextAction, Tell, capture_path, restore_path
-from gpuprov.core.commands import SYSTEM_PATH, Completed
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.driver import generations, installer, running_driver
-from gpuprov.driver.kernel import prove_modules
+from gpuprov.driver import generations, installer, running_driver, way_back
+from gpuprov.driver.kernel import build_environment, prove_modules
 from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
-from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload, unload_unused
+from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.boot import IN_USE_MARK
-from gpuprov.machine.distros import distribution_of, kernel_compiler
+from gpuprov.driver.way_back import INCOMPLETE_MARK, UNPACK
+from gpuprov.facts.boot import IN_USE_MARK, gather_reboot
+from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
+from gpuprov.packages.interface import tell_nobody
 from gpuprov.packages.managers import manager_of
 from gpuprov.protocol import driver_releases
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
-# The installer's own record of the installed files.
-_INSTALLER_STATE = "/var/lib/nvidia/log"
 # The file that it writes before it stops because of nouveau.
 _INSTALLERS_BLACKLISTS = tuple(
     f"{folder}/nvidia-installer-disable-nouveau.conf" for folder in ("/etc/modprobe.d", "/usr/lib/modprobe.d")
 )
 # Compiling the kernel modules takes two to three minutes on two cores; slow machines and full disks take longer.
 _INSTALLER_SECONDS = 3600
-_UNINSTALL_SECONDS = 600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
-_UNPACK = f"{CACHE_DIRECTORY}/unpack"
 # The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). A libGL of an earlier .run does not count: the
 # installer removes it before it checks.
 _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
 # The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
 _ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
-# Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
-INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"
 
 
 def default_url(version: str, architecture: str) -> str:
@@ -240,6 +236,8 @@ class RunFile(DriverSource):
                 gpu_device_ids=facts.gpu_device_ids,
                 asked_module_type=spec.kernel_module_type,
                 image_kernel=facts.kernel.release if facts.image is not None else "",
+                url=self.url,
+                keep=spec.keep_driver and facts.image is None,
                 without_systemd=facts.image is not None and facts.image.offline,
             ),
         )
@@ -250,6 +248,7 @@ class InstallDriver(Change):
     """Install the driver of this version from a .run file on the host.
 
     `unloading`: how a loaded driver is unloaded first; `keep_loaded`: it stays loaded until a reboot loads the new one.
+    `keep`: whether its file, from `url`, stays on the host for a later rollback.
     `image_kernel`: the kernel of an image to build modules for, which are not loaded; `without_systemd`: systemd is
     absent.
     """
@@ -270,12 +269,15 @@ class InstallDriver(Change):
     asked_module_type: str = "auto"
     image_kernel: str = ""
     without_systemd: bool = False
+    url: str = ""
+    keep: bool = False
 
     # An interrupted installation is marked incomplete and repeated: uninstalling a partial one does not help.
     undo_when_interrupted: ClassVar[bool] = False
     executes: ClassVar[str] = CACHE_DIRECTORY
     bundle_part: ClassVar[str] = "driver"
     undo_disturbs: ClassVar[bool] = True
+    undo_goes_to_first: ClassVar[bool] = True  # an uninstall restores no driver between
 
     @property
     def disturbs(self) -> bool:
@@ -303,28 +305,51 @@ class InstallDriver(Change):
             "path": self.path,
             "kernel_modules": self.kernel_modules,
             "blacklists": [capture_path(system, path) for path in _INSTALLERS_BLACKLISTS],
+            "record": capture_path(system, way_back.RECORD),
         }
 
     def apply(self, system: System, tell: Tell) -> Json:
-        header = self._inspect(system)
+        header = self.inspect(system)
         require_room(system, self.path, _UNPACKED_RATIO, "/usr", "the driver")
+        # Before anything runs it: the file may lie where others can replace it.
+        digest = self.sha256 or system.sha256(self.path)
         module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
         if self.unloading is not None and not self._make_way(system, self.unloading, tell):
             # The next plan installs it beside the driver that can't be unloaded.
             return {"installed": False}
         system.make_directory(STATE_DIRECTORY, 0o700)
         system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
-        done, dkms = self._install(system, module_type, tell)
-        self._prove(system, done, dkms)
+        self.install(system, module_type, tell)
         start_again(system, tell)
         if self.unloading is not None and self.unloading.modules:
             self._prove_loaded(system)
         # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
         system.sync()
         system.remove(INCOMPLETE_MARK)
+        self._keep(system, digest, module_type, tell)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
         return {}
+
+    def _keep(self, system: System, digest: str, module_type: str, tell: Tell) -> None:
+        """Record how the driver was installed, and keep its file, so that another one can be undone."""
+        former = way_back.Former(
+            self.version, self.url or self.path, digest, self.architecture,
+            self.kernel_modules, module_type, self.has_libgl, self.signing_key, self.signing_certificate,
+        )  # fmt: skip
+        way_back.keep(system, self.path, former, content=self.keep, replaces=self.replaces, tell=tell)
+
+    def way_back(self, system: System) -> tuple[str, ...]:
+        if self.replaces in ("", self.version):
+            return ()
+        found, _ = way_back.sentence(system, self.replaces, way_back.present(system, self.replaces))
+        return (f"way back: {found}",)
+
+    @classmethod
+    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+        former = way_back.former_of(before)
+        found, possible = way_back.sentence(system, before.get("replaces", ""), former)
+        return (f"restores {found}",) if former is not None and possible else ()
 
     def next_action(self, outcome: Json) -> NextAction:
         """Reboot before any change that needs the driver, if the old driver is still loaded."""
@@ -348,7 +373,7 @@ class InstallDriver(Change):
         chips = generations.read_supported_gpus(system, self.path, header.skip)
         return generations.listed_module_type(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
 
-    def _inspect(self, system: System) -> installer.Header:
+    def inspect(self, system: System) -> installer.Header:
         """Read the header before anything runs, and check file, version and architecture."""
         start = system.read_start(self.path, installer.HEADER_BYTES)
         if start is None:
@@ -364,10 +389,14 @@ class InstallDriver(Change):
             )
         return header
 
-    def _install(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
+    def install(self, system: System, module_type: str, tell: Tell) -> None:
+        """Run the installer, and verify what it installed. Raises GpuprovError."""
+        self._prove(system, *self._run(system, module_type, tell))
+
+    def _run(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
         # Always the same folder, root's own: what a killed run left there goes now.
-        temporary = _UNPACK
+        temporary = UNPACK
         system.remove_tree(temporary)
         system.make_directory(temporary, 0o700)
         try:
@@ -380,7 +409,7 @@ class InstallDriver(Change):
             # An old log must not be taken for this run's.
             system.remove(INSTALLER_LOG)
             command = ("sh", self.path, *arguments)
-            env = _build_environment(system)
+            env = build_environment(system)
             done = system.run(
                 command, timeout=_INSTALLER_SECONDS, env=env, on_line=lambda line: tell(line.strip(), 0, 0)
             )
@@ -427,14 +456,17 @@ class InstallDriver(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Uninstall. A replaced driver can't be restored; no driver remains installed."""
+        """Uninstall, and install the replaced driver again if its file can be had; else no driver remains installed."""
         nothing_done = outcome is not None and not outcome.get("installed", True)
-        if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
-            _uninstall(system, before)
+        if not nothing_done and not way_back.former_is_whole(system, before, outcome):
+            former = way_back.restorable(system, before)
+            way_back.uninstall(system, before)
+            if former is not None:
+                _install_again(system, former)
         # An installation cut short by a full disk may lack its uninstaller: its remains must not look like a driver.
         if discover(system).library_version != before["version"]:
             system.remove(INCOMPLETE_MARK)
-        for image in before.get("blacklists", ()):
+        for image in (*before.get("blacklists", ()), *filter(None, (before.get("record"),))):
             restore_path(system, image)
         start_all_again(system, lambda message, done, total: None)
 
@@ -445,36 +477,24 @@ class InstallDriver(Change):
         replaced, version = before.get("replaces", ""), before["version"]
         if replaced in ("", version, *(one["version"] for one in earlier)):
             return ()
-        return (f"driver {replaced}, which {version} replaced, is not restored: no driver will remain installed",)
+        found, possible = way_back.sentence(system, replaced, way_back.former_of(before))
+        return () if possible else (f"{found}; no driver will remain installed",)
 
 
-def _former_is_whole(system: System, before: Json) -> bool:
-    """Say whether the driver to be replaced is still complete: most failures come before it is touched."""
-    former = before.get("replaces", "")
-    return former not in ("", before["version"]) and discover(system).library_version == former
-
-
-def _uninstall(system: System, before: Json) -> None:
-    """Run the installer's uninstaller; if its copy was not installed, use the .run."""
-    program, path = system.which("nvidia-uninstall"), before.get("path", "")
-    if program is not None:
-        command: tuple[str, ...] = (program, "--silent")
-    elif system.exists(_INSTALLER_STATE) and path and system.exists(path):
-        system.make_directory(_UNPACK, 0o700)
-        command = ("sh", path, "--tmpdir", _UNPACK, "--silent", "--uninstall")
-    else:
-        return
-    # A partial uninstallation leaves no driver: the next installation must not mistake it for one.
-    system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
-    system.run(command, timeout=_UNINSTALL_SECONDS)
-    system.remove_tree(_UNPACK)
-    # In a system container the modules are the container host's.
-    if before.get("kernel_modules"):
-        unload_unused(system)
-
-
-def _build_environment(system: System) -> dict[str, str]:
-    """Return the PATH with the compiler that built the running kernel first, if it is not the host's `gcc`."""
-    row = distribution_of(gather_os(system))
-    folder = kernel_compiler(row, system.kernel_release()) if row is not None else ""
-    return {"PATH": f"{folder}:{SYSTEM_PATH}"} if folder and system.exists(folder) else {}
+def _install_again(system: System, former: way_back.Former) -> None:
+    """Install the driver that was replaced, as it was installed; note a reboot if another one stays loaded."""
+    loaded = discover(system).kernel_version if former.kernel_modules else ""
+    change = InstallDriver(
+        former.version, former.path, former.sha256, former.architecture, kernel_modules=former.kernel_modules,
+        module_type=former.module_type, has_libgl=former.has_libgl, signing_key=former.signing_key,
+        signing_certificate=former.signing_certificate, keep_loaded=bool(loaded),
+    )  # fmt: skip
+    change.inspect(system)
+    system.make_directory(STATE_DIRECTORY, 0o700)
+    system.write(INCOMPLETE_MARK, f"{former.version}\n".encode())
+    change.install(system, former.module_type, tell_nobody)
+    system.sync()
+    system.remove(INCOMPLETE_MARK)
+    if loaded:
+        reason = f"the kernel still runs driver {loaded}, installed is {former.version}"
+        running_driver.note_asked(system, gather_reboot(system).boot_id, (reason,))

@@ -178,6 +178,8 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         run.note(note)
     for warning in plan.warnings:
         run.note(warning, "warning")
+    for sentence in (one for item in plan.changes for one in item.change.way_back(run.system)):
+        run.note(sentence)
     network = _network_problems(run, facts, plan)
     # Without a network, querying the sources would only report the same problem again.
     # The watch sees the host read-only.

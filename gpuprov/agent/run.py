@@ -26,6 +26,7 @@ from gpuprov.core.retention import prune
 from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
 from gpuprov.engines.docker_unit import failure
+from gpuprov.facts.boot import gather_reboot
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
@@ -150,7 +151,7 @@ def _locked(run: RunContext) -> Finished:
             with _with_bundle(run) as run:
                 finished = install(run)
         if finished.exit_code == ExitCode.DONE:
-            prune(run.system, CHANGE_KINDS)
+            prune(run.system, CHANGE_KINDS, keep_driver=run.spec.keep_driver)
         return finished
 
 
@@ -204,12 +205,22 @@ def _roll_back(run: RunContext) -> Finished:
         _require_undoable(run, (last,))
         for sentence in irreversible(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
+        _note_restored(run, (last,))
         count = roll_back(run.system, last, CHANGE_KINDS, run.sink, run.stop_requested)
         summary = f"{counted(count, 'change')} undone"
+        for reason in gather_reboot(run.system).asked_for:
+            run.note(f"reboot this host: {reason}", "warning")
     problem = failure(run.system)
     if problem is not None:
         return Finished(int(ExitCode.FAILED), changed=count, problems=(problem,), summary=summary)
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
+
+
+def _note_restored(run: RunContext, runs: Sequence[Run]) -> None:
+    """Report what a rollback restores besides files."""
+    for entry in (entry for one in runs for entry in one.undoable if entry.kind in CHANGE_KINDS):
+        for sentence in CHANGE_KINDS[entry.kind].restores(run.system, entry.before, entry.outcome):
+            run.note(sentence)
 
 
 def _require_undoable(run: RunContext, runs: Sequence[Run]) -> None:
@@ -226,6 +237,7 @@ def _check_roll_back(run: RunContext) -> Finished:
     _require_undoable(run, removal.runs)
     for sentence in removal.irreversible:
         run.note(sentence, "warning")
+    _note_restored(run, removal.runs)
     found = planned(run.system, removal, "rollback", diff=run.request.diff)
     run.sink(Planned(found, removal.disturbs(CHANGE_KINDS)))
     summary = f"{counted(removal.count, 'change')} would be undone" if removal.count else "there is no run to roll back"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, NextAction, Tell
-from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.load import load_driver
@@ -77,13 +74,6 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     return (Reboot(found, facts.reboot.boot_id, driver.spec.reboot == "if-needed", facts.docker.running_containers),)
 
 
-def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:
-    """Record that a reboot is requested."""
-    system.make_directory(STATE_DIRECTORY, 0o700)
-    content = json.dumps({"boot_id": boot_id, "reasons": list(reasons)}) + "\n"
-    system.write(REBOOT_ASKED, content.encode(), mode=0o600)
-
-
 def forget_asked(system: System) -> None:
     """Remove the record: the reasons no longer apply."""
     system.remove(REBOOT_ASKED)
@@ -120,7 +110,7 @@ class Reboot(Change):
         if _goes_without(system):
             tell("no reboot is needed after all: nothing used the module, and it is unloaded", 0, 0)
             return {"needed": False}
-        note_asked(system, self.boot_id, self.reasons)
+        running_driver.note_asked(system, self.boot_id, self.reasons)
         if self.allowed:
             return {"needed": True}
         stops = f" (it stops the containers {', '.join(self.containers)})" if self.containers else ""

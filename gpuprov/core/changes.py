@@ -86,6 +86,15 @@ class Change:
         """Return how the run continues, from the result of `apply`."""
         return NextAction.CONTINUE
 
+    def way_back(self, system: System) -> tuple[str, ...]:
+        """Return, a sentence each, how an undo restores what it replaces by more than captured files. Reads only."""
+        return ()
+
+    @classmethod
+    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+        """Return the same for a change that was made."""
+        return ()
+
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Restore the earlier state. `outcome` is None if the change was interrupted. A second undo has no effect."""

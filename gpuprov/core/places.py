@@ -5,6 +5,8 @@ from __future__ import annotations
 from gpuprov.core.journal import STATE_DIRECTORY
 
 CACHE_DIRECTORY = "/var/cache/gpuprov"
+# The .run files of the installed driver and of the one before it.
+KEPT = "/var/cache/gpuprov/driver"
 # Where a run unpacks a bundle on a host. Always the same folder, owned by root: the next run finds and removes what a
 # killed run left there.
 FOLDER = "/var/cache/gpuprov/bundle"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gpuprov.core.changes import Change, images_in
 from gpuprov.core.files import FileStatus
 from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
-from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.places import CACHE_DIRECTORY, KEPT
 from gpuprov.core.system import System
 
 _DAY = 86400
@@ -42,6 +42,8 @@ BOUNDS = (
     Bound(CACHE_DIRECTORY, r"\.?(agent|host)-\w+", 4, 0, _DAY),
     # Drivers and CUDA toolkits of runs that failed; a run that succeeds removes its own.
     Bound(CACHE_DIRECTORY, r".+\.run(\.part)?", 2, 8 << 30),
+    # The installed driver's and the one before it.
+    Bound(KEPT, r".+\.run(\.part)?", 2, 2 << 30),
     # A controller may be uploading one now.
     Bound(CACHE_DIRECTORY, r"bundle-.+\.tar(\.part)?", 2, 32 << 30, _DAY),
     # What killed commands left.
@@ -49,9 +51,10 @@ BOUNDS = (
 )
 
 
-def prune(system: System, kinds: Mapping[str, type[Change]]) -> None:
+def prune(system: System, kinds: Mapping[str, type[Change]], *, keep_driver: bool = True) -> None:
     """Remove what exceeds the bounds. A folder that can't be read or written is left for a later run."""
-    for bound in BOUNDS:
+    none_kept = () if keep_driver else (Bound(KEPT, ".+", 0, 0),)
+    for bound in (*BOUNDS, *none_kept):
         with contextlib.suppress(OSError):
             for path in _surplus(system, bound):
                 _remove(system, path)

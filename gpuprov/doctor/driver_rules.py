@@ -37,7 +37,7 @@ from gpuprov.doctor.suggested_commands import (
     smi_again,
 )
 from gpuprov.driver import distribution, fabric_manager, generations
-from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.driver.way_back import INCOMPLETE_MARK
 from gpuprov.facts.driver import PRELOAD
 from gpuprov.facts.gpus import UNIT
 from gpuprov.protocol import advisories

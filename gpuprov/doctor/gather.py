@@ -27,7 +27,7 @@ from gpuprov.doctor.containers import gather_containers
 from gpuprov.doctor.gpu_rules import FOR_GUESTS
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.doctor.snapshot import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, HostSnapshot, OtherSmi, Smi
-from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.driver.way_back import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.kubernetes import KUBELET_CONFIG

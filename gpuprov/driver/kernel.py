@@ -8,11 +8,13 @@ from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile
+from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
 from gpuprov.facts.kernels import has_module
-from gpuprov.machine.distros import kernel_headers, next_kernel_headers
+from gpuprov.machine.distros import distribution_of, kernel_compiler, kernel_headers, next_kernel_headers
+from gpuprov.machine.machine import gather_os
 from gpuprov.packages import known_repositories
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
@@ -259,3 +261,10 @@ def _build(system: System, release: str) -> None:
 
 def _has_module(system: System, release: str) -> bool:
     return has_module(system.read_text(f"/lib/modules/{release}/modules.dep") or "")
+
+
+def build_environment(system: System) -> dict[str, str]:
+    """Return the PATH with the compiler that built the running kernel first, if it is not the host's `gcc`."""
+    row = distribution_of(gather_os(system))
+    folder = kernel_compiler(row, system.kernel_release()) if row is not None else ""
+    return {"PATH": f"{folder}:{SYSTEM_PATH}"} if folder and system.exists(folder) else {}

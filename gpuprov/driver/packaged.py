@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,10 +15,13 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.packages import dpkg, failures
 from gpuprov.packages.apt_changes import InstallPackages
 from gpuprov.packages.failures import finish_apt
+from gpuprov.packages.interface import LOCK_SECONDS, tell_nobody
 from gpuprov.packages.rpm_changes import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 _INSTALL_SECONDS = 600
+_SIMULATE_SECONDS = 60
+_ARCHIVES = "/var/cache/apt/archives"
 # Names of the driver's packages in all branches and distributions (NVIDIA's Driver Installation Guide). They do not
 # match the container toolkit, nor the CUDA toolkit's libraries, many of which begin with libnv.
 _DRIVER_PACKAGES = re.compile(
@@ -35,8 +39,67 @@ def fits(version: str, wanted: str) -> bool:
     return re.match(rf"(\d+:)?{re.escape(wanted)}([.-]|$)", version) is not None
 
 
+class _Restoring(InstallPackages):
+    """A change of the driver's packages. Its undo installs their former versions again if apt can get them."""
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+        dpkg.repair(system, tell_nobody, lock_timeout)
+        words = _words(system, _former(system, before, outcome))
+        if words:
+            command = ("install", "--allow-downgrades", "--purge", "--", *words)
+            done = dpkg.run_apt(system, command, tell_nobody, lock_timeout=lock_timeout)
+            finish_apt(done, "the driver's former packages could not be installed again")
+        super().undo(system, before, outcome)
+        if words:
+            running_driver.load_installed(system)
+
+    @classmethod
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
+        former = _former(system, before, outcome)
+        return () if _words(system, former) else super().irreversible(system, before, outcome, earlier)
+
+
+def _former(system: System, before: Json, outcome: Json | None) -> dict[str, str]:
+    """Return name → version of the driver's packages that a change replaced or removed."""
+    here = {one.name: one.version for one in dpkg.query(system) if one.present}
+    changed = (outcome or InstallPackages.interrupted(system, before)).get("changed", {})
+    return {
+        name: version
+        for name, version in before.get("versions", {}).items()
+        if _DRIVER_PACKAGES.match(name) and here.get(name) != version and (name not in here or name in changed)
+    }
+
+
+def _words(system: System, former: Mapping[str, str]) -> tuple[str, ...]:
+    """Return apt's words for these versions, from repositories or apt's cache; empty if it can't get them all."""
+    by_version = tuple(f"{name}={version}" for name, version in former.items())
+    by_file = tuple(_cached(system, *one) or f"{one[0]}={one[1]}" for one in former.items())
+    for words in dict.fromkeys((by_version, by_file)):
+        simulated = ("apt-get", "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--")
+        asked = system.run((*simulated, *words), timeout=_SIMULATE_SECONDS) if words else None
+        if asked is not None and asked.ok and not foreign_removals(asked.stdout):
+            return words
+    return ()
+
+
+def _cached(system: System, name: str, version: str) -> str:
+    """Return the file that apt keeps of a package, "" if none."""
+    start = f"{name.partition(':')[0]}_{version.replace(':', '%3a')}_"
+    return next((f"{_ARCHIVES}/{file}" for file in system.list_directory(_ARCHIVES) if file.startswith(start)), "")
+
+
+def _first_of(versions: Mapping[str, str]) -> str:
+    name, version = next(iter(sorted(versions.items())))
+    more = f" and {len(versions) - 1} more" if len(versions) > 1 else ""
+    return f"{name}={version}{more}"
+
+
 @dataclass(frozen=True)
-class _InstallInstead(InstallPackages):
+class _InstallInstead(_Restoring):
     """An installation that removes the packages of `instead`."""
 
     instead: tuple[str, ...] = ()
@@ -49,6 +112,7 @@ class _InstallInstead(InstallPackages):
         cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
     ) -> tuple[str, ...]:
         gone = tuple(f"package {name} is not restored" for name in before["instead"])
+        gone = () if _words(system, _former(system, before, outcome)) else gone
         return (*gone, *super().irreversible(system, before, outcome, earlier))
 
 
@@ -67,7 +131,7 @@ class SwitchPin(_InstallInstead):
 
 
 @dataclass(frozen=True)
-class ChangeDriverPackages(InstallPackages):
+class ChangeDriverPackages(_Restoring):
     """Change the driver's packages to another version or branch, newer or older; apt's preferences are already set."""
 
     wanted: str = ""
@@ -82,6 +146,25 @@ class ChangeDriverPackages(InstallPackages):
     @property
     def key(self) -> str:
         return _CHANGE
+
+    def way_back(self, system: System) -> tuple[str, ...]:
+        there = {
+            one.name: one.version for one in dpkg.query(system) if one.present and _DRIVER_PACKAGES.match(one.name)
+        }
+        if not there:
+            return ()
+        said = system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout
+        offered = {tuple(word.strip() for word in line.split("|")[:2]) for line in said.splitlines()}
+        lost = [f"{name}={version}" for name, version in there.items()
+                if (name.partition(":")[0], version) not in offered and not _cached(system, name, version)]  # fmt: skip
+        if lost:
+            return (f"way back: the driver's packages can't be restored: no repository has {', '.join(lost)}",)
+        return (f"way back: the driver's packages, by version ({_first_of(there)})",)
+
+    @classmethod
+    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+        former = _former(system, before, outcome)
+        return (f"restores the driver's packages ({_first_of(former)})",) if _words(system, former) else ()
 
     def next_action(self, outcome: Json) -> NextAction:
         """The rest of the plan was made for the replaced driver."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +15,11 @@ from gpuprov.core.system import System
 from gpuprov.driver.installer import knows
 from gpuprov.driver.load import load_driver
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.boot import IN_USE_MARK, PERSISTENCE
+from gpuprov.facts.boot import IN_USE_MARK, PERSISTENCE, REBOOT_ASKED, gather_reboot
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
+from gpuprov.machine.machine import gather_kernel
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -438,3 +439,36 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
             "; ".join(steps) or "end them, then run the same command again",
         ),
     )
+
+
+def unload_for_undo(system: System) -> GpuprovError | None:
+    """Stop the driver's services and unload it. If a process uses it, start them again and return the error."""
+    words = system.run(("systemctl", "is-active", *UNITS)).stdout.split()
+    units = tuple(name for name, word in zip(UNITS, words) if word in ("active", "activating", "reloading"))
+    modules = tuple(name for name in MODULES if system.exists(f"/sys/module/{name}"))
+    try:
+        unload(system, Unloading(discover(system).kernel_version, modules, units), lambda message, done, total: None)
+    except GpuprovError as error:
+        start_all_again(system, lambda message, done, total: None)
+        return error
+    return None
+
+
+def load_installed(system: System) -> None:
+    """Load the installed driver if only services use the loaded one; if that stays, note that a reboot is needed."""
+    installed = discover(system).library_version
+    if discover(system).kernel_version in ("", installed) or gather_kernel(system).container:
+        return
+    if unload_for_undo(system) is None:
+        load_driver(system)
+    start_all_again(system, lambda message, done, total: None)
+    if (loaded := discover(system).kernel_version) not in ("", installed):
+        reason = f"the kernel still runs driver {loaded}, installed is {installed}"
+        note_asked(system, gather_reboot(system).boot_id, (reason,))
+
+
+def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:
+    """Record that a reboot is requested."""
+    system.make_directory(STATE_DIRECTORY, 0o700)
+    content = json.dumps({"boot_id": boot_id, "reasons": list(reasons)}) + "\n"
+    system.write(REBOOT_ASKED, content.encode(), mode=0o600)

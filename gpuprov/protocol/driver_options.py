@@ -53,6 +53,10 @@ class DriverOptions:
         " the newest release that it lists.",
         HTTP_URL,
     )
+    keep_driver: bool = flag(
+        True,
+        "Keep the .run files of the installed driver and of the one before it on the host, for a rollback.",
+    )
     driver_releases: str = text(
         "",
         "A table of driver releases instead of gpuprov/protocol/driver_releases.json: a URL, or an absolute path on"

@@ -43,6 +43,12 @@ def kill_at(
     _signal(agents, signal.SIGKILL)
 
 
+def kill_when(host: Host, process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """Kill the agents on a host as soon as the condition holds. Raises AssertionError if the run ends before."""
+    _wait(process, condition)
+    _signal(_agents(host), signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def held_at(host: Host, process: subprocess.Popen[str], lines: int) -> Iterator[None]:
     """Stop the agents on a host as soon as its journals have so many lines; they go on after the block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,16 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import simgpu
 from tests.integration.doctor_cases import SLEEPER
+from tests.integration.killed import kill_when
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files, in_memory
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
 from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
 # The last version whose journals have no format number; and one whose runtime had 38 modules.
 _EARLIER = {"57c247a": 1, "9c33d30": 2}
+_OLD = "535.261.03"
 _DIGEST = "sha256sum /usr/bin/gpuprov-container-runtime"
 # Starts containers by the runtime and by the hook until it is told to end, and keeps what gpuprov's programs refuse.
 _STARTS = """
@@ -115,3 +119,47 @@ def test_containers_start_while_the_runtime_is_upgraded_and_rolled_back(site: Si
     # What docker itself says while it restarts is not ours.
     said = host.ssh("cat /root/refused").stdout
     assert [line for line in said.splitlines() if "gpuprov" in line] == []
+
+
+def test_a_rollback_restores_the_driver_that_an_upgrade_replaced(site: Site) -> None:
+    """From the kept file, without the server, in containers too; a rollback that is killed is resumed."""
+    host = site.hosts["main"]
+    host.reset()
+    libraries = "cd /usr/lib/x86_64-linux-gnu && sha256sum libcuda.so.1 libnvidia-ml.so.1"
+    assert gpuprov("install", "--hosts", with_driver(site, _OLD), timeout=300).returncode == 0
+    before = (host.ssh(libraries).stdout, host.ssh("cat /etc/cdi/nvidia.json").stdout)
+    newer = with_driver(site, DRIVER)
+    done = gpuprov("install", "--hosts", newer, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert f"way back: driver {_OLD} from /var/cache/gpuprov/driver/{_OLD}.run" in done.stdout
+    assert host.ssh(libraries).stdout != before[0]
+    foreseen = gpuprov("rollback", "--hosts", newer, "--check")
+    assert f"restores driver {_OLD} from /var/cache/gpuprov/driver/{_OLD}.run" in foreseen.stdout
+
+    # No server has the file any more, and the rollback is killed while the installer works.
+    (site.lab.www / simgpu.run_name(_OLD)).unlink()
+    mark = host.root / "var/lib/gpuprov/driver-incomplete"
+    argv = [str(GPUPROV), "rollback", "--hosts", str(newer), "--connect-timeout", "60"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        kill_when(host, process, lambda: mark.exists() and mark.read_text().strip() == _OLD)
+        process.communicate(timeout=120)
+    outside(site, _OLD)
+    calls(site, "rollback")
+    assert (host.ssh(libraries).stdout, host.ssh("cat /etc/cdi/nvidia.json").stdout) == before
+    assert gpuprov("verify", "--hosts", with_driver(site, _OLD)).returncode == 0
+
+
+def with_driver(site: Site, version: str) -> Path:
+    """Return an inventory that asks for this driver, which the container host has already."""
+    file = simgpu.build_run(site.lab.www, version)
+    outside(site, version)
+    return site.inventory(
+        "main", gpuprov_packages=None, gpuprov_repositories=None, gpuprov_driver_version=version,
+        gpuprov_driver_url=f"{site.lab.url}/{file.name}",
+        gpuprov_driver_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )  # fmt: skip
+
+
+def outside(site: Site, version: str) -> None:
+    loaded = site.hosts["main"].root / "usr/lib/simgpu/proc/driver/nvidia/version"
+    loaded.write_text(loaded.read_text().replace(_OLD, version).replace(DRIVER, version))

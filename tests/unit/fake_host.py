@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import stat
 import sys
 from collections.abc import Sequence
@@ -121,7 +123,7 @@ class FakeHost(System):
         self.commands.append(argv)
         programs = {
             "apt-get": self._apt_get, "apt-mark": self._apt_mark, "apt-cache": self._apt_cache,
-            "cp": lambda words: (0, ""),
+            "cp": self._cp,
             "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
             "docker": self._docker, "dockerd": self._dockerd, "systemctl": self._systemctl,
             "journalctl": lambda words: (0, "the unit's last words"),
@@ -262,10 +264,19 @@ class FakeHost(System):
         runtimes = config.get("runtimes", {})
         self.docker_loaded = {"runc": "runc", **{name: entry["path"] for name, entry in runtimes.items()}}
 
+    def _cp(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[0] == "--reflink=auto":
+            shutil.copyfile(self.path(words[-2]), self.path(words[-1]))
+        return 0, ""
+
     def _runfile(self, words: tuple[str, ...]) -> tuple[int, str]:
-        """Install as the .run does: libraries, programs, its log."""
+        """Install as the .run does: libraries, programs, its log; a driver of another version is removed first."""
+        label = re.search(r"Linux-x86_64 ([0-9.]+)", self.read_text(words[0]) or "") if words else None
+        version = label[1] if label else simgpu.DRIVER_VERSION
+        if not list(self.root.glob(f"{_LIBRARIES}/libcuda.so.{version}"[1:])):
+            self._uninstall(())
         before = set(self.root.rglob("*"))
-        simgpu.install_tree(self.root)
+        simgpu.install_tree(self.root, version)
         (self.root / "var/log/nvidia-installer.log").write_text("-> now complete.\n")
         new = {path.relative_to(self.root) for path in set(self.root.rglob("*")) - before}
         # What it is installed over, it has installed before.
@@ -318,8 +329,8 @@ class FakeHost(System):
         return self.tree(), dict(self.installed), dict(self.docker_loaded), self.docker_starts
 
 
-def write_runfile(path: Path) -> None:
+def write_runfile(path: Path, version: str = simgpu.DRIVER_VERSION) -> None:
     """Write a file with a driver .run's header and nothing behind it."""
-    label = f"NVIDIA Accelerated Graphics Driver for Linux-x86_64 {simgpu.DRIVER_VERSION}"
+    label = f"NVIDIA Accelerated Graphics Driver for Linux-x86_64 {version}"
     path.write_text(f'#!/bin/sh\nlabel="{label}"\n')
     os.utime(path, (0, 0))

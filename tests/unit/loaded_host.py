@@ -157,11 +157,16 @@ class LoadedHost(FakeHost):
 
 
 def install(
-    host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = ("reboot", "driver"), **values: Any
+    host: FakeHost,
+    *,
+    check: bool = False,
+    steps: tuple[str, ...] = ("reboot", "driver"),
+    command: str = "install",
+    **values: Any,
 ) -> tuple[Finished, list[Event]]:
     events: list[Event] = []
     spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run", **values})
-    request = Request("install", spec_to_json(spec), check=check, diff=True, steps=steps)
+    request = Request(command, spec_to_json(spec), check=check, diff=True, steps=steps)
     run_request(request, events.append, host)
     assert isinstance(events[-1], Finished)
     return events[-1], events

@@ -17,11 +17,8 @@ from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile, require_digest, require_room
-from gpuprov.driver_run import (
-    INCOMPLETE_MARK,
-    InstallDriver,
-    RunFile,
-)
+from gpuprov.driver.way_back import INCOMPLETE_MARK
+from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.facts.host import gather
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.driver_releases import known_sha256

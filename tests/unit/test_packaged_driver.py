@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import ChangeDone, Event, Finished
+from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
 from tests.unit.fake_host import FakeHost
 from tests.unit.loaded_host import DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
@@ -45,6 +46,9 @@ class PackagedHost(LoadedHost):
         code, said = super()._apt_get(tuple(word for word in words if word.rstrip("-") not in gone))
         if "nvidia-open" in words:
             self._lay(NEW)
+        if f"nvidia-open={OLD}-1" in words:
+            self._lay(OLD)
+            self.installed["nvidia-open"] = f"{OLD}-1"
         return code, said
 
     removes = "Remv libnvidia-compute-535 [535.261.03-1]\n"
@@ -66,6 +70,28 @@ def test_another_branch_of_packages_is_loaded_in_the_same_run(tmp_path: Path) ->
     keys = [event.key for event in events if isinstance(event, ChangeDone)]
     assert keys.index("change the driver's packages") < keys.index("load the driver that is installed")
     assert take_550(host)[0].changed == 0
+
+
+def test_a_rollback_restores_and_loads_the_packages_of_before(tmp_path: Path) -> None:
+    host = PackagedHost(tmp_path / "root")
+    take_550(host)
+    for _ in range(2):
+        finished, _ = install(host, command="rollback")
+        assert finished.exit_code == ExitCode.DONE, finished.problems
+        assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (OLD, OLD))
+        assert host.units == {PERSISTENCED, DCGM}
+    assert not host.exists(REBOOT_ASKED)
+
+
+def test_a_rollback_asks_for_a_reboot_if_a_container_uses_the_driver(tmp_path: Path) -> None:
+    host = PackagedHost(tmp_path / "root")
+    take_550(host)
+    host.container("train", 900)
+    finished, events = install(host, command="rollback")
+    assert finished.exit_code == ExitCode.DONE, finished.problems
+    assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (NEW, OLD))
+    told = [event.message for event in events if isinstance(event, Note)]
+    assert f"reboot this host: the kernel still runs driver {NEW}, installed is {OLD}" in told
 
 
 def test_packages_of_a_driver_in_use_are_left_alone(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.driver import kernel
 from gpuprov.driver.run_files import FetchRunfile
-from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver, RunFile
+from gpuprov.driver.way_back import INCOMPLETE_MARK
+from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts

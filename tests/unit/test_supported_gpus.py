@@ -161,7 +161,7 @@ def test_the_files_own_list_beats_the_table_before_anything_is_run(tmp_path: Pat
     for device_id, expected in ((V100, "proprietary"), (H100, "auto"), ("ffff", "auto")):
         (change,) = source_of(replace(facts, gpus=(PciGpu("0000:17:00.0", device_id),)), spec).plan()
         assert isinstance(change, InstallDriver)
-        assert change._choose_modules(host, change._inspect(host)) == expected
+        assert change._choose_modules(host, change.inspect(host)) == expected
     (change,) = source_of(replace(facts, gpus=(PciGpu("0000:17:00.0", K80),)), spec).plan()
     with pytest.raises(GpuprovError, match="this driver no longer serves Tesla K80"):
         change.apply(host, lambda *words: None)

