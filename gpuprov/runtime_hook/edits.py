@@ -16,17 +16,12 @@ from .specification import unusable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Protocol
+    from typing import Any
 
     from .request import DeviceRequest
+    from .rootfs import Root
     from .settings import Settings
     from .specification import Specifications
-
-    class HasFolders(Protocol):
-        """A container's root, or what stands for it: the folders that it has are all that counts."""
-
-        def is_directory(self, path: str) -> bool:
-            """Say whether there is a folder."""
 
 
 _MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
@@ -59,7 +54,7 @@ class ContainerEdits:
 
 
 def choose(
-    specifications: Specifications, request: DeviceRequest, settings: Settings, root: HasFolders | None
+    specifications: Specifications, request: DeviceRequest, settings: Settings, root: Root | None
 ) -> ContainerEdits:
     """Return what a GPU container's request gets; without a root to look into, all stays where the host has it.
 
@@ -157,7 +152,7 @@ class _Folders:
 
     __slots__ = ("_found", "_root", "decisions")
 
-    def __init__(self, root: HasFolders | None) -> None:
+    def __init__(self, root: Root | None) -> None:
         self._root = root
         self._found: dict[str, str] = {}
         self.decisions: list[str] = []
