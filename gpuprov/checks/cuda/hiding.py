@@ -12,6 +12,7 @@ from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, 
 from gpuprov.core.system import System
 from gpuprov.facts.driver import ENVIRONMENT, PRELOAD, HidingLibrary
 from gpuprov.facts.interpreter import replaceable
+from gpuprov.packages import dpkg
 from gpuprov.runtime_hook.rootfs import Root
 
 _SECONDS = 20
@@ -104,13 +105,10 @@ def _line(system: System, path: str, pattern: str) -> str:
 def _owner(system: System, path: str) -> str:
     """Return the package that owns a file, nothing if none does."""
     if system.which("dpkg-query"):
-        # Packages from before the merge of /usr have their files below /lib.
-        for name in (path, path.removeprefix("/usr")):
-            done = system.run(("dpkg-query", "--search", name), timeout=_SECONDS)
-            # NAME[:ARCHITECTURE][, NAME…]: PATH
-            owner = re.search(rf"^([a-z0-9][a-z0-9.+-]+)[^ ]*(?:, .*)?: {re.escape(name)}$", done.stdout, re.MULTILINE)
-            if done.ok and owner:
-                return owner[1]
+        # NAME[:ARCHITECTURE][, NAME…]: PATH
+        own = rf"^([a-z0-9][a-z0-9.+-]+)[^ ]*(?:, .*)?: (?:/usr)?{re.escape(path.removeprefix('/usr'))}$"
+        if found := re.search(own, dpkg.owner(system, path), re.MULTILINE):
+            return found[1]
     if system.which("rpm"):
         done = system.run(("rpm", "--query", "--file", "--queryformat", "%{NAME}\n", path), timeout=_SECONDS)
         return done.stdout.strip() if done.ok else ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.cdi.discover import discover
 from gpuprov.checks.cuda.hiding import environment_of_logins, gather_hiding
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.driver import HidingLibrary, damage
 from gpuprov.packages.managers import manager_of
@@ -113,6 +116,26 @@ def test_a_library_in_a_users_folder_is_left_to_its_user(root: Path) -> None:
     os.chown(root / "usr/local/lib", 1000, 1000)
     (one,) = found(root)
     assert one.foreign == "/usr/local/lib belongs to user 1000, not to root"
+
+
+class Packaged(System):
+    """A host whose dpkg knows which package has brought a library."""
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}" if program == "dpkg-query" else None
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        path = next(one for one in argv if one.startswith("/usr/"))
+        line = f"old-driver:amd64, other: {path.removeprefix('/usr')}\n"
+        return Completed(tuple(argv), 1, line, "dpkg-query: no path found matching pattern")
+
+
+def test_a_library_of_a_package_is_removed_with_its_package(root: Path) -> None:
+    """Packages from before the merge of /usr have their files below /lib."""
+    (root / "etc/ld.so.conf.d/a.conf").write_text("/usr/lib/nvidia-535\n")
+    stale(root, "/usr/lib/nvidia-535", "libcuda")
+    (one,) = gather_hiding(Packaged(str(root)), VERSION)
+    assert one.package == "old-driver"
 
 
 def test_a_copy_without_a_version_in_its_name_hides_the_driver_too(root: Path) -> None:
