@@ -56,7 +56,7 @@ class Leftovers:
     """Remains of nvidia-docker besides packages and repositories, which are among other facts.
 
     `files`: those that no package owns. `unit`: the state of its service (`active`, `inactive`), "" without one.
-    `folder`: /var/lib/nvidia-docker exists. `settings`: NVIDIA's config.toml exists. `dead_runtimes`: NVIDIA's in
+    `folder`: /var/lib/nvidia-docker exists. `has_settings`: NVIDIA's config.toml exists. `dead_runtimes`: NVIDIA's in
     docker's configuration whose program is missing. `users`: file → NVIDIA's programs that an engine uses by it.
     `needed_by`: package → others that need it. Of docker: `volumes`, None if it was not queried; `unseen`: volumes that
     exist while docker does not run; `running`: containers that run with one of NVIDIA's programs; `folder_users`: those
@@ -66,7 +66,7 @@ class Leftovers:
     files: tuple[str, ...] = ()
     unit: str = ""
     folder: bool = False
-    settings: bool = False
+    has_settings: bool = False
     dead_runtimes: tuple[str, ...] = ()
     users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needed_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def gather_leftovers(system: System, packages: PackageFacts, docker: DockerFacts
         files=tuple(manager.unowned(system, there)) if there else (),
         unit=_unit(system) if any(path.endswith(UNIT) for path in there) else "",
         folder=folder is not None and folder.kind == "directory",
-        settings=system.exists(NVIDIA_SETTINGS_PATH),
+        has_settings=system.exists(NVIDIA_SETTINGS_PATH),
         dead_runtimes=tuple(name for name, path in _runtimes(docker) if not _is_program(system, path)),
         users=_users(system, docker) if names else {},
         needed_by=manager.needed_by(system, names) if names else {},

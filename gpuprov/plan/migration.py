@@ -119,7 +119,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = _removed(facts, spec)
     # Configuration files of these packages, which docker and gpuprov's runtime read.
-    keep = (DAEMON_JSON,) * ("nvidia-docker2" in names) + (NVIDIA_SETTINGS_PATH,) * facts.leftovers.settings
+    keep = (DAEMON_JSON,) * ("nvidia-docker2" in names) + (NVIDIA_SETTINGS_PATH,) * facts.leftovers.has_settings
     return (facts.package_manager.removal(names, keep, spec.lock_timeout),) if names else ()
 
 

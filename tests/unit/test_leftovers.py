@@ -107,7 +107,7 @@ def test_all_that_both_generations_leave_is_found(host: OldHost) -> None:
         files=("/usr/bin/nvidia-docker-plugin", f"/etc/systemd/system/{UNIT}"),
         unit="active",
         folder=True,
-        settings=True,
+        has_settings=True,
         dead_runtimes=("lost", "gone"),
         users={
             "/etc/containerd/config.toml": (RUNTIME,),

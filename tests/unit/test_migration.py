@@ -69,7 +69,7 @@ def test_all_of_nvidia_docker2_goes_and_daemon_json_stays(bare: HostFacts) -> No
     (change,) = migration.plan(with_packages(bare, SECOND), ASKED)
     assert isinstance(change, RemovePackages)
     assert set(change.names) == set(SECOND) and change.keep == (DAEMON_JSON,)
-    counted = with_packages(bare, SECOND, settings=True)
+    counted = with_packages(bare, SECOND, has_settings=True)
     (change,) = migration.plan(counted, ASKED)
     assert isinstance(change, RemovePackages) and change.keep == (DAEMON_JSON, NVIDIA_SETTINGS_PATH)
 
