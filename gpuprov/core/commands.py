@@ -99,8 +99,8 @@ def run_command(
         )  # fmt: skip
     except FileNotFoundError:
         return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
-    except PermissionError:
-        return Completed(argv, 126, "", f"{argv[0]}: permission denied")
+    except OSError as error:
+        return Completed(argv, 126, "", f"{argv[0]}: {str(error.strerror).lower()}")
     with process:
         out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop, most)
         if not in_time:
@@ -164,7 +164,8 @@ def _communicate(
             if not ended and (time.monotonic() > deadline or stop()):
                 return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
             ready = selector.select(0 if ended else 0.2)
-            if ended and not ready:
+            # What it left behind may print without end.
+            if ended and (not ready or time.monotonic() > deadline):
                 break
             for key, _ in ready:
                 data = os.read(key.fd, _CHUNK)

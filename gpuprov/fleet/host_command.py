@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import shlex
 import shutil
-import subprocess
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpuprov.core.commands import end_group
+from gpuprov.core.commands import TIMED_OUT, run_command
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import counted, plain
@@ -27,10 +23,8 @@ _PLACE = re.compile(r"\{([A-Za-z_]+)\}")
 _PLACES = ("host", "address")
 _KEPT_LINES = 5
 _LONGEST_LINE = 300
-_CHUNK = 1 << 15
-# More than a pipe holds (pipe(7)): the last lines are those that say why.
-_LAST_CHUNKS = 8
-_PAUSE_SECONDS = 0.2
+# Of each output: the last lines are those that say why.
+_MOST_OUTPUT = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -111,79 +105,24 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
 
     It has its own session, so Ctrl-C at the terminal does not reach it: the run decides what Ctrl-C ends.
     """
-    try:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-    except OSError as error:
-        return Ended("it can't be started", str(error))
-    out, err = _Tail(), _Tail()
-    trouble = _watch(process, out, err, time.monotonic() + timeout, stop)
-    if trouble is None:
-        trouble = "" if process.returncode == 0 else _ending(process.returncode)
-    elif not trouble:
-        trouble = f"it took longer than {timeout:g} s"
-    return Ended(trouble, err.text() or out.text())
+    done = run_command(
+        words, timeout=timeout, stdin=b"", env=os.environ, on_line=None, stop=stop, folder=None, most=_MOST_OUTPUT
+    )
+    trouble, stderr = _trouble(done.returncode), done.stderr
+    if done.returncode == TIMED_OUT and (done.seconds >= timeout or stop()):
+        trouble = f"it took longer than {timeout:g} s" if done.seconds >= timeout else "it was stopped by Ctrl-C"
+        stderr = stderr.rpartition("\n")[0]  # run_command's own line is the last one
+    return Ended(trouble, _last_lines(stderr) or _last_lines(done.stdout))
 
 
-def _watch(
-    process: subprocess.Popen[bytes], out: _Tail, err: _Tail, deadline: float, stop: Callable[[], bool]
-) -> str | None:
-    """Read the process's output until it ends. Return None then; "" after its timeout; else why it was killed."""
-    assert process.stdout is not None and process.stderr is not None
-    with process.stdout, process.stderr, selectors.DefaultSelector() as pipes:
-        for pipe, tail in ((process.stdout, out), (process.stderr, err)):
-            os.set_blocking(pipe.fileno(), False)
-            pipes.register(pipe, selectors.EVENT_READ, tail)
-        while True:
-            ended = process.poll() is not None
-            for _ in range(_LAST_CHUNKS if ended else 1):
-                _read(pipes, 0 if ended else _PAUSE_SECONDS)
-            # A grandchild may keep the pipes open: what counts is the command's own end.
-            if ended:
-                return None
-            if stop():
-                end_group(process)
-                return "it was stopped by Ctrl-C"
-            if time.monotonic() > deadline:
-                end_group(process)
-                return ""
+def _trouble(code: int) -> str:
+    """Return how a command ended, "" for success; shells and run_command report a signal as 128 and its number."""
+    return "" if code == 0 else f"killed by signal {code - 128}" if 128 < code < 193 else f"exit code {code}"
 
 
-def _read(pipes: selectors.BaseSelector, seconds: float) -> None:
-    if not pipes.get_map():
-        time.sleep(seconds)
-        return
-    for key, _ in pipes.select(seconds):
-        try:
-            data = os.read(key.fd, _CHUNK)
-        except BlockingIOError:
-            continue
-        if data:
-            key.data.add(data)
-        else:
-            pipes.unregister(key.fileobj)
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-
-
-class _Tail:
-    """The end of a process's output; it may print much more than is stored."""
-
-    def __init__(self) -> None:
-        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        self._rest = b""
-
-    def add(self, data: bytes) -> None:
-        *lines, rest = (self._rest + data).split(b"\n")
-        self._lines.extend(line[:_LONGEST_LINE] for line in lines if line.strip())
-        self._rest = rest[:_LONGEST_LINE]
-
-    def text(self) -> str:
-        lines = [*self._lines, *([self._rest] if self._rest.strip() else [])][-_KEPT_LINES:]
-        return "\n".join(plain(line.decode("utf-8", "replace")) for line in lines)
+def _last_lines(text: str) -> str:
+    lines = [line[:_LONGEST_LINE] for line in text.split("\n") if line.strip()]
+    return "\n".join(map(plain, lines[-_KEPT_LINES:]))
 
 
 def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gpuprov.fleet.host_command import (
-    _Tail,
-    _watch,
     for_host,
     parse_host_commands,
     require_safe_hosts,
@@ -103,7 +99,7 @@ def test_flood_is_cut() -> None:
 @pytest.mark.parametrize("trap", ["", "trap '' TERM; "], ids=["", "ignores-SIGTERM"])
 def test_timeout_ends_the_command_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str) -> None:
     monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0.5)
-    clock = clock_of(monkeypatch, "gpuprov.fleet.host_command")
+    clock = clock_of(monkeypatch, "gpuprov.core.commands")
     told = tmp_path / "child"
     child = f"{trap}echo $$ > {told}.new; mv {told}.new {told}; exec sleep 3600"
 
@@ -129,8 +125,13 @@ def test_grandchild_that_keeps_the_pipes_open_is_not_waited_for() -> None:
 
 def test_last_line_is_kept_of_a_command_that_has_ended_before_it_was_read() -> None:
     script = "import os\nos.write(2, b'x\\n' * 30000 + b'the reason')"
-    with subprocess.Popen(python(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.wait()
-        out, err = _Tail(), _Tail()
-        assert _watch(process, out, err, time.monotonic() + SECONDS, lambda: False) is None
-    assert err.text().endswith("the reason")
+    assert run_host_command(python(script), SECONDS).output.endswith("the reason")
+
+
+def test_program_that_can_not_run_is_trouble(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    assert "exec format error" in run_host_command((str(broken),), SECONDS).output
+    assert run_host_command(("sh", "-c", "kill -9 $$"), SECONDS).trouble == "killed by signal 9"
+    assert run_host_command(("sh", "-c", "exit 255"), SECONDS).trouble == "exit code 255"
