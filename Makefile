@@ -67,7 +67,7 @@ $(VENV)/.apt-rest: tests/lab/packages-rest.txt $(VENV)/.apt
 
 test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
-	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m '(slow or property) and not long' --hypothesis-profile=thorough
+	GPUPROV_RACE_SECONDS=20 $(PYTEST) --strict-skips -m '(slow or property) and not long' --hypothesis-profile=thorough
 
 test-all: test test-rest  ## Everything (an hour on 2 cores).
 

@@ -47,11 +47,13 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put each test into its tier, and keep those of a file together, which share its fixtures.
 
     What needs hosts is for `make test-all`, but for samples of each kind; an ordinary user can't run all.
     """
+    config.hook.pytest_deselected(items=[item for item in items if not _is_possible(item)])
+    items[:] = filter(_is_possible, items)
     for item in items:
         if any(map(item.get_closest_marker, ("lab", "vm"))) and not item.get_closest_marker("sample"):
             item.add_marker(pytest.mark.slow)
@@ -61,6 +63,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs root"))
         item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=_order)
+
+
+def _is_possible(item: pytest.Item) -> bool:
+    """Say whether a case has the parameters that its test is `only` for; others are no cases."""
+    wanted = {name: one for mark in item.iter_markers("only") for name, one in mark.kwargs.items()}
+    return all(
+        item.callspec.params[name] in (one if isinstance(one, tuple) else (one,))  # type: ignore[attr-defined]
+        for name, one in wanted.items()
+    )
 
 
 def pytest_sessionfinish() -> None:

@@ -10,16 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Cases of a table that cannot be, and what moves in Debian's archive under our feet.
+# What moves in Debian's archive under our feet, and what differs between machines.
 _EXPECTED = (
-    "Docker has no repository for SUSE",
-    "crun itself starts no such container",
-    "a hook of initramfs-tools",
-    "the clone's own Python is Debian 12's: it runs on that host alone",
-    "only trixie's docker \\(26\\) reads CDI",
-    "of the hosts' releases only trixie has a crun",
-    "what other series answer is in the test above",
-    "1.6 and 1.7 are configured by the same file",
     "Debian's \\w+ has driver \\S+ now, not ",
     "driver \\d+ can't be fetched from Debian's experimental: ",
     "this file system knows no immutable files",

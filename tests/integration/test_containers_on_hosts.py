@@ -69,11 +69,11 @@ def test_a_program_finds_the_driver_by_the_loaders_cache(host: Host, flags: str)
     assert run(host, flags, f'sh -c "ldconfig; {_quoted(_FINDS)}"').strip() == str(gpus)
 
 
+# The clone's own Python is Debian 12's: it runs on that host alone.
+@pytest.mark.only(host="main")
 @pytest.mark.parametrize("installed", [True, False], ids=["with the specification", "the driver alone"])
 def test_plain_flags_need_no_runtime(site: Site, host: Host, installed: bool) -> None:
     """`docker run $(gpuprov docker-args)`, by runc and without a hook."""
-    if host.name != "main":
-        pytest.skip("the clone's own Python is Debian 12's: it runs on that host alone")
     if not installed:
         host.ssh("mv /etc/cdi /etc/cdi.away")
     try:
@@ -201,9 +201,8 @@ def test_a_container_left_alone_has_nothing_of_the_drivers(host: Host) -> None:
     assert "nvidia" not in listed and "libcuda" not in listed
 
 
+@pytest.mark.only(host="trixie")
 def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) -> None:
-    if host.name != "trixie":
-        pytest.skip("only trixie's docker (26) reads CDI")
     assert run(host, "--device nvidia.com/gpu=all", "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
     assert run(host, "--device nvidia.com/gpu=1", "nvidia-smi -L").count("UUID: GPU-") == 1
     assert run(host, "--device nvidia.com/gpu=all", _FINDS).strip() == str(HOSTS[host.name])
@@ -264,12 +263,12 @@ cat out
 """
 
 
+# Only trixie has a crun (1.21) that starts here.
+@pytest.mark.only(host="trixie")
 @pytest.mark.parametrize(
     "words", ["gpuprov-container-runtime runtime", "/usr/bin/crun hook", "/usr/bin/crun hook systemd"]
 )
 def test_crun_on_cgroup_version_2(host: Host, words: str) -> None:
-    if host.name != "trixie":
-        pytest.skip("of the hosts' releases only trixie has a crun (1.21) that starts here")
     settings = "/etc/gpuprov/container-runtime.toml"
     host.ssh(f"mkdir -p /etc/gpuprov && cat > {settings}", stdin='[nvidia-container-runtime]\nruntimes = ["crun"]\n')
     try:
