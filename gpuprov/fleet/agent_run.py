@@ -82,7 +82,7 @@ def run_agent(
     later = remote.Later()
     done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout, later=later)
     if not finished:
-        raise _error(_unfinished_problem(done, list(read.strays)))
+        raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
     # A Finished event that announces a reboot is not the final one.
     if not finished[-1].left_boot:
         sink(finished[-1])
@@ -102,7 +102,7 @@ def _prepare(
         probe = probe_host(connection, target, agent.digest)
     problem = python_problem(probe, target.python)
     if problem is not None:
-        raise _error(problem)
+        raise GpuprovError.several((problem,))
     if probe.agent_digest != agent.digest:
         _upload(connection, agent)
     return probe
@@ -126,7 +126,7 @@ def probe_host(connection: Connection, target: HostTarget, digest: str = "none")
         raise GpuprovError.several((problem,), exit_code=code)
     refused = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
     if refused is not None:
-        raise _error(refused)
+        raise GpuprovError.several((refused,))
     return probe
 
 
@@ -135,9 +135,9 @@ def _upload(connection: Connection, agent: Agent) -> None:
         connection, f"sh -c {shlex.quote(STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
     )  # fmt: skip
     if not done.ok:
-        raise _error(
-            Problem("the agent cannot be stored on the host", _ending(done),
-                    "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?")
+        raise GpuprovError(
+            "the agent cannot be stored on the host", _ending(done),
+            "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?",
         )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _upload_bundle(connection: Connection, target: HostTarget, probe: Probe, req
     asked = as_root(connection, target, probe, place.command(ASK), (), lines.append)
     there = parse_there(lines)
     if there is None:
-        raise _error(Problem("the host does not say what it has of the bundle", _ending(asked), "run it again"))
+        raise GpuprovError("the host does not say what it has of the bundle", _ending(asked), "run it again")
     if there.whole:
         return place.path
     from_where = f", from byte {there.size} on" if there.size else ""
@@ -160,10 +160,10 @@ def _upload_bundle(connection: Connection, target: HostTarget, probe: Probe, req
     stored = as_root(connection, target, probe, place.command(STORE_BUNDLE), content, lambda line: None)
     if stored.returncode == remote.CONNECTION_LOST:
         next_step = "run the same command again; it goes on where this one stopped"
-        raise _error(Problem("the connection dropped while the bundle was uploaded", _ending(stored), next_step))
+        raise GpuprovError("the connection dropped while the bundle was uploaded", _ending(stored), next_step)
     if not stored.ok:
         next_step = f"is there room? df -h {CACHE}; df -i {CACHE}"
-        raise _error(Problem("the bundle can't be stored on the host", _ending(stored), next_step))
+        raise GpuprovError("the bundle can't be stored on the host", _ending(stored), next_step)
     return place.path
 
 
@@ -184,9 +184,9 @@ def _bootstrap(connection: Connection, target: HostTarget, probe: Probe, request
     stdin = (bootstrap_input(request.spec),)
     done = as_root(connection, target, probe, command, stdin, output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
-        raise _error(
-            Problem("Python cannot be installed on the host", _ending(done, output[-5:]),
-                    "correct the host's package repositories, or install Python ≥ 3.9 by hand")
+        raise GpuprovError(
+            "Python cannot be installed on the host", _ending(done, output[-5:]),
+            "correct the host's package repositories, or install Python ≥ 3.9 by hand",
         )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def as_root(
         stdin=_line(target.become_password), answer=answer, timeout=timeout, later=later,
     )  # fmt: skip
     if not answer.went_through:
-        raise _error(_sudo_refusal(target, done, wrong_password=answer.wrong_password))
+        raise GpuprovError.several((_sudo_refusal(target, done, wrong_password=answer.wrong_password),))
     return done
 
 
@@ -273,7 +273,3 @@ _ENDS = {
     remote.SILENT: "no answer",
     remote.KILLED: "killed by a signal",
 }
-
-
-def _error(problem: Problem) -> GpuprovError:
-    return GpuprovError(problem.what, problem.evidence, problem.next_step)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.target import HostTarget
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.words import counted
 
 _SHARE = re.compile(r"(\d{1,6})(%?)")
@@ -53,7 +53,7 @@ def parse_rollout(serial: str = "", max_fail: str = "", canary: str = "") -> Rol
     """Return the meaning of `--serial 1,5,20%`, `--max-fail 10%` and `--canary`. Raises GpuprovError (exit code 2)."""
     sizes = tuple(_share("--serial", word, least=1) for word in serial.split(",")) if serial else ()
     if canary.isdecimal() and int(canary) == 0:
-        raise _usage("--canary 0 names no host", "", "leave it out, or name at least one")
+        raise UsageError("--canary 0 names no host", "", "leave it out, or name at least one")
     return Rollout(sizes, _share("--max-fail", max_fail, least=0) if max_fail else None, canary)
 
 
@@ -62,7 +62,9 @@ def _share(option: str, word: str, *, least: int) -> Share:
     share = Share(int(found.group(1)), bool(found.group(2))) if found else None
     if share is None or share.number < least or (share.percent and share.number > 100):
         example = "--serial 1,5,20%" if option == "--serial" else "--max-fail 10%"
-        raise _usage(f"{option} takes a number of hosts or a percentage, not {word!r}", "", f"for example {example}")
+        raise UsageError(
+            f"{option} takes a number of hosts or a percentage, not {word!r}", "", f"for example {example}"
+        )
     return share
 
 
@@ -108,11 +110,7 @@ def _canaries(targets: Sequence[HostTarget], canary: str) -> tuple[HostTarget, .
         if not fnmatch.filter(names, word):
             near = difflib.get_close_matches(word, names, 1)
             hint = f"did you mean {near[0]}?" if near else "name one of them, or a number: --canary 2"
-            raise _usage(
+            raise UsageError(
                 f"--canary {word} is no host of this run", f"{counted(len(names), 'host')}: {listed(names)}", hint
             )
     return tuple(target for target in targets if any(fnmatch.fnmatchcase(target.name, word) for word in wanted))
-
-
-def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
-    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from gpuprov.agent.probe import PYTHONS
 from gpuprov.core.commands import Completed, run_command
 from gpuprov.protocol.codec import dump
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.events import EventReader, Finished, Sink
 from gpuprov.protocol.request import Request
 
@@ -244,16 +244,14 @@ def _looked_at(root: str) -> _Root:
     own = not wrong and Path(path).samefile("/")
     if own or wrong:
         seen = "it is this machine's own" if own else f"no directory: {', '.join(wrong)}"
-        raise GpuprovError(
+        raise UsageError(
             f"{root} is no root file system of an image", seen,
             "mount the image and name its root: --root /mnt/image; for this machine's own disk: --image",
-            exit_code=ExitCode.USAGE,
         )  # fmt: skip
     if pid := _running_in(path):
-        raise GpuprovError(
+        raise UsageError(
             f"a system runs from {root}, and an image loses its identity (machine-id, SSH host keys)",
             f"process {pid} is its first process", "stop that container first: ps -fp " + pid,
-            exit_code=ExitCode.USAGE,
         )  # fmt: skip
     return _Root(path, _resolver(path))
 

@@ -21,7 +21,7 @@ from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.standard_streams import say
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
+from gpuprov.protocol.errors import ExitCode, Problem, UsageError, from_os_error, worst
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import IMAGE, parse_spec, spec_to_json
@@ -42,14 +42,11 @@ _PIPE_WIDTH = 160
 def run_command(options: Options) -> ExitCode:
     """Run the command and print its results. Raises GpuprovError for an invalid call."""
     if options.command == "doctor" and (options.check or options.diff) and not options.fix:
-        raise GpuprovError(
-            "--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix",
-            exit_code=ExitCode.USAGE,
-        )  # fmt: skip
+        raise UsageError("--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix")
     commands = parse_host_commands(options.before_host, options.after_host, options.host_command_timeout)
     rollout = parse_rollout(options.serial, options.max_fail, options.canary)
     if options.detailed_exitcode and not options.check:
-        raise GpuprovError("--detailed-exitcode needs --check", "", "add --check", exit_code=ExitCode.USAGE)
+        raise UsageError("--detailed-exitcode needs --check", "", "add --check")
     for file in filter(None, (options.report, options.metrics)):
         require_writable(file)
     bundle, digest = _checked_bundle(options)
@@ -88,9 +85,7 @@ def require_writable(path: str) -> None:
         if not existed:
             place.unlink()
     except OSError as error:
-        raise GpuprovError(
-            f"{path} cannot be written", str(error), "name another file", exit_code=ExitCode.USAGE
-        ) from None
+        raise UsageError(f"{path} cannot be written", str(error), "name another file") from None
 
 
 def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
@@ -109,16 +104,16 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
     """Return the bundle's absolute path and its digest: a bad one is refused before any host is contacted."""
     if not options.bundle:
         if options.bundle_key:
-            raise GpuprovError("--bundle-key needs --bundle", "", "add --bundle FILE", exit_code=ExitCode.USAGE)
+            raise UsageError("--bundle-key needs --bundle", "", "add --bundle FILE")
         return "", ""
     from gpuprov.bundle.check import checked
     from gpuprov.fleet.standard_streams import percentage
 
     path = str(Path(options.bundle).absolute())
     if not Path(path).is_file():
-        raise GpuprovError(
+        raise UsageError(
             f"there is no bundle {options.bundle}", f"{path}: no such file",
-            "name the file that `gpuprov bundle create` wrote", exit_code=ExitCode.USAGE,
+            "name the file that `gpuprov bundle create` wrote",
         )  # fmt: skip
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
@@ -126,14 +121,11 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 def inventory_of(options: Options) -> Inventory:
     """Return the hosts that the options choose, with the command line's additions; warnings go to standard error."""
     if options.root and options.before_host:
-        raise GpuprovError(
+        raise UsageError(
             "--before-host is for hosts that run", f"--root {options.root} is an image", "leave --before-host out",
-            exit_code=ExitCode.USAGE,
         )  # fmt: skip
     if options.root and options.hosts:
-        raise GpuprovError(
-            "--root is a folder of this machine", "", "leave --hosts out", exit_code=ExitCode.USAGE
-        )  # fmt: skip
+        raise UsageError("--root is a folder of this machine", "", "leave --hosts out")
     if options.hosts:
         inventory = read_inventory(
             options.hosts,
@@ -161,13 +153,12 @@ def _agent() -> Agent:
 
 def _require_local_call_to_make_sense(options: Options) -> None:
     if options.limit:
-        raise GpuprovError("--limit needs an inventory", "", "add --hosts INVENTORY", exit_code=ExitCode.USAGE)
+        raise UsageError("--limit needs an inventory", "", "add --hosts INVENTORY")
     if options.command in _NEEDS_ROOT and os.geteuid() != 0:
-        raise GpuprovError(
+        raise UsageError(
             f"`gpuprov {options.command}` needs root on this machine",
             f"running as user id {os.geteuid()}",
             f"run it with sudo: sudo gpuprov {options.command}; or name other hosts with --hosts INVENTORY",
-            exit_code=ExitCode.USAGE,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuprov.fleet import one_file
 from gpuprov.fleet.inventory_messages import EXTRA_VARS_HINT
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.secrets import masked
 
 _VALUE = r"""(?:"[^"\\]*"|'[^'\\]*'|[^\s"'\\]*)"""
@@ -30,9 +30,8 @@ def require_files(words: Sequence[str]) -> None:
     for word in words:
         path = Path(word[1:]).expanduser()
         if word.startswith("@") and not path.is_file():
-            raise GpuprovError(
+            raise UsageError(
                 f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}", EXTRA_VARS_HINT,
-                exit_code=ExitCode.USAGE,
             )  # fmt: skip
 
 
@@ -48,9 +47,8 @@ def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:
         # ansible.cfg may ask for dictionaries to be merged.
         if values is None or any(isinstance(found.get(name), dict) for name in values):
             if one_file.active:
-                raise GpuprovError(
+                raise UsageError(
                     "the extra variables cannot be read", f"-e {masked(word)}\n{_NOT_PLAIN}", EXTRA_VARS_HINT,
-                    exit_code=ExitCode.USAGE,
                 )  # fmt: skip
             return {}, word
         found |= values

@@ -24,7 +24,7 @@ from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.core.disk import make_user_folder, write_whole
 from gpuprov.protocol import codec
 from gpuprov.protocol.codec import WrongDataError
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.secrets import masked
 
 MOST_RUNS = 50
@@ -120,19 +120,21 @@ def load(identifier: str = "") -> Run:
     known = identifiers()
     found = [name for name in known if name.startswith(identifier)]
     if not known:
-        raise _usage(
+        raise UsageError(
             "no run is kept here",
             f"{folder()} holds none",
             "each run of install, verify, doctor, facts, rollback and uninstall is",
         )
     if not found or (identifier and identifier not in found and len(found) > 1):
         what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"
-        raise _usage(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
+        raise UsageError(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
     path = folder() / f"{found[0]}.json"
     try:
         return from_json(json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite))
     except (OSError, ValueError, RecursionError) as error:
-        raise _usage(f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}") from None
+        raise UsageError(
+            f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}"
+        ) from None
 
 
 def before(run: Run) -> Run | None:
@@ -188,10 +190,6 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
         return [clean(item) for item in part] if isinstance(part, (list, tuple)) else part
 
     return clean(value)
-
-
-def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
-    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.commands import TIMED_OUT, run_command
 from gpuprov.fleet.target import HostTarget
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.words import counted, plain
 
 # A name that can't become an option, a second argument or a control sequence; addresses of IPv6 included.
@@ -39,7 +39,7 @@ class HostCommands:
 def parse_host_commands(before: str, after: str, timeout: float) -> HostCommands:
     """Return the commands from the command line. Raises GpuprovError (exit code 2) for an invalid one."""
     if after and not before:
-        raise _usage("--after-host needs --before-host", "", "add --before-host 'kubectl drain {host} …'")
+        raise UsageError("--after-host needs --before-host", "", "add --before-host 'kubectl drain {host} …'")
     return HostCommands(_parsed("--before-host", before), _parsed("--after-host", after), timeout)
 
 
@@ -49,14 +49,14 @@ def _parsed(option: str, text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise _usage(f"{option} can't be split into arguments", f"{text}: {error}", "close its quotes") from None
+        raise UsageError(f"{option} can't be split into arguments", f"{text}: {error}", "close its quotes") from None
     if not words:
-        raise _usage(f"{option} names no command", repr(text), f"{option} 'kubectl cordon {{host}}'")
+        raise UsageError(f"{option} names no command", repr(text), f"{option} 'kubectl cordon {{host}}'")
     wrong = [name for word in words for name in _PLACE.findall(word) if name not in _PLACES]
     if wrong:
-        raise _usage(f"{option} has an unknown place {{{wrong[0]}}}", text, "write {host} or {address}")
+        raise UsageError(f"{option} has an unknown place {{{wrong[0]}}}", text, "write {host} or {address}")
     if shutil.which(words[0]) is None:
-        raise _usage(
+        raise UsageError(
             f"{option}: there is no program {words[0]}", "it is looked for in PATH; no shell runs it",
             f"install it, or name its path; for shell syntax: {option} \"sh -c '… $1 …' sh {{host}}\"",
         )  # fmt: skip
@@ -68,7 +68,7 @@ def require_safe_hosts(commands: HostCommands, targets: Sequence[HostTarget]) ->
     for option, words in (("--before-host", commands.before), ("--after-host", commands.after)):
         named = {name for word in words for name in _PLACE.findall(word)}
         if words and not named and len(targets) > 1:
-            raise _usage(
+            raise UsageError(
                 f"{option} is the same for all {counted(len(targets), 'host')}", shlex.join(words),
                 "put {host} where the name of the host belongs",
             )  # fmt: skip
@@ -76,7 +76,7 @@ def require_safe_hosts(commands: HostCommands, targets: Sequence[HostTarget]) ->
             for name in sorted(named):
                 value = _values(target)[name]
                 if not _SAFE.match(value):
-                    raise _usage(
+                    raise UsageError(
                         f"the {name} of {plain(target.name)} can't be an argument of {option}", repr(value),
                         "a name has letters, digits and ._:%- alone, and does not begin with -",
                     )  # fmt: skip
@@ -123,7 +123,3 @@ def _trouble(code: int) -> str:
 def _last_lines(text: str) -> str:
     lines = [line[:_LONGEST_LINE] for line in text.split("\n") if line.strip()]
     return "\n".join(map(plain, lines[-_KEPT_LINES:]))
-
-
-def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
-    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

@@ -32,7 +32,7 @@ from gpuprov.fleet.inventory_messages import (
 )
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.spec import spec_from_variables
 from gpuprov.protocol.spec_fields import PREFIX
 
@@ -63,7 +63,7 @@ def read_inventory(
         try:
             hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, output)
         except ansible_error() as error:
-            raise _usage(
+            raise UsageError(
                 "Ansible cannot read the inventory", explained(error), vault_hint(str(error)) or ask_ansible(sources[0])
             ) from None
     targets, warnings = _targets(hosts, sources, extra_names)
@@ -74,9 +74,11 @@ def _require_there(source: str) -> None:
     """Raise GpuprovError for a missing file; an empty name would mean the working directory, with all files in it."""
     hint = "name a file, a directory or hosts with a comma: --hosts a, or --hosts a,b"
     if not source.strip():
-        raise _usage("--hosts names no inventory", f"it is {source!r}: an empty variable of a shell?", hint)
+        raise UsageError("--hosts names no inventory", f"it is {source!r}: an empty variable of a shell?", hint)
     if "," not in source and not Path(source).exists():
-        raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory", hint)
+        raise UsageError(
+            f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory", hint
+        )
 
 
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
@@ -94,7 +96,7 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
-                raise _usage("Ansible cannot read the extra variables", explained(error), EXTRA_VARS_HINT) from None
+                raise UsageError("Ansible cannot read the extra variables", explained(error), EXTRA_VARS_HINT) from None
     return replace(target_from_variables("localhost", values), connection="local")
 
 
@@ -116,19 +118,19 @@ def _load(
         before = len(output)
         if not manager.parse_source(place):
             reason = reason_of(source, output[before:])
-            raise _usage(
+            raise UsageError(
                 f"Ansible cannot read the inventory {source}", reason, path_hint(reason) or ask_ansible(source)
             )
     manager.reconcile_inventory()
     variables = _variable_manager(loader, manager, extra_vars)
     if not manager.get_hosts():
-        raise _usage(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
+        raise UsageError(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)
     if limit and not manager._subset:  # Ansible ignores a pattern of "[" or "," and would take all hosts
-        raise _usage("--limit names no host", repr(limit), ask_ansible(sources[0]))
+        raise UsageError("--limit names no host", repr(limit), ask_ansible(sources[0]))
     hosts = manager.get_hosts()
     if not hosts:
-        raise _usage(
+        raise UsageError(
             f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "",
             ask_ansible(sources[0]),
         )  # fmt: skip
@@ -151,7 +153,7 @@ def _expanded(names: str) -> str:
             every += expand_hostname_range(word) if detect_range(word) else [word]
         except (ansible_error(), ValueError) as error:
             seen = clean(str(error)) if isinstance(error, ansible_error()) else f"in --hosts {clean(names)}"
-            raise _usage(f"the range in {clean(word)} is invalid", seen, "write a range as in gpu[01:03]") from None
+            raise UsageError(f"the range in {clean(word)} is invalid", seen, "write a range as in gpu[01:03]") from None
     return ",".join(every) + ("" if len(every) > 1 else ",")
 
 
@@ -179,7 +181,7 @@ def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
     load_extra_vars.extra_vars = None  # Ansible caches the first answer for the life of the process
     loaded: dict[str, Any] = load_extra_vars(loader=loader)
     if "_raw_params" in loaded:  # Ansible also accepts words without "=", and drops them
-        raise _usage("-e takes key=value, JSON or @file.yml", repr(loaded["_raw_params"]), EXTRA_VARS_HINT)
+        raise UsageError("-e takes key=value, JSON or @file.yml", repr(loaded["_raw_params"]), EXTRA_VARS_HINT)
     return loaded
 
 
@@ -199,7 +201,7 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
                 resolved[str(name)] = template(value)
             except ansible_error() as error:
                 if name.startswith(PREFIX) or name in _HEEDED:
-                    raise _usage(
+                    raise UsageError(
                         f"{host}: the template in {name} does not resolve",
                         explained(error),
                         f"correct {name} in the inventory",
@@ -242,7 +244,7 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
     become_user = _first(values, "ansible_become_user") or "root"
     method = _first(values, "ansible_become_method") or "sudo"
     if become_user != "root" or method.rsplit(".", 1)[-1] != "sudo":
-        raise _usage(
+        raise UsageError(
             f"gpuprov becomes root by sudo, not {become_user} by {method}",
             "ansible_become_user, _method",
             "take both out of the inventory, or set them to root and sudo",
@@ -281,7 +283,7 @@ def _ssh_arguments(values: Mapping[str, Any]) -> SshArguments:
     try:
         return parse_ssh_arguments(text)
     except ValueError as error:
-        raise _usage(
+        raise UsageError(
             "ansible_ssh_common_args is no list of arguments", f"{error}: {text}", "close what is quoted, as in a shell"
         ) from None
 
@@ -293,7 +295,7 @@ def _first(values: Mapping[str, Any], *names: str) -> str:
 def _address(text: str) -> str:
     # It becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
     if not _ADDRESS.fullmatch(text) or text.count(":") == 1:
-        raise _usage(
+        raise UsageError(
             "ansible_host is neither a name nor an address",
             repr(text),
             "user and port go into ansible_user and ansible_port",
@@ -304,20 +306,20 @@ def _address(text: str) -> str:
 def _user(text: str) -> str:
     """Return a login's name. Raises GpuprovError (exit code 2) for one that would be another keyword to ssh."""
     if not text.isprintable():
-        raise _usage("ansible_user is no name of a user", repr(text), "correct ansible_user")
+        raise UsageError("ansible_user is no name of a user", repr(text), "correct ansible_user")
     return text
 
 
 def _port(text: str) -> int | None:
     if text and not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise _usage("ansible_port is not a port number", repr(text), "a number from 1 to 65535; default: 22")
+        raise UsageError("ansible_port is not a port number", repr(text), "a number from 1 to 65535; default: 22")
     return int(text) if text else None
 
 
 def _connection(text: str) -> str:
     known = _CONNECTIONS.get(text.rsplit(".", 1)[-1])
     if known is None:
-        raise _usage("ansible_connection must be ssh or local", repr(text), "leave it out: ssh is the default")
+        raise UsageError("ansible_connection must be ssh or local", repr(text), "leave it out: ssh is the default")
     return known
 
 
@@ -325,7 +327,7 @@ def _python(text: str) -> str:
     if text.startswith("auto") or not text:
         return ""
     if not _PYTHON.fullmatch(text):
-        raise _usage(
+        raise UsageError(
             "ansible_python_interpreter is not the path of a program", repr(text),
             "a path such as /usr/bin/python3, or leave it out",
         )  # fmt: skip
@@ -336,7 +338,3 @@ def _configured(name: str) -> str:
     """Return a setting from ansible.cfg or Ansible's environment, if Ansible is loaded."""
     constants = sys.modules.get("ansible.constants")
     return str(getattr(constants, name, None) or "")
-
-
-def _usage(what: str, evidence: str = "", next_step: str = "") -> GpuprovError:
-    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

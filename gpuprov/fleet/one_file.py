@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuprov import __version__
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 # Set by the program's first lines (tools/host_program.py).
 active = False
@@ -16,8 +16,8 @@ WHOLE = (
 def require_whole_program(what: str) -> None:
     """Raise GpuprovError (exit code 2) in the one-file program: `what` needs Ansible, SSH or gpuprov's own packages."""
     if active:
-        raise GpuprovError(
+        raise UsageError(
             f"{what} needs the whole gpuprov",
             "this is the one-file program, which serves the machine it runs on: it has no Ansible and no SSH",
-            WHOLE, exit_code=ExitCode.USAGE,
+            WHOLE,
         )  # fmt: skip

@@ -34,7 +34,7 @@ from gpuprov.fleet.grouping import (
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.standard_streams import say_text
 from gpuprov.protocol.advisories import rows_of
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import SCHEMA, CheckDone
 from gpuprov.protocol.words import counted, one_line, plain
 
@@ -116,10 +116,17 @@ def summary_json(
     }
 
 
-def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
+def _table(*names: str, right: Sequence[str] = (), fold: bool = False) -> Table:
+    """Return an empty table. `right`: columns of numbers; `fold`: wrap what is too long instead of cutting it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("host", "result", "would change" if foreseen else "changes", "seconds", "reason"):
-        table.add_column(name, justify="right" if name in ("changes", "would change", "seconds") else "left")
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold" if fold else "ellipsis")
+    return table
+
+
+def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
+    changes = "would change" if foreseen else "changes"
+    table = _table("host", "result", changes, "seconds", "reason", right=(changes, "seconds"))
     for result in results:
         table.add_row(
             Text(plain(result.host)), Text(result.word, _STYLES[result.word]), str(result.changed),
@@ -130,9 +137,7 @@ def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
 
 def _count_table(results: Sequence[HostResult]) -> Table:
     """Return how many hosts ended in which state, and their durations: the summary for a thousand hosts."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("result", "hosts", "changes", "seconds", "slowest"):
-        table.add_column(name, justify="left" if name in ("result", "slowest") else "right")
+    table = _table("result", "hosts", "changes", "seconds", "slowest", right=("hosts", "changes", "seconds"))
     for word, style in _STYLES.items():
         members = [result for result in results if result.word == word]
         if members:
@@ -149,9 +154,7 @@ def _versions_table(found: Sequence[Spread]) -> list[Table]:
     """Return the versions that the hosts run; hosts with other versions are named."""
     if not found:
         return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "on most hosts", "hosts", "exceptions"):
-        table.add_column(name, justify="right" if name == "hosts" else "left")
+    table = _table("", "on most hosts", "hosts", "exceptions", right=("hosts",))
     for spread in found:
         others = "; ".join(f"{shortened(one_line(version), columns=80)}: {listed(map(plain, hosts))}"
                            for version, hosts in spread.others[:_MOST_NAMED])  # fmt: skip
@@ -167,9 +170,7 @@ def _vulnerabilities_table(results: Sequence[HostResult]) -> list[Table]:
     found = hosts_by_vulnerability(results, rows_of(advisories_table()))
     if not found:
         return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("known security holes in", "worst score", "NVIDIA bulletins", "fixed in", "hosts"):
-        table.add_column(name)
+    table = _table("known security holes in", "worst score", "NVIDIA bulletins", "fixed in", "hosts")
     for one, hosts in found:
         what = f"{one.product} {one.version}"
         table.add_row(
@@ -183,9 +184,7 @@ def _drains_table(results: Sequence[HostResult], *, verbose: bool) -> list[Table
     rows = drained(results)
     if not rows:
         return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("host", "drain", "seconds", "since", "command to type"):
-        table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
+    table = _table("host", "drain", "seconds", "since", "command to type", right=("seconds",), fold=True)
     for host, drain in rows if verbose else rows[:_MOST_ROWS]:
         word, style = DRAIN_STATES[drain.state]
         seconds = "" if drain.state == "foreseen" else f"{drain.seconds:.1f}"
@@ -196,9 +195,7 @@ def _drains_table(results: Sequence[HostResult], *, verbose: bool) -> list[Table
 
 def _checks_count_table(results: Sequence[HostResult]) -> Table:
     """Return for each check the number of hosts that passed it, and the hosts that failed it."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("check", "ok", "failed", "skipped", "failed on"):
-        table.add_column(name, justify="left" if name in ("check", "failed on") else "right")
+    table = _table("check", "ok", "failed", "skipped", "failed on", right=("ok", "failed", "skipped"))
     for name in dict.fromkeys(check.name for result in results for check in result.checks):
         hosts = {
             status: [r.host for r in results for check in r.checks if (check.name, check.status) == (name, status)]
@@ -213,8 +210,7 @@ def _checks_count_table(results: Sequence[HostResult]) -> Table:
 def _checks_table(results: Sequence[HostResult]) -> Table:
     """Return hosts across and checks down: there are more checks than hosts, mostly."""
     detailed = len(results) <= _MOST_DETAILED
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("check")
+    table = _table("check")
     for result in results:
         table.add_column(Text(plain(result.host)))
     for name in dict.fromkeys(check.name for result in results for check in result.checks):
@@ -262,9 +258,7 @@ def _indented(label: str, body: str) -> Text:
 def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[RenderableType]:
     """Yield a table of the main facts; with -v also all facts of each host."""
     gathered = [(result.host, result.facts) for result in results if result.facts is not None]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("host", *_FACTS):
-        table.add_column(name)
+    table = _table("host", *_FACTS)
     for host, facts in gathered:
         table.add_row(Text(plain(host)), *(Text(one_line(fact(facts, path)) or "–") for path in _FACTS.values()))
     if gathered:
@@ -381,9 +375,7 @@ def show_list(console: Console, *, as_json: bool) -> None:
         summaries = [{"run": run.identifier, "began": run.began, **_counts(run)} for run in runs]
         console.file.write(json.dumps(summaries, separators=(",", ":")) + "\n")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "began", "command", "hosts", "failed", "exit code"):
-        table.add_column(name, justify="right" if name in ("hosts", "failed", "exit code") else "left")
+    table = _table("run", "began", "command", "hosts", "failed", "exit code", right=("hosts", "failed", "exit code"))
     for run in runs:
         counts = _counts(run)
         table.add_row(
@@ -414,9 +406,8 @@ def write_page(run: Run, path: str) -> None:
     try:
         Path(path).expanduser().write_text(render(run, history.before(run)), "utf-8", "replace")
     except OSError as error:
-        raise GpuprovError(
+        raise UsageError(
             f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere",
-            exit_code=ExitCode.USAGE,
         ) from None  # fmt: skip
 
 

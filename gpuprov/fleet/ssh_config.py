@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.fleet.target import HostTarget
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from paramiko.config import SSHConfigDict
@@ -113,9 +113,9 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
     """Return the lines of `ssh -G` that are heeded; without ssh, or a name for this user, the options themselves."""
     if shutil.which("ssh") is None or not _home():
         if file not in ("", "none") or os.path.isfile(os.path.expanduser(_USER_FILE)):  # noqa: PTH111, PTH113
-            raise GpuprovError(
+            raise UsageError(
                 "the SSH configuration can't be read: ssh, which does that, is missing, or this user has no name",
-                file or _USER_FILE, "install the OpenSSH client (package openssh-client)", exit_code=ExitCode.USAGE,
+                file or _USER_FILE, "install the OpenSSH client (package openssh-client)",
             )  # fmt: skip
         return tuple(f"{keyword} {value}" for keyword, value in options)
     path = file if file in ("", "none") else str(Path(file).expanduser().absolute())
@@ -127,10 +127,7 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     if failure:
-        raise GpuprovError(
-            "ssh refuses its configuration", failure, f"fix it: {shlex.join(words)} says where",
-            exit_code=ExitCode.USAGE,
-        )  # fmt: skip
+        raise UsageError("ssh refuses its configuration", failure, f"fix it: {shlex.join(words)} says where")
     lines = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.split(" ")[0] in HEEDED]
     keys = [line for line in lines if line.startswith("identityfile ")]
     unset = {f"userknownhostsfile {_home()}/.ssh/known_hosts {_home()}/.ssh/known_hosts2"}

@@ -20,7 +20,7 @@ from gpuprov.kubernetes.kubectl import Kubectl
 from gpuprov.kubernetes.manifest import require_namespace
 from gpuprov.kubernetes.node_checks import HostList, host_lists, node_of
 from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import Finished
 
 Chosen = tuple[Node, "HostList | None"]
@@ -62,9 +62,9 @@ def _require_sense(options: Options, wanted: Wanted) -> None:
     require_namespace(wanted.namespace)
     if options.serial or options.canary or options.max_fail:
         what = "--serial, --canary and --max-fail are not for --kubernetes"
-        raise GpuprovError(what, "", "leave them out", exit_code=ExitCode.USAGE)
+        raise UsageError(what, "", "leave them out")
     if options.limit and not options.hosts:
-        raise GpuprovError("--limit needs an inventory", "", "add --hosts INVENTORY", exit_code=ExitCode.USAGE)
+        raise UsageError("--limit needs an inventory", "", "add --hosts INVENTORY")
     for file in filter(None, (options.report, options.metrics)):
         require_writable(file)
 

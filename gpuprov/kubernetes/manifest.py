@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 Object = dict[str, Any]
 RUNTIME_CLASS = "nvidia"
@@ -76,9 +76,9 @@ def manifest(choice: Choice) -> Manifest:
 def require_namespace(name: str) -> None:
     """Raise GpuprovError (exit code 2) if this is not a valid namespace name (RFC 1123)."""
     if not _LABEL.fullmatch(name):
-        raise GpuprovError(
+        raise UsageError(
             "this is no name of a namespace", f"--namespace {name[:100]}",
-            "use at most 63 lower-case letters, digits and hyphens, such as gpu-test", exit_code=ExitCode.USAGE,
+            "use at most 63 lower-case letters, digits and hyphens, such as gpu-test",
         )  # fmt: skip
 
 
