@@ -10,8 +10,9 @@ from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.protocol.errors import Problem
 
-# The eight newest agents stay, and what killed commands left counts as one. Folders are unpacked agents.
-_PRUNE = '( cd "$d" && ls -1tAp | grep -E "^[.]?agent-.*[^/]$" | tail -n +9 | xargs rm -f )'
+# The eight newest agents stay, and what killed commands left counts as one. Folders are unpacked agents. A host that
+# lacks a program for this, such as xargs, keeps all.
+_PRUNE = '{ ( cd "$d" && ls -1tAp | grep -E "^[.]?agent-.*[^/]$" | tail -n +9 | xargs rm -f ) 2>/dev/null || :; }'
 # $1: the digest. One line without single quotes, backslashes or exclamation marks: the login shell may be csh or fish.
 STORE = (
     'umask 077; set -e; d="$HOME/.cache/gpuprov"; '
