@@ -56,7 +56,7 @@ def run_agent(
     claim: Callable[[str], None] = lambda _: None,
     stoppable: Callable[[Callable[[], None]], None] = lambda _: None,
 ) -> Finished:
-    """Run the request on the host and return its last event. Raises GpuprovError if there is none.
+    """Run the request on the host and return its last event; `sink` gets all others. Raises GpuprovError without one.
 
     `host_timeout`: how many seconds the agent may be silent. `claim` gets the machine's identity before any change, and
     raises GpuprovError to prevent it. `stoppable` gets, once the agent runs, what asks it to stop unless a change has
@@ -83,9 +83,6 @@ def run_agent(
     done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout, later=later)
     if not finished:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
-    # A Finished event that announces a reboot is not the final one.
-    if not finished[-1].left_boot:
-        sink(finished[-1])
     return finished[-1]
 
 

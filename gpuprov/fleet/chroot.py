@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,14 +154,6 @@ def _is_unshare(pid: int) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _Root:
-    """An examined root file system. `resolver`: the file in it that names the name servers, or ""."""
-
-    path: str
-    resolver: str
-
-
 def run_in_root(
     root: str, request: Request, agent: Agent, sink: Sink, stop: Callable[[], bool] = lambda: False
 ) -> None:
@@ -169,13 +161,13 @@ def run_in_root(
 
     Raises GpuprovError if it is none, or has no Python.
     """
-    looked = _looked_at(root)
-    lock = _locked(looked.path) if request.changes_the_host else contextlib.nullcontext()
+    path = _examined(root)
+    lock = _locked(path) if request.changes_the_host else contextlib.nullcontext()
     with lock, _passing_on(stop):
-        _run_in(looked, root, request, agent, sink)
+        _run_in(path, root, request, agent, sink)
 
 
-def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink) -> None:
+def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) -> None:
     finished: list[Finished] = []
     refused: list[GpuprovError] = []
     read = EventReader()
@@ -197,7 +189,7 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
         done = run_command(
             (
                 "unshare", "--mount", "--propagation", "private", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
-                "sh", "-c", _ENTER, "sh", looked.path, file.name, request.bundle, looked.resolver,
+                "sh", "-c", _ENTER, "sh", path, file.name, request.bundle, _resolver(path),
                 sys.executable, _CHANGE_ROOT, *PYTHONS,
             ),
             timeout=_SECONDS,
@@ -213,9 +205,10 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
 
 def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovError:
     """Return why the run in a root file system ended without a result."""
-    if done.returncode == _NO_PYTHON and (line := _line_with("Exec format error", done.stderr)):
+    foreign = next((line for line in done.stderr.splitlines() if "Exec format error" in line), "")
+    if done.returncode == _NO_PYTHON and foreign:
         return GpuprovError(
-            f"the programs in {root} are of another architecture than this machine's", line,
+            f"the programs in {root} are of another architecture than this machine's", foreign,
             "build the image on a machine of its own architecture",
         )  # fmt: skip
     if done.returncode == _NO_PYTHON:
@@ -232,12 +225,8 @@ def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovE
     )
 
 
-def _line_with(words: str, text: str) -> str:
-    return next((line for line in text.splitlines() if words in line), "")
-
-
-def _looked_at(root: str) -> _Root:
-    """Return the root and the facts about it. Raises GpuprovError for an invalid one: mounts must not leave it."""
+def _examined(root: str) -> str:
+    """Return the real path of a root. Raises GpuprovError for an invalid one: mounts must not leave it."""
     path = os.path.realpath(root)
     wrong = [name for name in _FOLDERS if not _is_directory(f"{path}/{name}")]
     # A bind mount of this machine's root has another path.
@@ -253,7 +242,7 @@ def _looked_at(root: str) -> _Root:
             f"a system runs from {root}, and an image loses its identity (machine-id, SSH host keys)",
             f"process {pid} is its first process", "stop that container first: ps -fp " + pid,
         )  # fmt: skip
-    return _Root(path, _resolver(path))
+    return path
 
 
 def _running_in(path: str, proc: Path = Path("/proc")) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jinja2
 from markupsafe import Markup
 
-from gpuprov.agent.result import MIG, HostResult, MadeChange, hosts_by_vulnerability, machines
+from gpuprov.agent.result import MIG, HostResult, hosts_by_vulnerability, machines
 from gpuprov.agent.site_tables import advisories_table
 from gpuprov.fleet.grouping import (
     causes,
@@ -255,10 +255,6 @@ class Row:
     def has_more(self) -> bool:
         result = self.result
         return bool(self.checks or self.steps or result.versions or result.problems)
-
-    @property
-    def made(self) -> tuple[MadeChange, ...]:
-        return self.result.made
 
 
 def _rows(results: Sequence[HostResult]) -> tuple[Row, ...]:

@@ -209,7 +209,7 @@ class Fleet:
             if self.interruptions > 1:
                 raise _left()
             return run_agent(
-                connection, target, request, agent, _all_but_the_last(sink), stoppable=stoppable,
+                connection, target, request, agent, sink, stoppable=stoppable,
                 bootstrap_python=self.settings.options.bootstrap_python,
                 host_timeout=self.settings.options.host_timeout,
                 claim=lambda machine: self._claim(target.name, machine, _host_keys(connection), claims, sink),
@@ -363,10 +363,6 @@ def _host_keys(connection: Connection) -> frozenset[str]:
         return frozenset((connection.transport.get_remote_server_key().get_base64(),))
     except SSHException:
         return frozenset()
-
-
-def _all_but_the_last(sink: Sink) -> Sink:
-    return lambda event: None if isinstance(event, Finished) else sink(event)
 
 
 def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> Finished:

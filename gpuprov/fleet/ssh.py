@@ -248,7 +248,7 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         elif isinstance(hop.gateway, str) and not isinstance(error, socket.gaierror):
             problem = _proxy_problem(hop, settings, error)
         elif isinstance(error, SSHException) and not isinstance(error, ProxyCommandFailure):
-            problem = _protocol_problem(place, target, hop, settings, error)
+            problem = _handshake_problem(place, target, hop, settings, error)
         elif isinstance(error, (socket.gaierror, UnicodeError)):  # the latter: no name of DNS, such as a..b
             seen = error.strerror if isinstance(error, socket.gaierror) else str(error)
             set_it = "set ansible_host to the host's address" if hop is connection else "correct ProxyJump"
@@ -314,19 +314,15 @@ def _end_of(process: subprocess.Popen[bytes], settings: SshSettings) -> tuple[st
     )
 
 
-def _protocol_problem(
-    place: str, target: HostTarget, hop: Connection, settings: SshSettings, error: Exception
+def _handshake_problem(
+    place: str, target: HostTarget, connection: Connection, settings: SshSettings, error: Exception
 ) -> Problem:
-    if "No authentication methods" in str(error) or "private key" in str(error).lower():
-        return _authentication_problem(target, hop, error)
-    return _handshake_problem(place, hop, settings, error)
-
-
-def _handshake_problem(place: str, connection: Connection, settings: SshSettings, error: Exception) -> Problem:
     """Distinguish a silent server, one that closes the connection, and one that is no SSH server.
 
     paramiko has one message for all three; the exception's context has the reason.
     """
+    if "No authentication methods" in str(error) or "private key" in str(error).lower():
+        return _authentication_problem(target, connection, error)
     if isinstance(error.__context__, TimeoutError):
         return _silence(place, "the port is open, but nothing there says a word", settings)
     transport = connection.client.get_transport()

@@ -17,7 +17,7 @@ from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.events import Event, Finished, Note
+from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
@@ -66,9 +66,8 @@ def run(target: HostTarget, bundle: Path) -> tuple[str, list[str]]:
     events: list[Event] = []
     request = Request("install", bundle=str(bundle), bundle_digest=DIGEST)
     with connected(target, ACCEPTING) as connection:
-        run_agent(connection, target, request, fake_agent(TELL), events.append)
-    assert isinstance(events[-1], Finished)
-    return events[-1].summary, [event.message for event in events if isinstance(event, Note)]
+        finished = run_agent(connection, target, request, fake_agent(TELL), events.append)
+    return finished.summary, [event.message for event in events if isinstance(event, Note)]
 
 
 def cache(server: Server) -> Path:

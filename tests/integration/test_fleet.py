@@ -69,10 +69,10 @@ def run(
 ) -> list[Event]:
     events: list[Event] = []
     with connected(target, settings) as connection:
-        run_agent(
+        finished = run_agent(
             connection, target, Request("install"), fake_agent(body), events.append, bootstrap_python=bootstrap
         )  # fmt: skip
-    return events
+    return [*events, finished]
 
 
 def failure(target: HostTarget, settings: SshSettings = ACCEPTING, body: str = DONE) -> GpuprovError:
@@ -267,7 +267,7 @@ def test_events_arrive_while_the_agent_works(target: HostTarget, tmp_path: Path)
 
     with connected(target, ACCEPTING) as connection:
         run_agent(connection, target, Request("install"), fake_agent(f"{started_and_heard(heard)}{DONE}"), note)
-    assert [type(event) for event in arrived] == [Started, Finished]
+    assert [type(event) for event in arrived] == [Started]
 
 
 def started_and_heard(heard: Path) -> str:
