@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
+from gpuprov.core.device_rules import make_known, unknown_devices
 from gpuprov.core.image_system import BOOTED, ImageSystem
 from gpuprov.core.system import System
 from gpuprov.engines import docker, kubernetes
@@ -37,6 +38,32 @@ class RunContext:
     def note(self, message: str, level: Level = "info") -> None:
         """Tell the user one sentence."""
         self.sink(Note(message, level))
+
+
+def devices_to_lose(run: RunContext) -> tuple[str, ...]:
+    """Report the running containers whose devices systemd does not know; return those that lose them by a change."""
+    found = unknown_devices(run.system)
+    if kept := [str(one) for one in found if not one.fault]:
+        run.note(f"before the first change, systemd is told of devices that running containers use: {', '.join(kept)}")
+    lost = tuple(f"`systemctl daemon-reload` takes devices from {one}: {one.fault}" for one in found if one.fault)
+    for sentence in lost:
+        run.note(f"{sentence}; its device rules can't be read, so systemd can't be told of them", "warning")
+    return lost
+
+
+def keep_devices(run: RunContext) -> None:
+    """Make systemd know the devices of running containers, before changes and packages make it read its units again.
+
+    Raises GpuprovError if systemd refuses; containers whose rules can't be read were reported with the plan.
+    """
+    refused = [(one, error) for one, error in make_known(run.system) if not one.fault]
+    if refused:
+        stop = " ".join(one.identifier for one, _ in refused)
+        raise GpuprovError(
+            "running containers would lose their GPUs: systemd does not know their devices, and refuses to be told",
+            "\n".join(f"{one}: {error}" for one, error in refused),
+            f"stop these containers (docker stop {stop}), then run the same command again",
+        )
 
 
 # Read-only commands may look at the devices of the machine that they run on.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gpuprov
-from gpuprov.agent.context import RunContext
+from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
 from gpuprov.boot.reboot import Reboot, forget_asked
 from gpuprov.core.apply import apply_changes, obstacles, resume_run, undo_disturbs
 from gpuprov.core.changes import NextAction
@@ -17,6 +17,7 @@ from gpuprov.core.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import STATE_DIRECTORY, Journal, journal_for
 from gpuprov.core.system import System
+from gpuprov.core.units import daemon_reload
 from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
 from gpuprov.facts.gpus import mig_layout
 from gpuprov.facts.host import HostFacts
@@ -85,6 +86,7 @@ def install(run: RunContext) -> Finished:
             wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
     end = _Progress(0, facts, plan)
     if plan.changes:
+        keep_devices(run)
         journal = interrupted or journal_for(run.system, run.request.command, run.request.run_id)
         with _end_when_failed(journal):
             end = _apply(run, journal, end)
@@ -194,15 +196,16 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         diff = change.diff(run.system) if run.request.diff else ""
         in_short = change.diff_in_short(run.system) if diff.count("\n") > _SHORT_DIFF else ""
         planned.append(PlannedChange(change.key, step, change.summary(), diff, in_short, change.disturbs))
-    disturbs = any(one.disturbs for one in planned) or undo_disturbs(run.system, CHANGE_KINDS)
+    lost = devices_to_lose(run) if changes else ()
+    disturbs = any(one.disturbs for one in planned) or bool(lost) or undo_disturbs(run.system, CHANGE_KINDS)
     run.sink(Planned(tuple(planned), disturbs))
-    _require_drained(run, plan)
+    _require_drained(run, plan, lost)
     return plan
 
 
-def _require_drained(run: RunContext, plan: Plan) -> None:
+def _require_drained(run: RunContext, plan: Plan, lost: tuple[str, ...] = ()) -> None:
     """Raise GpuprovError if the plan disturbs containers of a host that the caller has not drained for it."""
-    disturbing = [item.change.summary() for item in plan.changes if item.change.disturbs]
+    disturbing = [*(item.change.summary() for item in plan.changes if item.change.disturbs), *lost]
     if run.request.require_drained and disturbing:
         raise GpuprovError(
             "the host is not drained, and what is left to do disturbs containers",
@@ -305,7 +308,7 @@ def leave_resume(system: System, request: Request) -> None:
     system.write(_REQUEST, f"{dump(request)}\n".encode(), mode=0o600)
     system.write(f"{UNITS}/{UNIT}", text.encode(), mode=0o600)
     system.make_link(f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}")
-    system.run(("systemctl", "daemon-reload"))
+    daemon_reload(system)
 
 
 def _word(value: str) -> str:
@@ -324,7 +327,7 @@ def forget_resume(system: System) -> None:
         return
     for path in (f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}", _REQUEST):
         system.remove(path)
-    system.run(("systemctl", "daemon-reload"))
+    daemon_reload(system)
 
 
 def begin_reboot(system: System) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Callable
 
 from gpuprov import __version__
-from gpuprov.agent.context import RunContext, StopRequested, for_target
+from gpuprov.agent.context import RunContext, StopRequested, devices_to_lose, for_target, keep_devices
 from gpuprov.agent.install import check, forget_resume, install
 from gpuprov.agent.site_tables import read_spec, use_newer_advisories
 from gpuprov.boot.reboot import forget_asked
@@ -206,6 +206,8 @@ def _roll_back(run: RunContext) -> Finished:
         for sentence in irreversible(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
         _note_restored(run, (last,))
+        devices_to_lose(run)
+        keep_devices(run)
         count = roll_back(run.system, last, CHANGE_KINDS, run.sink, run.stop_requested)
         summary = f"{counted(count, 'change')} undone"
         for reason in gather_reboot(run.system).asked_for:
@@ -239,7 +241,8 @@ def _check_roll_back(run: RunContext) -> Finished:
         run.note(sentence, "warning")
     _note_restored(run, removal.runs)
     found = planned(run.system, removal, "rollback", diff=run.request.diff)
-    run.sink(Planned(found, removal.disturbs(CHANGE_KINDS)))
+    lost = devices_to_lose(run) if found else ()
+    run.sink(Planned(found, removal.disturbs(CHANGE_KINDS) or bool(lost)))
     summary = f"{counted(removal.count, 'change')} would be undone" if removal.count else "there is no run to roll back"
     return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
 
@@ -256,6 +259,7 @@ def _uninstall(run: RunContext) -> Finished:
 
     with run.system.interruptible(run.stop_requested):
         removal = _announced_removal(run)
+    keep_devices(run)
     carry_out(run.system, removal, CHANGE_KINDS, run.sink, run.stop_requested)
     count = removal.count
     summary = (
@@ -275,7 +279,8 @@ def _announced_removal(run: RunContext) -> Removal:
     for sentence in removal.irreversible:
         run.note(sentence, "warning")
     planned_changes = planned(run.system, removal, "uninstall", diff=run.request.diff)
-    run.sink(Planned(planned_changes, removal.disturbs(CHANGE_KINDS)))
+    lost = devices_to_lose(run) if planned_changes else ()
+    run.sink(Planned(planned_changes, removal.disturbs(CHANGE_KINDS) or bool(lost)))
     return removal
 
 

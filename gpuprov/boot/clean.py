@@ -8,7 +8,7 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, parent_of
 from gpuprov.core.image_system import BOOTED
 from gpuprov.core.system import System
-from gpuprov.core.units import systemctl
+from gpuprov.core.units import daemon_reload
 from gpuprov.facts.boot import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import MACHINE_ID, gather_identity, gather_signing_keys
@@ -95,7 +95,7 @@ class CleanImage(Change):
             # Else the shutdown would save a new seed; what is in /run is not in the image.
             system.make_directory(parent_of(_NO_SEED))
             system.write(_NO_SEED, b"[Service]\nExecStop=\n")
-            systemctl(system, "daemon-reload")
+            daemon_reload(system)
         return {}
 
     @classmethod

@@ -22,7 +22,7 @@ from gpuprov.core.changes import (
     write_files,
 )
 from gpuprov.core.system import System
-from gpuprov.core.units import log_of, systemctl
+from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import mig
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver.mig import DISABLED
@@ -248,6 +248,6 @@ def _name_of(path: str) -> str:
 
 def _reload(system: System) -> None:
     """Make systemd and udev reread their files."""
-    systemctl(system, "daemon-reload")
+    daemon_reload(system)
     if system.which("udevadm") is not None:
         system.run(("udevadm", "control", "--reload"), timeout=60)

@@ -23,7 +23,7 @@ from gpuprov.core.changes import (
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
-from gpuprov.core.units import systemctl
+from gpuprov.core.units import daemon_reload, systemctl
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import (
     LINK,
@@ -175,7 +175,7 @@ class SetWatch(Change):
         write_files(system, self.files)
         system.make_directory(parent_of(LINK))
         system.make_link(LINK, TIMER_FILE)
-        systemctl(system, "daemon-reload")
+        daemon_reload(system)
         if trouble := systemctl(system, "restart", TIMER):
             raise GpuprovError(f"{TIMER} does not start", trouble, f"systemctl status {TIMER}")
         return {}
@@ -211,7 +211,7 @@ class RemoveWatch(Change):
         _stop(system)
         for path in (LINK, TIMER_FILE, SERVICE_FILE, STORED, PROGRAM, STAMP):
             system.remove(path)
-        systemctl(system, "daemon-reload")
+        daemon_reload(system)
         return {}
 
     @classmethod
@@ -247,6 +247,6 @@ def _restore(system: System, before: Json) -> None:
         restore_path(system, image)
     if system.status(TIMER_FILE) is None:
         system.remove(STAMP)
-    systemctl(system, "daemon-reload")
+    daemon_reload(system)
     if system.status(LINK) is not None:
         systemctl(system, "restart", TIMER)

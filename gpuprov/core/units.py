@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpuprov.core.device_rules import make_known
 from gpuprov.core.system import System
 
 # dockerd and nvidia-persistenced may take minutes to stop or to start.
@@ -17,6 +18,12 @@ def systemctl(system: System, verb: str, *units: str) -> str:
     """Run a command of systemctl; return its error, or ""."""
     done = system.run(("systemctl", verb, *units), timeout=_SECONDS)
     return "" if done.ok else done.evidence(3)
+
+
+def daemon_reload(system: System) -> None:
+    """Make systemd read its units again, without taking the GPUs from running containers."""
+    make_known(system)
+    systemctl(system, "daemon-reload")
 
 
 def restart(system: System, unit: str) -> str:

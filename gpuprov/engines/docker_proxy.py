@@ -13,7 +13,7 @@ from gpuprov.core.changes import Change, FileFact, Json, Tell, capture_path, par
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.core.units import is_active, systemctl
+from gpuprov.core.units import daemon_reload, is_active, systemctl
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import UNIT
 from gpuprov.protocol.errors import GpuprovError
@@ -165,6 +165,6 @@ def _shown(content: bytes | None) -> bytes | None:
 
 
 def _take_up(system: System, *, restart: bool) -> None:
-    systemctl(system, "daemon-reload")
+    daemon_reload(system)
     if restart and (trouble := systemctl(system, "restart", UNIT)):
         raise GpuprovError("docker does not restart with its proxy", trouble, "journalctl -u docker -n 50")

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.system import System
-from gpuprov.core.units import systemctl
+from gpuprov.core.units import daemon_reload, systemctl
 from gpuprov.protocol.errors import GpuprovError
 
 _SECONDS = 120
@@ -71,7 +71,7 @@ class StopPlugin(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        systemctl(system, "daemon-reload")
+        daemon_reload(system)
         for verb, was in (("enable", before["enabled"]), ("start", before["active"])):
             if was:
                 systemctl(system, verb, before["unit"])

@@ -119,6 +119,20 @@ def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
         posix.close(cgroup)
 
 
+def programs(folder: str) -> list[bytes]:
+    """Return the instructions of the programs on a cgroup's folder. Raises OSError, or Refused (lockdown)."""
+    cgroup = posix.open(folder, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
+    found = []
+    try:
+        for number in _attached(cgroup)[0]:
+            handle = _bpf(_PROG_GET_FD_BY_ID, pack("=III", number, 0, 0))
+            found.append(_instructions(handle))
+            posix.close(handle)
+    finally:
+        posix.close(cgroup)
+    return found
+
+
 def _attached(cgroup: int) -> tuple[list[int], int]:
     """Return the numbers of the programs on a cgroup itself, and how they are attached."""
     numbers = room(b"", 4 * _MOST_PROGRAMS)

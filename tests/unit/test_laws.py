@@ -147,7 +147,7 @@ def test_check_changes_nothing(host: FakeHost, spec: HostSpec, name: str) -> Non
     assert any(isinstance(event, Planned) and event.changes for event in events)
     assert host.state() == before
     systemd = {command[1] for command in host.commands if command[0] == "systemctl"}
-    assert systemd <= {"show", "is-active", "is-enabled"}
+    assert systemd <= {"show", "is-active", "is-enabled", "list-units"}
     programs = {command[0] for command in host.commands}
     # NVML is asked, for a diff shows what it says; the package sources are read in a copy.
     copying = {"cp", "apt-get", "apt-cache"}
