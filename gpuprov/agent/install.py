@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from gpuprov.core.apply import apply_changes, obstacles, resume_run, undo_distur
 from gpuprov.core.changes import NextAction
 from gpuprov.core.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.core.download import unreachable
-from gpuprov.core.journal import STATE_DIRECTORY, Journal, journal_for
+from gpuprov.core.journal import STATE_DIRECTORY, Journal, journal_for, read_runs
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload
 from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
@@ -36,6 +37,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import Finished, Planned, PlannedChange
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted
+from gpuprov.toolkit import InstallRuntime
 
 # A diff of at most this many lines is shown itself.
 _SHORT_DIFF = 12
@@ -178,7 +180,8 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     plan = make_plan(facts, run.spec, run.request.steps)
     for note in plan.notes:
         run.note(note)
-    for warning in plan.warnings:
+    newer = _newer_version(run.system) if any(isinstance(one.change, InstallRuntime) for one in plan.changes) else ""
+    for warning in filter(None, (*plan.warnings, newer)):
         run.note(warning, "warning")
     for sentence in (one for item in plan.changes for one in item.change.way_back(run.system)):
         run.note(sentence)
@@ -201,6 +204,22 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     run.sink(Planned(tuple(planned), disturbs))
     _require_drained(run, plan, lost)
     return plan
+
+
+def _newer_version(system: System) -> str:
+    """Return a warning if a newer gpuprov has set this host up, "" otherwise."""
+    own = gpuprov.__version__
+    version = max((run.version for run in read_runs(system)), key=_numbers, default="")
+    if _numbers(version) <= _numbers(own):
+        return ""
+    return (
+        f"gpuprov {version} set this host up, and this is the older gpuprov {own}: its container runtime replaces the "
+        f"newer one; to keep that, run gpuprov {version} or newer"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d{1,9}", version)]
 
 
 def _require_drained(run: RunContext, plan: Plan, lost: tuple[str, ...] = ()) -> None:

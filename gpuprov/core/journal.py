@@ -4,16 +4,18 @@ Each run has one file, `runs/NNNN.jsonl` in the state directory, with one JSON o
 the work that it announces, and after the work that it reports as done or undone. A truncated last line (power cut) is
 ignored: its work was not begun.
 
-The first line has the format's number; journals without one are of format 1. The formats differ only in the outcomes of
-changes: format 1 stores there how the run continued (`reboot`), which no code reads.
+The first line has the format's number and gpuprov's version; journals without a number are of format 1. The formats
+differ only in the outcomes of changes: format 1 stores there how the run continued (`reboot`), which no code reads.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gpuprov import __version__
 from gpuprov.core.changes import Json
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, from_os_error
@@ -41,7 +43,8 @@ class Entry:
 class Run:
     """A run as recorded in its journal. `end` is empty while it is open, else done, failed or rolled-back.
 
-    `run_id` is shared by the requests that make up this run; it is empty for the usual single request.
+    `run_id` is shared by the requests that make up this run; it is empty for the usual single request. `version`: of
+    the gpuprov that began the run, empty in journals of those that did not record it.
     """
 
     path: str
@@ -49,6 +52,7 @@ class Run:
     entries: tuple[Entry, ...]
     end: str
     run_id: str = ""
+    version: str = ""
 
     @property
     def interrupted(self) -> Entry | None:
@@ -108,7 +112,7 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
     """Start the journal of a new run."""
     numbers = [int(name[:-6]) for name in _journal_names(system)]
     path = f"{RUNS_DIRECTORY}/{max(numbers, default=0) + 1:04}.jsonl"
-    first = (json.dumps({"run": command, "id": run_id, "format": FORMAT}) + "\n").encode()
+    first = (json.dumps({"run": command, "id": run_id, "format": FORMAT, "version": __version__}) + "\n").encode()
     try:
         system.make_directory(RUNS_DIRECTORY, 0o700)
         # Captured states may hold secrets (a proxy's password in daemon.json): only root may read them.
@@ -130,6 +134,12 @@ def resume_journal(system: System, run: Run) -> Journal:
 def read_runs(system: System) -> tuple[Run, ...]:
     """Return all runs on this host, oldest first. Raises GpuprovError for a journal of an unknown format."""
     return tuple(_read_run(system, f"{RUNS_DIRECTORY}/{name}") for name in _journal_names(system))
+
+
+def written_files(runs: Iterable[Run]) -> dict[str, tuple[str, Run]]:
+    """Return the files that these runs (oldest first) wrote and did not undo: path → (SHA-256, the last run)."""
+    done = ((run, entry.outcome or {}) for run in runs for entry in run.entries if entry.state == "done")
+    return {path: (digest, run) for run, outcome in done for path, digest in outcome.get("written", {}).items()}
 
 
 def unfinished_run(system: System) -> Run | None:
@@ -181,11 +191,11 @@ def _read_run(system: System, path: str) -> Run:
 def parse_run(path: str, text: str) -> Run:
     """Return the run in a journal's text. Raises GpuprovError for an unknown format."""
     _require_known_format(path, text)
-    command, end, run_id = "", "", ""
+    command, end, run_id, version = "", "", "", ""
     entries: dict[int, Entry] = {}
     for record in _records(text):
         if "run" in record:
-            command, run_id = record["run"], record.get("id", "")
+            command, run_id, version = record["run"], record.get("id", ""), str(record.get("version", ""))
         elif "begin" in record:
             number = record["begin"]
             entries[number] = Entry(number, record["key"], record["kind"], "begun", record["before"])
@@ -196,16 +206,18 @@ def parse_run(path: str, text: str) -> Run:
             entries[record["undone"]] = _replaced(entries[record["undone"]], "undone", None)
         elif "end" in record:
             end = record["end"]
-    return Run(path, command, tuple(entries.values()), end, run_id)
+    return Run(path, command, tuple(entries.values()), end, run_id, version)
 
 
 def _require_known_format(path: str, text: str) -> None:
-    found = next((record.get("format", 1) for record in _records(text.partition("\n")[0])), 1)
+    first = next(iter(_records(text.partition("\n")[0])), {})
+    found, version = first.get("format", 1), first.get("version")
     if found not in range(1, FORMAT + 1):
+        made = f"gpuprov {version}" if version else "the gpuprov version that made the earlier run"
         raise GpuprovError(
             "the journal of an earlier run has a format that this gpuprov can't read",
-            f"{path} has format {found!r}; this gpuprov reads formats 1 to {FORMAT}",
-            "run the command again with the gpuprov version that made the earlier run, or a newer one",
+            f"{path} has format {found!r}; this gpuprov ({__version__}) reads formats 1 to {FORMAT}",
+            f"run the command again with {made}, or a newer one",
         )
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import gpuprov
 from gpuprov.core.changes import images_in
 from gpuprov.core.journal import FORMAT, RUNS_DIRECTORY, Run, new_journal, parse_run, read_runs, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Note
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.loaded_host import LoadedHost
 from tests.unit.test_uninstall import SPEC, carry_out, done, finished
@@ -103,7 +105,8 @@ def test_a_number_that_is_no_known_format_is_refused(number: object) -> None:
 def install_by_a_newer_version(host: FakeHost) -> None:
     done(carry_out(host, "install"))
     first, _, rest = (host.read_text(JOURNAL) or "").partition("\n")
-    host.write(JOURNAL, f"{json.dumps({**json.loads(first), 'format': FORMAT + 1})}\n{rest}".encode())
+    first = json.dumps({**json.loads(first), "format": FORMAT + 1, "version": "9.1.0"})
+    host.write(JOURNAL, f"{first}\n{rest}".encode())
 
 
 @pytest.mark.parametrize("command", ["install", "rollback", "uninstall"])
@@ -115,8 +118,20 @@ def test_an_unknown_format_is_refused_and_nothing_is_touched(host: FakeHost, com
     assert ended.exit_code == ExitCode.FAILED
     assert problem.what == "the journal of an earlier run has a format that this gpuprov can't read"
     assert f"{JOURNAL} has format {FORMAT + 1}" in problem.evidence
-    assert "gpuprov version" in problem.next_step
+    assert problem.next_step == "run the command again with gpuprov 9.1.0, or a newer one"
     assert host.state() == before
+
+
+@pytest.mark.parametrize(("version", "said"), [("9.1.0", True), ("0.0.9", False), (gpuprov.__version__, False)])
+def test_an_older_version_says_that_it_replaces_a_newer_runtime(host: FakeHost, version: str, said: bool) -> None:
+    done(carry_out(host, "install"))
+    own = f'"version": "{gpuprov.__version__}"'
+    host.write(JOURNAL, (host.read_text(JOURNAL) or "").replace(own, f'"version": "{version}"', 1).encode())
+    host.write("/usr/lib/gpuprov/runtime_hook/decision.py", b"# newer")
+    events = carry_out(host, "install")
+    assert done(events).changed == 1
+    notes = [one.message for one in events if isinstance(one, Note) and "is the older gpuprov" in one.message]
+    assert [note.partition(",")[0] for note in notes] == (["gpuprov 9.1.0 set this host up"] if said else [])
 
 
 def test_the_doctor_examines_a_host_of_a_newer_version(host: FakeHost) -> None:
