@@ -32,6 +32,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 # All four of one version, or apt takes the newest of those that only one of them depends on.
 _TOOLKIT_PACKAGES = (
@@ -105,6 +106,12 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     found = ((facts.files.get(path), mode, content) for path, mode, content in files)
     current = all(there is not None and there.is_roots(content, mode) for there, mode, content in found)
     return () if current and not stale and facts.bytecode_current else (InstallRuntime(files, python, stale),)
+
+
+def is_runtimes(path: str) -> bool:
+    """Say whether this is a file of the bundled runtime, of any version; byte code is not."""
+    programs = (deploy.LAUNCHER_PATH, HOOK_PATH, deploy.NVIDIA_HOOK_PATH)
+    return path in programs or path.rpartition("/")[0] == _HOOK_DIRECTORY
 
 
 @dataclass(frozen=True)

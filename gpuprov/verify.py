@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from gpuprov.boot.prepare import is_of_another_version
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
@@ -134,7 +135,7 @@ def _cdi(system: System) -> Values:
     content = system.read_bytes(path)
     if content is None:
         raise Failed(f"{path} is missing; run gpuprov install")
-    different = difference(content, discover(system))
+    different = difference(content, discover(system), any_version=is_of_another_version(system))
     if different:
         reason = f"{path} does not describe the driver and GPUs that are here now: {different}"
         raise Failed(f"{reason}; run gpuprov install")

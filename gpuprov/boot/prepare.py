@@ -129,6 +129,12 @@ def boot_program() -> bytes:
     return made.getvalue()
 
 
+def is_of_another_version(system: System) -> bool:
+    """Say whether another version of gpuprov has prepared this host's boot: it wrote the CDI specification, too."""
+    there = system.read_bytes(boot.PROGRAM)
+    return there is not None and there != boot_program()
+
+
 def _modules() -> Iterator[tuple[str, bytes]]:
     yield "__main__.py", _MAIN
     package = files("gpuprov")

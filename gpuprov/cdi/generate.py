@@ -67,10 +67,11 @@ def _devices(driver: DriverFacts, gpu: Gpu) -> list[Device]:
     return [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
 
 
-def difference(content: bytes, driver: DriverFacts) -> str:
+def difference(content: bytes, driver: DriverFacts, *, any_version: bool = False) -> str:
     """Return how a specification's file differs from the driver, "" if it does not.
 
-    If NVML was not queried, facts that only NVML knows are not compared.
+    If NVML was not queried, facts that only NVML knows are not compared. With `any_version`, another version of gpuprov
+    may have written it: then the hook may have another form, and lack links under other names than the library's own.
     """
     wanted = specification(driver)
     if content == render_json(wanted):
@@ -81,7 +82,40 @@ def difference(content: bytes, driver: DriverFacts) -> str:
         return error.problems[0].evidence
     if not driver.cuda_version:
         wanted = _with_answers(driver, found)
+    if any_version and _links_suffice(found, wanted):
+        wanted = replace(wanted, edits=replace(wanted.edits, hooks=found.edits.hooks))
+        content = render_json(found)
     return "" if content == render_json(wanted) else _first_difference(found, wanted)
+
+
+def _links_suffice(found: Specification, wanted: Specification) -> bool:
+    """Say whether the found hook has the facts of the host, and by its links the loader finds each library."""
+    if any(hook.path != HOOK_PATH or not hook.env for hook in found.edits.hooks):
+        return False
+    there, here = _files_of(found), _files_of(wanted)
+    needed = {path for path, name in here.items() if _stem(path.rpartition("/")[2]) == _stem(name)}
+    same = all(there[path] == name for path, name in here.items() if path in there)
+    return host_facts(found) == host_facts(wanted) and same and needed <= there.keys()
+
+
+def _files_of(specification: Specification) -> dict[str, str]:
+    """Return the links of the hook: path → name of the file that it leads to."""
+    words = [word for hook in specification.edits.hooks for word in hook.args]
+    pairs = (word.partition("::") for flag, word in zip(words, words[1:]) if flag == "--link")
+    targets = {path: target for target, _, path in pairs}
+    found = {}
+    for path in targets:
+        end = path
+        for _ in targets:
+            end = targets[end] if targets[end].startswith("/") else f"{end.rpartition('/')[0]}/{targets[end]}"
+            if end not in targets:
+                break
+        found[path] = end.rpartition("/")[2]
+    return found
+
+
+def _stem(name: str) -> str:
+    return name.partition(".so")[0]
 
 
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:

@@ -313,7 +313,8 @@ def _hook_unseen(x: HostSnapshot) -> Finding | None:
             restart_docker(x),
             remedies=_RESTART,
         )
-    if not begun or hook <= begun:
+    # An update of the hook needs no restart: docker found the earlier one.
+    if not begun or hook <= begun or (x.installed is not None and NVIDIA_HOOK_PATH in x.installed.replaced):
         return None
     return Finding(
         "the hook of `docker run --gpus` is newer than the running docker, which looks for it when it starts",

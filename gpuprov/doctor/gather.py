@@ -10,23 +10,33 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from gpuprov import toolkit
+from gpuprov.boot.prepare import is_of_another_version
 from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
 from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.smi import parse_smi
-from gpuprov.core.changes import file_digest
+from gpuprov.core.changes import file_digest, images_in
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.image_system import BOOTED
-from gpuprov.core.journal import read_runs, unfinished_run
+from gpuprov.core.journal import read_runs, unfinished_run, written_files
 from gpuprov.core.lock import LOCK_PATH, other_run
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
 from gpuprov.doctor.containers import gather_containers
 from gpuprov.doctor.gpu_rules import FOR_GUESTS
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
-from gpuprov.doctor.snapshot import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, HostSnapshot, OtherSmi, Smi
+from gpuprov.doctor.snapshot import (
+    KEYS,
+    OPERATORS_RUNTIME,
+    SPECIFICATION_FOLDERS,
+    HostSnapshot,
+    Installed,
+    OtherSmi,
+    Smi,
+)
 from gpuprov.driver.way_back import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
@@ -106,7 +116,10 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         absent=frozenset(path for path in _named_paths(host, texts) if not _is_there(system, path)),
         modified=_modified(system, host.docker.config_path),
         settings_fault=_settings_fault(system),
-        specification_fault=difference(specification, host.driver) if specification is not None else "",
+        specification_fault=difference(specification, host.driver, any_version=is_of_another_version(system))
+        if specification is not None
+        else "",
+        installed=_installed(system),
         programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
         library_files=_library_files(system),
         package_change=_package_change(system),
@@ -291,6 +304,21 @@ def _open_run(system: System) -> str:
     if run is None:
         return ""
     return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
+
+
+def _installed(system: System) -> Installed | None:
+    try:
+        written = written_files(read_runs(system))
+    except GpuprovError as error:
+        return Installed(fault=error.problems[0])
+    found = {path: digest for path, (digest, _) in written.items() if toolkit.is_runtimes(path)}
+    if LAUNCHER_PATH not in found:
+        return None
+    run = written[LAUNCHER_PATH][1]
+    status = system.status(run.path)
+    images = [image for entry in run.entries if entry.state == "done" for image in images_in(entry.before)]
+    replaced = frozenset(image["path"] for image in images if image["kind"] == "file")
+    return Installed(run.path, run.version, status.modified if status else 0, found, replaced)
 
 
 def runs_now(system: System) -> str:

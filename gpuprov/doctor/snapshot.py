@@ -54,6 +54,21 @@ class OtherSmi:
 
 
 @dataclass(frozen=True)
+class Installed:
+    """What the journals say of the bundled runtime: the journal of its last installation, gpuprov's version (empty if
+    not recorded), the time, and path → SHA-256 of its files. `replaced`: the files that were there before it. `fault`:
+    why the journals can't be read.
+    """
+
+    journal: str = ""
+    version: str = ""
+    time: float = 0.0
+    files: Mapping[str, str] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
+    fault: Problem | None = None
+
+
+@dataclass(frozen=True)
 class HostSnapshot:
     """The data about a host that the rules examine.
 
@@ -61,6 +76,7 @@ class HostSnapshot:
     → why it does not open, only if nvidia-smi fails. `loader`: the loader's cache entries for NVML and CUDA. `texts`:
     path → text of small files. `there`: the watched paths that exist; `absent`: paths named by a configuration or a
     specification that do not exist. `modified`: path → time. `library_files`: driver library → its version.
+    `installed`: what the journals say of the bundled runtime, None without any.
     `package_change`: the last change of the driver by a package manager. `in_place`: missing node → what occupies its
     path, "" if nothing does. `open_run`: the interrupted change of a gpuprov run; `runs_now`: a run that holds the
     host's lock. `rootless`: sockets of users' own dockers
@@ -90,6 +106,7 @@ class HostSnapshot:
     modified: Mapping[str, float] = field(default_factory=dict)
     settings_fault: str = ""
     specification_fault: str = ""
+    installed: Installed | None = None
     programs: Mapping[str, str] = field(default_factory=dict)
     library_files: Mapping[str, str] = field(default_factory=dict)
     package_change: tuple[str, ...] = ()

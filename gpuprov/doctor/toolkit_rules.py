@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 
-from gpuprov import toolkit
+from gpuprov import __version__, toolkit
+from gpuprov.core.system import sha256_of
 from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.finding import (
     CERTAIN,
@@ -19,6 +21,7 @@ from gpuprov.doctor.finding import (
     Rules,
     Text,
     failed_unit,
+    finding_of,
     steps,
 )
 from gpuprov.doctor.parse import lines_that_match
@@ -30,10 +33,12 @@ from gpuprov.facts.watch import SERVICE, TIMER
 from gpuprov.packages import retired
 from gpuprov.plan import preflight
 from gpuprov.plan.migration import VARIABLE
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import advisories
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
+from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 RULES = Rules()
@@ -156,7 +161,7 @@ def _runtime_not_executable(x: HostSnapshot) -> Finding | None:
 @RULES.add(
     "runtime-files-missing",
     TOOLKIT,
-    "files in /usr/lib/gpuprov are missing, or of another version",
+    "files in /usr/lib/gpuprov are missing, changed since gpuprov wrote them, or of another version",
     ("run-cut-off", "python-missing", "python-unfit"),
 )
 def _runtime_files_missing(x: HostSnapshot) -> Finding | None:
@@ -165,15 +170,48 @@ def _runtime_files_missing(x: HostSnapshot) -> Finding | None:
     change = next(iter(toolkit.plan_runtime(x.host, HostSpec())), None)
     if not isinstance(change, toolkit.InstallRuntime):
         return None
-    missing = [path for path, _, _ in change.files if path not in x.host.files]
-    if missing:
+    if x.installed is not None and x.installed.fault is not None:
+        return finding_of(x.installed.fault, WARNING)
+    # What the host should have is what its own gpuprov wrote; another version has other files.
+    wrote = x.installed.files if x.installed is not None else {}
+    missing = [path for path in wrote or (path for path, _, _ in change.files) if path not in x.host.files]
+    if missing := [path for path in missing if wrote.get(path) != ""]:
         return Finding(
             f"gpuprov's container runtime lacks {counted(len(missing), 'file')}", f"ls {missing[0]}: No such file",
             gpuprov_install(x), remedies=_OURS,
         )  # fmt: skip
+    there = {path: x.host.files[path].content for path in wrote if path in x.host.files}
+    there.pop("" if deploy.is_ours(there.get(NVIDIA_HOOK_PATH, b"")) else NVIDIA_HOOK_PATH, None)
+    changed = [path for path, content in there.items() if sha256_of(content) != wrote[path]]
+    if changed:
+        return Finding(
+            f"of gpuprov's container runtime {counted(len(changed), 'file')} changed since gpuprov wrote it",
+            "\n".join(changed[:4]), gpuprov_install(x), LIKELY, _OURS,
+        )  # fmt: skip
+    if all(x.host.files[path].content == content for path, _, content in change.files if path in x.host.files):
+        what = "the byte code of gpuprov's container runtime is out of date: containers start slower"
+        return Finding(what, LIBRARY_PATH, gpuprov_install(x), WARNING, _OURS)
+    return _another_version(x)
+
+
+def _another_version(x: HostSnapshot) -> Finding:
+    """Return the remark on a runtime that works, and that `gpuprov install` would replace."""
+    plan = make_plan(x.host, x.spec, ("boot", "toolkit", "cdi"))
+    number = len(plan.changes)
+    stops = any(one.change.disturbs for one in plan.changes)
+    count = f": {counted(number, 'change')}{'' if stops else ', no container stops'}" if number else ""
+    step = f"{gpuprov_install(x)}  # updates it{count}"
+    if x.installed is None:
+        what = "gpuprov's container runtime on this host is of another version than this gpuprov"
+        return Finding(what, LIBRARY_PATH, step, WARNING, _OURS)
+    theirs = x.installed.version
+    who = "an earlier gpuprov" if not theirs else f"gpuprov {theirs}"
+    if theirs == __version__:
+        who = f"another build of gpuprov {theirs}"
+    day = time.strftime("%Y-%m-%d", time.gmtime(x.installed.time))
     return Finding(
-        "gpuprov's container runtime on this host is of another version than this gpuprov", LIBRARY_PATH,
-        gpuprov_install(x), WARNING, _OURS,
+        f"this host was set up by {who} on {day}; this is gpuprov {__version__}", x.installed.journal, step, WARNING,
+        _OURS,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ def calls(site: Site, *commands: str) -> None:
 @pytest.mark.parametrize(
     ("commit", "back"),
     [
-        ("57c247a", ("rollback", "rollback", "uninstall")), ("57c247a", ("uninstall",)),
+        ("57c247a", ("rollback", "rollback", "uninstall")),
         ("9c33d30", ("rollback", "rollback", "uninstall")),
     ],
 )  # fmt: skip
@@ -163,3 +164,77 @@ def with_driver(site: Site, version: str) -> Path:
 def outside(site: Site, version: str) -> None:
     loaded = site.hosts["main"].root / "usr/lib/simgpu/proc/driver/nvidia/version"
     loaded.write_text(loaded.read_text().replace(_OLD, version).replace(DRIVER, version))
+
+
+# What opening the node in a container says: of the simulated driver if the cgroup allows it.
+_OPENS = "No such device or address"
+_IMAGE = (
+    "tar -hc /bin/sleep /bin/cat /lib/x86_64-linux-gnu/libc.so.6 /lib64/ld-linux-x86-64.so.2 | tee /root/image.tar | "
+    "docker import - sleeper:1; podman import /root/image.tar sleeper:1; rm /root/image.tar"
+)
+# podman in a host of the lab: no pids controller, and bookworm's crun does not start there.
+_PODMAN_CONF = '[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "systemd"\nruntime = "runc"\n'
+# With CAP_MKNOD, a container may make any node; the cgroup decides whether it opens.
+_OTHER_NODE = (
+    "pid=$(docker inspect -f '{{.State.Pid}}' by-one); mknod /proc/$pid/root/n0 c 195 0; "
+    "docker exec by-one /bin/cat /n0 2>&1"
+)
+_WAYS = {
+    "by-hook": "docker run --gpus all",
+    "by-one": "docker run --gpus device=1",
+    "by-runtime": "docker run --runtime nvidia -e NVIDIA_VISIBLE_DEVICES=all",
+    "by-cdi": "podman run --device nvidia.com/gpu=all",
+}
+
+
+def opened(host: Host) -> dict[str, str]:
+    """Return what each container gets when it opens a GPU's node."""
+    execs = ((name, words.split()[0]) for name, words in _WAYS.items())
+    script = "; ".join(f"{engine} exec {name} /bin/cat /dev/nvidia1 2>&1 | tail -n 1" for name, engine in execs)
+    said = host.ssh(script).stdout.splitlines()
+    return {name: line.rpartition(": ")[2] for name, line in zip(_WAYS, said)}
+
+
+def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: Mapping[str, Path]) -> None:
+    """And verify and doctor take the host of the earlier version for what it is: one that works.
+
+    Debian 12, because systemd 257 leaves device rules as they are when it reads its units again.
+    """
+    host = site.hosts["main"]
+    host.reset()
+    host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
+    host.ssh("mkdir -p /etc/containers/containers.conf.d")
+    host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=_PODMAN_CONF)
+    before = (etc(host), packages(host), files(host))
+    inventory = site.inventory("main")
+    install_by(trees["57c247a"], inventory)
+    host.ssh(_IMAGE)
+    for name, words in _WAYS.items():
+        host.ssh(f"{words} --detach --network none --name {name} sleeper:1 /bin/sleep 3600")
+    every = dict.fromkeys(_WAYS, _OPENS)
+    assert opened(host) == every
+    verified = gpuprov("verify", "--hosts", inventory)
+    assert verified.returncode == 0, verified.stdout
+    healthy = gpuprov("doctor", "--hosts", inventory)
+    assert healthy.returncode == 0, healthy.stdout
+    planned = gpuprov("install", "--hosts", inventory, "--check")
+    count = re.search(r"(\d+) changes would be made", planned.stdout)
+    assert count and f"# updates it: {count[1]} changes, no container stops" in healthy.stdout, healthy.stdout
+    assert "this host was set up by an earlier gpuprov on 20" in healthy.stdout
+    told = "before the first change, systemd is told of devices that running containers use: docker"
+    assert told in planned.stdout, planned.stdout
+    identifier = host.ssh("docker inspect -f '{{.Id}}' by-one").stdout[:12]
+    assert f"docker {identifier} (/dev/nvidia1)" in planned.stdout
+    for command in ("install", "rollback", "install"):
+        done = gpuprov(command, "--hosts", inventory)
+        assert done.returncode == 0, done.stdout
+        assert opened(host) == every, command
+    host.ssh("systemctl daemon-reload")
+    assert opened(host) == every
+    # And no other GPU than before.
+    assert "Operation not permitted" in host.ssh(_OTHER_NODE, check=False).stdout
+    host.ssh(f"podman rm --force by-cdi; docker rm --force {' '.join(_WAYS)}; docker rmi sleeper:1", check=False)
+    calls(site, "uninstall")
+    assert differences(before[0], etc(host)) == set() and packages(host) == before[1]
+    # podman leaves files of its own.
+    assert not [line for line in files(host) - before[2] if "nvidia" in line or "gpuprov" in line]
