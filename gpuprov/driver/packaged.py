@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -259,11 +259,59 @@ class ChangeDriverRpms(InstallRpmPackages):
             done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS, self.lock_timeout)
             failures.finish_rpm(done, f"{', '.join(stale)} could not be removed")
 
+    def way_back(self, system: System) -> tuple[str, ...]:
+        former = sorted(one for one in installed_rpms(system) if _DRIVER_PACKAGES.match(one))
+        if lost := _not_offered(system, former):
+            return (f"way back: the driver's packages can't be restored: no repository has {', '.join(lost)}",)
+        return (f"way back: the driver's packages, by version ({', '.join(former)})",) if former else ()
+
+    @classmethod
+    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+        former = _former_rpms(system, before)
+        return (f"restores the driver's packages ({', '.join(former)})",) if former else ()
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        former = _former_rpms(system, before)
+        if former:
+            lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+            done = run_rpm(system, (*_DNF, "-y", "install", *former), tell_nobody, _INSTALL_SECONDS, lock_timeout)
+            failures.finish_rpm(done, "the driver's former packages could not be installed again")
+        super().undo(system, before, outcome)
+        if former:
+            running_driver.load_installed(system)
+
     @classmethod
     def irreversible(
         cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
     ) -> tuple[str, ...]:
-        return ("the driver's packages stay at their version: those of before do not come back",)
+        if _former_rpms(system, before):
+            return ()
+        return ("the driver's packages stay at their version: no repository has those of before",)
+
+
+# Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
+_DNF = ("dnf", "--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False", "--allowerasing")
+
+
+def _former_rpms(system: System, before: Json) -> tuple[str, ...]:
+    """Return the driver's packages that are gone since, if dnf can install all of them and removes no others for it."""
+    there = installed_rpms(system)
+    former = tuple(one for one in before["installed"] if _DRIVER_PACKAGES.match(one) and one not in there)
+    if not former or _not_offered(system, former):
+        return ()
+    asked = system.run((*_DNF, "--assumeno", "install", *former), timeout=_SIMULATE_SECONDS)
+    removed = re.search(r"^Removing.*:\n((?: .*\n)+)", asked.stdout, re.MULTILINE)
+    names = [line.split()[0] for line in (removed[1] if removed else "").splitlines() if line[1:2] != " "]
+    resolved = "Operation aborted" in asked.stdout + asked.stderr
+    return former if resolved and all(_DRIVER_PACKAGES.match(name) for name in names) else ()
+
+
+def _not_offered(system: System, packages: Sequence[str]) -> tuple[str, ...]:
+    """Return the packages (NAME-VERSION-RELEASE.ARCH) that no repository has."""
+    form = "%{name}-%{version}-%{release}.%{arch}\n"
+    asked = system.run((*_DNF[:2], "-q", "repoquery", "--qf", form, *packages), timeout=_SIMULATE_SECONDS)
+    return tuple(one for one in packages if one not in asked.stdout.split())
 
 
 def _change_to(wanted: str, names: tuple[str, ...]) -> str:

@@ -170,6 +170,27 @@ def test_another_branch_comes_with_its_modules_and_the_old_ones_go(host: RpmHost
     assert only_drivers(planned(rhel(host, other), other)) == []
 
 
+def test_the_former_branch_comes_back_with_its_modules(host: RpmHost) -> None:
+    spec = wanted(host, "rhel9")
+    converge(host, rhel(host, spec), spec)
+    before = drivers(host)
+    other = wanted(host, "rhel9", driver_version="570")
+    changes = only_drivers(planned(rhel(host, other), other))
+    captured = []
+    for change in changes:
+        if isinstance(change, ChangeDriverRpms):
+            assert change.way_back(host)[0].startswith("way back: the driver's packages, by version (cuda-drivers-580.")
+        state = change.capture(host)
+        captured.append((change, state, change.apply(host, tell)))
+    assert drivers(host) != before
+    for change, state, outcome in reversed(captured):
+        if isinstance(change, ChangeDriverRpms):
+            assert change.restores(host, state, outcome) != () == change.irreversible(host, state, outcome, ())
+        for _ in range(2):
+            change.undo(host, state, outcome)
+    assert drivers(host) == before
+
+
 def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) -> None:
     spec = wanted(host, "rhel9")
     converge(host, rhel(host, spec), spec)
