@@ -115,11 +115,9 @@ def search(root: Root, loader: Loader, program: Program, name: str) -> Found:
             others.append(one)
     # Each other file once, by the first of its paths.
     reals = {one.chain[-1]: one for one in reversed(others)}
-    return Found(name, winner, tuple(one for one in others if reals[one.chain[-1]] is one and not _same(one, winner)))
-
-
-def _same(one: Candidate, other: Candidate | None) -> bool:
-    return other is not None and one.chain[-1] == other.chain[-1]
+    if winner is not None:
+        reals.pop(winner.chain[-1], None)
+    return Found(name, winner, tuple(one for one in others if reals.get(one.chain[-1]) is one))
 
 
 def _header(content: bytes | None) -> tuple[str, str]:
