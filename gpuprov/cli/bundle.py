@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -194,14 +192,6 @@ def _progress(message: str, done: int = 0, total: int = 0) -> None:
     say(f"{message}{share}", err=True)
 
 
-@contextmanager
-def _read(path: str) -> Iterator[tuple[BinaryIO, Contents]]:
-    from gpuprov.bundle.format import read_contents
-
-    with Path(path).open("rb") as file:
-        yield file, read_contents(file)
-
-
 @bundle.command()
 @_FILE
 @click.option("--json", "as_json", is_flag=True, help="The manifest, with the bundle's digest and its signer.")
@@ -213,11 +203,15 @@ def show(file: str, as_json: bool) -> None:
       gpuprov bundle show bundle.tar
       gpuprov bundle show bundle.tar --json | jq -r '.packages[].name'
     """
-    with _read(file) as (_, contents):
-        if as_json:
-            say_text(_as_json_text(contents))
-        else:
-            say(*_as_lines(contents))
+    from gpuprov.bundle.format import read_contents
+
+    with Path(file).open("rb") as opened:
+        contents = read_contents(opened)
+    if as_json:
+        data = json.loads(contents.manifest_bytes)
+        say_text(json.dumps({**data, "digest": contents.digest, "signed": bool(contents.signature)}, indent=2))
+    else:
+        say(*_as_lines(contents))
 
 
 def _as_lines(contents: Contents) -> list[str]:
@@ -248,12 +242,6 @@ def _listed(manifest: Manifest, name: str) -> list[str]:
     """Return one of the lists that the bundle was made from; anybody may have written it."""
     found = manifest.inputs.get(name)
     return [str(one) for one in found] if isinstance(found, list) else []
-
-
-def _as_json_text(contents: Contents) -> str:
-    """Return the manifest, with the bundle's digest and whether it is signed."""
-    data = json.loads(contents.manifest_bytes)
-    return json.dumps({**data, "digest": contents.digest, "signed": bool(contents.signature)}, indent=2)
 
 
 @bundle.command(short_help="Check every digest, and the signature if a key is given.")

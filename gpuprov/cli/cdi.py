@@ -103,19 +103,16 @@ def inject(names: tuple[str, ...], bundle: str | None, source: str, output: str,
     from gpuprov.cdi.registry import inject as injected
 
     name = f"{bundle}/config.json" if bundle else source
+    evidence = "it is no object"
     try:
         config = json.loads(_read(name))
     except (ValueError, RecursionError) as error:
-        raise _no_config(name, str(error)) from None
+        config, evidence = None, str(error)
     if not isinstance(config, dict):
-        raise _no_config(name, "it is no object")
+        where = "standard input" if name == "-" else name
+        hint = "--bundle DIR reads the config.json of an OCI bundle, --input FILE any other"
+        raise UsageError(f"{where} holds no OCI configuration", evidence, hint)
     write_output(output, (json.dumps(injected(config, names, _registry(folders)), indent=1) + "\n").encode())
-
-
-def _no_config(name: str, evidence: str) -> UsageError:
-    where = "standard input" if name == "-" else name
-    hint = "--bundle DIR reads the config.json of an OCI bundle, --input FILE any other"
-    return UsageError(f"{where} holds no OCI configuration", evidence, hint)
 
 
 @cdi.group()

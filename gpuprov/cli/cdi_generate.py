@@ -127,7 +127,7 @@ def generate(
     found = generated(mode, driver_root, library_folders, configuration_folders)
     if dev_root:
         found = with_device_root(found, dev_root)
-    write_specification(_chosen(found, **options), output, form or _form_of(output))
+    write_specification(_chosen(found, **options), output, form or ("json" if output.endswith(".json") else "yaml"))
 
 
 def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled: tuple[str, ...]) -> Iterator[str]:
@@ -183,10 +183,6 @@ def _chosen(
         hooks = tuple(replace(hook, path=hook_path) for hook in hooks)
     kind = f"{vendor or found.kind.partition('/')[0]}/{class_ or found.kind.partition('/')[2]}"
     return replace(found, devices=devices, edits=replace(found.edits, hooks=hooks), kind=kind)
-
-
-def _form_of(output: str) -> str:
-    return "json" if output.endswith(".json") else "yaml"
 
 
 def write_specification(found: Specification, output: str, form: str) -> None:
