@@ -64,6 +64,11 @@ def test_a_bundle_goes_with_what_installs(command: str, given: bool) -> None:
     assert (request.bundle, request.bundle_digest) == (("/b.tar", "d") if given else ("", ""))
 
 
+@pytest.mark.parametrize(("command", "given"), [("verify", True), ("doctor", False), ("install", False)])
+def test_verify_alone_is_told_to_remember(command: str, given: bool) -> None:
+    assert task_request(command, VARIABLES, remember=True).remember is given
+
+
 def test_an_older_controllers_request_is_for_all_steps() -> None:
     assert request_from_line('{"command": "install"}') == Request("install")
 
