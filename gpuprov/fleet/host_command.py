@@ -105,8 +105,10 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
 
     It has its own session, so Ctrl-C at the terminal does not reach it: the run decides what Ctrl-C ends.
     """
+    # The user's own language: an empty LC_ALL is as good as none.
+    own = {"LC_ALL": "", **os.environ}
     done = run_command(
-        words, timeout=timeout, stdin=b"", env=os.environ, on_line=None, stop=stop, folder=None, most=_MOST_OUTPUT
+        words, timeout=timeout, stdin=b"", env=own, on_line=None, stop=stop, folder=None, most=_MOST_OUTPUT
     )
     trouble, stderr = _trouble(done.returncode), done.stderr
     if done.returncode == TIMED_OUT and (done.seconds >= timeout or stop()):

@@ -85,6 +85,14 @@ def test_no_shell_reads_the_command() -> None:
     assert (ended.trouble, ended.output) == ("exit code 3", "['$(id)', 'a;b', '*']")
 
 
+def test_command_has_the_users_environment_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANG", "de_DE.UTF-8")
+    monkeypatch.delenv("LC_ALL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    ended = run_host_command(("sh", "-c", 'echo "$LC_ALL" "$LANG" "$PWD"'), SECONDS)
+    assert ended.output == f" de_DE.UTF-8 {tmp_path}"
+
+
 def test_end_of_stderr_is_kept_without_control_sequences() -> None:
     script = "import sys\nprint('out')\nfor n in range(9): print('\\x1b[31mline', n, file=sys.stderr)\nsys.exit(1)"
     assert run_host_command(python(script), SECONDS).output.splitlines() == [f"line {number}" for number in range(4, 9)]
