@@ -58,11 +58,11 @@ def keep_devices(run: RunContext) -> None:
     """
     refused = [(one, error) for one, error in make_known(run.system) if not one.fault]
     if refused:
-        stop = " ".join(one.identifier for one, _ in refused)
+        stop = "; ".join(one.stop for one, _ in refused)
         raise GpuprovError(
             "running containers would lose their GPUs: systemd does not know their devices, and refuses to be told",
             "\n".join(f"{one}: {error}" for one, error in refused),
-            f"stop these containers (docker stop {stop}), then run the same command again",
+            f"{stop}; then run the same command again",
         )
 
 

@@ -62,6 +62,14 @@ class UnknownDevices:
         """The start of the container's id, which engines take for a name."""
         return self.scope.rpartition("-")[2][:12]
 
+    @property
+    def stop(self) -> str:
+        """The command that stops the container."""
+        engine = {"docker": "docker", "libpod": "podman", "nerdctl": "nerdctl"}.get(
+            self.scope.partition("-")[0], "crictl"
+        )
+        return f"{engine} stop {self.identifier}"
+
     def __str__(self) -> str:
         gpus = [path for path in self.nodes if _GPU.fullmatch(path)]
         return f"{self.scope.rpartition('-')[0]} {self.identifier} ({', '.join(gpus or self.nodes)})"

@@ -14,7 +14,7 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core import units
 from gpuprov.core.commands import Completed
-from gpuprov.core.device_rules import allows, make_known, unknown_devices
+from gpuprov.core.device_rules import UnknownDevices, allows, make_known, unknown_devices
 from gpuprov.core.units import daemon_reload
 from gpuprov.protocol.events import ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
@@ -226,6 +226,20 @@ def test_a_systemd_that_refuses_ends_the_run_before_its_first_change(host: Scope
     (problem,) = events[-1].problems
     assert "Access denied" in problem.evidence and "docker stop 4f5c4f5c4f5c" in problem.next_step
     assert not any(isinstance(one, ChangeStarted) for one in events)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("docker", "docker"),
+        ("libpod", "podman"),
+        ("nerdctl", "nerdctl"),
+        ("cri-containerd", "crictl"),
+        ("crio", "crictl"),
+    ],
+)
+def test_each_engines_containers_are_stopped_by_its_own_command(prefix: str, command: str) -> None:
+    assert UnknownDevices(f"{prefix}-{ID}.scope", {}).stop == f"{command} stop 4f5c4f5c4f5c"
 
 
 def test_nothing_but_one_function_makes_systemd_read_its_units_again() -> None:
