@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import _PROGRAM, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
-from gpuprov.packages.interface import Installation, PackageManager
+from gpuprov.packages.interface import Installation, PackageManager, pinned
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 # The first branch whose package has no branch in its name.
@@ -74,8 +74,21 @@ def comes_from_repository(driver: DriverSource) -> bool:
     return installs_package(driver) or (configured and bool(wanted_version(driver)))
 
 
-def plan(driver: DriverSource) -> tuple[Change, ...]:
-    """Return installation and start of the fabric manager, or nothing; to be done after its driver."""
+def held(driver: DriverSource) -> tuple[str, ...]:
+    """Return the package to hold: an upgrade would part the fabric manager from the driver of a .run file."""
+    version, spec, facts = wanted_version(driver), driver.spec, driver.facts
+    if not (version and driver.has_installer and spec.hold_pinned) or spec.fabric_manager != "auto":
+        return ()
+    if facts.bundle is not None and facts.packages.locks.missing_plugin:
+        return ()  # A bundle is not required to contain the plugin for it.
+    return pinned(packages(version, facts.package_manager, facts.fabric))
+
+
+def plan(driver: DriverSource, hold: tuple[str, ...] = ()) -> tuple[Change, ...]:
+    """Return installation and start of the fabric manager, or nothing; to be done after its driver.
+
+    `hold`: the other packages that gpuprov holds.
+    """
     facts, spec, version = driver.facts, driver.spec, wanted_version(driver)
     if not version or spec.fabric_manager != "auto":
         return ()
@@ -86,7 +99,10 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     names = wanted_packages(driver)
     if not names:
         return changes
-    wanted = Installation(names, spec.lock_timeout, facts.bundle, unfiltered_repository=_REPOSITORY)
+    ours = held(driver)
+    wanted = Installation(
+        names, spec.lock_timeout, facts.bundle, hold=(*hold, *ours) if ours else None, unfiltered_repository=_REPOSITORY
+    )
     return (*facts.package_manager.plan_installation(facts.packages, wanted), *changes)
 
 

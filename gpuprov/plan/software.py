@@ -7,7 +7,7 @@ import re
 from gpuprov import toolkit
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, dkms, kernel
+from gpuprov.driver import cuda_repository, cuda_toolkit, dkms, fabric_manager, kernel
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import kubernetes, other_engines
 from gpuprov.facts.host import HostFacts
@@ -149,7 +149,8 @@ def wanted(driver: DriverSource) -> tuple[str, ...]:
         *prepare.packages(driver),
         *toolkit.packages(spec),
     )
-    return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if _held(spec) else ()))
+    holds = held(driver) or fabric_manager.held(driver)
+    return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if holds else ()))
 
 
 def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change, ...]:
@@ -159,7 +160,7 @@ def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change
         wanted_packages,
         spec.lock_timeout,
         facts.bundle,
-        hold=_held(spec),
+        hold=held(driver),
         units=("docker.service",) if _missing_engine(facts, spec) else (),
         advice=_advice(facts),
         limited=f"gpuprov-{limited.name}" if limited else "",
@@ -191,12 +192,19 @@ def _archive_problems(driver: DriverSource) -> tuple[Problem, ...]:
     return known_repositories.archive_problems(row, facts.kernel.release, facts.architecture)
 
 
-def _held(spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages to hold at the requested version. Never the kernel's."""
+def held(driver: DriverSource) -> tuple[str, ...]:
+    """Return the packages to hold that are installed or come with the others, not after the driver."""
+    fabric = () if fabric_manager.installs_package(driver) else fabric_manager.held(driver)
+    there = driver.facts.packages.installed
+    return (*_asked(driver.spec), *(name for name in fabric if name in there))
+
+
+def _asked(spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages whose version is asked for. Never the kernel's."""
     asked = pinned((*toolkit.packages(spec), *spec.packages)) if spec.hold_pinned else ()
     return tuple(name for name in asked if not re.match(r"kernel\b", name))
 
 
 def hold_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that holding needs on a distribution, if something is to be held."""
-    return manager_of(row).hold_packages(row) if _held(spec) else ()
+    return manager_of(row).hold_packages(row) if _asked(spec) else ()

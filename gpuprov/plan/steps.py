@@ -90,7 +90,7 @@ def _plan_driver(c: PlanContext) -> tuple[Change, ...]:
     return (
         *c.driver.plan(),
         *kernel.plan_image(c.driver),
-        *fabric_manager.plan(c.driver),
+        *fabric_manager.plan(c.driver, software.held(c.driver)),
         *mig.plan(c.driver),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
         *cuda_toolkit.plan(c.facts, c.spec),

@@ -235,8 +235,8 @@ class HostSpec(ImageOptions, DriverOptions):
     )
     hold_pinned: bool = flag(
         True,
-        "Hold packages whose version is asked for (apt-mark hold, versionlock, zypper's locks), so that unattended "
-        "upgrades leave them. The kernel is never held.",
+        "Hold packages whose version is asked for, and the fabric manager beside a .run file, so that unattended "
+        "upgrades leave them (apt-mark hold, versionlock, zypper's locks). The kernel is never held.",
     )
     lock_timeout: int = number(
         300,

@@ -16,16 +16,18 @@ import pytest
 from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, roll_back
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
+from gpuprov.driver import fabric_manager
+from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import gather, gather_files
 from gpuprov.packages.apt import APT
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex, plan_holds
 from gpuprov.packages.dpkg import gather_packages, missing, repair
 from gpuprov.packages.sources import gather_pinned_out, pin_problems
-from gpuprov.plan.context import PlanContext
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.apt_host import plan_repositories
 from tests.clock import has_ended
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
@@ -51,6 +53,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
         made.add("new-tool", Conflicts="old-tool")
         for version in ("1.0", "2.0"):
             made.add("pinned", version)
+        for version in ("580.178.04-1", "580.200.01-1"):
+            made.add("nvidia-fabricmanager", version)
+            made.add("bystander", version)
         made.add("later", Depends="library")
         made.add("library")
         made.add("needs-library", Depends="library")
@@ -159,6 +164,18 @@ def test_a_pinned_version_is_held_and_moves_when_the_pin_does(host: ChrootHost) 
     for _ in range(3):
         undo_last(host)
     assert installed(host) == before
+
+
+def test_an_upgrade_leaves_the_fabric_manager_beside_a_run_file(host: ChrootHost) -> None:
+    facts = replace(gather(host), fabric=FabricFacts(("0000:c1:00.0",)))
+    source = source_of(facts, parse_spec({"driver_version": "580.178.04"}))
+    for change in fabric_manager.plan(source)[:-1]:
+        change.apply(host, tell)
+    install(host, "bystander=580.178.04-1")
+    done = host.run(("apt-get", "--yes", "dist-upgrade"))
+    assert done.ok, done.stderr
+    versions = gather_packages(host).installed
+    assert (versions["nvidia-fabricmanager"], versions["bystander"]) == ("580.178.04-1", "580.200.01-1")
 
 
 def test_a_hold_of_somebody_elses_is_told_when_it_is_in_the_way(host: ChrootHost, server: SiteServer) -> None:

@@ -22,7 +22,7 @@ from gpuprov.packages.apt import APT
 from gpuprov.packages.dpkg import missing
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import manager_of
-from gpuprov.plan.context import source_of
+from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished
@@ -126,9 +126,35 @@ def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> Non
     assert changes == [
         "refresh the package index (apt-get update)",
         f"install nvidia-fabricmanager-550={VERSION}-*",
+        "hold nvidia-fabricmanager-550 at this version",
         f"enable and start {UNIT} ({VERSION})",
     ]
     assert [one.name for one in cuda_repository.repositories(source_of(facts, spec()))] == ["cuda"]
+
+
+def holds(facts: HostFacts, spec: HostSpec) -> list[str]:
+    changes = (*PlanContext(facts, spec).package_changes, *fabric_manager.plan(source_of(facts, spec)))
+    return [change.summary() for change in changes if "hold" in change.summary()]
+
+
+def test_one_beside_a_run_file_is_held_and_changed_with_the_driver(facts: HostFacts) -> None:
+    name, runs = "nvidia-fabricmanager-550", FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
+    there = replace(facts.packages, installed={**facts.packages.installed, name: f"{VERSION}-1"})
+    beside = replace(facts, fabric=runs, packages=there)
+    assert holds(beside, spec()) == [f"hold {name} at this version"], "one that an earlier gpuprov installed"
+    ours = replace(beside, packages=replace(there, held=frozenset({name}), held_here=frozenset({name})))
+    assert holds(ours, spec()) == []
+    assert holds(ours, spec(hold_pinned=False)) == [f"no longer hold {name}"]
+    assert holds(replace(ours, packages=replace(ours.packages, held_here=frozenset())), spec(hold_pinned=False)) == []
+    other = replace(ours, fabric=replace(runs, version=OTHER))
+    changed = replace(other, packages=replace(ours.packages, installed={**there.installed, name: f"{OTHER}-1"}))
+    assert f"install {name}={VERSION}-* (taking the hold off {name})" in holds(changed, spec())
+    assert holds(changed, spec())[-1] == f"hold {name} at this version"
+
+
+@pytest.mark.parametrize("values", [{"driver": "packages"}, {"fabric_manager": "preinstalled"}], ids=str)
+def test_one_that_moves_with_packages_or_is_the_sites_is_not_held(facts: HostFacts, values: dict[str, str]) -> None:
+    assert fabric_manager.held(source_of(facts, spec(**values))) == ()
 
 
 def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:

@@ -18,6 +18,7 @@ from gpuprov.driver import fabric_manager
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.rpm_changes import InstallRpmKey
+from gpuprov.packages.rpm_locks import LockFacts
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once
@@ -235,10 +236,17 @@ def asked(facts: HostFacts) -> HostSpec:
                     driver_sha256=manifest.file(manifest.driver_file).sha256)  # fmt: skip
 
 
+def test_a_bundle_need_not_contain_the_plugin_by_which_dnf_holds_it(tmp_path: Path) -> None:
+    facts = switches(tmp_path)
+    lacking = dataclasses.replace(facts, packages=dataclasses.replace(facts.packages, locks=LockFacts("dnf")))
+    assert fabric_manager.held(source_of(facts, asked(facts))) == ("nvidia-fabricmanager-550",)
+    assert fabric_manager.held(source_of(lacking, asked(facts))) == ()
+
+
 def test_the_bundle_is_the_only_source_of_the_fabric_manager(tmp_path: Path) -> None:
     facts = switches(tmp_path, inputs={"packages": [FABRIC_MANAGER]})
     assert [one.what for one in preflight(PlanContext(facts, asked(facts)))] == []
-    refresh, installation, _ = fabric_manager.plan(source_of(facts, asked(facts)))
+    refresh, installation, *_ = fabric_manager.plan(source_of(facts, asked(facts)))
     assert isinstance(refresh, RefreshPackageIndex) and isinstance(installation, InstallPackages)
     assert installation.names == (FABRIC_MANAGER,)
     assert f"Dir::Etc::sourcelist={FOLDER}/sources.list" in refresh.options
