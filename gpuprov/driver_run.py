@@ -325,8 +325,8 @@ class InstallDriver(Change):
             self._prove_loaded(system)
         # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
         system.sync()
-        system.remove(INCOMPLETE_MARK)
         self._keep(system, digest, module_type, tell)
+        system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
         return {}

@@ -110,7 +110,8 @@ def keep(system: System, path: str, former: Former, *, content: bool, replaces: 
         if content:
             _keep_file(system, path, former)
         stay = {former.path, f"{KEPT}/{replaces}.run"} if content else set()
-        for name in system.list_directory(KEPT):
+        # An interrupted installation that is repeated replaces itself.
+        for name in system.list_directory(KEPT) if replaces != former.version else ():
             if f"{KEPT}/{name}" not in stay:
                 system.remove(f"{KEPT}/{name}")
     except (GpuprovError, OSError) as error:

@@ -138,6 +138,29 @@ def test_a_killed_rollback_is_resumed(site: Site, monkeypatch: pytest.MonkeyPatc
     assert not site.host.exists(INCOMPLETE_MARK)
 
 
+def test_an_installation_killed_before_its_file_is_kept_is_repeated(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.call("install", OLD)
+    rename = site.host.rename
+
+    def killed(path: str, new: str) -> None:
+        if new.startswith(KEPT):
+            raise Killed
+        rename(path, new)
+
+    with monkeypatch.context() as now:
+        now.setattr(site.host, "rename", killed)
+        with pytest.raises(Killed):
+            site.call("install")
+    site.call("install")
+    assert site.kept() == {f"{OLD}.run", f"{NEW}.run"}
+    site.call("rollback", OLD)
+    assert (version(site), site.host.exists(INCOMPLETE_MARK)) == (OLD, False)
+    site.call("uninstall", OLD)
+    assert version(site) == ""
+
+
 def test_a_file_that_is_not_kept_is_fetched_again(site: Site) -> None:
     site.call("install", OLD, keep=False)
     assert site.kept() == set()
