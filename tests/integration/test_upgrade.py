@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from gpuprov.fleet.agent_build import locked, wheels
 from tests import simgpu
 from tests.integration.doctor_cases import SLEEPER
 from tests.integration.killed import kill_when
@@ -50,6 +53,10 @@ def unpacked(commit: str, folder: Path) -> Path:
     if packed.returncode != 0:
         pytest.skip(f"no commit {commit} here (a shallow clone?): {packed.stderr.decode().strip()}")
     subprocess.run(("tar", "x"), cwd=folder, input=packed.stdout, check=True, timeout=60)
+    # Earlier versions built the agent from the controller's packages, which had to run on Python 3.9.
+    for wheel in wheels(one for one in locked() if one.in_agent).values():
+        with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+            archive.extractall(folder)
     return folder
 
 
