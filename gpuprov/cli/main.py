@@ -318,15 +318,8 @@ def serve_command() -> None:
     serve(System())
 
 
-cli.add_command(advisories)
-cli.add_command(bundle)
-cli.add_command(cdi)
-cli.add_command(cuda)
-cli.add_command(docker_args)
-cli.add_command(hook)
-cli.add_command(kubernetes)
-cli.add_command(playbooks)
-cli.add_command(runtime)
+for _command in (advisories, bundle, cdi, cuda, docker_args, hook, kubernetes, playbooks, runtime):
+    cli.add_command(_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:
