@@ -7,6 +7,7 @@ major release (minor version compatibility), older runtimes need their own relea
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -131,6 +132,10 @@ def judge(
     """
     if loader.library != GLIBC:
         return (_MUSL if loader.library == MUSL else _NO_LOADER,)
+    machine = os.uname().machine
+    if loader.machine != machine:
+        what = f"its programs are for {loader.machine}, this host is {machine}: at best they are emulated, without GPUs"
+        return (Finding((), what, f"its loader is {loader.path}", f"use an image for {machine}"),)
     named = {one.name: one for one in found}
     is_host = kind == "host"
     return (

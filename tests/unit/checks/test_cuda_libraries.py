@@ -40,7 +40,9 @@ def elf(machine: int = 62) -> bytes:
 
 
 class Image:
-    """An image's files; glibc's loader is there, and what `add` puts there."""
+    """An image's files; glibc's loader is there, and what `add` puts there. `machine`: what the host is."""
+
+    machine = "x86_64"
 
     def __init__(self, folder: Path, loader: str = LOADER) -> None:
         self.root = folder / "root"
@@ -71,7 +73,9 @@ class Image:
         return self.survey_with(environment, kernel, has_driver)
 
     def survey_with(self, environment: Mapping[str, str], kernel: str = "", has_driver: bool = True) -> Survey:
-        with contextlib.closing(unpacked(str(self.root))) as root:
+        host = os.uname_result(("Linux", "", "", "", self.machine))
+        with pytest.MonkeyPatch.context() as patch, contextlib.closing(unpacked(str(self.root))) as root:
+            patch.setattr(os, "uname", lambda: host)
             return survey_of(Subject("image", "app", root, Program(environment, "/work"), "test", has_driver), kernel)
 
 
@@ -398,9 +402,9 @@ def test_the_folder_lib64_of_an_arm64_image_makes_it_no_x86_64_image(
 ) -> None:
     """cuda-compat's libraries enter the loader's cache as libraries for arm64."""
     monkeypatch.setattr(links, "_FLAGS", FLAGS["aarch64"])
-    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", "aarch64")))
     folder, compat = "/usr/lib/aarch64-linux-gnu", "/usr/local/cuda/compat"
     image = Image(tmp_path, "/lib/ld-linux-aarch64.so.1")
+    image.machine = "aarch64"
     (image.root / "lib64").mkdir()
     (image.root / folder.lstrip("/")).mkdir(parents=True)
     image.add(f"{compat}/libcuda.so.555.58.02", elf(183))
@@ -416,12 +420,19 @@ def test_the_folder_lib64_of_an_arm64_image_makes_it_no_x86_64_image(
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_loader_of_this_machine_counts_where_there_are_two(
-    image: Image, monkeypatch: pytest.MonkeyPatch, machine: str
-) -> None:
-    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", machine)))
+def test_the_loader_of_this_machine_counts_where_there_are_two(image: Image, machine: str) -> None:
+    image.machine = machine
     image.add("/lib/ld-linux-aarch64.so.1", b"")
     assert image.survey().loader.machine == machine
+
+
+def test_an_image_for_another_machine_is_wrong(image: Image) -> None:
+    image.machine = "aarch64"
+    found = healthy(image).survey()
+    assert [one.what.partition(":")[0] for one in found.findings] == [
+        "its programs are for x86_64, this host is aarch64"
+    ]
+    assert not found.good
 
 
 @pytest.mark.parametrize("target", ["x86_64-linux", "sbsa-linux"])
