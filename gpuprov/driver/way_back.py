@@ -131,7 +131,11 @@ def _keep_file(system: System, path: str, former: Former) -> None:
     copied = ("cp", "--reflink=auto", "--no-preserve=all", "--", path, former.path)
     system.require(copied, f"{path} can't be copied", timeout=600)
     if system.sha256(former.path) != former.sha256:
-        raise GpuprovError(f"{path} has changed since it was installed")
+        raise GpuprovError(
+            f"{path} has changed since it was installed",
+            "",
+            "put it in a folder that only root can write, install again",
+        )
 
 
 # -- undoing an installation -------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def test_a_driver_that_format_1_planned_again_is_uninstalled_once(tmp_path: Path
     host = LoadedHost(tmp_path / "root")
     host.make_directory(RUNS_DIRECTORY)
     host.write(JOURNAL, recorded("format-1-reboot").encode())
+    host.run(("sh", "/driver.run", "--allow-installation-with-running-driver", "--skip-module-load"))
     first, second, reboot = read_runs(host)[0].entries
     assert first.outcome and not first.outcome["installed"]
     assert second.outcome and "installed" not in second.outcome
