@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from gpuprov.boot import unit_texts
+from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import (
     Change,
     Json,
@@ -96,6 +97,9 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
         f"{UNITS}/{REFRESH}": unit_texts.REFRESH_TEXT.format(python=python),
         f"{UNITS}/{WATCH}": unit_texts.WATCH_TEXT,
         UDEV_RULES: unit_texts.UDEV_TEXT,
+        f"{UNITS}/{boot.SOCKETS}": unit_texts.SOCKETS_TEXT.format(python=python),
+        boot.USERS: unit_texts.USERS_TEXT,
+        boot.ROOT: unit_texts.ROOT_TEXT,
     }
     # In a system container, the kernel modules and the GPU modes belong to the host.
     # A copy of an image may have no GPU: loading modules would then fail the unit. The nodes' unit loads them instead.
@@ -221,8 +225,9 @@ class PrepareBoot(Change):
             if not trouble:
                 continue
             said = log_of(system, name)
-            # Persistence is optional. While the driver is not loaded, which may need a reboot, no unit can work.
-            if name == PERSISTENCE or system.read_text("/proc/driver/nvidia/version") is None:
+            # Persistence is optional. While another driver or none is loaded no unit can work: that may need a reboot.
+            driver = discover(system)
+            if name == PERSISTENCE or driver.kernel_version != driver.library_version:
                 tell(f"{name} did not start: {said.replace(chr(10), '; ')}", 0, 0)
                 continue
             raise GpuprovError(f"{name} did not start", f"{trouble}\n{said}", f"systemctl status {name}")

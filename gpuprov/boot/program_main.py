@@ -64,7 +64,10 @@ def _make_missing(system: System, driver: DriverFacts) -> int:
 
 
 def refresh(system: System) -> str:
-    """Rewrite the CDI specifications that are out of date; return what was done."""
+    """Rewrite the CDI specifications that are out of date; return what was done.
+
+    Raises GpuprovError, which marks the unit as failed, if the loaded module and the libraries differ in version.
+    """
     # Imported here: making nodes, which docker waits for at boot, does not need it.
     from gpuprov.cdi import other_devices
     from gpuprov.cdi.generate import PATH, difference, specification
@@ -74,9 +77,10 @@ def refresh(system: System) -> str:
         if not ours:
             return "a gpuprov run is going on: it writes the specification itself"
         driver = discover(system)
-        if not driver.kernel_version or driver.kernel_version != driver.library_version:
+        if not driver.kernel_version or not driver.library_version:
             versions = f"loaded: {driver.kernel_version or 'none'}, libraries: {driver.library_version or 'none'}"
             return f"the driver is not whole ({versions}): the specification is left as it is"
+        _require_one_version(driver)
         if _make_missing(system, driver):
             driver = discover(system)
         wanted = dict(other_devices.specifications(system))
@@ -89,6 +93,16 @@ def refresh(system: System) -> str:
     if not changed:
         return "nothing has changed"
     return f"refreshed: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
+
+
+def _require_one_version(driver: DriverFacts) -> None:
+    if driver.kernel_version != driver.library_version:
+        raise GpuprovError(
+            f"the driver's files are {driver.library_version}, the loaded module is {driver.kernel_version}: "
+            "no container can use the GPUs, and the CDI specification is left as it is",
+            "/proc/driver/nvidia/version and libnvidia-ml.so.1",
+            "systemctl reboot, or gpuprov install",
+        )
 
 
 def serve(system: System) -> str:

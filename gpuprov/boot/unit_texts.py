@@ -16,39 +16,73 @@ from gpuprov.facts.boot import (
     PROGRAM,
     REFRESH,
     SERVE_SOCKET,
+    SOCKETS,
     UDEV_RULES,
 )
 
+# All that starts containers at boot; a unit that a host lacks costs nothing. user@.service, for rootless engines, is
+# a template: only its own files can order it (USERS_TEXT).
+_ENGINES = (
+    "docker.service containerd.service crio.service podman-restart.service k3s.service k3s-agent.service "
+    "rke2-server.service rke2-agent.service kubelet.service snap.microk8s.daemon-containerd.service"
+)
+# A driver that hangs delays a boot and does not stop it: engines come after these units, and do not require them. A
+# process that hangs in the kernel ignores signals: systemd gives it up after four times TimeoutStopSec.
+_BOUNDED = "TimeoutStartSec={seconds}\nTimeoutStopSec=5"
 NODES_TEXT = f"""\
 {MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
 [Unit]
 Description=NVIDIA device nodes, and their links in /dev/char (gpuprov)
 After=systemd-modules-load.service
-Before=docker.service containerd.service crio.service
+Before={_ENGINES}
+Wants={SOCKETS}
 
 [Service]
 Type=oneshot
 RemainAfterExit=yes
 ExecStart={{python}} -I {PROGRAM} nodes
+{_BOUNDED.format(seconds=90)}
 
 [Install]
 WantedBy=multi-user.target
 """
-# After the daemons whose sockets stand in the specification, and not before engines, which need not wait for those.
+# Not after the daemons whose sockets stand in the specification: engines would wait for them. SOCKETS adds those.
 REFRESH_TEXT = f"""\
 {MARK}: rewrites /etc/cdi/nvidia.json if it is out of date; looks, and writes nothing, if it is up to date.
 [Unit]
 Description=CDI specification of the NVIDIA driver and its devices (gpuprov)
-After={NODES} {PERSISTENCE} nvidia-fabricmanager.service
+After={NODES}
+Before={_ENGINES}
 StartLimitIntervalSec=0
 
 [Service]
 Type=oneshot
 ExecStart={{python}} -I {PROGRAM} refresh
+{_BOUNDED.format(seconds=90)}
 
 [Install]
 WantedBy=multi-user.target
 """
+# A path unit would not do: for a folder in /run that is missing it watches /run, and may miss other changes meanwhile.
+SOCKETS_TEXT = f"""\
+{MARK}: the driver's daemons make their sockets while engines start already.
+[Unit]
+Description=CDI specification with the sockets of the NVIDIA driver's daemons (gpuprov)
+After={REFRESH} {PERSISTENCE} nvidia-fabricmanager.service
+
+[Service]
+Type=oneshot
+# {REFRESH} shows what is wrong.
+ExecStart=-{{python}} -I {PROGRAM} refresh
+{_BOUNDED.format(seconds=90)}
+"""
+USERS_TEXT = f"""\
+{MARK}: a user's rootless engine starts its containers after the specification is up to date.
+[Unit]
+After={REFRESH}
+"""
+# It replaces the file of that name for all users.
+ROOT_TEXT = f"{MARK}: root's login, and root's engines' sessions, wait for no driver.\n"
 # Libraries come with a new /etc/ld.so.cache, modules with a new modules.dep, MIG instances with nodes in nvidia-caps.
 WATCH_TEXT = f"""\
 {MARK}: a driver's libraries, its modules or MIG instances come and go; udev tells of GPUs ({UDEV_RULES}).
@@ -233,11 +267,12 @@ def mig_text(layout: Sequence[tuple[int, str]]) -> str:
 [Unit]
 Description=MIG devices of NVIDIA GPUs (gpuprov_mig_layout)
 After={NODES} {PERSISTENCE}
-Before={REFRESH} docker.service containerd.service crio.service
+Before={REFRESH} {_ENGINES}
 
 [Service]
 Type=oneshot
 RemainAfterExit=yes
+{_BOUNDED.format(seconds=180)}
 ExecStart=/bin/sh -c 'nvidia-smi mig -lgi | grep -q " MIG " && exit 0; {steps}'
 
 [Install]

@@ -16,8 +16,8 @@ from typing import Any
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 
-# A GPU without a persistent client is initialised first: seconds for each.
-_SECONDS = 120
+# A GPU without a persistent client is initialised first: seconds for each. Less than a boot waits (unit_texts.py).
+_SECONDS = 60
 _CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from {} import main; main(sys.argv[1])"
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _VERSION = r"\d+\.\d+"

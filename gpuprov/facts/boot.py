@@ -17,6 +17,7 @@ PROGRAM = f"{LIBRARY_PATH}/boot.pyz"
 NODES = "gpuprov-nodes.service"
 REFRESH = "gpuprov-refresh.service"
 WATCH = "gpuprov-refresh.path"
+SOCKETS = "gpuprov-sockets.service"
 MIG = "gpuprov-mig.service"
 PERSISTENCE = "nvidia-persistenced.service"
 SERVE = "gpuprov-serve.service"
@@ -32,12 +33,15 @@ _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/
 _PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
 STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS, SERVE_SOCKET)
 _ENABLED = tuple(f"{WANTS}/{name}" for name in STARTED)
+USERS = f"{UNITS}/user@.service.d/gpuprov.conf"
+ROOT = f"{UNITS}/user@0.service.d/gpuprov.conf"
 DRIVEN = tuple(f"{UNITS}/{name}.d/gpuprov.conf" for name in (PERSISTENCE, _FABRIC))
 
 # These belong to no package: an obsolete one is removed if it is gpuprov's.
 MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
-    f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
+    f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}",
+    f"{UNITS}/{SOCKETS}", USERS, ROOT, *DRIVEN,
 )  # fmt: skip
 
 

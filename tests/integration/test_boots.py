@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 import yaml
 
 from tests import simgpu
-from tests.lab import Host, HostRequest
+from tests.integration.doctor_cases import SLEEPER
+from tests.lab import Host, HostRequest, cgroups
 from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
@@ -20,6 +22,7 @@ from tests.lab.shell import wait_for
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _UNITS = ("gpuprov-nodes.service", "gpuprov-refresh.service", "gpuprov-refresh.path")
 _CDI = "/etc/cdi/nvidia.json"
+_NEWER = "580.105.08"
 # Instead of the lab's own: first nouveau has the GPUs of a bare machine, after the next boot NVIDIA's driver has them.
 _NOUVEAU_ONCE = """
 set -eu
@@ -107,6 +110,110 @@ def test_a_gpu_that_a_reboot_lost_is_missed_until_it_is_back(lab_site: Site, mai
     done = gpuprov("verify", "--hosts", inventory)
     assert done.returncode == 0 and re.search(r"^remembered GPUs +ok +all 2 of", done.stdout, re.MULTILINE), done.stdout
     assert main.ssh("stat -c '%a %u' /var/lib/gpuprov/remembered.json").stdout.split() == ["600", "0"]
+
+
+# -- containers with a restart policy ------------------------------------------------------------------------------
+
+_LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+# Without docker's CDI: up to 28.1 docker registers it after it has restarted containers (moby, 49989).
+_CONTAINERS = {
+    "flag": "docker run --gpus all",
+    "runtime": "docker run --runtime=nvidia --env NVIDIA_VISIBLE_DEVICES=all",
+    "podman": "podman --runtime=runc run --device nvidia.com/gpu=all --cgroups=disabled",
+}
+
+
+@pytest.fixture(scope="module")
+def restarting(lab_site: Site, main: Host) -> Host:
+    """The host with four containers that come back at each boot, and the .run files of two drivers."""
+    # A lab host has no pids controller.
+    main.ssh("mkdir -p /etc/containers; printf '[containers]\\npids_limit = 0\\n' > /etc/containers/containers.conf")
+    main.ssh("apt-get update -qq; apt-get install -qq --no-install-recommends podman", timeout=300)
+    main.ssh(SLEEPER)
+    main.ssh(SLEEPER.replace("docker import", "podman import"))
+    main.ssh("systemctl enable podman-restart.service")
+    for name, command in _CONTAINERS.items():
+        main.ssh(f"{command} --detach --network=none --restart=always --name {name} sleeper:1 /bin/sleep 9999")
+    for version in (DRIVER, _NEWER):
+        shutil.copyfile(simgpu.build_run(lab_site.lab.www, version), main.root / f"root/{version}.run")
+    return main
+
+
+def _boot_with(host: Host, version: str, gpus: int = 2) -> None:
+    """Boot with the kernel side of that driver and as many GPUs; a shutdown would wait for the containers."""
+    tree = host.root / "usr/lib/simgpu"
+    for part in ("sys", "proc"):
+        shutil.rmtree(tree / part)
+    simgpu.write_kernel_tree(tree, gpus, version)
+    cgroups.end_processes(host.cgroup)
+    host.switch_on()
+
+
+def _by_another_hand(host: Host, version: str) -> None:
+    """Replace the driver as its user does, with the file alone; the kernel keeps what it has until it boots."""
+    host.ssh(f"sh /root/{version}.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
+
+
+def _given(host: Host, name: str) -> tuple[list[str], list[str]]:
+    """Return the versions of libcuda and the GPUs' nodes in a container, nothing of one that does not run."""
+    engine = "podman" if name == "podman" else "docker"
+    seen = host.ssh(
+        f"pid=$({engine} inspect --format '{{{{.State.Pid}}}}' {name}); [ $pid -gt 0 ] && "
+        f"cd /proc/$pid/root && find dev -name 'nvidia[0-9]' -printf '%f\\n' && "
+        f"find .{_LIBRARIES} -name 'libcuda.so.*.*' -size +0",
+        check=False,
+    ).stdout.split()  # fmt: skip
+    nodes = sorted(word for word in seen if "/" not in word)
+    return [word.partition("libcuda.so.")[2] for word in seen if "/" in word], nodes
+
+
+@pytest.mark.parametrize(
+    ("case", "version", "gpus"),
+    [("upgraded", _NEWER, 2), ("downgraded", DRIVER, 2), ("a GPU lost", DRIVER, 1), ("a GPU added", DRIVER, 2),
+     ("no specification", DRIVER, 2)],
+)  # fmt: skip
+def test_containers_with_a_restart_policy_have_their_gpus_after_a_boot(
+    restarting: Host, case: str, version: str, gpus: int
+) -> None:
+    if case in ("upgraded", "downgraded"):
+        _by_another_hand(restarting, version)
+    if case == "no specification":
+        restarting.ssh(f"rm {_CDI}")
+    _boot_with(restarting, version, gpus)
+    nodes = [f"nvidia{number}" for number in range(gpus)]
+    wanted = {name: ([version], nodes) for name in _CONTAINERS}
+    assert {name: _given(restarting, name) for name in _CONTAINERS} == wanted
+
+
+def test_a_driver_that_does_not_fit_its_module_is_said_and_engines_start(restarting: Host) -> None:
+    """Files that changed without a boot, as an update by apt in the night leaves them."""
+    _by_another_hand(restarting, _NEWER)
+    _boot_with(restarting, DRIVER)
+    assert active(restarting, "docker", "gpuprov-refresh.service") == ["active", "failed"]
+    said = restarting.ssh("journalctl --boot --output=cat --unit gpuprov-refresh").stdout
+    assert f"files are {_NEWER}, the loaded module is {DRIVER}" in said
+    _by_another_hand(restarting, DRIVER)
+    wait_for("the refresh", lambda: active(restarting, "gpuprov-refresh.service") == ["inactive"])
+
+
+def test_a_driver_that_hangs_delays_engines_and_does_not_stop_them(restarting: Host) -> None:
+    """The limit is the unit's; a shorter one here."""
+    hangs = (
+        "mkdir -p {0} && printf '[Service]\\nTimeoutStartSec=1\\nExecStart=\\nExecStart=/bin/sleep 600\\n' > {0}/a.conf"
+    )
+    after = "systemctl show {} --property=After | grep -c gpuprov-refresh"
+    assert restarting.ssh(after.format("user@1000.service")).stdout == "1\n"
+    # The administrator who looks for the reason can log in.
+    assert restarting.ssh(after.format("user@0.service"), check=False).stdout == "0\n"
+    for unit in ("gpuprov-nodes.service", "gpuprov-refresh.service"):
+        limit = restarting.ssh(f"systemctl show {unit} --property=TimeoutStartUSec --value").stdout.strip()
+        assert limit == "1min 30s"
+        restarting.ssh(hangs.format(f"/etc/systemd/system/{unit}.d"))
+    _boot_with(restarting, DRIVER)
+    assert active(restarting, "gpuprov-nodes", "gpuprov-refresh", "docker") == ["failed", "failed", "active"]
+    restarting.ssh("rm -r /etc/systemd/system/gpuprov-*.service.d; systemctl daemon-reload")
+    restarting.ssh("systemctl restart gpuprov-nodes gpuprov-refresh; docker rm --force flag runtime")
+    restarting.ssh("podman rm --force --time 0 podman; systemctl disable podman-restart; apt-get purge -qq podman")
 
 
 def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host) -> None:

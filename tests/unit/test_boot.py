@@ -74,7 +74,19 @@ def written(facts: HostFacts, wanted: HostSpec) -> set[str]:
     return {path for path, _ in prepared(facts, wanted).files}
 
 
-EVERYWHERE = {boot.PROGRAM, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", UDEV_RULES}
+EVERYWHERE = {
+    boot.PROGRAM,
+    f"{UNITS}/{NODES}",
+    f"{UNITS}/{REFRESH}",
+    f"{UNITS}/{WATCH}",
+    UDEV_RULES,
+    boot.USERS,
+    boot.ROOT,
+    f"{UNITS}/{boot.SOCKETS}",
+}
+_ENGINES = (
+    "docker", "containerd", "crio", "podman-restart", "k3s", "k3s-agent", "rke2-server", "rke2-agent", "kubelet"
+)  # fmt: skip
 
 
 def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: HostFacts) -> None:
@@ -104,6 +116,21 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
     assert SERVE_SOCKET in restart
     assert SERVE not in restart
     assert prepare.plan(source_of(gather(host), spec(serve=True))) == ()
+
+
+def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: HostFacts) -> None:
+    files = {path: content.decode() for path, content in prepared(container, spec()).files if path != boot.PROGRAM}
+    mig = unit_texts.mig_text([(0, "all-1g.5gb")])
+    for unit in (files[f"{UNITS}/{NODES}"], files[f"{UNITS}/{REFRESH}"], mig):
+        (before,) = (line.split() for line in unit.splitlines() if line.startswith("Before="))
+        assert {f"{name}.service" for name in _ENGINES} <= {word.replace("Before=", "") for word in before}
+        assert "TimeoutStartSec=" in unit
+        assert "Requires=" not in unit
+    assert f"After={REFRESH}" in files[boot.USERS]
+    # The daemons' sockets come later, and no engine waits for those.
+    sockets = files[f"{UNITS}/{boot.SOCKETS}"]
+    assert "Before=" not in sockets and f"After={REFRESH} {PERSISTENCE}" in sockets
+    assert f"Wants={boot.SOCKETS}" in files[f"{UNITS}/{NODES}"]
 
 
 def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
@@ -204,6 +231,16 @@ def test_refresh_leaves_half_a_driver_alone(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root")
     assert "is not whole" in program_main.refresh(host)
     assert not host.exists(CDI)
+
+
+def test_refresh_fails_and_says_why_if_files_and_module_differ(host: FakeHost) -> None:
+    """The unit that failed is the mark of a boot that went on without."""
+    program_main.refresh(host)
+    before = host.read_bytes(CDI)
+    simgpu.write_kernel_tree(host.root, 2, "535.261.03")
+    with pytest.raises(GpuprovError, match=r"files are 550\.163\.01, the loaded module is 535.261.03"):
+        program_main.refresh(host)
+    assert host.read_bytes(CDI) == before
 
 
 def test_refresh_leaves_the_specification_to_a_run_that_goes_on(host: FakeHost) -> None:
