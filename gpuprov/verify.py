@@ -18,6 +18,7 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.commands import NOT_FOUND
 from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
+from gpuprov.facts import driver_change
 from gpuprov.facts.gpus import UNIT, FabricFacts, gather_fabric
 from gpuprov.facts.host import gather_software, manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
@@ -85,6 +86,8 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Values:
             commands = manager_on(system).commands
             raise Failed(f"{path} exited {done.returncode}: {said}; {hidden[0].what}: {hidden[0].reason}; "
                          f"{hidden[0].way_out(commands)}")  # fmt: skip
+        if different := driver_change.difference(system, discover(system)):
+            raise Failed(f"{path} exited {done.returncode}: {said}; {different}")
         known = EXITS.get(exit_code(done.returncode), Exit("nvidia-smi fails", LOOK))
         hint = f"{known.what}: {known.next_step or 'gpuprov doctor'}"
         if done.returncode == NOT_FOUND:
@@ -135,7 +138,10 @@ def _cdi(system: System) -> Values:
     content = system.read_bytes(path)
     if content is None:
         raise Failed(f"{path} is missing; run gpuprov install")
-    different = difference(content, discover(system), any_version=is_of_another_version(system))
+    driver = discover(system)
+    if replaced := driver_change.difference(system, driver):
+        raise Failed(replaced)
+    different = difference(content, driver, any_version=is_of_another_version(system))
     if different:
         reason = f"{path} does not describe the driver and GPUs that are here now: {different}"
         raise Failed(f"{reason}; run gpuprov install")

@@ -18,6 +18,7 @@ from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.device_nodes import link_nodes
+from gpuprov.runtime_hook.freshness import CONTAINER, disagreement, next_step
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def refresh(system: System) -> str:
         if not driver.kernel_version or not driver.library_version:
             versions = f"loaded: {driver.kernel_version or 'none'}, libraries: {driver.library_version or 'none'}"
             return f"the driver is not whole ({versions}): the specification is left as it is"
-        _require_one_version(driver)
+        _require_one_version(system, driver)
         if _make_missing(system, driver):
             driver = discover(system)
         wanted = dict(other_devices.specifications(system))
@@ -95,13 +96,13 @@ def refresh(system: System) -> str:
     return f"refreshed: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
 
 
-def _require_one_version(driver: DriverFacts) -> None:
-    if driver.kernel_version != driver.library_version:
+def _require_one_version(system: System, driver: DriverFacts) -> None:
+    module = driver.kernel_version
+    if module != driver.library_version:
         raise GpuprovError(
-            f"the driver's files are {driver.library_version}, the loaded module is {driver.kernel_version}: "
-            "no container can use the GPUs, and the CDI specification is left as it is",
-            "/proc/driver/nvidia/version and libnvidia-ml.so.1",
-            "systemctl reboot, or gpuprov install",
+            disagreement(driver.library_version, module),
+            "/proc/driver/nvidia/version and libnvidia-ml.so.1; the CDI specification is left as it is",
+            next_step(module, container=system.exists(CONTAINER)),
         )
 
 

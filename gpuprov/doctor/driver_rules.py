@@ -42,6 +42,7 @@ from gpuprov.facts.driver import PRELOAD
 from gpuprov.facts.gpus import UNIT
 from gpuprov.protocol import advisories
 from gpuprov.protocol.words import counted
+from gpuprov.runtime_hook.freshness import disagreement
 
 RULES = Rules()
 
@@ -106,10 +107,8 @@ def _version_mismatch(x: HostSnapshot) -> Finding | None:
         return None
     path = next((path for path, version in x.library_files.items() if version == libraries and "-ml." in path), _NVML)
     seen = [f"/proc/driver/nvidia/version: {module}", f"{path}: {libraries}"]
-    changed = "a package manager changed the libraries under the loaded module" if x.package_change else ""
     return Finding(
-        f"the loaded module is of version {module}, the libraries are of {libraries}"
-        + (f": {changed}" if changed else ""),
+        disagreement(libraries, module, x.driver_since),
         "\n".join([*seen, *x.package_change]),
         same_versions(x),
         # The kernel module belongs to the host of a system container: the libraries must follow it.

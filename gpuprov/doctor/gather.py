@@ -43,6 +43,7 @@ from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.kubernetes import KUBELET_CONFIG
 from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.driver import PRELOAD
+from gpuprov.facts.driver_change import package_change, since
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
@@ -60,8 +61,6 @@ _SECONDS = 20
 _HOOK = "nvidia-container-runtime-hook"
 _LIBRARY = re.compile(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)")
 _AUDIT_LOG = "/var/log/audit/audit.log"
-_PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
-_PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
 _LARGEST_TEXT = 1 << 20
 _UNITS = (
     "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
@@ -122,7 +121,8 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         installed=_installed(system),
         programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
         library_files=_library_files(system),
-        package_change=_package_change(system),
+        package_change=package_change(system),
+        driver_since=since(system, host.driver.library_version),
         in_place={node.path: _what_lies_at(system, node.path) for node in missing_nodes(host.driver)},
         node_modes={path: status.mode for path in host.driver.present if (status := system.status(path))},
         links_missing=_links_missing(system, host.driver),
@@ -263,15 +263,6 @@ def _library_files(system: System) -> Mapping[str, str]:
                 if version:
                     found[f"{folder}/{name}"] = version[1]
     return found
-
-
-def _package_change(system: System) -> tuple[str, ...]:
-    """Return the last line of a package manager's log about the driver, with its place."""
-    for path in _PACKAGE_LOGS:
-        if system.exists(path):
-            lines = _said(system, ("grep", "-nE", _PACKAGE_LINE, path)).splitlines()
-            return (f"{path}:{lines[-1]}",) if lines else ()
-    return ()
 
 
 def _what_lies_at(system: System, path: str) -> str:

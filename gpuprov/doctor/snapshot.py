@@ -77,7 +77,8 @@ class HostSnapshot:
     path → text of small files. `there`: the watched paths that exist; `absent`: paths named by a configuration or a
     specification that do not exist. `modified`: path → time. `library_files`: driver library → its version.
     `installed`: what the journals say of the bundled runtime, None without any.
-    `package_change`: the last change of the driver by a package manager. `in_place`: missing node → what occupies its
+    `package_change`: the last change of the driver by a package manager; `driver_since`: who brought its files, when.
+    `in_place`: missing node → what occupies its
     path, "" if nothing does. `open_run`: the interrupted change of a gpuprov run; `runs_now`: a run that holds the
     host's lock. `rootless`: sockets of users' own dockers
     whose files name no runtime nvidia and no CDI. `smi_path`: the nvidia-smi that was run; `other_smi`: one
@@ -110,6 +111,7 @@ class HostSnapshot:
     programs: Mapping[str, str] = field(default_factory=dict)
     library_files: Mapping[str, str] = field(default_factory=dict)
     package_change: tuple[str, ...] = ()
+    driver_since: str = ""
     in_place: Mapping[str, str] = field(default_factory=dict)
     node_modes: Mapping[str, int] = field(default_factory=dict)
     links_missing: tuple[str, ...] = ()

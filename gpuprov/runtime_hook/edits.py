@@ -12,6 +12,7 @@ from . import driver_files
 from .config import has_user_namespace, list_of, object_of
 from .errors import Refused
 from .files import is_trusted, normal_path
+from .freshness import require_current
 from .specification import unusable
 
 TYPE_CHECKING = False
@@ -92,6 +93,8 @@ def _chosen(
     others = [hook for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
+    if links:
+        require_current(specifications.own, edits.get("mounts") or [])
     chosen = ContainerEdits(edits, links, specifications.own.host.get("driver", "") if links else "")
     mounts = len(edits.get("mounts") or ())
     chosen.decisions = [

@@ -97,6 +97,14 @@ def test_verify_names_the_library_that_hides_the_drivers(host: DoctorHost) -> No
     assert "nvidia-smi exited 18" in reason and path in reason and "; rm " in reason
 
 
+def test_verify_says_files_and_module_of_different_versions_in_one_sentence(host: DoctorHost) -> None:
+    host.answers["nvidia-smi"] = (18, "Failed to initialize NVML: Driver/library version mismatch")
+    simgpu.write_kernel_tree(host.root, 2, STALE)
+    sentence = f"the driver's files are {simgpu.DRIVER_VERSION}, the loaded module is {STALE}: run `gpuprov install -e"
+    assert sentence in failed(host, "driver")
+    assert failed(host, "CDI specification").startswith(sentence)
+
+
 def test_verify_in_a_system_container_speaks_of_the_host_outside(host: DoctorHost) -> None:
     host.answers["nvidia-smi"] = (9, "NVIDIA-SMI has failed")
     (host.root / "proc/driver/nvidia/version").unlink()

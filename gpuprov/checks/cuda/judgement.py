@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from gpuprov.checks.cuda.files import chain, names, read
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, MUSL, Found, Loader
 from gpuprov.protocol.versions import version_numbers
+from gpuprov.runtime_hook.freshness import disagreement, next_step
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
 from gpuprov.runtime_hook.rootfs import Root
 
@@ -124,11 +125,12 @@ def judge(
     *,
     kind: str,
     has_driver: bool = True,
+    is_container: bool = False,
 ) -> tuple[Finding, ...]:
     """Return what is wrong, the first to correct first.
 
     `kind` is host, container or image; `has_driver` says whether an image's files have the driver's among them, as they
-    have in a container.
+    have in a container; `is_container` whether a host is a system container.
     """
     if loader.library != GLIBC:
         return (_MUSL if loader.library == MUSL else _NO_LOADER,)
@@ -138,14 +140,24 @@ def judge(
         return (Finding((), what, f"its loader is {loader.path}", f"use an image for {machine}"),)
     named = {one.name: one for one in found}
     is_host = kind == "host"
+    # The step for a host's only library: it is the installed driver's, and nobody shall remove it.
+    step = next_step(kernel, container=is_container) if is_host else ""
+    cuda, management = ((named[name], step if _is_alone(named[name]) else "") for name in (LIBCUDA, LIBNVIDIA_ML))
     return (
-        *(replace(one, library=LIBCUDA) for one in _library(named[LIBCUDA], kernel, is_host, has_driver)),
+        *(replace(one, library=LIBCUDA) for one in _library(*cuda, kernel, is_host, has_driver)),
         *_runtimes(named[LIBCUDA], runtimes),
-        *(replace(one, library=LIBNVIDIA_ML) for one in _management(named[LIBNVIDIA_ML], kernel, is_host)),
+        *(replace(one, library=LIBNVIDIA_ML) for one in _management(*management, kernel, is_host)),
     )
 
 
-def _library(cuda: Found, kernel: str, is_host: bool, has_driver: bool) -> Iterator[Finding]:
+def _is_alone(found: Found) -> bool:
+    """Say whether no other usable library is of another version than the one that wins."""
+    one = found.winner
+    usable = (other for other in found.others if other.version and not (other.fault or other.stub))
+    return one is not None and not any(one.fault or other.version != one.version for other in usable)
+
+
+def _library(cuda: Found, own_step: str, kernel: str, is_host: bool, has_driver: bool) -> Iterator[Finding]:
     one = cuda.winner
     if one is None:
         what = "the loader finds no libcuda.so.1" + ("" if has_driver else ": the image has none of its own")
@@ -158,7 +170,8 @@ def _library(cuda: Found, kernel: str, is_host: bool, has_driver: bool) -> Itera
     versions = f"{one.path} is of driver {one.version}, the loaded kernel module is {kernel}"
     newer = bool(one.version and kernel) and version_numbers(one.version)[0] > version_numbers(kernel)[0]
     if one.fault:
-        yield Finding((35,), f"the loader stops at {one.path}: {one.fault}", seen, f"remove {one.path}")
+        step = "sudo gpuprov install" if own_step else f"remove {one.path}"
+        yield Finding((35,), f"the loader stops at {one.path}: {one.fault}", seen, step)
     elif one.stub:
         yield Finding((34, 35), f"{one.path} is CUDA's stub, not the driver's library", seen, step)
     elif not one.version:
@@ -168,7 +181,8 @@ def _library(cuda: Found, kernel: str, is_host: bool, has_driver: bool) -> Itera
         what = f"forward compatibility: {versions}; this works on data center GPUs only"
         yield Finding((804,), what, seen, "on other GPUs, update the driver", note=True)
     elif kernel and version_numbers(one.version) != version_numbers(kernel):
-        yield Finding((803, 804) if newer else (803, 35, 36), versions, seen, step)
+        versions = disagreement(one.version, kernel) if own_step else versions
+        yield Finding((803, 804) if newer else (803, 35, 36), versions, seen, own_step or step)
 
 
 def _way_out(reason: str, is_host: bool) -> str:
@@ -207,15 +221,16 @@ def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Finding]:
             yield Finding((36, 222), what, runtime.source, step, note=True)
 
 
-def _management(management: Found, kernel: str, is_host: bool) -> Iterator[Finding]:
+def _management(management: Found, own_step: str, kernel: str, is_host: bool) -> Iterator[Finding]:
     one = management.winner
     if one is None:
         return
     seen = f"{one.chain[-1]}: {one.reason}"
     if one.fault:
         what = f"the loader stops at {one.path}: {one.fault}; nvidia-smi exits 12"
-        yield Finding((), what, seen, f"remove {one.path}")
+        yield Finding((), what, seen, "sudo gpuprov install" if own_step else f"remove {one.path}")
     elif one.version and kernel and version_numbers(one.version) != version_numbers(kernel):
         # cuda-compat brings no NVML: that library is the host's.
         what = f"{one.path} is of driver {one.version}, the loaded kernel module is {kernel}: nvidia-smi exits 18"
-        yield Finding((), what, seen, _way_out(one.reason, is_host))
+        what = f"{disagreement(one.version, kernel)}: nvidia-smi exits 18" if own_step else what
+        yield Finding((), what, seen, own_step or _way_out(one.reason, is_host))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
-from gpuprov.checks.cuda.files import add_driver, unpack, unpacked
+from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.judgement import Finding, Runtime, find_runtimes, judge
 from gpuprov.checks.cuda.search import (
     LIBCUDA,
@@ -29,10 +29,12 @@ from gpuprov.checks.cuda.search import (
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
+from gpuprov.runtime_hook.freshness import CONTAINER
 from gpuprov.runtime_hook.rootfs import Root
 
 ENGINES = ("docker", "podman")
 _SECONDS = 60
+_LARGEST_MARK = 64
 _EXPORT_SECONDS = 900
 _MODULE = "/proc/driver/nvidia/version"
 _NOT_SEARCHED = "the loader does not look there"
@@ -193,7 +195,10 @@ def survey_of(subject: Subject, kernel: str) -> Survey:
     loader = find_loader(subject.root)
     libraries = tuple(search(subject.root, loader, subject.program, name) for name in (LIBCUDA, LIBNVIDIA_ML))
     runtimes = find_runtimes(subject.root, environment)
-    findings = judge(loader, libraries, kernel, runtimes, kind=subject.kind, has_driver=subject.has_driver)
+    findings = judge(
+        loader, libraries, kernel, runtimes, kind=subject.kind, has_driver=subject.has_driver,
+        is_container=bool(read(subject.root, CONTAINER, _LARGEST_MARK)),
+    )  # fmt: skip
     unknown = tuple(_unknown(environment, runtimes, kernel, has_driver=subject.has_driver))
     return Survey(
         subject.kind, subject.name, subject.read, loader, kernel, libraries, runtimes, findings, unknown

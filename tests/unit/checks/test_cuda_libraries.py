@@ -69,14 +69,18 @@ class Image:
     def cache(self, *entries: str) -> None:
         self.add("/etc/ld.so.cache", merge(b"", [(one.rpartition("/")[2], one, FLAGS["x86_64"]) for one in entries]))
 
-    def survey(self, kernel: str = "550.163.01", has_driver: bool = True, **environment: str) -> Survey:
-        return self.survey_with(environment, kernel, has_driver)
+    def survey(
+        self, kernel: str = "550.163.01", has_driver: bool = True, kind: str = "image", **environment: str
+    ) -> Survey:
+        return self.survey_with(environment, kernel, has_driver, kind)
 
-    def survey_with(self, environment: Mapping[str, str], kernel: str = "", has_driver: bool = True) -> Survey:
+    def survey_with(
+        self, environment: Mapping[str, str], kernel: str = "", has_driver: bool = True, kind: str = "image"
+    ) -> Survey:
         host = os.uname_result(("Linux", "", "", "", self.machine))
         with pytest.MonkeyPatch.context() as patch, contextlib.closing(unpacked(str(self.root))) as root:
             patch.setattr(os, "uname", lambda: host)
-            return survey_of(Subject("image", "app", root, Program(environment, "/work"), "test", has_driver), kernel)
+            return survey_of(Subject(kind, "app", root, Program(environment, "/work"), "test", has_driver), kernel)
 
 
 @pytest.fixture
@@ -252,6 +256,28 @@ def test_a_management_library_of_another_version_is_named(image: Image) -> None:
     (finding,) = image.survey(LD_LIBRARY_PATH="/opt/own").findings
     assert finding.what.startswith("/opt/own/libnvidia-ml.so.1 is of driver 535.261.03")
     assert "nvidia-smi exits 18" in finding.what
+
+
+@pytest.mark.parametrize(("container", "step"), [("", "reboot, or run `gpuprov install`"), ("lxc", "run `gpuprov ins")])
+def test_on_a_host_the_installed_drivers_only_library_is_never_to_be_removed(
+    image: Image, container: str, step: str
+) -> None:
+    image.library(DRIVER, "580.178.04")
+    image.library(DRIVER, "580.178.04", "libnvidia-ml")
+    image.add("/run/systemd/container", container.encode())
+    for finding in image.survey(kind="host").findings:
+        assert finding.what.startswith("the driver's files are 580.178.04, the loaded module is 550.163.01")
+        assert finding.next_step.startswith(step)
+    # With the loaded driver's own beside it, another one that wins is in the way.
+    image.library("/usr/lib", "550.163.01")
+    assert image.survey(kind="host").findings[0].what.startswith(f"{DRIVER}/libcuda.so.1 is of driver")
+
+
+def test_on_a_host_a_broken_driver_is_installed_again(image: Image) -> None:
+    for name in ("libcuda", "libnvidia-ml"):
+        image.add(f"{DRIVER}/{name}.so.1", b"")
+    steps = {finding.next_step for finding in image.survey(kind="host").findings}
+    assert steps == {"sudo gpuprov install"}
 
 
 @pytest.mark.parametrize(("loader", "words"), [("/lib/ld-musl-x86_64.so.1", "musl"), ("", "no dynamic loader")])
