@@ -85,10 +85,8 @@ def recall(system: System) -> Recalled:
     status = system.status(REMEMBERED)
     if status is None:
         return Recalled()
-    if status.kind != "file" or status.uid != 0 or status.mode & 0o022:
-        return Recalled(fault=f"{REMEMBERED} is not a file that only root can write")
-    if status.size > _LARGEST:
-        return Recalled(fault=f"{REMEMBERED} is larger than {_LARGEST} bytes")
+    if status.kind != "file" or status.uid != 0 or status.mode & 0o022 or status.size > _LARGEST:
+        return Recalled(fault=f"{REMEMBERED} is not a small file that only root can write")
     try:
         data = parse(system.read_bytes(REMEMBERED) or b"")
         if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
@@ -139,10 +137,10 @@ def lost_gpus(
     if report is not None:
         lost, count = changed(memory.gpus, gpus_in(report, {})).lost, len(report.gpus)
     else:
-        # Buses may get other numbers: there, only a smaller number shows that a GPU is missing.
+        # Buses may get other numbers: which GPU is missing shows only if as many addresses are empty.
         gone = tuple(gpu for gpu in memory.gpus if gpu.bus_id not in bus)
-        is_fewer = len(bus) < len(memory.gpus) and not gather_kernel(system).wsl
-        lost, count = gone if is_fewer else (), len(bus)
+        is_known = len(gone) == len(memory.gpus) - len(bus) and not gather_kernel(system).wsl
+        lost, count = gone if is_known else (), len(bus)
     lost = tuple(gpu for gpu in lost if gpu.bus_id not in explained)
     if not lost:
         return None

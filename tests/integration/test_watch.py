@@ -13,6 +13,7 @@ from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
+_LOST_GPU = '{"uuid":"GPU-9","model":"H100","bus_id":"0000:9b:00.0"}'
 METRICS = "/var/lib/prometheus/node-exporter/gpuprov.prom"
 PLACES = ("/etc/systemd/system/gpuprov-watch.service", "/etc/systemd/system/gpuprov-watch.timer",
           "/etc/systemd/system/timers.target.wants/gpuprov-watch.timer", "/usr/lib/gpuprov/watch.pyz",
@@ -65,7 +66,12 @@ def test_the_service_measures_and_sees_what_breaks(watched: tuple[Host, Path]) -
     assert set(good["gpuprov_check_success"].values()) == {1.0}
     assert etc(host) == before
     host.ssh("echo '{}' > /etc/docker/daemon.json && systemctl restart docker")
+    host.ssh(f"sed -i 's/\"gpus\":\\[/&{_LOST_GPU},/' /var/lib/gpuprov/remembered.json")
     bad = measured(host)
+    of_memory = {
+        value for labels, value in bad["gpuprov_check_success"].items() if ("check", "remembered GPUs") in labels
+    }
+    assert of_memory == {0.0} and "2 today: GPU-9 (H100 at 0000:9b:00.0) is gone" in journal(host)
     assert bad["gpuprov_host_success"] == {label: 0.0}
     assert bad.get("gpuprov_host_changes_pending") == {label: 1.0}, journal(host)
     assert 0.0 in bad["gpuprov_check_success"].values()

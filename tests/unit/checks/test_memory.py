@@ -188,9 +188,9 @@ UNTRUSTED = (
     (b"{", 0o600, "can't be read"),
     (b'{"schema": 1}', 0o600, "Memory.date is missing"),
     (b'{"schema": 2}', 0o600, "schema 2, not 1"),
-    (b"[" * 300_000, 0o600, "is larger than"),
+    (b"[" * 300_000, 0o600, "not a small file"),
     (b"[" * 200_000, 0o600, "nested too deep"),
-    (b"{}", 0o666, "not a file that only root can write"),
+    (b"{}", 0o666, "not a small file that only root can write"),
 )
 
 
@@ -259,6 +259,12 @@ def test_the_doctor_names_the_missing_gpu(ill: DoctorHost) -> None:
 def test_the_doctor_names_it_where_no_driver_answers(ill: DoctorHost) -> None:
     ill.answers["nvidia-smi"] = (9, "NVIDIA-SMI has failed")
     assert "gpus-lost" in names(examined(ill))
+
+
+def test_which_gpu_is_missing_is_not_guessed_where_buses_have_other_numbers(ill: DoctorHost) -> None:
+    ill.answers["nvidia-smi"] = (9, "NVIDIA-SMI has failed")
+    ill.path("/sys/bus/pci/devices/0000:2a:00.0").rename(ill.path("/sys/bus/pci/devices/0000:2b:00.0"))
+    assert "gpus-lost" not in names(examined(ill))
 
 
 def test_a_gpu_on_the_bus_is_the_trouble_of_other_rules(ill: DoctorHost) -> None:
