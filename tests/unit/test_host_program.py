@@ -108,9 +108,9 @@ def test_the_versions_are_those_that_the_package_asks_for() -> None:
 
 
 def test_the_controller_may_take_every_newer_release() -> None:
-    """A host's agent has the locked ones: nothing holds back the controller's."""
-    asked = tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"]
-    assert [one for one in asked if {each.operator for each in Requirement(one).specifier} != {">="}] == []
+    """A host's agent has the locked ones. A run on this machine alone copies pyelftools into boot.pyz."""
+    asked = map(Requirement, tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"])
+    assert [one.name for one in asked if {each.operator for each in one.specifier} != {">="}] == ["pyelftools"]
 
 
 def test_each_package_brings_its_licence_and_nothing_is_compiled(program: Path) -> None:
