@@ -119,7 +119,7 @@ _LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 _CONTAINERS = {
     "flag": "docker run --gpus all",
     "runtime": "docker run --runtime=nvidia --env NVIDIA_VISIBLE_DEVICES=all",
-    "podman": "podman --runtime=runc run --device nvidia.com/gpu=all --cgroups=disabled",
+    "podman": "podman --runtime=runc run --device nvidia.com/gpu=all",
 }
 
 
