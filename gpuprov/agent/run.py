@@ -26,6 +26,7 @@ from gpuprov.core.retention import prune
 from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
 from gpuprov.engines.docker_unit import failure
+from gpuprov.facts import driver_change
 from gpuprov.facts.boot import gather_reboot
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.plan.steps import CHANGE_KINDS
@@ -171,7 +172,10 @@ def _facts(run: RunContext) -> Finished:
     run.system.unreadable = hidden if run.system.user_id() != 0 else None
     try:
         reach_local_docker(run.system)
-        run.sink(FactsGathered(facts_to_json(gather(run.system))))
+        facts = gather(run.system)
+        run.sink(FactsGathered(facts_to_json(facts)))
+        if replaced := driver_change.difference(run.system, facts.driver):
+            run.note(replaced, "warning")
         if left_out := sorted(path for path in hidden if not path.startswith("/proc/")):
             run.note(f"left out, because only root may read it: {', '.join(left_out)}", "warning")
     except PermissionError as error:

@@ -17,6 +17,7 @@ from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, FactsGathered, Finished, Note
 from gpuprov.protocol.request import Request
+from tests import simgpu
 from tests.unit.fake_host import FakeHost
 
 DEVICES = {
@@ -49,6 +50,17 @@ def test_gpus_are_display_controllers_of_nvidia(tmp_path: Path) -> None:
 def test_apparmor_is_on_where_the_kernel_says_so(tmp_path: Path, text: str, on: bool) -> None:
     put(tmp_path, "/sys/module/apparmor/parameters/enabled", text)
     assert gather_kernel(System(str(tmp_path))).apparmor == on
+
+
+def test_facts_warn_of_a_driver_that_was_replaced_and_not_loaded(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path)
+    simgpu.install_tree(tmp_path)
+    simgpu.write_kernel_tree(tmp_path, 1, "535.261.03")
+    events: list[Event] = []
+    assert run_request(Request("facts"), events.append, host) == 0
+    (said,) = (one for one in events if isinstance(one, Note))
+    assert said.level == "warning"
+    assert said.message.startswith("the driver's files are 550.163.01, the loaded module is 535.261.03: ")
 
 
 def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:
