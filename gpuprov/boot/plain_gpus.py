@@ -44,7 +44,7 @@ def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
     settings, trouble = read_settings()
     # That setting restricts requests of images and users; this request comes from the host's own command.
     settings.accept_envvar_when_unprivileged = True
-    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpuprov-tmp-") as folder:
         if not any(Path(place, "nvidia.json").is_file() for place in settings.spec_dirs):
             # Only for this call, on hosts where gpuprov is not installed.
             Path(folder, "nvidia.json").write_bytes(_described())

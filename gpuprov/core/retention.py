@@ -47,7 +47,8 @@ BOUNDS = (
     # A controller may be uploading one now.
     Bound(CACHE_DIRECTORY, r"bundle-.+\.tar(\.part)?", 2, 32 << 30, _DAY),
     # What killed commands left.
-    *(Bound(folder, r"gpuprov-\w+", 0, 0, _DAY) for folder in ("/run", "/tmp", "/var/tmp")),
+    # System.temporary_directory names them so: an administrator's own gpuprov-backup stays.
+    *(Bound(folder, r"gpuprov-tmp-[a-z0-9_]{8}", 0, 0, _DAY) for folder in ("/run", "/tmp", "/var/tmp")),
 )
 
 

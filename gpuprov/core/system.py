@@ -365,7 +365,7 @@ class System:
 
     def temporary_directory(self, near: str = "/tmp") -> str:
         """Make a private directory below `near` and return its path."""
-        made = Path(tempfile.mkdtemp(prefix="gpuprov-", dir=self.path(near)))
+        made = Path(tempfile.mkdtemp(prefix="gpuprov-tmp-", dir=self.path(near)))
         return "/" + str(made.relative_to(self.root))
 
     def sleep(self, seconds: float) -> None:

@@ -157,42 +157,44 @@ def test_folders_and_downloads_have_a_bound(host: Still, tmp_path: Path) -> None
         (cache / f"agent-{number:02}").mkdir()
         (cache / f"NVIDIA-{number}.run").write_text("x")
         (cache / f"bundle-{number}.tar.part").write_text("x")
-        (tmp_path / f"var/tmp/gpuprov-{number}").mkdir()
+        (tmp_path / f"var/tmp/gpuprov-tmp-abcd_{number:03}").mkdir()
         for path in (f"agent-{number:02}", f"NVIDIA-{number}.run", f"bundle-{number}.tar.part"):
             os.utime(cache / path, (number, number))
-        os.utime(tmp_path / f"var/tmp/gpuprov-{number}", (number, number))
+        os.utime(tmp_path / f"var/tmp/gpuprov-tmp-abcd_{number:03}", (number, number))
     (cache / "bundle").mkdir()
     (cache / "unpack").mkdir()
+    (tmp_path / "var/tmp/gpuprov-backup").mkdir()  # an administrator's own
+    os.utime(tmp_path / "var/tmp/gpuprov-backup", (1, 1))
     prune(host, CHANGE_KINDS)
     kept = {
         "agent-96", "agent-97", "agent-98", "agent-99", "NVIDIA-98.run", "NVIDIA-99.run",
         "bundle-98.tar.part", "bundle-99.tar.part", "bundle", "unpack",
     }  # fmt: skip
     assert {path.name for path in cache.iterdir()} == kept
-    assert not list((tmp_path / "var/tmp").iterdir())
+    assert [path.name for path in (tmp_path / "var/tmp").iterdir()] == ["gpuprov-backup"]
 
 
 def test_what_was_used_today_stays(host: Still, tmp_path: Path) -> None:
     cache = tmp_path / CACHE_DIRECTORY[1:]
     for number in range(9):
         (cache / f"agent-{number}").mkdir(parents=True)
-    (tmp_path / "var/tmp/gpuprov-abc").mkdir()
+    (tmp_path / "var/tmp/gpuprov-tmp-abcd_123").mkdir()
     prune(host, CHANGE_KINDS)
     assert len(list(cache.iterdir())) == 9
-    assert (tmp_path / "var/tmp/gpuprov-abc").exists()
+    assert (tmp_path / "var/tmp/gpuprov-tmp-abcd_123").exists()
 
 
 def test_no_link_is_followed_and_only_files_of_root_go(host: Still, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/gpuprov-1.run").write_text("x")
     place = tmp_path / "var/tmp"
-    (place / "gpuprov-link").symlink_to(tmp_path / "precious")
-    (place / "gpuprov-deep").mkdir()
-    (place / "gpuprov-deep/link").symlink_to(tmp_path / "precious")
-    (place / "gpuprov-users").mkdir()
-    for name in ("gpuprov-deep", "gpuprov-users", "gpuprov-link"):
+    (place / "gpuprov-tmp-linklink").symlink_to(tmp_path / "precious")
+    (place / "gpuprov-tmp-deepdeep").mkdir()
+    (place / "gpuprov-tmp-deepdeep/link").symlink_to(tmp_path / "precious")
+    (place / "gpuprov-tmp-user1000").mkdir()
+    for name in ("gpuprov-tmp-deepdeep", "gpuprov-tmp-user1000", "gpuprov-tmp-linklink"):
         os.utime(place / name, (0, 0), follow_symlinks=False)
-    os.chown(place / "gpuprov-users", 1000, 1000)
+    os.chown(place / "gpuprov-tmp-user1000", 1000, 1000)
     # A folder that is a link as a whole belongs to an administrator.
     (tmp_path / "var/cache").mkdir()
     (tmp_path / CACHE_DIRECTORY[1:]).symlink_to(tmp_path / "precious")
@@ -200,7 +202,7 @@ def test_no_link_is_followed_and_only_files_of_root_go(host: Still, tmp_path: Pa
         (tmp_path / "precious" / name).write_text("x")
     prune(host, CHANGE_KINDS)
     assert len(list((tmp_path / "precious").iterdir())) == 4
-    assert sorted(path.name for path in place.iterdir()) == ["gpuprov-link", "gpuprov-users"]
+    assert sorted(path.name for path in place.iterdir()) == ["gpuprov-tmp-linklink", "gpuprov-tmp-user1000"]
 
 
 def test_a_folder_that_cannot_be_written_fails_no_run(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
