@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpuprov.agent.context import RunContext
+from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
 from gpuprov.core.apply import Applied, apply_changes, resume_run
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
@@ -62,6 +62,9 @@ def fix(run: RunContext) -> Finished:
     with run.system.interruptible(run.stop_requested):
         look, work = _look(run), _Work()
     journal: Journal | None = None
+    if look.fix.whole or look.fix.changes:
+        devices_to_lose(run)
+        keep_devices(run)
     if look.fix.whole:
         journal = resume_run(run.system, CHANGE_KINDS, run.sink)
         look = _look(run) if journal is not None else look
