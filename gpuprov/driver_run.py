@@ -495,6 +495,6 @@ def _install_again(system: System, former: way_back.Former) -> None:
     change.install(system, former.module_type, tell_nobody)
     system.sync()
     system.remove(INCOMPLETE_MARK)
-    if loaded:
+    if loaded not in ("", former.version):
         reason = f"the kernel still runs driver {loaded}, installed is {former.version}"
         running_driver.note_asked(system, gather_reboot(system).boot_id, (reason,))

@@ -301,8 +301,8 @@ def _former_rpms(system: System, before: Json) -> tuple[str, ...]:
     if not former or _not_offered(system, former):
         return ()
     asked = system.run((*_DNF, "--assumeno", "install", *former), timeout=_SIMULATE_SECONDS)
-    removed = re.search(r"^Removing.*:\n((?: .*\n)+)", asked.stdout, re.MULTILINE)
-    names = [line.split()[0] for line in (removed[1] if removed else "").splitlines() if line[1:2] != " "]
+    removed = "".join(re.findall(r"^Removing.*:\n((?: .*\n)+)", asked.stdout, re.MULTILINE))
+    names = [line.split()[0] for line in removed.splitlines() if line[1:2] != " "]
     resolved = "Operation aborted" in asked.stdout + asked.stderr
     return former if resolved and all(_DRIVER_PACKAGES.match(name) for name in names) else ()
 

@@ -73,14 +73,18 @@ def unload(system: System, wanted: Unloading, tell: Tell) -> None:
                        timeout=_STOP_SECONDS)  # fmt: skip
     holders = _wait_for_holders(system, wanted.devices)
     if holders:
-        pids = " ".join(str(one.pid) for one in holders)
-        raise GpuprovError(
-            f"driver {wanted.version} is still in use, so it can't be replaced",
-            "\n".join(str(one) for one in holders),
-            f"end them: kill {pids}; then run the same command again. Or set gpuprov_reboot: if-needed",
-        )
+        raise _in_use(wanted.version, holders)
     for name in wanted.modules:
         _unload_module(system, name)
+
+
+def _in_use(version: str, holders: Sequence[GpuHolder]) -> GpuprovError:
+    pids = " ".join(str(one.pid) for one in holders)
+    return GpuprovError(
+        f"driver {version} is still in use, so it can't be replaced",
+        "\n".join(str(one) for one in holders),
+        f"end them: kill {pids}; then run the same command again. Or set gpuprov_reboot: if-needed",
+    )
 
 
 @dataclass(frozen=True)
@@ -446,6 +450,9 @@ def unload_for_undo(system: System) -> GpuprovError | None:
     words = system.run(("systemctl", "is-active", *UNITS)).stdout.split()
     units = tuple(name for name, word in zip(UNITS, words) if word in ("active", "activating", "reloading"))
     modules = tuple(name for name in MODULES if system.exists(f"/sys/module/{name}"))
+    # Before anything stops: CUDA programs end with the fabric manager.
+    if others := tuple(one for one in gather_holders(system) if one.unit not in units):
+        return _in_use(discover(system).kernel_version, others)
     try:
         unload(system, Unloading(discover(system).kernel_version, modules, units), lambda message, done, total: None)
     except GpuprovError as error:

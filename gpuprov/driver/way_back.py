@@ -20,6 +20,7 @@ from gpuprov.core.places import CACHE_DIRECTORY, KEPT
 from gpuprov.core.system import System
 from gpuprov.driver import installer
 from gpuprov.driver.running_driver import unload_for_undo, unload_unused
+from gpuprov.facts.driver import damage
 from gpuprov.protocol.codec import WrongDataError, load
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
@@ -80,7 +81,7 @@ def _parsed(content: bytes | None, version: str) -> Former | None:
 def sentence(system: System, version: str, former: Former | None) -> tuple[str, bool]:
     """Return how a rollback restores a driver, or why it can't, and which of both."""
     if former is None:
-        return f"driver {version} can't be restored: gpuprov did not install it, so its file is not kept", False
+        return f"driver {version} can't be restored: gpuprov has no record of its installation, nor its file", False
     kept = system.status(former.path)
     if kept is not None and kept.kind == "file" and system.sha256(former.path) == former.sha256:
         return f"driver {version} from {former.path}", True
@@ -110,8 +111,9 @@ def keep(system: System, path: str, former: Former, *, content: bool, replaces: 
         if content:
             _keep_file(system, path, former)
         stay = {former.path, f"{KEPT}/{replaces}.run"} if content else set()
-        # An interrupted installation that is repeated replaces itself.
-        for name in system.list_directory(KEPT) if replaces != former.version else ():
+        # An interrupted installation that is repeated replaces itself, or nothing: the driver before it was removed.
+        repeated = replaces == former.version or (content and not replaces)
+        for name in () if repeated else system.list_directory(KEPT):
             if f"{KEPT}/{name}" not in stay:
                 system.remove(f"{KEPT}/{name}")
     except (GpuprovError, OSError) as error:
@@ -144,9 +146,13 @@ def _keep_file(system: System, path: str, former: Former) -> None:
 def former_is_whole(system: System, before: Json, outcome: Json | None) -> bool:
     """Say whether the replaced driver is complete: a failure came before it was touched, or it is restored already."""
     former = before.get("replaces", "")
-    if former in ("", before["version"]) or discover(system).library_version != former:
+    driver = discover(system)
+    if former in ("", before["version"]) or driver.library_version != former:
         return False
     mark = (system.read_text(INCOMPLETE_MARK) or "").strip()
+    # An installer that was cut off while it removed the former one.
+    if mark == before["version"] and former_of(before) is not None and damage(system, driver):
+        return False
     return not mark if outcome is not None else mark != former
 
 
@@ -159,7 +165,9 @@ def restorable(system: System, before: Json) -> Former | None:
     if former is None or not sentence(system, former.version, former)[1]:
         return None
     provide(system, former)
-    if former.kernel_modules and discover(system).kernel_version:
+    # A driver that waited for a reboot was never loaded: the former one still is.
+    stays = discover(system).kernel_version == former.version and installer.knows(former.version, "--skip-module-load")
+    if former.kernel_modules and discover(system).kernel_version and not stays:
         error = unload_for_undo(system)
         if error is not None and not installer.knows(former.version, "--skip-module-load"):
             raise error

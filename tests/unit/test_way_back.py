@@ -161,6 +161,24 @@ def test_an_installation_killed_before_its_file_is_kept_is_repeated(
     assert version(site) == ""
 
 
+def test_an_installation_killed_where_no_driver_is_left_is_repeated(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.call("install", OLD)
+
+    def killed(words: tuple[str, ...]) -> tuple[int, str]:
+        site.host._uninstall(())
+        raise Killed
+
+    with monkeypatch.context() as now:
+        now.setattr(site.host, "_runfile", killed)
+        with pytest.raises(Killed):
+            site.call("install")
+    assert version(site) == ""
+    site.call("install")
+    assert site.kept() == {f"{OLD}.run", f"{NEW}.run"}
+
+
 def test_a_file_that_is_not_kept_is_fetched_again(site: Site) -> None:
     site.call("install", OLD, keep=False)
     assert site.kept() == set()
@@ -214,20 +232,26 @@ def test_a_file_on_the_host_is_copied_and_its_copy_is_checked(site: Site) -> Non
 
 def test_a_driver_of_others_is_said_not_to_come_back(site: Site) -> None:
     simgpu.install_tree(site.host.root, version=OLD)
-    expected = f"driver {OLD} can't be restored: gpuprov did not install it, so its file is not kept"
+    expected = f"driver {OLD} can't be restored: gpuprov has no record of its installation, nor its file"
     assert f"way back: {expected}" in site.call("install", check=True)
     site.call("install")
     assert f"{expected}; no driver will remain installed" in site.call("rollback", check=True)
 
 
-def test_a_failed_installation_restores_the_driver(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("removes", ["the driver", "libcuda"])
+def test_a_failed_installation_restores_the_driver(site: Site, monkeypatch: pytest.MonkeyPatch, removes: str) -> None:
     site.call("install", OLD)
     install = site.host._runfile
+    whole = site.host.tree()
 
     def broken(words: tuple[str, ...]) -> tuple[int, str]:
         if OLD in words[0]:
             return install(words)
-        site.host._uninstall(())
+        if removes == "libcuda":
+            for path in site.host.root.rglob("libcuda.so*"):
+                path.unlink()
+        else:
+            site.host._uninstall(())
         site.host.write("/var/log/nvidia-installer.log", b"ERROR: Unable to find the kernel source tree\n")
         return 1, "ERROR: Unable to find the kernel source tree"
 
@@ -235,6 +259,7 @@ def test_a_failed_installation_restores_the_driver(site: Site, monkeypatch: pyte
     with pytest.raises(AssertionError, match="was not installed"):
         site.call("install")
     assert (version(site), site.host.exists(INCOMPLETE_MARK)) == (OLD, False)
+    assert {path for path in whole if "libcuda" in path} == {path for path in site.host.tree() if "libcuda" in path}
 
 
 def with_modules(site: Site) -> tuple[dict[str, object], dict[str, object] | None]:
@@ -255,6 +280,15 @@ def test_a_driver_that_stays_loaded_asks_for_a_reboot(site: Site) -> None:
     assert "--skip-module-load" in installed
     reasons = json.loads(site.host.read_text(REBOOT_ASKED) or "")["reasons"]
     assert reasons == [f"the kernel still runs driver {OLD}, installed is {NEW}"]
+
+
+def test_a_driver_that_is_loaded_still_asks_for_none(site: Site) -> None:
+    site.call("install", NEW)
+    site.call("install", OLD)
+    site.outside(NEW)
+    InstallDriver.undo(site.host, *with_modules(site))
+    assert version(site) == NEW
+    assert not site.host.exists(REBOOT_ASKED)
 
 
 def test_an_old_installer_waits_for_a_reboot(site: Site) -> None:
