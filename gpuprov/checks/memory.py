@@ -218,8 +218,12 @@ def _observed(system: System, checks: Checks, report: SmiReport) -> Memory:
 
 
 def _machine(system: System) -> str:
-    """Return what identifies this machine: the firmware's number, which a copied disk does not bring."""
-    places = ("/sys/class/dmi/id/product_uuid", "/etc/machine-id")
+    """Return what identifies this machine: the firmware's number, which a copied disk does not bring.
+
+    All system containers of a host see the same number, and those without privileges may not read it.
+    """
+    container = bool(gather_kernel(system).container)
+    places = ("/etc/machine-id",) if container else ("/sys/class/dmi/id/product_uuid", "/etc/machine-id")
     return next((text for path in places if (text := (system.read_text(path) or "").strip())), "")
 
 
@@ -265,10 +269,12 @@ def _kernel_says(system: System, gpu: Gpu, since: str) -> str:
     """Return the worst line about a GPU in the kernel's log since then, earlier boots included; "" for none."""
     place = gpu.bus_id.rpartition(".")[0]
     journal = ("journalctl", "_TRANSPORT=kernel", f"--since={since}", f"--grep={place}", "--quiet", "--no-pager",
-               "--output=short-iso", "--lines=200")  # fmt: skip
+               "--output=short-iso", "--lines=200", "--reverse")  # fmt: skip
     for argv in (journal, ("dmesg",)):
         said = system.run(argv, timeout=_SECONDS).stdout if system.which(argv[0]) else ""
-        lines = [line.strip() for line in said.splitlines() if place in line.lower() and _TROUBLE.search(line)]
+        # journalctl(1): --grep with --lines implies --reverse.
+        told = said.splitlines()[:: -1 if argv is journal else 1]
+        lines = [line.strip() for line in told if place in line.lower() and _TROUBLE.search(line)]
         if lines:
             return next((line for line in reversed(lines) if _WORST.search(line)), lines[-1])[:_LONGEST_LINE]
     return ""

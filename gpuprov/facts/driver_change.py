@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.core.files import NO_FILE
 from gpuprov.core.system import System
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.runtime_hook.freshness import disagreement, next_step
@@ -23,12 +24,16 @@ _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)")
 def package_change(system: System) -> tuple[str, ...]:
     """Return the last line about the driver in a package manager's log, as PATH:NUMBER:LINE; empty without one."""
     for path in _LOGS:
-        text = system.read_text(path)
-        if text is not None:
-            found = [
-                f"{path}:{number}:{line}" for number, line in enumerate(text.split("\n"), 1) if _CHANGE.search(line)
-            ]
-            return tuple(found[-1:])
+        last = ""
+        try:
+            with system.open(path) as file:
+                # Line by line: zypper's log may be large.
+                for number, content in enumerate(file, 1):
+                    line = content.decode("utf-8", "replace").rstrip("\n")
+                    last = f"{path}:{number}:{line}" if _CHANGE.search(line) else last
+        except NO_FILE:
+            continue
+        return (last,) if last else ()
     return ()
 
 

@@ -50,6 +50,9 @@ class Machine(RecordedHost):
             return Completed(tuple(argv), 0, self.links, "")
         if argv[0] == "dmesg":
             return Completed(tuple(argv), 0, self.log, "")
+        if argv[0] == "journalctl":  # the newest first, as it prints with --reverse
+            assert "--reverse" in argv
+            return Completed(tuple(argv), 0, "\n".join(reversed(self.log.splitlines())), "")
         return super().run(argv, **more)
 
 
@@ -105,10 +108,14 @@ def test_a_gpu_that_is_gone_fails_and_is_not_forgotten(machine: Machine) -> None
         )
 
 
-def test_what_the_kernel_log_says_of_its_address_is_evidence(machine: Machine) -> None:
+@pytest.mark.parametrize("program", ["dmesg", "journalctl"])
+def test_what_the_kernel_log_says_of_its_address_is_evidence(machine: Machine, program: str) -> None:
+    """The newest of the worst lines."""
     look(machine)
     lose_one(machine)
-    machine.log = f"{HEALTHY_BOOT}\n{XID}\n[ 13.0] NVRM: 0000:2a:00.0 more\n{XID.replace('2a', '1b')}"
+    machine.programs.add(program)
+    earlier, other = XID.replace("12.1", "02.1"), XID.replace("2a", "1b")
+    machine.log = "\n".join((HEALTHY_BOOT, earlier, XID, "[ 13.0] NVRM: 0000:2a:00.0 more", other))
     check, _ = look(machine)
     assert check is not None and f"; the kernel log says: {XID}; " in check.reason
 
@@ -212,6 +219,21 @@ def test_a_copy_of_a_disk_begins_a_memory_of_its_own(machine: Machine) -> None:
     assert look(machine) == (None, [])
     kept = recall(machine).memory
     assert kept is not None and len(kept.gpus) == 1
+
+
+def test_a_system_containers_machine_is_not_its_hosts(machine: Machine) -> None:
+    """Without privileges a container may not read the firmware's number either."""
+    machine.make_directory("/sys/class/dmi/id")
+    machine.write("/sys/class/dmi/id/product_uuid", b"of the hardware\n")
+    machine.write("/etc/machine-id", b"of the system\n")
+    look(machine)
+    kept = recall(machine).memory
+    machine.make_directory("/run/systemd")
+    machine.write("/run/systemd/container", b"lxc\n")
+    look(machine)
+    own = recall(machine).memory
+    assert kept is not None and own is not None
+    assert {kept.machine, own.machine} == {"of the hardware", "of the system"}
 
 
 def test_an_image_is_cleaned_of_it(machine: Machine) -> None:
