@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Callable
@@ -46,11 +47,18 @@ class Answers:
         self, report: Callable[[], Mapping[str, Any]], flags: Callable[[str], PlainFlags] = granted_flags
     ) -> None:
         self._flags = flags
+        # One child process for all who ask at once.
+        lock = threading.Lock()
+
+        def asked() -> Mapping[str, Any]:
+            with lock:
+                return report()
+
         table: dict[str, Callable[[str], str]] = {
             "/docker/cli": lambda query: " ".join(shell_words(self._asked(query))),
             "/docker/cli/json": lambda query: json.dumps(_as_json(self._asked(query))),
-            "/gpu/info/json": lambda _: json.dumps(_info(report())),
-            "/gpu/status/json": lambda _: json.dumps({"Devices": report()["Status"]}),
+            "/gpu/info/json": lambda _: json.dumps(_info(asked())),
+            "/gpu/status/json": lambda _: json.dumps({"Devices": asked()["Status"]}),
         }
         self._table = {f"{version}{path}": answer for version in ("", "/v1.0") for path, answer in table.items()}
 

@@ -7,6 +7,7 @@ serve_answers.py computes the responses.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import http.server
 import os
 import select
@@ -24,6 +25,8 @@ from gpuprov.protocol.errors import GpuprovError
 
 ADDRESS = ("127.0.0.1", 3476)
 SOCKET = "/run/gpuprov/serve.sock"
+# A whole request, its line and headers. There is no body.
+LARGEST_REQUEST = 8192
 # Connections of one socket.
 MOST_AT_ONCE = 8
 # How soon a socket of which all connections were busy accepts the next one.
@@ -91,12 +94,30 @@ class Server(http.server.ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Head:
+    """The start of what a client sends; reading on raises HTTPException, which parse_request answers with 431."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left, self.close = file, LARGEST_REQUEST, file.close
+
+    def readline(self, size: int) -> bytes:
+        if not self._left:
+            raise http.client.HTTPException(f"more than {LARGEST_REQUEST} bytes")
+        line: bytes = self._file.readline(min(size, self._left))
+        self._left -= len(line)
+        return line
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """One connection: one request, and its answer."""
 
     server: Server
     # Seconds without a byte of the request, and to send the answer.
     timeout = 5.0
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         if self.server.begin(self.connection):

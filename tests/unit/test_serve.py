@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import http.client
 import json
@@ -230,3 +231,31 @@ def test_the_unix_socket_is_roots_and_the_other_ones_clients_take_no_place_of_it
 def test_a_port_in_use_is_a_sentence(port: int) -> None:
     with pytest.raises(GpuprovError, match=f"127.0.0.1:{port} can't be used"):
         serve_main.own_sockets(("127.0.0.1", port))
+
+
+def test_a_request_has_a_bound(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), _SECONDS) as client:
+        with contextlib.suppress(OSError):  # it may be answered before all is sent
+            client.sendall(b"GET /gpu/info/json HTTP/1.1\r\n" + b"X: 1\r\n" * 90 + b"Y: " + b"y" * 9000 + b"\r\n\r\n")
+        assert client.recv(99).split(b" ", 2)[1] == b"431"
+
+
+def test_those_who_ask_at_once_have_one_child() -> None:
+    now, most, begun = [0], [0], threading.Barrier(8)
+
+    def report() -> dict[str, Any]:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        threading.Event().wait(0.05)
+        now[0] -= 1
+        return REPORT
+
+    answers = Answers(report, flags)
+
+    def ask(_: int) -> None:
+        begun.wait(_SECONDS)
+        assert answers.answer("/gpu/info/json", ["localhost:3476"])[0] == 200
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert most == [1]
