@@ -251,6 +251,9 @@ _HEADER = struct.Struct("=20s2I4x4I")
 _ENTRY = struct.Struct("=iIIIQ")
 # The machine's kind in an entry's flags: x86-64 and AArch64; i386 and armhf have others, or none.
 _MACHINE = 0xFF00
+_LONGEST_PATH = 4096
+# Of the file's size: the texts of a genuine one hardly overlap.
+_MOST_TEXT = 4
 _64_BIT = (0x0300, 0x0A00)
 # An entry's capabilities: with this bit, the number of a glibc-hwcaps folder in the extension's list (glibc 2.33).
 _IN_EXTENSION = 1 << 62
@@ -281,15 +284,21 @@ def parse_cache(content: bytes) -> tuple[CachedLibrary, ...]:
         return ()
     entries = _ENTRY.iter_unpack(content[_HEADER.size : _HEADER.size + count * _ENTRY.size])
     variants = _variants(content, extensions)
-    return tuple(
-        CachedLibrary(
+    found = []
+    # In a hostile file all entries may have the same long text.
+    left = _MOST_TEXT * len(content)
+    for flags, name, path, _, capabilities in entries:
+        one = CachedLibrary(
             _string(content, name),
             _string(content, path),
             flags & _MACHINE in _64_BIT,
             _variant(capabilities, variants),
         )
-        for flags, name, path, _, capabilities in entries
-    )
+        left -= len(one.name) + len(one.path)
+        if left < 0:
+            return ()
+        found.append(one)
+    return tuple(found)
 
 
 def _variants(content: bytes, extensions: int) -> tuple[str, ...]:
@@ -316,4 +325,5 @@ def _variant(capabilities: int, variants: tuple[str, ...]) -> str:
 
 
 def _string(content: bytes, offset: int) -> str:
-    return content[offset : content.find(b"\0", offset)].decode("utf-8", "replace")
+    end = content.find(b"\0", offset, offset + _LONGEST_PATH)
+    return content[offset:end].decode("utf-8", "replace") if end >= 0 else ""

@@ -147,7 +147,7 @@ class DockerLike:
 
     def remove(self, system: System, container: str) -> None:
         """Remove a container, whether it runs or not."""
-        system.run((self.name, "rm", "--force", container), timeout=CONTAINER_SECONDS)
+        system.run((self.name, "rm", "--force", "--volumes", container), timeout=CONTAINER_SECONDS)
 
 
 def _bind_mounts(paths: tuple[str, ...], source: str, target: str, options: str) -> tuple[str, ...]:

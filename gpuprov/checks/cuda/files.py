@@ -118,11 +118,15 @@ def unpack(archive: tarfile.TarFile, folder: str) -> None:
 
 def _examined(archive: tarfile.TarFile) -> Iterator[tuple[str, str | bytes]]:
     """Yield links with their text, files with their content, and folders, whose paths end in a slash."""
-    for member in archive:
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # type: ignore[attr-defined]  # else each of millions of files stays in memory
         path = _absolute(member.name)
         if member.issym():
             yield path, member.linkname
         elif member.islnk():
+            # Conda's images have a second name of every file.
+            if not _KEPT.fullmatch(path):
+                continue
             # The archive has the content at the first name; a second name is as good as a link to it.
             yield path, _absolute(member.linkname)
         elif member.isdir() and _FOLDERS.fullmatch(path):

@@ -21,7 +21,8 @@ GLIBC, MUSL = "glibc", "musl"
 _GLIBC = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}
 _MUSL = ("/lib/ld-musl-x86_64.so.1", "/lib/ld-musl-aarch64.so.1")
 _MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm"}
-_FOLDER_LIST = re.compile(rb"(?:/[\w.+/-]*lib[\w.+/-]*/\0){2,8}")
+# Of bounded length, and begun once in each run of such characters: hostile files must not take long.
+_FOLDER_LIST = re.compile(rb"(?:(?<![\w.+/-])/[\w.+/-]{1,200}/\0){2,8}")
 # For a loader whose file names none: /usr/lib/MULTIARCH is Debian's, the others everybody's.
 _USUAL_FOLDERS = ("/lib/{0}-linux-gnu", "/usr/lib/{0}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _PRELOAD_FILE = "/etc/ld.so.preload"
@@ -88,8 +89,9 @@ def find_loader(root: Root) -> Loader:
     for machine, path in sorted(_GLIBC.items(), key=lambda one: one[0] != os.uname().machine):
         content = read(root, path, _LARGEST)
         if content is not None:
-            stated = _FOLDER_LIST.search(content)
-            own = tuple(one.decode().rstrip("/") for one in stated[0].split(b"\0") if one) if stated else ()
+            lists = (found[0].rstrip(b"\0").split(b"\0") for found in _FOLDER_LIST.finditer(content))
+            stated: list[bytes] = next((one for one in lists if all(b"lib" in path for path in one)), [])
+            own = tuple(path.decode().rstrip("/") for path in stated)
             return Loader(path, GLIBC, machine, own or tuple(one.format(machine) for one in _USUAL_FOLDERS))
     musl = next((path for path in _MUSL if chain(root, path)), "")
     return Loader(musl, MUSL) if musl else Loader()

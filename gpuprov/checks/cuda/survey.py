@@ -147,7 +147,7 @@ def _export(system: System, engine: str, kind: str, name: str, folder: str) -> N
     try:
         _unpack_export(system, engine, made, folder)
     finally:
-        system.run((engine, "rm", "--force", made), timeout=_SECONDS)
+        system.run((engine, "rm", "--force", "--volumes", made), timeout=_SECONDS)
 
 
 def _unpack_export(system: System, engine: str, container: str, folder: str) -> None:

@@ -115,7 +115,7 @@ def test_a_healthy_host(case: Case) -> None:
     assert found["libcuda.so.1"].on_host == "550.163.01"
     assert found["libcuda.so.1"].in_container == f"550.163.01 in {DRIVER}"
     assert found["CUDA kernel"].in_container == "right results on 2 GPUs"
-    assert ("docker", "rm", "--force", "c0ffee") in case.host.asked
+    assert ("docker", "rm", "--force", "--volumes", "c0ffee") in case.host.asked
 
 
 def test_the_hosts_python_is_mounted_into_verifys_own_image(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_the_hosts_python_is_mounted_into_verifys_own_image(case: Case, monkeypa
 
 def test_podman_is_asked_as_docker_is(case: Case) -> None:
     assert {one.status for one in case.checks(engine=PODMAN).values()} == {"ok"}
-    assert ("podman", "rm", "--force", "c0ffee") in case.host.asked
+    assert ("podman", "rm", "--force", "--volumes", "c0ffee") in case.host.asked
 
 
 def test_containerds_containers_tell_by_themselves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,4 +293,4 @@ def test_a_container_that_can_not_be_read_is_removed_all_the_same(case: Case, mo
 
     monkeypatch.setattr(cuda_checks, "survey", refuse)
     assert "stopped while it was read" in case.checks()["libcuda.so.1"].reason
-    assert ("docker", "rm", "--force", "c0ffee") in case.host.asked
+    assert ("docker", "rm", "--force", "--volumes", "c0ffee") in case.host.asked

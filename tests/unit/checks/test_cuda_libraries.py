@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import struct
 import tarfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from gpuprov.checks.cuda import files
 from gpuprov.checks.cuda.files import add_driver, chain, read, unpack, unpacked
 from gpuprov.checks.cuda.judgement import least_driver
 from gpuprov.checks.cuda.results import RESULTS, result_of
-from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.search import Program, find_loader
 from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, survey_of, verdict
 from gpuprov.runtime_hook import links
 from gpuprov.runtime_hook.ldcache import FLAGS, merge
@@ -338,14 +339,15 @@ def test_an_archive_is_never_unpacked_out_of_its_folder(tmp_path: Path) -> None:
     outside.mkdir()
     kept.mkdir()
     members = archive(
-        ("../../libcuda.so.1", b"1"), ("a/libcuda.so.2", b"2"), ("lib", "../../../a"), ("hard", "=a/libcuda.so.2"),
+        ("../../libcuda.so.1", b"1"), ("a/libcuda.so.2", b"2"), ("lib", "../../../a"),
+        ("hard/libcuda.so.2", "=a/libcuda.so.2"),
         ("etc", "/"), ("loop", "loop"), ("out", str(outside)), ("out/libcuda.so.3", b"3"),
     )  # fmt: skip
     unpack(members, str(kept))
     assert list(outside.iterdir()) == []
     with contextlib.closing(unpacked(str(kept))) as root:
         assert read(root, "/libcuda.so.1", 9) == b"1"
-        for path in ("/lib/libcuda.so.2", "/hard", "/etc/etc/etc/a/libcuda.so.2"):
+        for path in ("/lib/libcuda.so.2", "/hard/libcuda.so.2", "/etc/etc/etc/a/libcuda.so.2"):
             assert read(root, path, 9) == b"2"
         assert read(root, "/out/libcuda.so.3", 9) == b"3"
         assert chain(root, "/loop") == chain(root, "/loop/x") == chain(root, "/a") == ()
@@ -368,6 +370,34 @@ def test_an_archive_with_too_much_is_refused(
         monkeypatch.setattr(files, name, most)
     with pytest.raises(OSError, match="more than 2 links and libraries"):
         unpack(archive(*members), str(tmp_path))
+
+
+def test_second_names_of_other_files_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conda gives every file one."""
+    monkeypatch.setattr(files, "MOST_ENTRIES", 2)
+    unpack(
+        archive(("a/libcuda.so.1", b"1"), *((f"pkgs/{number}.py", "=site.py") for number in range(9))), str(tmp_path)
+    )
+    assert held(tmp_path) == {"a/libcuda.so.1": b"1"}
+
+
+def test_a_hostile_loader_takes_no_time(image: Image) -> None:
+    """Hours, if the folders were looked for from each of its characters."""
+    image.add(LOADER, b"/lib" * 20_000)
+    with contextlib.closing(unpacked(str(image.root))) as root:
+        assert find_loader(root).folders
+
+
+def test_a_hostile_cache_takes_no_memory(image: Image) -> None:
+    """All its entries have the same long text."""
+    content = bytearray(Path("/etc/ld.so.cache").read_bytes())
+    start = content.index(b"glibc-ld.so.cache1.1")
+    (count,) = struct.unpack_from("=I", content, start + 20)
+    for number in range(count):
+        struct.pack_into("=II", content, start + 48 + 24 * number + 4, len(content) - start, len(content) - start)
+    assert parse_cache(bytes(content) + b"a" * 4000 + b"\0") == ()
+    assert parse_cache(bytes(content) + b"a" * 9_000_000) != ()
+    assert {one.path for one in parse_cache(bytes(content) + b"a" * 9_000_000)} == {""}
 
 
 def test_an_archive_may_have_more_folders_than_a_process_may_open(tmp_path: Path) -> None:
