@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
@@ -41,7 +41,7 @@ def verify_cluster(options: Options, kubectl: Kubectl, wanted: Wanted) -> ExitCo
 
     with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop)):
         try:
-            chosen, absent = _chosen(all_nodes(kubectl), targets, options)
+            chosen, absent = _chosen(all_nodes(kubectl), targets, options, lambda: bool(ended_by))
         except GpuprovError as error:
             if error.exit_code == ExitCode.USAGE:
                 raise
@@ -70,7 +70,7 @@ def _require_sense(options: Options, wanted: Wanted) -> None:
 
 
 def _chosen(
-    nodes: Sequence[Node], targets: Sequence[HostTarget], options: Options
+    nodes: Sequence[Node], targets: Sequence[HostTarget], options: Options, stopped: Callable[[], bool]
 ) -> tuple[tuple[Chosen, ...], tuple[tuple[str, GpuprovError], ...]]:
     """Return the nodes to verify with what their hosts list, and the hosts that are no node, with the reason.
 
@@ -87,7 +87,7 @@ def _chosen(
         return chosen, ()
     pairs = [(target, node_of(target, nodes)) for target in targets]
     members = [target for target, node in pairs if node is not None]
-    lists = host_lists(members, options)
+    lists = host_lists(members, options, stopped)
     found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}
     return tuple(found.values()), tuple(
         (target.name, _no_node(target, nodes)) for target, node in pairs if node is None

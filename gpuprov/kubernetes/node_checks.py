@@ -49,10 +49,19 @@ _SMI = ("nvidia-smi", "-L")
 _SECONDS = 120
 
 
-def host_lists(targets: Sequence[HostTarget], options: Options) -> Mapping[str, HostList]:
-    """Return the output of `nvidia-smi -L` on each host, by the host's name; many hosts at a time."""
+def host_lists(
+    targets: Sequence[HostTarget], options: Options, stopped: Callable[[], bool] = lambda: False
+) -> Mapping[str, HostList]:
+    """Return the output of `nvidia-smi -L` on each host, by the host's name; many hosts at a time.
+
+    Once `stopped`, no further host is asked.
+    """
+
+    def ask(target: HostTarget) -> HostList:
+        return GpuprovError("the host was not asked: stopped before") if stopped() else _host_list(target, options)
+
     with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
-        found = pool.map(lambda target: _host_list(target, options), targets)
+        found = pool.map(ask, targets)
         return {target.name: one for target, one in zip(targets, found)}
 
 
@@ -81,11 +90,13 @@ def host_list(done: Completed) -> HostList:
 def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
     """Return the node of a host: by its name, else by its address, else by the first part of its name."""
     nodes = tuple(nodes)
+    short = target.name.partition(".")[0]
     address = target.address or target.name
     tests: tuple[Callable[[Node], bool], ...] = (
         lambda node: node.name == target.name,
         lambda node: address in node.addresses or target.name in node.addresses,
-        lambda node: node.name.partition(".")[0] == target.name.partition(".")[0],
+        # Not of addresses, which some clusters have as names.
+        lambda node: not short.isdigit() and node.name.partition(".")[0] == short,
     )
     for test in tests:
         found = [node for node in nodes if test(node)]

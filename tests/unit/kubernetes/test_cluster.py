@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.core.commands import Completed
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes import cluster, kubectl, node_checks
 from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node, parse_pod, used_resources
 from gpuprov.kubernetes.kubectl import Kubectl, failure
-from gpuprov.kubernetes.node_checks import host_list, node_of, parse_list
+from gpuprov.kubernetes.node_checks import host_list, host_lists, node_of, parse_list
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.kube_api import node
@@ -102,6 +103,13 @@ def test_a_host_is_a_node_by_name_by_address_or_by_short_name() -> None:
     assert found("first", "10.0.0.1") == "gpu01.example.org"
     assert found("gpu01") == "gpu01.example.org"
     assert found("gpu03", "10.0.0.3") == ""
+    assert node_of(HostTarget("10.0.0.5", HostSpec(), ""), (Node("10.0.0.9", True),)) is None
+
+
+def test_no_host_is_asked_after_ctrl_c() -> None:
+    """This one would be refused in other words: no options say how it is reached."""
+    found = host_lists((HostTarget("gpu01", HostSpec(), ""),), Options(command="verify"), lambda: True)
+    assert "not asked" in str(found["gpu01"])
 
 
 def test_a_host_without_a_list_says_why() -> None:
