@@ -130,9 +130,13 @@ def _given(call: ContainerCall) -> set[str]:
     """Return the names of the variables that a call sets. A pipe of --env-file is docker's: it can be read once."""
     lines = list(call.values("e", "env"))
     for path in call.values("env-file"):
-        if os.path.isfile(path):  # noqa: PTH113 (pathlib costs milliseconds)
+        if not os.path.isfile(path):  # noqa: PTH113 (pathlib costs milliseconds)
+            continue
+        try:
             with open(path, encoding="utf-8-sig", errors="replace") as file:  # noqa: PTH123
                 lines += file
+        except OSError:
+            continue  # docker says it next
     return _names(lines)
 
 

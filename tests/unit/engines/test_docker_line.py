@@ -127,6 +127,13 @@ def test_a_file_of_variables_counts_as_the_call_itself(tmp_path: Path, content: 
     assert gpu_words(call, {}, "") == words
 
 
+def test_a_file_that_can_not_be_read_is_left_to_docker() -> None:
+    """Its first page is mapped nowhere: reading fails as for a file of another user."""
+    call = container_call(["run", "--env-file=/proc/self/mem", "I"])
+    assert call is not None
+    assert gpu_words(call, {}, "") == [RUNTIME, ALL]
+
+
 def test_a_pipe_of_variables_is_left_to_docker() -> None:
     """`--env-file <(…)`: a pipe can be read once."""
     reading, writing = os.pipe()
