@@ -272,7 +272,7 @@ Before={REFRESH} {_ENGINES}
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-{_BOUNDED.format(seconds=180)}
+{_BOUNDED.format(seconds=120 + 60 * len(layout))}
 ExecStart=/bin/sh -c 'nvidia-smi mig -lgi | grep -q " MIG " && exit 0; {steps}'
 
 [Install]
