@@ -58,7 +58,11 @@ def host_lists(
     """
 
     def ask(target: HostTarget) -> HostList:
-        return GpuprovError("the host was not asked: stopped before") if stopped() else _host_list(target, options)
+        return (
+            GpuprovError("the host was not asked", "the run was stopped before", "run the same command again")
+            if stopped()
+            else _host_list(target, options)
+        )
 
     with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
         found = pool.map(ask, targets)
