@@ -90,8 +90,8 @@ def find_loader(root: Root) -> Loader:
         content = read(root, path, _LARGEST)
         if content is not None:
             lists = (found[0].rstrip(b"\0").split(b"\0") for found in _FOLDER_LIST.finditer(content))
-            stated: list[bytes] = next((one for one in lists if all(b"lib" in path for path in one)), [])
-            own = tuple(path.decode().rstrip("/") for path in stated)
+            stated: list[bytes] = next((one for one in lists if all(b"lib" in folder for folder in one)), [])
+            own = tuple(str(folder, "ascii").rstrip("/") for folder in stated)
             return Loader(path, GLIBC, machine, own or tuple(one.format(machine) for one in _USUAL_FOLDERS))
     musl = next((path for path in _MUSL if chain(root, path)), "")
     return Loader(musl, MUSL) if musl else Loader()
