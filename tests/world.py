@@ -62,11 +62,12 @@ def run(command: Sequence[str]) -> int:
         if os.geteuid() == 0:
             inside = ["unshare", "--mount", "--uts", "--propagation", "private", *inside]
         environment = {**os.environ, OUTSIDE: str(os.getpid())}
-        # Ctrl-C reaches the whole terminal; a handler, unlike "ignore", is not inherited.
-        before = {one: signal.signal(one, lambda *_: None) for one in (signal.SIGINT, signal.SIGQUIT)}
+        # Ctrl-C reaches the whole terminal. A handler, unlike what nohup and `&` of a shell ignore, is not inherited.
+        numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
+        before = {one: signal.signal(one, lambda *_: None) for one in numbers}
         process = subprocess.Popen(inside, env=environment, pass_fds=(lock,))
         for one in (signal.SIGTERM, signal.SIGHUP):
-            before[one] = signal.signal(one, lambda number, _: process.send_signal(number))
+            signal.signal(one, lambda number, _: process.send_signal(number))
         try:
             code = process.wait()
         finally:
