@@ -4,7 +4,11 @@ import signal
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from gpuprov.cli.main import main as _main  # noqa: E402
+from gpuprov.core.commands import lift_memory_limit  # noqa: E402
+from gpuprov.protocol.errors import GpuprovError  # noqa: E402
+
+# Measured: a run over one host needs 150 MB.
+_ADDRESSES = 192 << 20
 
 
 def _leave(number: int, frame: object) -> None:
@@ -14,9 +18,16 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line, from which Ctrl-C is the way out until a run over hosts handles it."""
+    try:
+        lift_memory_limit(_ADDRESSES)
+    except GpuprovError as error:
+        raise SystemExit(str(error)) from None
+    # Imported here: it takes most of the memory.
+    from gpuprov.cli.main import main as run
+
     signal.signal(signal.SIGINT, _leave)
     try:
-        _main()
+        run()
     finally:
         # Python would print a traceback for one that comes while it ends.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

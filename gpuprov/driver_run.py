@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Callable, ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, NextAction, Tell, capture_path, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, NextAction, Tell, capture_path, restore_path, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.driver import generations, installer, running_driver, way_back
+from gpuprov.driver import generations, installer, run_files, running_driver
+from gpuprov.driver.installer import Installation
 from gpuprov.driver.kernel import build_environment, prove_modules
-from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
+from gpuprov.driver.run_files import INCOMPLETE_MARK, UNPACK, FetchRunfile, place_of, require_digest, require_room
 from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload
 from gpuprov.driver.source import DriverSource
-from gpuprov.driver.way_back import INCOMPLETE_MARK, UNPACK
-from gpuprov.facts.boot import IN_USE_MARK, gather_reboot
+from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
-from gpuprov.packages.interface import tell_nobody
 from gpuprov.packages.managers import manager_of
-from gpuprov.protocol import driver_releases
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked
 
@@ -47,10 +47,7 @@ def default_url(version: str, architecture: str) -> str:
 
     Some data-centre releases are only at …/tesla/VERSION/, where no digest lies: for those both must be given.
     """
-    return (
-        f"https://us.download.nvidia.com/XFree86/Linux-{architecture}/{version}/"
-        f"NVIDIA-Linux-{architecture}-{version}.run"
-    )
+    return f"{tables.server(f'nvidia-driver-{architecture}')}/{version}/NVIDIA-Linux-{architecture}-{version}.run"
 
 
 class RunFile(DriverSource):
@@ -78,7 +75,7 @@ class RunFile(DriverSource):
         """
         if self.spec.driver_sha256 or self.spec.driver_url.startswith("/"):
             return self.spec.driver_sha256
-        return driver_releases.known_sha256(self.spec.driver_version, self.facts.architecture)
+        return tables.known_sha256(self.spec.driver_version, self.facts.architecture)
 
     def plan_download(self) -> tuple[Change, ...]:
         there = self.facts.downloads.get(self.path)
@@ -111,69 +108,62 @@ class RunFile(DriverSource):
     def problems(self) -> tuple[Problem, ...]:
         return (*super().problems(), *self._kernel_problems(), *self._file_problems())
 
-    def _kernel_problems(self) -> tuple[Problem, ...]:
-        """Return what of the kernel, or of a display on it, the installer refuses."""
+    def _kernel_problems(self) -> Iterator[Problem]:
+        """Yield what of the kernel, or of a display on it, the installer refuses."""
+        facts = self.facts
         if not self.brings_modules:
-            return self._outside_problems() if self.facts.image is None else ()
-        managed = self.facts.running is not None and self.facts.running.display_manager
+            if facts.image is None:
+                yield from self._outside_problems()
+            return
+        managed = facts.running is not None and facts.running.display_manager
         stops = managed and self.spec.stop_display_manager
-        if not self.facts.kernel.takes_modules or self.is_installed or not self.facts.displays or stops:
-            return ()
-        return (
-            Problem(
+        if facts.kernel.takes_modules and not self.is_installed and facts.displays and not stops:
+            yield Problem(
                 "an X server is running, and the driver's installer refuses to work under it",
-                "; ".join(self.facts.displays),
+                "; ".join(facts.displays),
                 "stop the display manager (systemctl isolate multi-user.target), then run the same command again; or "
                 "set gpuprov_stop_display_manager: true",
-            ),
-        )
+            )
 
-    def _outside_problems(self) -> tuple[Problem, ...]:
+    def _outside_problems(self) -> Iterator[Problem]:
         """Libraries and kernel must match, in a container too, or NVML and CUDA fail (NVML error 18)."""
         loaded, version = self.facts.driver_loaded_version, self.spec.driver_version
         if not loaded:
-            return (self.not_loaded_problem(f"driver {version}" if version else "the driver"),)
-        if version in ("", loaded):
-            return ()
-        return (
-            Problem(
+            yield self.not_loaded_problem(f"driver {version}" if version else "the driver")
+        elif version not in ("", loaded):
+            yield Problem(
                 f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
                 "/proc/driver/nvidia/version",
                 f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
-            ),
-        )
+            )
 
-    def _file_problems(self) -> tuple[Problem, ...]:
+    def _file_problems(self) -> Iterator[Problem]:
         facts, version = self.facts, self.spec.driver_version
         if not version:
-            return (
-                Problem(
-                    "which driver version to install is not said",
-                    "gpuprov_driver is runfile and gpuprov_driver_version is not set",
-                    "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
-                ),
+            yield Problem(
+                "which driver version to install is not said",
+                "gpuprov_driver_url is set and gpuprov_driver_version is not"
+                if self.spec.driver_url
+                else "no release of the driver is known here",
+                "set gpuprov_driver_version: the version in the name of the file",
             )
-        if version.isdigit():
-            return (
-                Problem(
-                    f"no release of branch {version} is known",
-                    f"known branches: {', '.join(driver_releases.branches())}",
-                    "set gpuprov_driver_version to one of these, or to a full version in quotes",
-                ),
+        elif version.isdecimal():
+            yield Problem(
+                f"no release of branch {version} is known",
+                f"known branches: {', '.join(tables.branches())}",
+                "set gpuprov_driver_version to one of these, or to a full version in quotes",
             )
-        if facts.driver_packaged:
-            return (
-                Problem(
-                    "the driver on this host comes from packages; a .run over them would break both",
-                    f"package {facts.driver_packaged} is installed",
-                    "keep it: gpuprov_driver: preinstalled; or remove it first: "
-                    f"{facts.package_manager.commands.remove} '*nvidia*'",
-                ),
+        elif facts.driver_packaged:
+            yield Problem(
+                "the driver on this host comes from packages; a .run over them would break both",
+                f"package {facts.driver_packaged} is installed",
+                "keep it: gpuprov_driver: preinstalled; or remove it first: "
+                f"{facts.package_manager.commands.remove} '*nvidia*'",
             )
-        unserved = self._unserved() if self.brings_modules else ()
-        if not self.installs:
-            return unserved
-        return (*unserved, *self._digest_problems(), *self._room_problems(), *running_driver.problems(self))
+        else:
+            yield from self._unserved() if self.brings_modules else ()
+            if self.installs:
+                yield from (*self._digest_problems(), *self._room_problems(), *running_driver.problems(self))
 
     def _unserved(self) -> tuple[Problem, ...]:
         """Return the GPUs that the driver does not serve: by its own list if its file is available, else by PCI ids.
@@ -185,30 +175,25 @@ class RunFile(DriverSource):
         listed = generations.listed_problems(ids, served, asked)
         return (*listed, *generations.problems(unlisted, self.spec.driver_version, asked))
 
-    def _digest_problems(self) -> tuple[Problem, ...]:
+    def _digest_problems(self) -> Iterator[Problem]:
         """A digest beside the file comes over the same channel."""
-        if not self.url.startswith("http:") or self.sha256:
-            return ()
-        return (
-            Problem(
+        if self.url.startswith("http:") and not self.sha256:
+            yield Problem(
                 "the driver comes over http and its SHA-256 is not known, so the download could not be trusted",
                 masked(self.spec.driver_url),
                 "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust), or use https",
-            ),
-        )
-
-    def _room_problems(self) -> tuple[Problem, ...]:
-        """NVIDIA's own file has a known size; another file is checked after its download."""
-        free = self.facts.free_bytes
-        return tuple(
-            Problem(
-                f"not enough room on the file system of {place} for the driver",
-                f"{free[place] // 2**20} MiB free, {needed // 2**20} MiB needed",
-                f"make room: df -h {place}",
             )
-            for place, needed in _ROOM.items()
-            if not self.spec.driver_url and free.get(place, needed) < needed
-        )
+
+    def _room_problems(self) -> Iterator[Problem]:
+        """NVIDIA's own file has a known size; another file is checked after its download."""
+        for place, needed in _ROOM.items():
+            free = self.facts.free_bytes.get(place, needed)
+            if not self.spec.driver_url and free < needed:
+                yield Problem(
+                    f"not enough room on the file system of {place} for the driver",
+                    f"{free // 2**20} MiB free, {needed // 2**20} MiB needed",
+                    f"make room: df -h {place}",
+                )
 
     # -- installation ------------------------------------------------------------------------------------------------
 
@@ -221,11 +206,11 @@ class RunFile(DriverSource):
         choose = generations.module_type if facts.image is None else generations.settled_type
         return (
             InstallDriver(
-                version=spec.driver_version,
-                path=self.path,
-                sha256=self.sha256,
-                architecture=facts.architecture,
-                kernel_modules=self.brings_modules,
+                spec.driver_version,
+                self.url,
+                self.sha256,
+                facts.architecture,
+                self.brings_modules,
                 module_type=choose(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
                 replaces=facts.driver_installed_version,
                 has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
@@ -236,41 +221,45 @@ class RunFile(DriverSource):
                 gpu_device_ids=facts.gpu_device_ids,
                 asked_module_type=spec.kernel_module_type,
                 image_kernel=facts.kernel.release if facts.image is not None else "",
-                url=self.url,
                 keep=spec.keep_driver and facts.image is None,
+                by_hand=self._by_hand(choose),
                 without_systemd=facts.image is not None and facts.image.offline,
             ),
         )
 
+    def _by_hand(self, choose: Callable[[Sequence[str], str, str], str]) -> Installation | None:
+        """Return how a driver that no record describes can be installed again: its digest makes any download good."""
+        facts, spec, version = self.facts, self.spec, self.facts.driver_installed_version
+        digest = tables.known_sha256(version, facts.architecture)
+        if not digest or facts.bundle is not None:
+            return None
+        file, mirror = (version, facts.architecture), spec.driver_mirror
+        url = run_files.mirrored(mirror, *file) if mirror else default_url(*file)
+        kind = choose(facts.gpu_device_ids, version, spec.kernel_module_type)
+        has_libgl = any(name in facts.packages.installed for name in _LIBGL_PACKAGES)
+        return Installation(version, url, digest, facts.architecture, self.brings_modules, kind, has_libgl)
+
 
 @dataclass(frozen=True)
-class InstallDriver(Change):
+class InstallDriver(Installation, Change):
     """Install the driver of this version from a .run file on the host.
 
     `unloading`: how a loaded driver is unloaded first; `keep_loaded`: it stays loaded until a reboot loads the new one.
-    `keep`: whether its file, from `url`, stays on the host for a later rollback.
+    `keep`: whether its file stays on the host for a later rollback. `by_hand`: how the replaced driver can be installed
+    again, if gpuprov did not install it.
     `image_kernel`: the kernel of an image to build modules for, which are not loaded; `without_systemd`: systemd is
     absent.
     """
 
-    version: str
-    path: str
-    sha256: str
-    architecture: str
-    kernel_modules: bool
-    module_type: str = "auto"
     replaces: str = ""
-    has_libgl: bool = False
-    signing_key: str = ""
-    signing_certificate: str = ""
     unloading: Unloading | None = None
     keep_loaded: bool = False
     gpu_device_ids: tuple[str, ...] = ()
     asked_module_type: str = "auto"
     image_kernel: str = ""
     without_systemd: bool = False
-    url: str = ""
     keep: bool = False
+    by_hand: Installation | None = None
 
     # An interrupted installation is marked incomplete and repeated: uninstalling a partial one does not help.
     undo_when_interrupted: ClassVar[bool] = False
@@ -283,11 +272,15 @@ class InstallDriver(Change):
     def disturbs(self) -> bool:
         return self.unloading is not None or self.keep_loaded or bool(self.replaces)
 
+    @property
+    def path(self) -> str:
+        """Where the file lies on the host."""
+        return place_of(self.url)
+
     def summary(self) -> str:
         parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"
         instead = f" instead of {self.replaces}" if self.replaces not in ("", self.version) else ""
-        stops = (*self.unloading.containers, *self.unloading.units) if self.unloading is not None else ()
-        meanwhile = f"; stopped meanwhile: {', '.join(stops)}" if stops else ""
+        meanwhile = self.unloading.meanwhile if self.unloading is not None else ""
         later = "; the loaded one stays until the reboot" if self.keep_loaded else ""
         return f"install NVIDIA driver {self.version} ({parts}){instead}{meanwhile}{later}"
 
@@ -296,7 +289,7 @@ class InstallDriver(Change):
         return f"install NVIDIA driver {self.version}"
 
     def diff(self, system: System) -> str:
-        return "\n".join(self.unloading.lines()) if self.unloading is not None else ""
+        return str(self.unloading) if self.unloading is not None else ""
 
     def capture(self, system: System) -> Json:
         return {
@@ -305,7 +298,8 @@ class InstallDriver(Change):
             "path": self.path,
             "kernel_modules": self.kernel_modules,
             "blacklists": [capture_path(system, path) for path in _INSTALLERS_BLACKLISTS],
-            "record": capture_path(system, way_back.RECORD),
+            "record": capture_path(system, run_files.RECORD),
+            "by_hand": asdict(self.by_hand) if self.by_hand is not None else None,
         }
 
     def apply(self, system: System, tell: Tell) -> Json:
@@ -321,8 +315,13 @@ class InstallDriver(Change):
         system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
         self.install(system, module_type, tell)
         start_again(system, tell)
-        if self.unloading is not None and self.unloading.modules:
-            self._prove_loaded(system)
+        way = self.unloading
+        if way is not None and way.modules and (loaded := discover(system).kernel_version) != self.version:
+            raise GpuprovError(
+                f"driver {self.version} is installed, but the kernel runs {loaded or 'none'}",
+                "/proc/driver/nvidia/version",
+                "dmesg | grep -i nvrm tells why it was not loaded; then: modprobe nvidia",
+            )
         # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
         system.sync()
         self._keep(system, digest, module_type, tell)
@@ -333,23 +332,22 @@ class InstallDriver(Change):
 
     def _keep(self, system: System, digest: str, module_type: str, tell: Tell) -> None:
         """Record how the driver was installed, and keep its file, so that another one can be undone."""
-        former = way_back.Former(
-            self.version, self.url or self.path, digest, self.architecture,
-            self.kernel_modules, module_type, self.has_libgl, self.signing_key, self.signing_certificate,
-        )  # fmt: skip
-        way_back.keep(system, self.path, former, content=self.keep, replaces=self.replaces, tell=tell)
+        values = {one.name: getattr(self, one.name) for one in fields(Installation)}
+        record = Installation(**{**values, "sha256": digest, "module_type": module_type})
+        run_files.keep(system, self.path, record, content=self.keep, replaces=self.replaces, tell=tell)
 
     def way_back(self, system: System) -> tuple[str, ...]:
         if self.replaces in ("", self.version):
             return ()
-        found, _ = way_back.sentence(system, self.replaces, way_back.present(system, self.replaces))
-        return (f"way back: {found}",)
+        former = run_files.installed(system, self.replaces) or self.by_hand
+        return (f"way back: {run_files.sentence(system, self.replaces, former)[0]}",)
 
     @classmethod
     def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
-        former = way_back.former_of(before)
-        found, possible = way_back.sentence(system, before.get("replaces", ""), former)
-        return (f"restores {found}",) if former is not None and possible else ()
+        former = run_files.former_of(before)
+        found, possible = run_files.sentence(system, before.get("replaces", ""), former)
+        untouched = run_files.former_is_whole(system, before, outcome)
+        return (f"restores {found}",) if former is not None and possible and not untouched else ()
 
     def next_action(self, outcome: Json) -> NextAction:
         """Reboot before any change that needs the driver, if the old driver is still loaded."""
@@ -389,32 +387,39 @@ class InstallDriver(Change):
             )
         return header
 
+    def arguments(self, *, dkms: bool, temporary: str, log: str) -> tuple[str, ...]:
+        found = [*super().arguments(dkms=dkms, temporary=temporary, log=log)]
+        beside = ["--skip-module-load", "--allow-installation-with-running-driver"]
+        if self.keep_loaded:
+            found += beside
+        if self.kernel_modules and self.image_kernel:
+            # Look at nothing that the builder's machine runs or has loaded.
+            found += [f"--kernel-name={self.image_kernel}", "--no-nouveau-check", "--no-x-check"]
+            found += filter(self.knows, beside)
+        if self.without_systemd and self.knows("--no-systemd"):
+            found.append("--no-systemd")
+        return tuple(found)
+
     def install(self, system: System, module_type: str, tell: Tell) -> None:
         """Run the installer, and verify what it installed. Raises GpuprovError."""
         self._prove(system, *self._run(system, module_type, tell))
 
     def _run(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
+        now = replace(self, module_type=module_type)
+        arguments = now.arguments(dkms=dkms, temporary=UNPACK, log=INSTALLER_LOG)
         # Always the same folder, root's own: what a killed run left there goes now.
-        temporary = UNPACK
-        system.remove_tree(temporary)
-        system.make_directory(temporary, 0o700)
+        system.remove_tree(UNPACK)
+        system.make_directory(UNPACK, 0o700)
         try:
-            arguments = installer.install_arguments(
-                self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
-                has_libgl=self.has_libgl, keep_loaded=self.keep_loaded, image_kernel=self.image_kernel,
-                without_systemd=self.without_systemd,
-                temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
-            )  # fmt: skip
             # An old log must not be taken for this run's.
             system.remove(INSTALLER_LOG)
-            command = ("sh", self.path, *arguments)
-            env = build_environment(system)
             done = system.run(
-                command, timeout=_INSTALLER_SECONDS, env=env, on_line=lambda line: tell(line.strip(), 0, 0)
-            )
+                ("sh", self.path, *arguments), timeout=_INSTALLER_SECONDS, env=build_environment(system),
+                on_line=lambda line: tell(line.strip(), 0, 0),
+            )  # fmt: skip
         finally:
-            system.remove_tree(temporary)
+            system.remove_tree(UNPACK)
         return done, dkms
 
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
@@ -422,11 +427,7 @@ class InstallDriver(Change):
         log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
         initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
         failure = installer.explain_failure(
-            done.returncode,
-            log,
-            done.stdout + done.stderr,
-            commands=manager_of(row).commands,
-            initramfs=initramfs,
+            done.returncode, log, done.stdout + done.stderr, commands=manager_of(row).commands, initramfs=initramfs
         )
         if failure is not None:
             what, line, next_step = failure
@@ -445,22 +446,12 @@ class InstallDriver(Change):
         if self.kernel_modules:
             prove_modules(system, self.version, dkms=dkms)
 
-    def _prove_loaded(self, system: System) -> None:
-        loaded = discover(system).kernel_version
-        if loaded != self.version:
-            raise GpuprovError(
-                f"driver {self.version} is installed, but the kernel runs {loaded or 'none'}",
-                "/proc/driver/nvidia/version",
-                "dmesg | grep -i nvrm tells why it was not loaded; then: modprobe nvidia",
-            )
-
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Uninstall, and install the replaced driver again if its file can be had; else no driver remains installed."""
-        nothing_done = outcome is not None and not outcome.get("installed", True)
-        if not nothing_done and not way_back.former_is_whole(system, before, outcome):
-            former = way_back.restorable(system, before)
-            way_back.uninstall(system, before)
+        if not run_files.former_is_whole(system, before, outcome):
+            former = run_files.restorable(system, before)
+            run_files.uninstall(system, before)
             if former is not None:
                 _install_again(system, former)
         # An installation cut short by a full disk may lack its uninstaller: its remains must not look like a driver.
@@ -468,33 +459,26 @@ class InstallDriver(Change):
             system.remove(INCOMPLETE_MARK)
         for image in (*before.get("blacklists", ()), *filter(None, (before.get("record"),))):
             restore_path(system, image)
-        start_all_again(system, lambda message, done, total: None)
+        start_all_again(system, tell_nobody)
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         replaced, version = before.get("replaces", ""), before["version"]
-        if replaced in ("", version, *(one["version"] for one in earlier)):
+        restored = replaced in ("", version, *(one["version"] for one in earlier))
+        if restored or run_files.former_is_whole(system, before, outcome):
             return ()
-        found, possible = way_back.sentence(system, replaced, way_back.former_of(before))
+        found, possible = run_files.sentence(system, replaced, run_files.former_of(before))
         return () if possible else (f"{found}; no driver will remain installed",)
 
 
-def _install_again(system: System, former: way_back.Former) -> None:
+def _install_again(system: System, former: Installation) -> None:
     """Install the driver that was replaced, as it was installed; note a reboot if another one stays loaded."""
     loaded = discover(system).kernel_version if former.kernel_modules else ""
-    change = InstallDriver(
-        former.version, former.path, former.sha256, former.architecture, kernel_modules=former.kernel_modules,
-        module_type=former.module_type, has_libgl=former.has_libgl, signing_key=former.signing_key,
-        signing_certificate=former.signing_certificate, keep_loaded=bool(loaded),
-    )  # fmt: skip
+    change = InstallDriver(**{**asdict(former), "url": former.kept_path}, keep_loaded=bool(loaded))
     change.inspect(system)
     system.make_directory(STATE_DIRECTORY, 0o700)
     system.write(INCOMPLETE_MARK, f"{former.version}\n".encode())
     change.install(system, former.module_type, tell_nobody)
     system.sync()
     system.remove(INCOMPLETE_MARK)
-    if loaded not in ("", former.version):
-        reason = f"the kernel still runs driver {loaded}, installed is {former.version}"
-        running_driver.note_asked(system, gather_reboot(system).boot_id, (reason,))
+    running_driver.note_other_driver(system, loaded, former.version)

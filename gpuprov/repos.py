@@ -11,15 +11,14 @@ import configparser
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Protocol, Union
+from typing import Callable, Protocol, Union
 
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
-from gpuprov.machine.driver_rows import own_driver
+from gpuprov.machine.distros import Distribution, ExtraRepository, own_driver
 from gpuprov.packages.interface import PackageFacts, PackageManager
-from gpuprov.packages.keys import InstallKey, armored, dearmored, fingerprints
+from gpuprov.packages.keys import InstallKey, InstallRpmKey, armored, dearmored, fingerprints
 from gpuprov.packages.retired import REPOSITORY
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.packages.sources import (
     COMPONENTS_PATH,
     OURS,
@@ -33,18 +32,14 @@ from gpuprov.packages.sources import (
 )
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
-from gpuprov.protocol.spec import HostSpec
-
-if TYPE_CHECKING:
-    from gpuprov.machine.distros import Distribution, ExtraRepository
-    from gpuprov.protocol.spec import SiteRepository
+from gpuprov.protocol.spec import HostSpec, SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"
 RPM_KEYS = "/etc/pki/rpm-gpg"
 _RPM_KEY = f"{RPM_KEYS}/RPM-GPG-KEY-{OURS}"
 # Debian's name of an architecture, from `uname -m`.
-_DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
 # Source: NVIDIA's blog, 27 April 2022.
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
@@ -183,52 +178,43 @@ def apt_repositories(
     spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
 ) -> tuple[AptRepository, ...]:
     """Return the repositories that a host needs besides its distribution's: the user's, the toolkit's, and `extra`."""
-    debian = _DEBIAN_ARCHITECTURES.get(architecture, architecture)
-    known: tuple[SiteRepository | ExtraRepository, ...] = (*spec.repositories, *extra)
-    found = [
+    debian = DEBIAN_ARCHITECTURES.get(architecture, architecture)
+    # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
+    toolkit = _toolkit_channels(spec, f"deb/{debian}")
+    known: tuple[SiteRepository | ExtraRepository, ...] = (*spec.repositories, *extra, *toolkit)
+    return tuple(
         AptRepository(one.name, one.uri, one.suite, one.components, one.key_url, one.key_fingerprint, debian)
         for one in known
-    ]
-    # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
-    found += [
-        AptRepository(name, f"{base}/deb/{debian}", "/", "", key_url, spec.toolkit_key_fingerprint, debian)
-        for name, base, key_url in _toolkit_channels(spec)
-    ]
-    return tuple(found)
+    )
 
 
 def rpm_repositories(
     manager: RpmManager, spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
 ) -> tuple[RpmRepository, ...]:
     """Return the same repositories for dnf or zypper."""
-    found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, manager) for own in spec.repositories]
     # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
-    found += [
+    toolkit = tuple(_toolkit_channels(spec, f"rpm/{architecture}"))
+    own = (ExtraRepository(one.name, one.uri, one.key_url, one.key_fingerprint) for one in spec.repositories)
+    return tuple(
         RpmRepository(
-            name, f"{base}/rpm/{architecture}", key_url, spec.toolkit_key_fingerprint, manager, signed_packages=False
+            one.name, one.uri, one.key_url, one.key_fingerprint, manager, one.signed_metadata, one not in toolkit,
+            one.only,
         )
-        for name, base, key_url in _toolkit_channels(spec)
-    ]
-    found += [
-        RpmRepository(
-            one.name, one.uri, one.key_url, one.key_fingerprint, manager, signed_metadata=one.signed_metadata,
-            only=one.only,
-        )
-        for one in extra
-    ]  # fmt: skip
-    return tuple(found)
+        for one in (*own, *toolkit, *extra)
+    )  # fmt: skip
 
 
-def _toolkit_channels(spec: HostSpec) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, base, URL of the key) of the container toolkit's repositories that a host needs.
+def _toolkit_channels(spec: HostSpec, folder: str) -> Iterator[ExtraRepository]:
+    """Yield the container toolkit's repositories that a host needs.
 
     The repository of release candidates does not replace the stable one: the installation guide enables both.
     """
-    base = spec.toolkit_repository.rstrip("/")
-    if spec.toolkit == "nvidia":
-        yield "nvidia-container-toolkit", f"{base}/stable", f"{base}/gpgkey"
-    if spec.toolkit == "nvidia" and spec.toolkit_channel == "experimental":
-        yield "nvidia-container-toolkit-experimental", f"{base}/experimental", f"{base}/gpgkey"
+    base, name = spec.toolkit_repository.rstrip("/"), "nvidia-container-toolkit"
+    channels = {"stable": name, "experimental": f"{name}-experimental"}
+    for channel, own_name in channels.items() if spec.toolkit == "nvidia" else ():
+        if channel in ("stable", spec.toolkit_channel):
+            uri = f"{base}/{channel}/{folder}"
+            yield ExtraRepository(own_name, uri, f"{base}/gpgkey", spec.toolkit_key_fingerprint)
 
 
 def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
@@ -261,7 +247,7 @@ def _is_there(host: Host, file: WriteFile) -> bool:
 def problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Problem, ...]:
     """Return what gpuprov can't correct in the repositories of the host or the user."""
     wanted, conflicts = _wanted(host, spec, extra)
-    return _problems_of_any(wanted) + tuple(one for one in conflicts if isinstance(one, Problem))
+    return (*_problems_of_any(wanted), *(one for one in conflicts if isinstance(one, Problem)))
 
 
 def _wanted(
@@ -283,32 +269,22 @@ def _driver_components(host: Host, spec: HostSpec) -> str:
     return component_source(host.files, row.codename, own.components, own.keyrings)
 
 
-def _problems_of_any(wanted: Sequence[Repository]) -> tuple[Problem, ...]:
-    """Return what is wrong with repositories of any package manager."""
-    withdrawn = tuple(
-        Problem(
-            f"the key of repository {one.name} is withdrawn",
-            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
-            "set the fingerprint of the current key",
-        )
-        for one in wanted
-        if one.key_fingerprint in _WITHDRAWN
-    )
+def _problems_of_any(wanted: Sequence[Repository]) -> Iterator[Problem]:
+    """Yield what is wrong with repositories of any package manager."""
+    for one in wanted:
+        if reason := _WITHDRAWN.get(one.key_fingerprint):
+            what, seen = f"the key of repository {one.name} is withdrawn", f"{one.key_fingerprint}: {reason}"
+            yield Problem(what, seen, "set the fingerprint of the current key")
     names = [one.name for one in wanted]
-    same = tuple(
-        Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
-        for name in sorted({name for name in names if names.count(name) > 1})
-    )
-    logins = tuple(
-        Problem(
-            f"the login in the URL of repository {one.name} can't be given to the package manager", masked(one.uri),
-            "use USER:PASSWORD, each of letters, digits and !%&()*+,-./:;<=>?@^_~; or a mirror that needs no login",
-        )
-        for one in wanted
-        if "@" in one.uri.partition("://")[2].partition("/")[0]
-        and not all(map(_LOGIN.fullmatch, split_login(one.uri)[1:]))
-    )  # fmt: skip
-    return withdrawn + same + logins
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
+    for one in wanted:
+        has_login = "@" in one.uri.partition("://")[2].partition("/")[0]
+        if has_login and not all(map(_LOGIN.fullmatch, split_login(one.uri)[1:])):
+            yield Problem(
+                f"the login in the URL of repository {one.name} can't be given to the package manager", masked(one.uri),
+                "use USER:PASSWORD, each of letters, digits and !%&()*+,-./:;<=>?@^_~; or a mirror that needs no login",
+            )  # fmt: skip
 
 
 def _apt_conflicts(
@@ -334,11 +310,9 @@ def _apt_conflicts(
     if not others:
         yield RemoveFile(path, next(iter(unwanted.values())))
         return
-    blocks = [range(*entry.block) for entry in unwanted]
-    lines = [
-        f"# {line}" if any(number in block for block in blocks) else line
-        for number, line in enumerate(text_of(file).splitlines(keepends=True), 1)
-    ]
+    numbers = {number for entry in unwanted for number in range(*entry.block)}
+    numbered = enumerate(text_of(file).splitlines(keepends=True), 1)
+    lines = [f"# {line}" if number in numbers else line for number, line in numbered]
     yield WriteFile(path, "".join(lines).encode("utf-8", "surrogateescape"), file.mode)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.cdi import other_devices
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
-from gpuprov.cdi.generate import PATH, difference, in_short, specification
+from gpuprov.cdi.generate import OTHER_PATHS, PATH, difference, in_short, other_specifications, specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import (
     Change,
     Json,
+    Jsons,
     MakeNode,
+    SetMode,
     Tell,
     capture_path,
     file_diff,
@@ -24,10 +25,9 @@ from gpuprov.core.changes import (
     restore_path,
     write_files,
 )
-from gpuprov.core.repairs import SetMode
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
-from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
+from gpuprov.engines.known import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.protocol.spec import HostSpec
@@ -80,9 +80,8 @@ class HandOverHook(Change):
     def capture(self, system: System) -> Json:
         return capture_path(system, deploy.NVIDIA_HOOK_PATH)
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        # The package manager replaces it at once: until then, containers that need it find it.
-        return {}
+    def apply(self, system: System, tell: Tell) -> None:
+        """Do nothing: the package manager replaces it at once; until then, containers that need it find it."""
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -114,6 +113,10 @@ def is_runtimes(path: str) -> bool:
     return path in programs or path.rpartition("/")[0] == _HOOK_DIRECTORY
 
 
+# From a launcher's first line to the moment when its Python has read all modules: 15 ms on an idle host.
+_START_SECONDS = 1.0
+
+
 @dataclass(frozen=True)
 class InstallRuntime(Change):
     """Install the bundled runtime: its files (path, mode, content), compiled for the Python that runs them."""
@@ -138,15 +141,17 @@ class InstallRuntime(Change):
         paths = [*(path for path, _, _ in self.files), *self.stale, *compiled]
         return {"files": [capture_path(system, path) for path in paths]}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         # Programs come last, the launcher behind the hooks: none must start a partial installation.
         files = sorted(self.files, key=lambda file: _program_rank(file[0]))
+        replaces = system.exists(deploy.LAUNCHER_PATH)
         write_files(system, ((path, content, mode) for path, mode, content in files))
-        # Only now: the launcher of the older version may have named them.
+        # Only then: the launcher of the older version may have named them, and their byte code.
+        if replaces:
+            system.sleep(_START_SECONDS)
         for path in self.stale:
             system.remove(path)
         compile_bytecode(system, self.python, _HOOK_DIRECTORY)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -158,10 +163,12 @@ class InstallRuntime(Change):
         for image in sorted(before["files"], key=_restore_order):
             if image["path"] not in skipped:
                 restore_path(system, image)
-        # Until now the programs of the newer version had their byte code.
-        for name in system.list_directory(cache):
-            if f"{cache}/{name}" not in kept:
-                system.remove(f"{cache}/{name}")
+        # The programs of the newer version have their byte code until the last container that they start has begun.
+        newer = [name for name in system.list_directory(cache) if f"{cache}/{name}" not in kept]
+        if newer:
+            system.sleep(_START_SECONDS)
+        for name in newer:
+            system.remove(f"{cache}/{name}")
 
     @classmethod
     def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:
@@ -172,9 +179,7 @@ class InstallRuntime(Change):
         return (path,) if there and not deploy.is_ours(system.read_bytes(path) or b"") else ()
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.skipped_paths(system, before))
 
 
@@ -259,15 +264,14 @@ class WriteCdiSpecification(Change):
         return "\n".join(in_short(path, before, content) for path, before, content in pairs if before != content)
 
     def capture(self, system: System) -> Json:
-        return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}
+        return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *OTHER_PATHS)]}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         # NVML is queried only now, because it initialises GPUs: seconds for each without a persistent client.
         content = _now(system)
         # Devices that come with a driver (NVSwitches) exist only now, too.
-        found = {CDI_SPECIFICATION: content, **other_devices.specifications(system)}
+        found = {CDI_SPECIFICATION: content, **other_specifications(system)}
         write_files(system, ((path, wanted, _MODE) for path, wanted in found.items()))
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -11,39 +11,46 @@ from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
 from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.engine_checks import Subject, check_engines
+from gpuprov.checks.engines import EngineTest
 from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
-from gpuprov.checks.smi import EXITS, LOOK, Exit, SmiReport, exit_code, parse_smi
-from gpuprov.checks.without_gpu import verify_copy
+from gpuprov.checks.smi import LOOK, SmiReport, exit_code, exits, parse_smi
 from gpuprov.core.changes import parent_of
-from gpuprov.core.commands import NOT_FOUND
+from gpuprov.core.commands import NOT_FOUND, Failure
 from gpuprov.core.system import System
+from gpuprov.core.units import is_active
+from gpuprov.driver import fabric_manager
 from gpuprov.driver.precompiled import module_package
-from gpuprov.facts import driver_change
-from gpuprov.facts.gpus import UNIT, FabricFacts, gather_fabric
+from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
+from gpuprov.facts.driver import version_difference
+from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric
 from gpuprov.facts.host import gather_software, manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
-from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.machine import gather_kernel, gather_os
-from gpuprov.machine.pci import gather_gpus
+from gpuprov.machine.pci import gather_gpus, is_copy
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 
 _SMI_SECONDS = 120
+_UNKNOWN = "there is no GPU in this machine: run gpuprov verify on a copy of the image that has some"
 # Tasks of the kernel, which a system container does not have.
 _OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|reboot|poweroff")
 
 
-def verify(system: System, spec: HostSpec, sink: Sink, *, remember: bool = False) -> Verdict:
+def verify(
+    system: System, spec: HostSpec, sink: Sink, *, remember: bool = False, tests: list[EngineTest] | None = None
+) -> Verdict:
     """Verify the driver, and each engine with containers that have all GPUs, one, and none. Return whether all passed.
 
     Emits one CheckDone a line, in a fixed order. `remember`: the GPUs that are there now are all that should be.
+    `tests` receives the engines whose containers can be tried.
     """
     recalled = memory.recall(system)
     if is_copy(system) and not gather_gpus(system) and recalled.memory is None:
-        return verify_copy(system, spec, sink)
+        return _verify_copy(system, spec, sink)
     if recalled.fault and not remember:
         sink(Note(f"{recalled.fault}: nothing is compared with it; {memory.FORGET}", "warning"))
     checks = Checks(sink)
@@ -54,11 +61,14 @@ def verify(system: System, spec: HostSpec, sink: Sink, *, remember: bool = False
         memory.check_gpus(checks, system, recalled.memory, report)
     checks.check("device nodes", lambda: _device_nodes(system))
     fabric = gather_fabric(system)
-    if fabric.switches:
+    hidden = fabric.hidden and spec.fabric_manager == "auto" and not gather_kernel(system).container
+    if fabric.switches or hidden:
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
+    if spec.dcgm and report is not None:
+        checks.check("DCGM", lambda: _dcgm(system, spec, report))
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))
-    check_engines(Subject(checks, system, spec, report))
+    check_engines(Subject(checks, system, spec, report, [] if tests is None else tests))
     if report is not None:
         memory.update(system, spec, checks, report, sink, remember=remember)
     return checks.verdict()
@@ -86,9 +96,9 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Values:
             commands = manager_on(system).commands
             raise Failed(f"{path} exited {done.returncode}: {said}; {hidden[0].what}: {hidden[0].reason}; "
                          f"{hidden[0].way_out(commands)}")  # fmt: skip
-        if different := driver_change.difference(system, discover(system)):
+        if different := version_difference(system, discover(system)):
             raise Failed(f"{path} exited {done.returncode}: {said}; {different}")
-        known = EXITS.get(exit_code(done.returncode), Exit("nvidia-smi fails", LOOK))
+        known = exits().get(exit_code(done.returncode), Failure("nvidia-smi fails", LOOK))
         hint = f"{known.what}: {known.next_step or 'gpuprov doctor'}"
         if done.returncode == NOT_FOUND:
             hint = "nvidia-smi is not installed: run gpuprov install"
@@ -124,13 +134,24 @@ def _device_nodes(system: System) -> Values:
 
 def _fabric_manager(system: System, fabric: FabricFacts) -> Values:
     """Check the fabric manager. Without it, or with another version's, CUDA returns error 802."""
-    driver = discover(system).library_version
-    if fabric.version != driver:
-        found = fabric.version or "not installed"
-        raise Failed(f"fabric manager is {found}, the driver {driver}: they must agree; run gpuprov install")
-    if not fabric.active:
-        raise Failed(f"{UNIT} does not run, so CUDA answers 802; systemctl status {UNIT}")
+    if problem := fabric_manager.fault(fabric, discover(system).library_version):
+        raise Failed(f"{problem.what}; {problem.evidence}; {problem.next_step}")
     return fabric.version, ""
+
+
+def _dcgm(system: System, spec: HostSpec, report: SmiReport) -> Values:
+    """Check that DCGM has the GPUs that nvidia-smi has; those that it takes for lost are not in its list."""
+    done = system.run(("dcgmi", "discovery", "-l"), timeout=_SMI_SECONDS)
+    found = set(re.findall(r"Device UUID: *(GPU-[\w-]+)", done.stdout))
+    if not done.ok:
+        raise Failed(
+            f"dcgmi discovery -l: {done.evidence(2)}; systemctl restart {DCGM_UNIT}; journalctl -u {DCGM_UNIT}"
+        )
+    if missing := [gpu.uuid for gpu in report.gpus if gpu.uuid not in found]:
+        raise Failed(f"dcgmi discovery -l lacks {', '.join(missing)}; gpuprov health; systemctl restart {DCGM_UNIT}")
+    if spec.dcgm_exporter and not is_active(system, DCGM_EXPORTER):
+        raise Failed(f"{DCGM_EXPORTER} does not run; systemctl restart {DCGM_EXPORTER}; journalctl -u {DCGM_EXPORTER}")
+    return counted(len(found), "GPU"), ""
 
 
 def _cdi(system: System) -> Values:
@@ -139,7 +160,7 @@ def _cdi(system: System) -> Values:
     if content is None:
         raise Failed(f"{path} is missing; run gpuprov install")
     driver = discover(system)
-    if replaced := driver_change.difference(system, driver):
+    if replaced := version_difference(system, driver):
         raise Failed(replaced)
     different = difference(content, driver, any_version=is_of_another_version(system))
     if different:
@@ -172,3 +193,55 @@ def _next_kernel(system: System) -> Values:
     if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
         raise Failed(reason)
     return f"{kernel.release}, with the driver's module", ""
+
+
+def _verify_copy(system: System, spec: HostSpec, sink: Sink) -> Verdict:
+    """Verify a copy of an image that has no GPU, or the machine that built it; same lines as with GPUs, and more."""
+    checks = Checks(sink)
+    checks.check("driver", lambda: _libraries(system))
+    checks.skip(("device nodes", "CDI specification"), _UNKNOWN)
+    checks.check("next kernel", lambda: _modules(system, spec))
+    checks.check("boot units", lambda: _units(system))
+    if spec.docker != "none":
+        with checks.about("docker"):
+            checks.check("docker configuration", lambda: _docker(system))
+            checks.skip(("docker, all GPUs",), _UNKNOWN)
+    known = "what can be known without a GPU is right; the rest shows on a machine that has some"
+    return Verdict(checks.good, unknown=known) if checks.good else checks.verdict()
+
+
+def _libraries(system: System) -> Values:
+    version = discover(system).library_version
+    if not version:
+        raise Failed("no NVIDIA driver is installed; run gpuprov install -e gpuprov_target=image")
+    return f"{version} installed; no GPU to ask", ""
+
+
+def _modules(system: System, spec: HostSpec) -> Values:
+    kernels = gather_kernels(system)
+    lacking = [kernel.release for kernel in kernels if not kernel.module]
+    if spec.kernel_modules != "none" and lacking:
+        raise Failed(
+            f"kernel {', '.join(lacking)} has no NVIDIA module: dkms autoinstall -k {lacking[-1]}; dkms status"
+        )
+    return ", ".join(kernel.release for kernel in kernels) or "no kernel is installed", ""
+
+
+def _units(system: System) -> Values:
+    lacking = []
+    for name in (NODES, REFRESH):
+        link = system.status(f"{WANTS}/{name}")
+        if link is None or link.target != f"{UNITS}/{name}":
+            lacking.append(name)
+    if lacking:
+        raise Failed(f"{', '.join(lacking)} will not start at boot; run gpuprov install again")
+    return f"{NODES}, {REFRESH}", ""
+
+
+def _docker(system: System) -> Values:
+    facts = gather_docker(system)
+    if not facts.installed:
+        raise Failed("docker is not installed")
+    if "nvidia" not in (facts.config.get("runtimes") or {}) and "nvidia" not in facts.unit.flag_runtimes:
+        raise Failed(f"{facts.config_path} does not name the runtime nvidia; run gpuprov install again")
+    return f"runtime nvidia in {facts.config_path}", ""

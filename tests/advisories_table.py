@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpuprov.cli.advisories import documents
-from gpuprov.fleet.csaf import parse_csaf
+from gpuprov.cli.advisories import documents, parse_csaf
 from gpuprov.protocol.advisories import Advisory, merged, rows_of, table_of
 
 TABLE = Path(__file__).resolve().parents[1] / "gpuprov/protocol/advisories.json"

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpuprov.machine.distros import ROWS, Distribution, KernelPackages
-from gpuprov.machine.driver_rows import OwnDriver, own_driver
+from gpuprov.machine.distros import ROWS, Distribution, KernelPackages, OwnDriver, own_driver
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/distributions.md"
 _LISTS = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
@@ -53,7 +52,7 @@ def _own_cells(own: OwnDriver) -> tuple[str, ...]:
         return ("–", "NVIDIA's, of the modules' version", "SUSE's, compiled and signed: open alone", "–")
     first = own.branches[0]
     branches = ", ".join(one.branch for one in own.branches if one.branch) or "one"
-    others = " and any other that the archive has" if own.other_branch else ""
+    others = " and any other that the archive has" if own.template else ""
     built = "; ".join(f"{kind}: {' '.join(names)}" for kind, names in sorted(first.built.items()))
     compiled = "; ".join(f"compiled, {kind}: {names[0]}" for kind, names in sorted(first.compiled.items()))
     modules = "; ".join(filter(None, (compiled, f"built by DKMS, {built}")))

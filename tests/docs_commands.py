@@ -46,6 +46,7 @@ _INSTALL = ("integration/test_install.py", "integration/test_host_program.py", "
 _CONTAINERS = ("unit/test_commands_for_containers.py",)
 # Subcommand → files below tests/ that execute it with the options that pages show.
 TESTS = {
+    "accept": ("integration/test_accept.py", "unit/test_accept.py"),
     "advisories": ("unit/test_advisories.py",),
     "advisories update": ("unit/test_advisories.py",),
     "agent build": ("unit/test_cli.py",),
@@ -62,13 +63,18 @@ TESTS = {
     "completion": ("unit/test_cli.py",),
     "cuda": ("integration/test_cuda.py", "integration/test_host_program.py", "unit/test_cli.py"),
     "docker-args": ("integration/test_clients.py", "integration/test_containers_on_hosts.py"),
-    "doctor": ("integration/test_doctor.py", "unit/test_cli.py"),
+    "doctor": ("integration/test_doctor.py", "integration/test_repair.py", "unit/test_cli.py"),
     "facts": ("unit/test_cli.py", "unit/test_host_program.py", "integration/test_fleet.py"),
+    "health": ("integration/test_health.py", "unit/test_health_callers.py"),
     "hook explain": ("integration/test_explain_on_hosts.py", *_CONTAINERS),
     "hook requirements": _CONTAINERS,
-    "install": (*_INSTALL, "integration/test_bundle.py", "integration/test_fleet.py", "integration/test_rolling.py"),
+    "install": (
+        *_INSTALL, "integration/test_no_arguments.py", "integration/test_bundle.py", "integration/test_fleet.py",
+        "integration/test_rolling.py",
+    ),
     "kubernetes manifest": ("unit/kubernetes/test_manifest.py", "integration/test_kubernetes.py"),
-    "options": ("unit/test_cli.py",),
+    "init": ("unit/fleet/test_first_inventory.py", "integration/test_first_inventory.py"),
+    "options": ("unit/test_cli.py", "unit/test_written_options.py"),
     "playbooks": ("integration/test_release.py",),
     "report": ("unit/fleet/test_history.py", "unit/test_cli.py"),
     "rollback": (*_INSTALL, "integration/test_proxy.py"),
@@ -83,7 +89,8 @@ SHARED = ("integration/test_install.py", "integration/test_fleet.py", "unit/test
 
 # Commands that need no host, as patterns → their exit code: tests/unit/test_docs_commands.py executes them.
 HERE = {
-    "gpuprov options*": "0",
+    "gpuprov options": "0",
+    "gpuprov options --[jm]*": "0",
     "*gpuprov completion *": "0",
     "gpuprov hook requirements *cuda>=13.2'": "1",
     "gpuprov hook requirements --cuda 12.4 --brand tesla *": "0",

@@ -7,14 +7,15 @@ import re
 import tempfile
 from pathlib import Path
 
-from gpuprov.cli import explain
+from gpuprov.cli import reference
 from gpuprov.doctor.examine import RULES
-from gpuprov.doctor.finding import AREAS, CACHE, FILES, MODULES, NODE_MODES, STEPS, UNITS, WHOLE, Finding, Rule
+from gpuprov.doctor.finding import AREAS, CACHE, FILES, MODULES, NODE_MODES, STEPS, UNITS, WHOLE, Finding
+from gpuprov.doctor.rules import Rule
 from tests.unit.doctor.host import examined, healthy
 from tests.unit.doctor.test_rules import CONSEQUENCES, ROWS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/doctor.md"
-EXPLANATIONS = Path(explain.__file__).with_name("causes.json")
+EXPLANATIONS = Path(reference.__file__).with_name("causes.json")
 _FIXES = {
     STEPS: "makes these parts of an installation's plan: {}",
     WHOLE: "makes the whole plan of `gpuprov install`",

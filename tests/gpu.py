@@ -1,7 +1,7 @@
 """`make test-gpu`: gpuprov on this machine's own GPUs, without provisioning it; nothing is simulated.
 
-Discovery, a container by runc with each way to a GPU, nvidia-smi field by field, a CUDA kernel, and PyTorch where an
-image is named. Everything lies in a temporary folder; the machine is not changed. The report is for sending.
+Discovery, health, a container by runc with each way to a GPU, nvidia-smi field by field, a CUDA kernel, and PyTorch
+where an image is named. Everything lies in a temporary folder; the machine is not changed. The report is for sending.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,14 +26,17 @@ from typing import Any
 from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.checks.cuda_checks import command
+from gpuprov.checks.health import examine
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import HealthFound
 from tests.deployed import PYTHON
 from tests.integration.container_bench import Bench
 from tests.integration.container_python import add_python
 
 _CHECKS = Path(__file__).resolve().parents[1] / "gpuprov/checks"
-_CALLS, _TORCH = _CHECKS / "cuda/calls_program.py", _CHECKS / "torch_program.py"
+_TORCH = _CHECKS / "torch_program.py"
 _ALL = "NVIDIA_VISIBLE_DEVICES=all"
 # What changes by itself, or is another process's.
 _VOLATILE = re.compile(
@@ -183,9 +187,7 @@ def check_one(bench: GpuBench, way: str) -> str:
 
 def check_cuda(bench: GpuBench, way: str) -> str:
     """Call CUDA's driver API in a container, and run a kernel on each GPU."""
-    if not _CALLS.exists():
-        raise Skipped(f"this version of gpuprov has no {_CALLS.name}")
-    seen, errors = bench.run(way, _ALL, PYTHON, "-I", "-S", "-E", "-B", "-c", _CALLS.read_text(), "kernel", "own")
+    seen, errors = bench.run(way, _ALL, *command(PYTHON, "kernel", "own"))
     lines: list[dict[str, Any]] = [json.loads(line) for line in seen.splitlines() if line.startswith("{")]
     if not lines or lines[0]["failed"] or lines[0]["faults"]:
         raise Failed(f"{seen} {errors}".strip())
@@ -198,6 +200,22 @@ def check_cuda(bench: GpuBench, way: str) -> str:
     if wrong or len(kernel["gpus"]) != len(lines[0]["uuids"]):
         raise Failed(json.dumps(kernel))
     return f"CUDA {lines[0]['version']}, {len(kernel['gpus'])} GPUs computed, {lines[0]['loaded']}"
+
+
+def check_accept(bench: GpuBench) -> str:
+    """Test each GPU in a container by the program of `gpuprov accept`, and all of them at once for a minute."""
+    seen, errors = bench.run("runtime", _ALL, *command(PYTHON, "60", accept=True))
+    lines: list[dict[str, Any]] = [json.loads(line) for line in seen.splitlines() if line.startswith("{")]
+    found = {(line["step"], line.get("gpu", "")): line for line in lines}
+    if not lines or lines[0]["step"] != "found" or lines[-1]["step"] != "end":
+        raise Failed(f"{seen} {errors}".strip())
+    if lines[0]["simulated"]:
+        raise Skipped("the program ran; simulated GPUs compute nothing")
+    wrong = [line for line in lines if line.get("wrong") or line.get("error")]
+    uuids = sorted(gpu.uuid for gpu in bench.driver.gpus if not gpu.mig)
+    if wrong or sorted(uuid for step, uuid in found if step == "all") != uuids:
+        raise Failed(json.dumps(wrong or lines))
+    return "\n".join(json.dumps(line) for line in lines)
 
 
 def check_torch(bench: GpuBench, image: str) -> str:
@@ -255,10 +273,22 @@ def check_containers(report: Report, bench: GpuBench, image: str, smi: list[str]
             report.check(f"{way}, all GPUs", partial(check_container, bench, way, smi))
             report.check(f"{way}, one GPU", partial(check_one, bench, way))
             report.check(f"{way}, CUDA", partial(check_cuda, bench, way))
+        report.check("accept", partial(check_accept, bench))
         report.check("PyTorch", partial(check_torch, bench, image))
     finally:
         bench.delete()
     return f"each line above, by runc with the {' and the '.join(WAYS)}"
+
+
+def check_health(report: Report, system: System) -> str:
+    """Judge the GPUs, twice: the second time tells how long it takes once the driver is awake."""
+    found: list[HealthFound] = []
+    examine(system, lambda event: None)
+    begun = time.monotonic()
+    finished = examine(system, lambda event: found.append(event) if isinstance(event, HealthFound) else None)
+    seconds = time.monotonic() - begun
+    report.record("gpuprov health", "\n".join(f"{one.verdict} {one.rule} {one.gpu}: {one.evidence}" for one in found))
+    return f"{finished.summary}; {seconds:.2f} s"
 
 
 def main() -> int:
@@ -274,6 +304,7 @@ def main() -> int:
     report, system = Report(), System()
     driver = ask_nvml(system, discover(system))
     report.check("discovery", lambda: check_discovery(driver))
+    report.check("health", lambda: check_health(report, system))
     smi: list[str] = []
     with tempfile.TemporaryDirectory(prefix="gpuprov-gpu-") as folder:
         report.check(

@@ -47,7 +47,12 @@ _APT_PROXY = Path("/etc/apt/apt.conf.d/99gpuprov-tests")
 # An overlay can't be the upper layer of an engine's own.
 _STORES = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
 _LOCAL = ("bin", "etc", "include", "lib", "sbin", "share")
-_TEMPORARY = f"/tmp/pytest-of-{_FIXED['USER']}"
+# Pytest's temporary folders, and a place in memory for those of unit tests: tests/unit/conftest.py.
+TEMPORARY = Path(f"/tmp/pytest-of-{_FIXED['USER']}")
+MEMORY = TEMPORARY / "memory"
+MEMORY_SIZE = 512 << 20
+# What must be free beside it, for hosts, engines and the virtual machine.
+MEMORY_LEFT = 5 << 29
 _PLAIN_NODES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
 _MACHINE_NODES = ("fuse", "kvm", "net/tun", "loop-control", "kmsg")
 _LOOPS = 64
@@ -163,11 +168,14 @@ def _furnish(room: Path, home: Path) -> None:
     # What installs packages on the machine meanwhile changes /etc, and what lies below an overlay may not change.
     subprocess.run(("cp", "--archive", "/etc", str(own / "etc")), check=True)
     # Another run of pytest would close the folder of temporary files to user namespaces.
-    for folder in (own / "temporary", Path(_TEMPORARY)):
+    for folder in (own / "temporary", TEMPORARY):
         folder.mkdir(mode=0o700, exist_ok=True)
-    places = {"etc": "/etc", "local": "/usr/local", "home": str(home), "temporary": _TEMPORARY}
+    places = {"etc": "/etc", "local": "/usr/local", "home": str(home), "temporary": str(TEMPORARY)}
     for name, place in places.items():
         _mount("--bind", str(own / name), place)
+    if free_memory() >= MEMORY_SIZE + MEMORY_LEFT:
+        MEMORY.mkdir(mode=0o700)
+        _mount("-t", "tmpfs", "-o", f"mode=700,size={MEMORY_SIZE}", "gpuprov-memory", str(MEMORY))
     _devices(nodes)
     for number, store in enumerate(_STORES):
         (own / f"store{number}").mkdir(mode=0o710)
@@ -195,6 +203,17 @@ def _furnish(room: Path, home: Path) -> None:
     socket.sethostname(_NAME)
     Path("/etc/hostname").write_text(f"{_NAME}\n")
     Path("/etc/hosts").write_text(f"127.0.0.1 localhost {_NAME}\n::1 localhost ip6-localhost ip6-loopback\n")
+
+
+def free_memory() -> int:
+    """Return how many bytes of memory the machine has left, and this process's control groups."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    found = [int(memory["MemAvailable"].split()[0]) << 10]
+    group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/"))
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            found.append(int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()))
+    return min(found)
 
 
 def _kept(home: Path) -> list[Path]:

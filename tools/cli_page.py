@@ -29,10 +29,12 @@ _RUN, _OTHER_RUN = "facts", "cuda"
 def page() -> str:
     """Return the page: one section for each command that is not hidden, in alphabetical order."""
     shared = [one for one in cli.commands[_RUN].params if _key(one) in map(_key, cli.commands[_OTHER_RUN].params)]
-    context = click.Context(cli, info_name="gpuprov", max_content_width=_WIDTH)
-    context.terminal_width = _WIDTH
-    options = click.Command(_SHARED, params=list(shared), add_help_option=False).get_help(context)
-    sections = _sections(cli, context, frozenset(map(_key, shared)))
+    keys = frozenset(map(_key, shared))
+    options = click.Command(_SHARED, params=list(shared), add_help_option=False).get_help(_context(cli, "gpuprov"))
+    sections = [
+        f"## {context.command_path}\n\n```\n{_help(command, context, keys)}\n```\n"
+        for command, context in visible_commands()
+    ]
     return "\n".join(
         (_HEAD, *sections, f"## {_SHARED}\n\n```\n{options.partition('Options:')[2].strip(chr(10))}\n```\n")
     )
@@ -42,19 +44,26 @@ def _key(parameter: click.Parameter) -> tuple[str, str]:
     return "/".join(parameter.opts), getattr(parameter, "help", None) or ""
 
 
-def _sections(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> Iterator[str]:
-    # A width of the terminal would make another page on each machine.
-    context.terminal_width = _WIDTH
-    # The first section lists the groups; a group that does nothing itself needs none of its own.
+def visible_commands(
+    command: click.Command = cli, context: click.Context | None = None
+) -> Iterator[tuple[click.Command, click.Context]]:
+    """Give all commands that are not hidden, with their contexts; a group that does nothing itself is left out."""
+    context = context or _context(command, "gpuprov")
+    # The first lists the groups.
     if context.parent is None or not isinstance(command, click.Group) or command.invoke_without_command:
-        yield f"## {context.command_path}\n\n```\n{_help(command, context, shared)}\n```\n"
+        yield command, context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             child = command.get_command(context, name)
             if child and not child.hidden:
-                yield from _sections(
-                    child, click.Context(child, info_name=name, parent=context, max_content_width=_WIDTH), shared
-                )
+                yield from visible_commands(child, _context(child, name, context))
+
+
+def _context(command: click.Command, name: str, parent: click.Context | None = None) -> click.Context:
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=_WIDTH)
+    # A width of the terminal would make another page on each machine.
+    context.terminal_width = _WIDTH
+    return context
 
 
 def _help(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> str:

@@ -19,20 +19,23 @@ _SHEBANG = b"#!/usr/bin/env python3\n"
 # `uninstall` removes the folder that is unpacked: it runs from the zip.
 _START = """\
 sys.path[0] = os.path.dirname(os.path.abspath(__file__)) if "uninstall" in sys.argv[1:] else unpacked()
-from gpuprov.fleet import one_file  # noqa: E402
+from gpuprov.fleet import options  # noqa: E402
 
-one_file.active = True
+options.one_file = True
 from gpuprov.__main__ import main  # noqa: E402
 
 main()
 """
 
 
-def build() -> bytes:
-    """Return the program: the same bytes from the same sources. Raises GpuprovError if a locked wheel is missing."""
+def build(shebang: bytes = _SHEBANG, before: bytes = b"") -> bytes:
+    """Return the program: the same bytes from the same sources. Raises GpuprovError if a locked wheel is missing.
+
+    `before`: code that is to run first, for any Python.
+    """
     files = dict(_files())
     main, _ = main_program("host", _START, files)
-    return _SHEBANG + pack({"__main__.py": main, **files})
+    return shebang + pack({"__main__.py": before + main, **files})
 
 
 def _files() -> Iterator[tuple[str, bytes]]:

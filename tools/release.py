@@ -1,4 +1,4 @@
-"""Builds a release into a folder: wheel, sdist, collection, agent, one-file program, SBOM, SHA256SUMS; always the same.
+"""Builds a release into a folder: wheel, sdist, collection, agent, one-file program, .deb, .rpm, SBOM, sums.
 
 python -m tools.release dist
 """
@@ -32,7 +32,7 @@ from packageurl import PackageURL
 
 from gpuprov import __version__
 from gpuprov.fleet.agent_build import build_agent, locked, wheels
-from tools import host_packages, host_program
+from tools import host_packages, host_program, linux_packages
 
 _CLONE = Path(__file__).resolve().parents[1]
 _SBOM_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "https://github.com/gpuprov/gpuprov")
@@ -49,6 +49,7 @@ def write_release(folder: Path) -> None:
     (folder / f"gpuprov-agent-{__version__}.pyz").write_bytes(build_agent().content)
     (folder / host_program.NAME).write_bytes(host_program.build())
     (folder / host_program.NAME).chmod(0o755)
+    linux_packages.build(folder, release_time())
     (folder / f"gpuprov-host-{__version__}.tar.gz").write_bytes(_collection())
     (folder / f"gpuprov-{__version__}.cdx.json").write_text(sbom(), encoding="utf-8")
     (folder / "SHA256SUMS").write_text("".join(f"{line}\n" for line in _sums(folder)))
@@ -68,7 +69,7 @@ def sbom() -> str:
         serial_number=uuid.uuid5(_SBOM_NAMESPACE, identity),
     )
     bom.metadata.component = own
-    bom.metadata.timestamp = datetime.datetime.fromtimestamp(_moment(), datetime.timezone.utc)
+    bom.metadata.timestamp = datetime.datetime.fromtimestamp(release_time(), datetime.timezone.utc)
     outputter = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6)
     return outputter.output_as_string(indent=2) + "\n"
 
@@ -95,7 +96,7 @@ def _collection() -> bytes:
         with tarfile.open(packed) as source:
             members = {one.name: (one, _content(source, one)) for one in source}
     _sort_manifest(members)
-    moment = _moment()
+    moment = release_time()
     made = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=made, mode="wb", mtime=0, filename="") as compressed,
@@ -125,7 +126,7 @@ def _sort_manifest(members: dict[str, tuple[tarfile.TarInfo, bytes]]) -> None:
     members["MANIFEST.json"] = (members["MANIFEST.json"][0], json.dumps(manifest, indent=1).encode())
 
 
-def _moment() -> int:
+def release_time() -> int:
     """Return the time of the release in seconds: SOURCE_DATE_EPOCH, or that of the last commit."""
     named = os.environ.get("SOURCE_DATE_EPOCH", "")
     return int(named or _run("git", "log", "-1", "--format=%ct"))

@@ -18,11 +18,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Callable
 
+from gpuprov.core.commands import lift_memory_limit
+from gpuprov.core.files import write_whole
 from gpuprov.protocol.codec import WrongDataError, load, parse
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, memory_problem
 from gpuprov.protocol.events import ChangeStarted, Event, EventReader, Finished, Sink, to_line
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.secrets import masked
@@ -37,6 +38,8 @@ WATCH = "watch"
 # A line that the caller may write after the request: stop, unless a change has begun.
 STOP = "stop"
 _CHUNK = 1 << 16
+# docker's client reserves a gigabyte of addresses.
+_ADDRESSES = 2 << 30
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]
 
@@ -48,11 +51,13 @@ def main() -> None:
 
         raise SystemExit(watch.main())
     try:
+        lift_memory_limit(_ADDRESSES)
         request = request_from_line(sys.stdin.readline())
+        own = os.path.abspath(sys.argv[0])  # noqa: PTH100
         # The path stays valid for a run that a reboot interrupts: it then starts otherwise.
-        request = replace(request, agent=request.agent or _own_file())
+        request = replace(request, agent=request.agent or (own if own.endswith(".pyz") else ""))
     except GpuprovError as error:
-        _print(to_line(Finished(int(error.exit_code), problems=error.problems)))
+        sys.stdout.write(to_line(Finished(int(error.exit_code), problems=error.problems)) + "\n")
         raise SystemExit(int(error.exit_code)) from None
     if sys.argv[1:] == [JOB]:
         begin(request, job_from_line(sys.stdin.readline()), _work)
@@ -62,21 +67,15 @@ def main() -> None:
     raise SystemExit(_relay(*start_worker(request, _work)))
 
 
-def _own_file() -> str:
-    """Return the path of the file that this agent was started from, "" if it was started in another way."""
-    path = os.path.abspath(sys.argv[0])  # noqa: PTH100
-    return path if path.endswith(".pyz") else ""
-
-
 def _relay(worker: int, reading: int) -> int:
     """Copy the worker's events to stdout, pass on signals to stop, and return the worker's exit code."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def send(number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: send(signal.SIGTERM))
     with selectors.DefaultSelector() as inputs:
         inputs.register(reading, selectors.EVENT_READ)
         # What the caller says after the request. A regular file can't be waited for.
@@ -87,19 +86,12 @@ def _relay(worker: int, reading: int) -> int:
                 data = os.read(key.fd, _CHUNK)
                 if not data:
                     inputs.unregister(key.fd)
-                elif key.fd != reading:
-                    _pass_on(worker, data)
-                else:
+                elif key.fd == reading:
                     _write(data)
+                elif STOP.encode() in data:
+                    send(signal.SIGUSR1)
     _, status = os.waitpid(worker, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-
-
-def _pass_on(worker: int, data: bytes) -> None:
-    """Tell the worker to stop unless a change has begun, if the caller says so."""
-    if STOP.encode() in data:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGUSR1)
 
 
 def _write(data: bytes) -> None:
@@ -153,16 +145,12 @@ class StopFlag:
 
 def _work(request: Request, writing: int) -> int:
     """Carry out the request in a new session."""
-    os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _detach()
     stop = StopFlag()
     signal.signal(signal.SIGINT, stop.set)
     signal.signal(signal.SIGTERM, stop.set)
     signal.signal(signal.SIGUSR1, stop.set_unless_begun)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
     sink = stop.watching(_pipe_sink(writing))
     try:
         # Imported here: the relay does not need it, and forking a small process is cheap. Garbage collection during
@@ -176,13 +164,22 @@ def _work(request: Request, writing: int) -> int:
         if request.command == "uninstall" and not request.check and code == 0:
             _remove_agents(sys.argv[0])
         return code
-    except BaseException:
+    except BaseException as error:
         _log(masked(traceback.format_exc()))
-        problem = Problem(
-            "gpuprov itself failed: this is a bug", masked(f"{sys.exc_info()[1]!r}"), f"see {LOG_PATH} on the host"
+        problem = memory_problem(error) or Problem(
+            "gpuprov itself failed: this is a bug", masked(f"{error!r}"), f"see {LOG_PATH} on the host"
         )
         sink(Finished(int(ExitCode.FAILED), problems=(problem,)))
         return int(ExitCode.FAILED)
+
+
+def _detach() -> None:
+    """Begin a new session with nothing of the connection open, or the controller waits for it."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
 
 
 def _remove_agents(argument: str) -> None:
@@ -223,11 +220,6 @@ def _log(text: str) -> None:
             file.write(text)
 
 
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 # -- requests that continue after the controller disconnects: Ansible's `async` -------------------------------------
 
 
@@ -262,69 +254,52 @@ def job_from_line(line: str) -> Job:
     try:
         job = load(Job, parse(line), trusted=True, exact=True)
     except WrongDataError as error:
-        raise GpuprovError("this is no job", str(error), _REPORT, exit_code=ExitCode.USAGE) from None
+        raise UsageError("this is no job", str(error), _REPORT) from None
     if not job.id.replace(".", "").isalnum() or job.id.startswith("."):
-        raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), _REPORT, exit_code=ExitCode.USAGE)
+        raise UsageError("a job's id is letters, digits and dots", repr(job.id), _REPORT)
     return job
 
 
 def begin(request: Request, job: Job, work: Work) -> None:
     """Continue in a child process; returns in the parent only."""
     job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write_result(job.path, job.started())
+
+    def store(content: dict[str, Any]) -> None:  # atomically: the controller reads the file while the job runs
+        write_whole(job.path, json.dumps(content).encode(), 0o600, None)
+
+    store(job.started())
     if os.fork() != 0:
         return
-    # Close everything of the connection, or the controller waits for it.
-    os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
+    _detach()
     try:
-        _write_result(job.path, {**_result(job, request, work), "ansible_job_id": job.id})
+        store({**_result(job, request, work), "ansible_job_id": job.id})
     finally:
         os._exit(0)
 
 
-def _events(request: Request, seconds: float, work: Work) -> tuple[Event, ...]:
-    """Return the events of the whole run; after its timeout the run is asked to stop between two changes."""
-    worker, reading = start_worker(request, work)
-    too_late = threading.Timer(seconds, os.kill, (worker, signal.SIGTERM))
-    too_late.daemon = True
-    too_late.start()
-    with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
-        read = EventReader()
-        events = tuple(event for line in lines if (event := read(line)) is not None)
-    too_late.cancel()
-    os.waitpid(worker, 0)
-    return events
-
-
 def _result(job: Job, request: Request, work: Work) -> dict[str, Any]:
+    """Return the task's result from the events of the whole run, which after its time limit is asked to stop."""
     from gpuprov.agent.playbook_task import failure, task_result
 
+    worker, reading = start_worker(request, work)
+    too_late = threading.Timer(job.seconds, os.kill, (worker, signal.SIGTERM))
+    too_late.daemon = True
+    too_late.start()
     try:
-        events = _events(request, job.seconds, work)
-    except GpuprovError as error:
-        return failure(error).answer({})
-    if not any(isinstance(event, Finished) for event in events):
-        return failure(
-            GpuprovError(
+        with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
+            read = EventReader()
+            events = tuple(event for line in lines if (event := read(line)) is not None)
+        too_late.cancel()
+        os.waitpid(worker, 0)
+        if not any(isinstance(event, Finished) for event in events):
+            raise GpuprovError(
                 "the agent ended without a result",
                 "the job's process was killed, or the host went down",
                 "run the same task again; it resumes that run",
             )
-        ).answer({})
+    except GpuprovError as error:
+        return failure(error).answer({})
     return task_result(job.command, events).answer(job.local_facts)
-
-
-def _write_result(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file atomically: the controller reads it while the job runs."""
-    temporary = path.with_name(f".{path.name}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

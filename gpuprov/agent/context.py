@@ -7,9 +7,9 @@ from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.device_rules import make_known, unknown_devices
-from gpuprov.core.image_system import BOOTED, ImageSystem
-from gpuprov.core.system import System
-from gpuprov.engines import docker, kubernetes
+from gpuprov.core.system import BOOTED, ImageSystem, System
+from gpuprov.driver.recommended import UNCHOSEN, Choice
+from gpuprov.engines import docker, known
 from gpuprov.facts.kernels import newest_kernel
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import gather_gpus
@@ -26,6 +26,7 @@ class RunContext:
     """A request, its parsed spec, and the machine that it is carried out on.
 
     `sink` receives the events; `stop_requested` is asked between two changes; `bundle` replaces the network if given.
+    `choice`: the driver of a resolved spec; `why` where gpuprov chose it.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class RunContext:
     sink: Sink
     stop_requested: StopRequested = lambda: False
     bundle: OpenBundle | None = None
+    choice: Choice = UNCHOSEN
 
     def note(self, message: str, level: Level = "info") -> None:
         """Tell the user one sentence."""
@@ -95,5 +97,5 @@ def _signs_of_use(system: System) -> tuple[str, ...]:
     gpus = tuple(f"GPU {gpu.bus_id} is on the PCI bus" for gpu in gather_gpus(system))
     containers = docker.gather(system).running_containers
     running = (f"containers run: {', '.join(containers)}",) if containers else ()
-    cluster = ("a kubelet is here",) if kubernetes.KUBELET in kubernetes.gather(system) else ()
+    cluster = ("a kubelet is here",) if known.KUBELET in known.kubernetes_programs(system) else ()
     return (*gpus, *running, *gather_displays(system), *cluster)

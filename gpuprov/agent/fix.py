@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from gpuprov.agent import repair
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
+from gpuprov.agent.install import forget_resume, require_drained
 from gpuprov.core.apply import Applied, apply_changes, resume_run
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
@@ -14,6 +15,7 @@ from gpuprov.doctor.examine import Cause, diagnose, report, report_causes
 from gpuprov.doctor.fix import Fix, needs_install, plan_fix, spec_as_found
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.driver.recommended import completed
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
@@ -32,35 +34,38 @@ class _Look:
     causes: tuple[Cause, ...]
     fix: Fix
 
-    def without(self, done: Sequence[str]) -> list[StepChange]:
-        """Return the changes that were not tried yet."""
-        return [one for one in self.fix.changes if one.change.key not in done]
-
 
 @dataclass
 class _Work:
-    """What was planned, tried (by key) and made so far, and what failed."""
+    """What was planned, tried (by key) and made so far, and what failed; `repair`: what the GPUs need besides."""
 
     planned: list[PlannedChange] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)
     made: int = 0
     problems: list[Problem] = field(default_factory=list)
+    repair: repair.Repair = field(default_factory=repair.Repair)
 
 
 def check(run: RunContext) -> Finished:
     """Report the causes, and the changes that would fix them."""
     look = _look(run)
     finished = report(look.x, look.causes, run.sink)
-    _announce(run, look.fix.changes, _Work())
-    _note_left(run, look.fix)
-    count = len(look.fix.changes)
-    return replace(finished, changed=count, summary=f"{finished.summary}; {counted(count, 'change')} would be made")
+    wanted = repair.plan(run, look.x.host)
+    _announce(run, look.fix.changes, _Work(repair=wanted))
+    _note_left(run, look.fix, wanted)
+    count = len(look.fix.changes) + len(wanted.changes)
+    summary = f"{finished.summary}; {counted(count, 'change')} would be made"
+    return repair.judged(run, replace(finished, changed=count, summary=summary), wanted.found, ())
 
 
 def fix(run: RunContext) -> Finished:
     """Make the changes, examine the host again and return the result."""
+    forget_resume(run.system)
+    earlier = repair.settle(run)
     with run.system.interruptible(run.stop_requested):
-        look, work = _look(run), _Work()
+        look = _look(run)
+        work = _Work(repair=repair.plan(run, look.x.host, earlier))
+    require_drained(run, look.fix.changes, [one.summary for one in work.repair.changes])
     journal: Journal | None = None
     if look.fix.whole or look.fix.changes:
         devices_to_lose(run)
@@ -73,21 +78,18 @@ def fix(run: RunContext) -> Finished:
         journal = journal or journal_for(run.system, run.request.command, run.request.run_id)
     if journal is not None:
         look = _rounds(run, journal, look, work)
-    return _finished(run, look, work)
-
-
-@contextlib.contextmanager
-def _ended(journal: Journal, work: _Work) -> Iterator[None]:
-    """End the journal, also for a run that was asked to stop: the next examination must not find an open run.
-
-    A further round continues the same journal.
-    """
-    try:
-        yield
-    except Stopped:
-        journal.end("failed")
-        raise
-    journal.end("failed" if work.problems else "done")
+        # A driver that was loaded again has initialised the GPUs. What the plan has not named is left to the next run.
+        now = repair.plan(run, look.x.host, earlier)
+        work.repair = work.repair if now.changes else now
+    if not work.repair.changes:
+        return repair.judged(run, _finished(run, look, work), work.repair.found, ())
+    if not work.planned:
+        _announce(run, (), work)
+    done = repair.carry_out(run, work.repair)
+    if isinstance(done, Finished):
+        return replace(done, changed=done.changed + work.made)
+    work.made += not done.problems
+    return repair.judged(run, _finished(run, _look(run), work), done.found, done.problems)
 
 
 def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Look:
@@ -97,12 +99,18 @@ def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Loo
         journal.end("done")
         return _look(run)
     for _ in range(_MOST_ROUNDS):
-        changes = look.without(work.tried)
+        changes = [one for one in look.fix.changes if one.change.key not in work.tried]
         if not changes:
             break
         _announce(run, changes, work)
-        with _ended(journal, work):
+        try:
             _make(run, journal, changes, work, stop=look.fix.whole)
+        except Stopped:
+            # The next examination must not find an open run.
+            journal.end("failed")
+            raise
+        # A further round continues the same journal.
+        journal.end("failed" if work.problems else "done")
         look = _look(run)
     return look
 
@@ -111,7 +119,7 @@ def _finished(run: RunContext, look: _Look, work: _Work) -> Finished:
     finished = report(look.x, look.causes, run.sink)
     if not work.planned:
         _announce(run, (), work)
-    _note_left(run, look.fix)
+    _note_left(run, look.fix, work.repair)
     summary = f"{counted(work.made, 'change')} made; {finished.summary}"
     if work.problems:
         failed, problems = int(ExitCode.FAILED), (*work.problems, *finished.problems)
@@ -128,7 +136,7 @@ def _look(run: RunContext) -> _Look:
 def _installation(run: RunContext, x: HostSnapshot) -> Plan:
     """Return the plan of a whole installation; what prevents it is among its problems."""
     try:
-        spec = resolve(run.system, spec_as_found(x), None)
+        spec = resolve(run.system, completed(run.system, spec_as_found(x)), None)
         plan = make_plan(gather_for(run.system, spec, None, (), run.sink), spec)
         wrong = unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
     except GpuprovError as error:
@@ -140,12 +148,13 @@ def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work) -> No
     """Report the plan: the changes announced before, and the changes found since."""
     for item in changes:
         diff = item.change.diff(run.system) if run.request.diff else ""
-        work.planned.append(PlannedChange(item.change.key, item.step, item.change.summary(), diff))
-    run.sink(Planned(tuple(work.planned)))
+        change = item.change
+        work.planned.append(PlannedChange(change.key, item.step, change.summary(), diff, "", change.disturbs))
+    run.sink(Planned((*work.planned, *work.repair.changes)))
 
 
-def _note_left(run: RunContext, fix: Fix) -> None:
-    for sentence in fix.left:
+def _note_left(run: RunContext, fix: Fix, wanted: repair.Repair) -> None:
+    for sentence in (*fix.left, *([f"{wanted.summary}: {wanted.refused}"] if wanted.refused else ())):
         run.note(f"left to you: {sentence}", "warning")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gpuprov
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
+from gpuprov.boot.prepare import content_of
 from gpuprov.boot.reboot import Reboot, forget_asked
 from gpuprov.core.apply import apply_changes, obstacles, resume_run, undo_disturbs
 from gpuprov.core.changes import NextAction
@@ -19,28 +19,31 @@ from gpuprov.core.download import unreachable
 from gpuprov.core.journal import STATE_DIRECTORY, Journal, journal_for, read_runs
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload
-from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
+from gpuprov.driver import recommended
+from gpuprov.driver.recommended import UNCHOSEN
+from gpuprov.facts.boot import UNITS, WANTS
 from gpuprov.facts.gpus import mig_layout
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import OFF, gather_watch
-from gpuprov.packages import dns
 from gpuprov.packages.interface import wait_until_free
-from gpuprov.packages.keys import InstallKey
-from gpuprov.packages.rpm_changes import InstallRpmKey
+from gpuprov.packages.keys import InstallKey, InstallRpmKey
+from gpuprov.packages.sources import dns_problem
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.inputs import gather_for, resolve
-from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
+from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
 from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.protocol.events import Finished, Planned, PlannedChange
+from gpuprov.protocol.events import ChosenDriver, Finished, Planned, PlannedChange
 from gpuprov.protocol.request import Request
+from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
 from gpuprov.toolkit import InstallRuntime
 
 # A diff of at most this many lines is shown itself.
 _SHORT_DIFF = 12
+_OTHER_WAYS = {"distribution": "the distribution's own driver", "packages": "the driver in NVIDIA's repository"}
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
 
@@ -59,13 +62,13 @@ def check(run: RunContext) -> Finished:
     """Report what an installation would change."""
     run = _resolved(run)
     facts = _gather(run)
-    plan = _announced_plan(run, facts)
+    plan = _announced_plan(run, facts, _lost_gpus(run, facts))
     busy = facts.package_manager.lock_holder(run.system) if _needs_package_manager(plan) else ""
     if busy:
         run.note(f"{busy} holds the package manager's lock; a run waits up to {run.spec.lock_timeout} s for it")
     count = len(plan.changes)
     summary = f"{counted(count, 'change')} would be made" if count else "nothing to change"
-    return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=versions_of(facts))
 
 
 def install(run: RunContext) -> Finished:
@@ -81,7 +84,8 @@ def install(run: RunContext) -> Finished:
     with run.system.interruptible(run.stop_requested):
         run = _resolved(run)
         facts = _gather(run)
-        plan = _announced_plan(run, facts)
+        lost = _lost_gpus(run, facts)
+        plan = _announced_plan(run, facts, lost)
         if _needs_package_manager(plan):
             # Before the first change: a run that fails here has changed nothing.
             holder = facts.package_manager.lock_holder
@@ -90,6 +94,9 @@ def install(run: RunContext) -> Finished:
     if plan.changes:
         keep_devices(run)
         journal = interrupted or journal_for(run.system, run.request.command, run.request.run_id)
+        if interrupted is not None and run.request.run_id:
+            journal.belongs_to(run.request.run_id)
+        journal.chose(run.choice.driver, run.choice.version)
         with _end_when_failed(journal):
             end = _apply(run, journal, end)
         if end.must_reboot:
@@ -99,8 +106,11 @@ def install(run: RunContext) -> Finished:
     elif interrupted is not None:
         interrupted.end("done")
     forget_asked(run.system)
-    summary = f"{counted(end.made, 'change')} made" if end.made else "0 changes: the host is as it should be"
-    return Finished(int(ExitCode.DONE), changed=end.made, summary=summary, versions=_versions(end.facts))
+    healthy = "the host is as it should be" if not lost else "no change brings a lost GPU back"
+    summary = f"{counted(end.made, 'change')} made" if end.made else f"0 changes: {healthy}"
+    if end.made and run.choice.why:
+        summary += f"; {run.choice}"
+    return Finished(int(ExitCode.DONE), changed=end.made, summary=summary, versions=versions_of(end.facts))
 
 
 @contextlib.contextmanager
@@ -117,11 +127,24 @@ def _end_when_failed(journal: Journal) -> Iterator[None]:
 
 
 def _resolved(run: RunContext) -> RunContext:
-    return replace(run, spec=resolve(run.system, run.spec, run.bundle.manifest if run.bundle else None))
+    """Return the run with its spec resolved and the driver's choice, which is reported if it is news."""
+    manifest, spec, choice = run.bundle.manifest if run.bundle else None, run.spec, UNCHOSEN
+    if recommended.is_open(spec) and not (manifest and manifest.driver_file):
+        choice = recommended.choose(run.system, spec, run.request.fleet_drivers, upgrade=run.request.upgrade)
+        spec = choice.of(spec)
+        run.note(str(choice), "info" if choice.is_new else "debug")
+        if choice.newer:
+            kept = "is not the newest" if choice.is_new else "is kept"
+            run.note(f"driver {choice.version} {kept}; `gpuprov install --upgrade` installs {choice.newer}")
+    resolved = resolve(run.system, spec, manifest)
+    # What `distribution` means on a host may be a kind of `packages`: recorded is what was asked for.
+    version = resolved.driver_version if resolved.driver == recommended.RUNFILE else spec.driver_version
+    return replace(run, spec=resolved, choice=replace(choice, driver=spec.driver, version=version))
 
 
 def _gather(run: RunContext) -> HostFacts:
-    facts = gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+    request = run.request
+    facts = gather_for(run.system, run.spec, run.bundle, request.steps, run.sink, upgrade=request.upgrade)
     if run.request.arguments.get("watch"):
         # The service of the watch sees /usr and /etc read-only (ProtectSystem=): do not test there whether the host is
         # writable.
@@ -138,14 +161,15 @@ def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
     for _ in range(_MOST_ROUNDS):
         changes = [item.change for item in now.plan.changes]
         # Each round unpacks what its own changes need.
-        with with_bundle.unpacked(run.system, run.bundle, changes):
+        keeps = run.spec.keep_driver and now.facts.image is None
+        with with_bundle.unpacked(run.system, run.bundle, changes, keep_driver=keeps):
             applied = apply_changes(changes, run.system, journal, run.sink, run.stop_requested)
         made = now.made + applied.made
         if applied.next_action is NextAction.REBOOT:
             return replace(now, made=made, must_reboot=True)
         facts = _gather(run)
         now = _Progress(made, facts, make_plan(facts, run.spec, run.request.steps))
-        _require_drained(run, now.plan)
+        require_drained(run, now.plan.changes)
         # A new driver may itself require a reboot.
         if applied.next_action is NextAction.CONTINUE and not any(
             isinstance(item.change, Reboot) for item in now.plan.changes
@@ -155,7 +179,6 @@ def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
 
 
 def _needs_package_manager(plan: Plan) -> bool:
-    """Return whether any change of the plan runs the package manager."""
     return any(item.change.uses_package_manager for item in plan.changes)
 
 
@@ -171,19 +194,32 @@ def _reboot(run: RunContext, end: _Progress) -> Finished:
         summary += f", by the host itself: journalctl -u {UNIT}"
     return Finished(
         int(ExitCode.REBOOT_NEEDED), end.made, summary=summary, left_boot=end.facts.reboot.boot_id,
-        versions=_versions(end.facts),
+        versions=versions_of(end.facts),
     )  # fmt: skip
 
 
-def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
-    """Make the plan and report it. Raises GpuprovError with all problems at once."""
+def _lost_gpus(run: RunContext, facts: HostFacts) -> str:
+    """Return a warning if GPUs are gone from the PCI bus since the last green verification, "" otherwise."""
+    # Other requests do not need it.
+    from gpuprov.checks import memory
+
+    remembered = memory.recall(run.system).memory if facts.image is None else None
+    problem = memory.lost_gpus(run.system, remembered, None) if remembered is not None else None
+    return f"{problem.what}; gpuprov doctor; taken out on purpose: {memory.FORGET}" if problem is not None else ""
+
+
+def _announced_plan(run: RunContext, facts: HostFacts, lost_gpus: str) -> Plan:
+    """Make the plan and report it, with the warning of lost GPUs. Raises GpuprovError with all problems at once."""
     plan = make_plan(facts, run.spec, run.request.steps)
     for note in plan.notes:
         run.note(note)
     newer = _newer_version(run.system) if any(isinstance(one.change, InstallRuntime) for one in plan.changes) else ""
-    for warning in filter(None, (*plan.warnings, newer)):
+    for warning in filter(None, (lost_gpus, *plan.warnings, newer)):
         run.note(warning, "warning")
-    for sentence in (one for item in plan.changes for one in item.change.way_back(run.system)):
+    back = tuple(dict.fromkeys(one for item in plan.changes for one in item.change.way_back(run.system)))
+    of_driver = "; ".join(back).replace("way back: ", "") or "none that gpuprov knows"
+    upgrades = tuple(replace(one, way_back=one.way_back or of_driver) for one in plan.upgrades)
+    for sentence in [one.sentence for one in upgrades] or back:
         run.note(sentence)
     network = _network_problems(run, facts, plan)
     # Without a network, querying the sources would only report the same problem again.
@@ -193,7 +229,9 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     sources = () if network else _source_problems(run, facts)
     problems = tuple(dict.fromkeys((*plan.problems, *written, *network, *sources)))
     if problems:
-        raise GpuprovError.several(problems)
+        refused = network or facts.kernel.secure_boot == "enabled" or facts.offers is not None
+        other = _other_way(run, facts, unreachable=bool(network)) if run.choice.is_new and refused else ()
+        raise GpuprovError.several((*other, *problems), exit_code=ExitCode.USAGE if other else ExitCode.FAILED)
     planned = []
     for step, change in ((item.step, item.change) for item in plan.changes):
         diff = change.diff(run.system) if run.request.diff else ""
@@ -201,16 +239,37 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         planned.append(PlannedChange(change.key, step, change.summary(), diff, in_short, change.disturbs))
     lost = devices_to_lose(run) if changes else ()
     disturbs = any(one.disturbs for one in planned) or bool(lost) or undo_disturbs(run.system, CHANGE_KINDS)
-    run.sink(Planned(tuple(planned), disturbs))
-    _require_drained(run, plan, lost)
+    one, version = run.choice, run.choice.version or facts.driver_installed_version
+    chosen = ChosenDriver(one.gpus, one.driver, version, one.why, one.newer) if one.why else None
+    run.sink(Planned(tuple(planned), disturbs, upgrades, chosen))
+    require_drained(run, plan.changes, lost)
     return plan
+
+
+def _other_way(run: RunContext, facts: HostFacts, *, unreachable: bool) -> tuple[Problem, ...]:
+    """Return the source of the driver that works on a host for which gpuprov chose the .run file, which does not."""
+    for driver, name in _OTHER_WAYS.items():
+        spec = replace(run.spec, driver=driver, driver_version="", driver_url="", driver_sha256="")
+        with contextlib.suppress(GpuprovError):
+            other = replace(run, spec=resolve(run.system, spec, None))
+            found = _gather(other)
+            plan = make_plan(found, other.spec, run.request.steps)
+            if not (plan.problems or _network_problems(other, found, plan)):
+                what = f"NVIDIA's .run file can't be installed here, {name} can"
+                return (Problem(what, facts.os.name, f"gpuprov install -e gpuprov_driver={driver}"),)
+    if not unreachable or run.bundle is not None:
+        return ()
+    seen = f"tried: NVIDIA's .run file, {', '.join(_OTHER_WAYS.values())}"
+    wanted = f"--distro {facts.os.id}-{facts.os.version} --driver {run.choice.version} --kernel {facts.kernel.release}"
+    step = f"elsewhere: gpuprov bundle create {wanted} -o bundle.tar; then here: gpuprov install --bundle bundle.tar"
+    return (Problem("no source of the driver can be reached from here", seen, step),)
 
 
 def _newer_version(system: System) -> str:
     """Return a warning if a newer gpuprov has set this host up, "" otherwise."""
     own = gpuprov.__version__
-    version = max((run.version for run in read_runs(system)), key=_numbers, default="")
-    if _numbers(version) <= _numbers(own):
+    version = max((run.version for run in read_runs(system)), key=version_numbers, default="")
+    if version_numbers(version) <= version_numbers(own):
         return ""
     return (
         f"gpuprov {version} set this host up, and this is the older gpuprov {own}: its container runtime replaces the "
@@ -218,13 +277,9 @@ def _newer_version(system: System) -> str:
     )
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d{1,9}", version)]
-
-
-def _require_drained(run: RunContext, plan: Plan, lost: tuple[str, ...] = ()) -> None:
+def require_drained(run: RunContext, changes: Sequence[StepChange], lost: Sequence[str] = ()) -> None:
     """Raise GpuprovError if the plan disturbs containers of a host that the caller has not drained for it."""
-    disturbing = [*(item.change.summary() for item in plan.changes if item.change.disturbs), *lost]
+    disturbing = [*(item.change.summary() for item in changes if item.change.disturbs), *lost]
     if run.request.require_drained and disturbing:
         raise GpuprovError(
             "the host is not drained, and what is left to do disturbs containers",
@@ -260,7 +315,7 @@ def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Pr
     fetches = run.bundle is None and any(item.change.bundle_part == "packages" for item in plan.changes)
     dead = run.system.proxy_problem() if plan.urls or asks else None
     if dead is None and fetches:
-        dead = dns.dns_problem(run.system, facts.package_manager.name, facts.files)
+        dead = dns_problem(run.system, facts.package_manager.name, facts.files)
     return (dead,) if dead else unreachable(run.system, plan.urls)
 
 
@@ -276,7 +331,8 @@ def _require_settled(plan: Plan) -> None:
         )
 
 
-def _versions(facts: HostFacts) -> dict[str, str]:
+def versions_of(facts: HostFacts) -> dict[str, str]:
+    """Return the versions that reports, the history and the metrics show."""
     return {
         "os": facts.os.name,
         "kernel": facts.kernel.release,
@@ -296,43 +352,23 @@ _REQUEST = f"{STATE_DIRECTORY}/resume.json"
 _REBOOT_DELAY_SECONDS = 3
 # Puts the folder that holds this package, or the agent's archive, on the path.
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprov.agent.agent import main; main()"
-_TEXT = """\
-# By gpuprov: resumes the run that needed this reboot; removed as soon as it does.
-[Unit]
-Description=The rest of a gpuprov run, after its reboot
-Wants=network-online.target
-After=network-online.target docker.service containerd.service {nodes} {refresh}
-ConditionPathExists={request}
-
-[Service]
-Type=oneshot
-TimeoutStartSec=infinity
-StandardInput=file:{request}
-ExecStart={command}
-{environment}
-"""
 
 
 def leave_resume(system: System, request: Request) -> None:
     """Make the next boot resume this request."""
     passed = {name: value for name, value in command_environment().items() if name not in COMMAND_ENVIRONMENT}
     words = (sys.executable, "-I", "-c", _START, str(Path(gpuprov.__file__).resolve().parent.parent))
-    text = _TEXT.format(
-        nodes=NODES, refresh=REFRESH, request=_REQUEST, command=" ".join(f'"{_word(word)}"' for word in words),
-        environment="".join(f'Environment="{name}={_escaped(value)}"\n' for name, value in sorted(passed.items())),
-    )  # fmt: skip
+    variables = "".join(f'Environment="{name}={_escaped(value)}"\n' for name, value in sorted(passed.items()))
+    # ExecStart= also expands variables.
+    command = " ".join('"{}"'.format(_escaped(word).replace("$", "$$")) for word in words)
+    unit = content_of(f"{UNITS}/{UNIT}", command=command, environment=variables)
     # Only root may read them: the unit may hold a proxy's password, the request a repository's.
     system.make_directory(STATE_DIRECTORY, 0o700)
     system.make_directory(WANTS)
     system.write(_REQUEST, f"{dump(request)}\n".encode(), mode=0o600)
-    system.write(f"{UNITS}/{UNIT}", text.encode(), mode=0o600)
+    system.write(f"{UNITS}/{UNIT}", unit, mode=0o600)
     system.make_link(f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}")
     daemon_reload(system)
-
-
-def _word(value: str) -> str:
-    """Return a word escaped for quotes in ExecStart=, which also expands variables."""
-    return _escaped(value).replace("$", "$$")
 
 
 def _escaped(value: str) -> str:
@@ -353,7 +389,6 @@ def begin_reboot(system: System) -> None:
     """Reboot in a few seconds. Raises GpuprovError if the host refuses."""
     delay = (f"--on-active={_REBOOT_DELAY_SECONDS}", "--timer-property=AccuracySec=100ms")
     system.require(
-        ("systemd-run", "--quiet", *delay, "systemctl", "reboot"),
-        "the host can't be rebooted",
+        ("systemd-run", "--quiet", *delay, "systemctl", "reboot"), "the host can't be rebooted",
         "reboot it by hand, then run the same command again",
-    )
+    )  # fmt: skip

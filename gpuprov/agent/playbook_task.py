@@ -12,16 +12,11 @@ from typing import Annotated, Any
 
 from gpuprov.agent.result import Recorder
 from gpuprov.agent.site_tables import for_request
+from gpuprov.agent.window import parse_window
 from gpuprov.protocol import words
 from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load, parse
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.events import (
-    CheckDone,
-    Event,
-    EventReader,
-    Finished,
-    no_agent_sends,
-)
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
+from gpuprov.protocol.events import CheckDone, Event, EventReader, Finished, MaybeChosen, Upgrade, no_agent_sends
 from gpuprov.protocol.request import COMMANDS, Request
 from gpuprov.protocol.spec import spec_from_variables, spec_to_json
 from gpuprov.protocol.words import counted
@@ -31,62 +26,53 @@ TASK_COMMANDS = (PLAN, *COMMANDS)
 BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
 BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
+UPGRADE_VARIABLE = "gpuprov_play_upgrade"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
+_OWNERS = {"bundle": (PLAN, "install"), "bundle_digest": (PLAN, "install"), "fix": ("doctor",), "remember": ("verify",)}
 # These respect `check` or change nothing. Check mode cannot predict what any other command would do.
-_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "cuda", "rollback", "uninstall")
+_IN_CHECK_MODE = (PLAN, "install", "health", "facts", "doctor", "cuda", "rollback", "uninstall")
 
 
 def task_request(
-    command: str,
-    variables: Mapping[str, Any],
-    *,
-    steps: Iterable[str] = (),
-    check: bool = False,
-    diff: bool = False,
-    run_id: str = "",
-    bundle: str = "",
-    bundle_digest: str = "",
-    container: str = "",
-    fix: bool = False,
-    remember: bool = False,
-) -> Request:
+    command: str, variables: Mapping[str, Any], *, container: str = "", this_run: bool = False, window: str = "",
+    minutes: int = 10, now: float = 0.0, **asked: Any,
+) -> Request:  # fmt: skip
     """Return the request of a task. `plan` is an installation in check mode that is never reported as changed.
 
-    `bundle` is the path of a bundle on this machine, not yet on the host; only commands that install receive it.
-    `container`: a container or image that `cuda` examines instead of the host. `fix` belongs to the doctor,
-    `remember` to verify. Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
+    `asked`: fields of the request as the task has them; some belong to one command alone. `bundle` is the path of a
+    bundle on this machine, not yet on the host. `container`: a container or image that `cuda` examines instead of the
+    host; `this_run`: `rollback` undoes nothing else; `minutes`: of `accept`.
+
+    Raises GpuprovError (exit code 2) that names each wrong variable, or the command; or if `window` is not open at the
+    time `now`.
     """
     if command not in TASK_COMMANDS:
-        raise GpuprovError(
-            f"there is no command {command!r}", "", f"commands: {', '.join(TASK_COMMANDS)}", exit_code=ExitCode.USAGE
-        )
-    spec = spec_from_variables(variables)
+        raise UsageError(f"there is no command {command!r}", "", f"commands: {', '.join(TASK_COMMANDS)}")
+    spec, opening = spec_from_variables(variables), parse_window(window, "window")
+    check = asked.pop("check", False)
+    closed = opening.closed(now, "run the same playbook again") if opening and not check else None
+    if closed is not None:
+        raise GpuprovError.several((closed,))
+    arguments: dict[str, dict[str, Any]] = {
+        CUDA: {"subject": container}, "rollback": {"this_run": this_run}, "accept": {"minutes": minutes},
+    }  # fmt: skip
+    others = {name for name, owners in _OWNERS.items() if command not in owners}
+    upgrade = installs(command) and str(variables.get(UPGRADE_VARIABLE, "")).lower() in ("true", "yes", "on", "1")
+    # The plugin waits for a host that reboots, and retries.
     return Request(
-        command="install" if command == PLAN else command,
-        spec=spec_to_json(spec),
-        tables=for_request(spec),
-        check=check or command == PLAN,
-        diff=diff,
-        steps=tuple(steps),
-        run_id=run_id,
-        bundle=bundle if installs(command) else "",
-        bundle_digest=bundle_digest if installs(command) else "",
-        fix=fix and command == "doctor",
-        remember=remember and command == "verify",
-        # The plugin waits for a host that reboots, and retries.
-        caller_returns=True,
-        arguments={"subject": container} if command == CUDA else {},
-    )
+        "install" if command == PLAN else command, spec_to_json(spec), check=check or command == PLAN, upgrade=upgrade,
+        caller_returns=True, tables=for_request(spec), arguments=arguments.get(command, {}),
+        steps=tuple(asked.pop("steps", ())), **{name: value for name, value in asked.items() if name not in others},
+    )  # fmt: skip
 
 
 def for_a_job(request: Request) -> Request:
     """Return the request for a host that nobody waits for (`async`). Raises GpuprovError if the host may reboot."""
     if request.spec.get("reboot") == "if-needed":
-        raise GpuprovError(
+        raise UsageError(
             "a task with async can't wait for a reboot, which gpuprov_reboot: if-needed allows",
             "",
             "take async from the task (it waits by itself), or set gpuprov_reboot: never",
-            exit_code=ExitCode.USAGE,
         )
     return replace(request, caller_returns=False)
 
@@ -127,6 +113,7 @@ def one_line(result: Mapping[str, Any]) -> str:
     """
     if result.get("failed"):
         return words.one_line(str(result.get("msg", "")).partition("\n")[0])
+    upgrades = [load(Upgrade, one).sentence for one in result.get("upgrades", ())]
     by_step: dict[str, list[str]] = {}
     for change in result.get("changes", ()):
         by_step.setdefault(change["step"], []).append(change["summary"])
@@ -134,7 +121,7 @@ def one_line(result: Mapping[str, Any]) -> str:
     good = sum(check["status"] == "ok" for check in checks)
     parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
     verified = [f"{good} of {counted(len(checks), 'check')} ok"] if checks else []
-    details = "; ".join((*parts, *verified))
+    details = "; ".join((*upgrades, *parts, *verified))
     return words.one_line(f"{result.get('msg', '')} ({details})") if details else ""
 
 
@@ -165,6 +152,8 @@ class TaskResult:
     problems: tuple[Problem, ...] = ()
     diff: tuple[Prepared, ...] = ()
     disturbs: bool | None = None
+    upgrades: Annotated[tuple[Upgrade, ...], Limit(10)] = ()
+    choice: MaybeChosen = None
     cuda: Mapping[Name, Any] | None = None
     versions: Mapping[Name, Name] = field(default_factory=dict)
     reboot_needed: bool = False
@@ -173,7 +162,9 @@ class TaskResult:
 
     def answer(self, local_facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result in Ansible's keys. `local_facts`: the host's `ansible_local` as it is."""
-        absent = {name for name in ("disturbs", "cuda", "warnings") if getattr(self, name) in (None, ())}
+        absent = {
+            name for name in ("disturbs", "upgrades", "choice", "cuda", "warnings") if getattr(self, name) in (None, ())
+        }
         shown = {key: _as_json(value) for key, value in asdict(self).items() if key not in {*absent, "facts"}}
         # Ansible prints these as they are: no line of them may look like another host's.
         shown["msg"] = "\n".join((*self.msg.splitlines()[:1], *_indented(self.msg.splitlines()[1:], " ")))
@@ -204,18 +195,27 @@ def task_result(command: str, events: Iterable[Event]) -> TaskResult:
     for event in events:
         recorder(event)
     result = recorder.result(again="run the same task again")
-    failed = result.exit_code != ExitCode.DONE
+    failed = result.exit_code not in (ExitCode.DONE, ExitCode.DEGRADED)
     made = any(change.seconds is not None for change in result.made)
-    problems = result.problems or tuple(_check_problem(check) for check in result.checks if check.status == "failed")
+    checks = (check for check in result.checks if check.status == "failed")
+    sides = ((check, check.in_container, check.on_host) for check in checks)
+    problems = result.problems or tuple(
+        Problem(f"{check.name}: {check.reason}", f"host: {here}, container: {there}" if there else here)
+        for check, there, here in sides
+    )
     return TaskResult(
         failed=failed,
         changed=(made or (not failed and result.changed > 0)) and command != PLAN,
-        msg=problem_text(problems) if failed and problems else words.one_line(result.summary),
+        msg=problem_text(problems)
+        if result.exit_code != ExitCode.DONE and problems
+        else words.one_line(result.summary),
         changes=tuple(Change(change.step, change.summary) for change in result.plan),
         checks=result.checks,
         problems=problems,
         diff=tuple(Prepared(f"{change.diff}\n") for change in result.plan if change.diff),
         disturbs=recorder.planned.disturbs if recorder.planned else None,
+        upgrades=recorder.planned.upgrades if recorder.planned else (),
+        choice=result.choice,
         cuda=recorder.survey,
         versions=result.versions if recorder.facts is None else {},
         reboot_needed=result.exit_code == ExitCode.REBOOT_NEEDED,
@@ -237,24 +237,18 @@ def job_result(text: str) -> TaskResult | None:
         raise no_agent_sends(str(error)) from None
 
 
-def _check_problem(check: CheckDone) -> Problem:
-    there, here = check.in_container, check.on_host
-    seen = f"host: {here}, container: {there}" if there else here
-    return Problem(f"{check.name}: {check.reason}", seen)
-
-
 def problem_text(problems: Iterable[Problem]) -> str:
-    """Return the failure with the next step, then the evidence, as `msg` shows it: callbacks cut long messages."""
-    return "\n".join(map(_problem_text, problems))
+    """Return `what; next: step` of each, then its evidence, as `msg` shows it: callbacks cut long messages.
 
-
-def _problem_text(problem: Problem) -> str:
-    """Return `what; next: step`, then the evidence in separate lines; none begins as a line of Ansible's does."""
-    steps = words.plain(problem.next_step).strip().splitlines()
-    what = words.one_line(problem.what)
-    first = f"{what}; next: {steps[0]}" if steps else what
-    more = [*steps[1:], *(f"seen: {line}" for line in words.plain(problem.evidence).strip().splitlines())]
-    return "\n".join((first, *(f"  {line}" for line in more)))
+    No line of a host's begins as one of Ansible's does.
+    """
+    lines: list[str] = []
+    for problem in problems:
+        steps = words.plain(problem.next_step).strip().splitlines()
+        what = words.one_line(problem.what)
+        seen = (f"seen: {line}" for line in words.plain(problem.evidence).strip().splitlines())
+        lines += [f"{what}; next: {steps[0]}" if steps else what, *(f"  {line}" for line in (*steps[1:], *seen))]
+    return "\n".join(lines)
 
 
 def failure(error: GpuprovError) -> TaskResult:

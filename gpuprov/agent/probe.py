@@ -1,16 +1,24 @@
-"""Probe a host in the first round trip: one shell script, and a parser for its output."""
+"""Probe a host in the first round trip: one shell script, and a parser for its output.
+
+It also finds one machine under two names of an inventory. Boot id and machine id must both match: clones share the
+machine id, containers share their host's boot id. The PID namespace distinguishes containers of one host whose images
+share a machine id. A host sends these itself, and may send another's: they alone never keep a run from a host.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuprov.agent.refusals import sudo_problem
-from gpuprov.agent.same_machine import SCRIPT, machine_of
-from gpuprov.core.commands import SYSTEM_PATH
+from gpuprov.core.commands import SYSTEM_PATH, Completed, first_match
 from gpuprov.core.proxy import Proxy
+from gpuprov.core.system import System
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.protocol.errors import GpuprovError, Problem
 
@@ -18,50 +26,79 @@ if TYPE_CHECKING:
     from gpuprov.machine.distros import Distribution
     from gpuprov.packages.interface import Commands
 
+_MACHINE_ID = "/etc/machine-id"
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_NAMESPACE = "/proc/self/ns/pid"
+_SSHD = "/etc/ssh"
+_PUBLIC_KEY = re.compile(r"ssh_host_\w+_key\.pub")
+
+
+def machine_of(text: str) -> str:
+    """Return the identity from the probe's line `machine`, without that word; "" if a part is missing."""
+    parts = text.split()
+    return " ".join(parts) if len(parts) == 3 else ""
+
+
+def local_machine(system: System) -> str:
+    """Return the identity of this machine."""
+    namespace = system.status(_NAMESPACE)
+    parts = (
+        system.read_text(_MACHINE_ID) or "",
+        system.read_text(_BOOT_ID) or "",
+        namespace.target if namespace else "",
+    )
+    return machine_of(" ".join(parts))
+
+
+def local_host_keys(system: System) -> frozenset[str]:
+    """Return this machine's public SSH host keys, in base64."""
+    paths = (f"{_SSHD}/{name}" for name in system.list_directory(_SSHD) if _PUBLIC_KEY.fullmatch(name))
+    keys = ((system.read_text(path) or "").split() for path in paths)
+    return frozenset(words[1] for words in keys if len(words) > 1)
+
+
+def unproven_note(name: str, other: str) -> str:
+    """Return the warning about a host that only says so: any host can send the machine id of another one."""
+    return f"{name} has the machine id and the boot id of {other}: if they are one machine, take out one name"
+
+
+def same_machine_problem(name: str, other: str, machine: str) -> Problem:
+    """Return the error for the second of two names."""
+    parts = machine.split()
+    return Problem(
+        f"{name} is the same machine as {other}: two runs would get in each other's way",
+        f"machine id {parts[0]} and boot id {parts[1]} are the same on both",
+        f"take {name} or {other} out of the inventory, or leave one out: --limit 'all:!{name}'",
+    )
+
+
+def claim_in(folder: Path, name: str, machine: str) -> str:
+    """Record in a folder that this name means this machine; return another name that was recorded first, or "".
+
+    The processes of one ansible-playbook share nothing else.
+    """
+    if not machine:
+        return ""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    place, own = folder / hashlib.sha256(machine.encode()).hexdigest(), folder / f".{os.getpid()}"
+    own.write_text(name, "utf-8")
+    try:
+        # A link appears with its content, and only once.
+        place.hardlink_to(own)
+    except FileExistsError:
+        first = place.read_text("utf-8")
+        return "" if first == name else first
+    finally:
+        own.unlink()
+    return ""
+
+
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
 
-# sh reads it on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest; the
-# interpreters to try follow. Every argument has passed an allow-list. Root will run the Python found here, so another
-# user's own PATH does not count: it may begin with a folder that every process of that user can write to.
-PROBE = (
-    r"""
-umask 077
-LC_ALL=C; export LC_ALL
-digest=$1; shift
-system="""
-    + SYSTEM_PATH
-    + r"""
-[ "$(id -u)" != 0 ] || system=$PATH
-echo "gpuprov-probe 1"
-echo "system $(uname -s) $(uname -m)"
-echo "uid $(id -u)"
-echo "cache $HOME/.cache/gpuprov"
-echo "agent $(sha256sum "$HOME/.cache/gpuprov/agent-$digest.pyz" 2>/dev/null | cut -c1-64)"
-( . /etc/os-release 2>/dev/null &&
-  echo "os $ID|$VERSION_ID|$VERSION_CODENAME|$ID_LIKE|$PRETTY_NAME|$UBUNTU_CODENAME|$VARIANT_ID" )
-broken=
-for python in "$@"; do
-  case $python in /*) place=$python;; *) place=/usr/bin/$python;; esac
-  path=$(PATH=$system; command -v "$python") || { broken="$broken $place"; continue; }
-  version=$("$path" -E -s -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)
-  echo "python ${version:-0.0.0} $path"
-  case $version in 3.9.*|3.[1-9][0-9]*) broken=; break;; "") broken="$broken $path";; esac
-done
-# Packages that are installed and whose Python is gone or does not run: to install them again is no work for apt or dnf.
-for place in $broken; do
-  dpkg -S "$place" 2>/dev/null | cut -d: -f1 | sed 's/^/owner /'
-  rpm -q --whatprovides --queryformat 'owner %{NAME}\n' "$place" 2>/dev/null | grep '^owner '
-done
-if [ "$(id -u)" != 0 ]; then
-  said=$(sudo -n true 2>&1 </dev/null); code=$?
-  echo "sudo $code $(echo "$said" | head -n 4 | tr "\n" " ")"
-fi
-"""
-    + f'{SCRIPT}\necho "end"\n'
-)
+PROBE = f"system={SYSTEM_PATH}\n" + (pkgutil.get_data("gpuprov.agent", "probe.sh") or b"").decode()
 
 
 @dataclass(frozen=True)
@@ -70,10 +107,6 @@ class Python:
 
     path: str
     version: tuple[int, ...]
-
-    @property
-    def is_usable(self) -> bool:
-        return self.version >= OLDEST
 
 
 @dataclass(frozen=True)
@@ -98,7 +131,7 @@ class Probe:
     @property
     def python(self) -> Python | None:
         """The interpreter to use."""
-        return next((python for python in self.pythons if python.is_usable), None)
+        return next((python for python in self.pythons if python.version >= OLDEST), None)
 
 
 def parse_probe(text: str) -> Probe | None:
@@ -129,6 +162,49 @@ def _python(text: str) -> Python | None:
     version, _, path = text.partition(" ")
     numbers = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})", version)
     return Python(path, tuple(map(int, numbers.groups()))) if numbers and path else None
+
+
+# -- why a host accepts a login but runs no command: messages of sudo, shadow, OpenSSH and Linux-PAM ----
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_OTHER_USER = "set ansible_user to an account that may"
+
+
+def sudo_problem(output: str) -> Problem | None:
+    """Return why sudo refuses regardless of the password, None if its output names no such reason."""
+    return _found("sudo", output)
+
+
+def account_problem(done: Completed, user: str = "") -> Problem | None:
+    """Return why an account runs no command, from what came instead of the probe's answer; None if unknown.
+
+    `user`: its name, where the inventory has it.
+
+    A shell that runs the probe writes to stdout. stderr proves nothing: sshd complains there of a missing home.
+    """
+    found = _found("login", f"{done.stderr}\n{done.stdout}", user)
+    name = user if _NAME.fullmatch(user) else "USER"
+    if found is None and not done.stdout.strip() and done.returncode == 1:
+        return Problem(
+            "the account's shell ends at once and runs nothing, as /bin/false does",
+            "\n".join(["exit code 1, no output", *done.stderr.strip().splitlines()[-4:]]),
+            f"on the host: getent passwd {name}; as root: usermod -s /bin/sh {name}; or {_OTHER_USER}",
+        )  # fmt: skip
+    return found
+
+
+def _found(program: str, output: str, known: str = "") -> Problem | None:
+    found = first_match(program, output.splitlines())
+    if found is None:
+        return None
+    row, line = found
+    match = re.search(row.pattern, line)
+    named = match.groupdict() if match else {}
+    # The host chooses this text, and the next step is a command: a name or nothing.
+    user = named.get("user") or known
+    step = row.next_step.replace("USER", user) if _NAME.fullmatch(user) else row.next_step
+    return Problem(row.what.format(**named), line.strip()[:300], step)
 
 
 def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem | None:
@@ -169,8 +245,7 @@ def bootstrap_script(probe: Probe) -> str:
     It reads its environment from bootstrap_input: a proxy's password must not be on a command line.
     Raises GpuprovError if the distribution is not supported: gpuprov would refuse such a host in any case.
     """
-    row = _distribution(probe)
-    commands = _commands(row)
+    row, commands = _distribution(probe)
     again = f"export DEBIAN_FRONTEND=noninteractive; {commands.reinstall} {' '.join(probe.owners)}"
     tries = (*((again,) if probe.owners else ()), *(f"{commands.script} {name}" for name in row.pythons))
     installations = " || ".join(f"{{ {one}; }}" for one in tries)
@@ -188,13 +263,15 @@ def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTI
     """Return what is wrong with the host's Python, or None. `option` is the option that makes gpuprov install one."""
     if probe.python is not None:
         return None
-    seen = ", ".join(map(_seen, probe.pythons))
+    seen = ", ".join(
+        f"{one.path} {'is ' + '.'.join(map(str, one.version)) if any(one.version) else 'does not run'}"
+        for one in probe.pythons
+    )
     looked = f"looked for {named_python or ', '.join(PYTHONS)}"
     try:
-        row = _distribution(probe)
+        row, commands = _distribution(probe)
     except GpuprovError as unsupported:
         return unsupported.problems[0]
-    commands = _commands(row)
     by_hand = (
         f"{commands.reinstall} {' '.join(probe.owners)}" if probe.owners else f"{commands.install} {row.pythons[0]}"
     )
@@ -208,29 +285,16 @@ def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTI
     return Problem(what, seen or looked, get)
 
 
-def _seen(python: Python) -> str:
-    return (
-        f"{python.path} is {'.'.join(map(str, python.version))}"
-        if any(python.version)
-        else f"{python.path} does not run"
-    )
-
-
-def _distribution(probe: Probe) -> Distribution:
-    """Return the table row of the host's distribution. Raises GpuprovError if there is none."""
+def _distribution(probe: Probe) -> tuple[Distribution, Commands]:
+    """Return the row of the host's distribution, and its package manager's commands. Raises GpuprovError for none."""
     # Most hosts have a Python, so this is rarely needed.
     from gpuprov.machine.distros import distribution_of, machine_problems
     from gpuprov.machine.machine import OperatingSystem
+    from gpuprov.packages.managers import manager_of
 
     id_, version, codename, like, name, ubuntu, variant = probe.os_release
     os = OperatingSystem(id_, version, codename, tuple(like.split()), name or id_ or "this system", ubuntu, variant)
     row = distribution_of(os)
     if row is None:
         raise GpuprovError.several(machine_problems(os, probe.system.rpartition(" ")[2]))
-    return row
-
-
-def _commands(row: Distribution) -> Commands:
-    from gpuprov.packages.managers import manager_of
-
-    return manager_of(row).commands
+    return row, manager_of(row).commands

@@ -1,13 +1,17 @@
-"""Commands that a controller runs on a host to store and run the agent, and the errors of a broken run; pure.
+"""Commands that a controller runs on a host to store agent and bundle and to run the agent; errors of a broken run.
 
 Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the playbooks.
 """
 
 from __future__ import annotations
 
-from gpuprov.agent.probe import Probe
-from gpuprov.agent.refusals import account_problem, sudo_problem
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpuprov.agent.probe import Probe, account_problem, sudo_problem
 from gpuprov.core.commands import Completed
+from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.protocol.errors import Problem
 
 # The eight newest agents stay, and what killed commands left counts as one. Folders are unpacked agents. A host that
@@ -96,3 +100,65 @@ def ending(done: Completed, output: list[str] | None = None, *, ended: str = "")
     """Return how it ended (the exit code, if no word is given) and the last lines; the command is ours and long."""
     lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
     return "\n".join([ended or f"exit code {done.returncode}", *lines])
+
+
+# -- the bundle, where a host keeps it -----------------------------------------------------------------------------
+
+_SIZE = re.compile(r"[0-9]{1,15}")
+
+# All as root. $1: the bundle's name, $2: its size in bytes.
+# Prints how many bytes are stored; a file that is too long counts as none.
+ASK_BUNDLE = (
+    f'f="{CACHE_DIRECTORY}/$1"; for p in "$f" "$f.part"; do '
+    'if test -f "$p"; then n="$(stat -c %s "$p")"; '
+    'if test "$n" -le "$2"; then if test "$p" = "$f"; then echo "whole $n"; else echo "part $n"; fi; exit 0; fi; '
+    'rm -f "$p"; fi; done; echo "part 0"'
+)
+# Removes bundles of other digests: they are large, and none is in use while a new one is uploaded.
+_KEEP = (
+    'n="$(stat -c %s "$f.part")"; test "$n" = "$2" || { echo "$n of $2 bytes arrived" >&2; exit 1; }; '
+    'mv -f "$f.part" "$f"; '
+    'find "$d" -maxdepth 1 -type f -name "bundle-*.tar*" -not -name "$1" -exec rm -f {} +'
+)
+_BEGIN = f'umask 077; set -e; d={CACHE_DIRECTORY}; mkdir -p "$d"; f="$d/$1"; '
+# The missing bytes come on standard input.
+STORE_BUNDLE = f'{_BEGIN}cat >> "$f.part"; {_KEEP}'
+# $3: the file on the host to copy, whole.
+TAKE_BUNDLE = f'{_BEGIN}cat "$3" > "$f.part"; {_KEEP}'
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bundle of this digest and size, on any host."""
+
+    digest: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"bundle-{self.digest[:32]}-{self.size}.tar"
+
+    @property
+    def path(self) -> str:
+        return f"{CACHE_DIRECTORY}/{self.name}"
+
+    def command(self, script: str, *arguments: str) -> tuple[str, ...]:
+        """Return the words that run one of these scripts."""
+        return ("sh", "-c", script, "sh", self.name, str(self.size), *arguments)
+
+
+@dataclass(frozen=True)
+class There:
+    """How many bytes of a bundle a host has, and whether they are complete and in place."""
+
+    size: int
+    whole: bool
+
+
+def parse_there(lines: Iterable[str]) -> There | None:
+    """Return the parsed output of ASK_BUNDLE, ignoring any login banner before it; None if there is none."""
+    for line in lines:
+        word, _, size = line.strip().partition(" ")
+        if word in ("whole", "part") and _SIZE.fullmatch(size):
+            return There(int(size), word == "whole")
+    return None

@@ -1,26 +1,17 @@
-"""The result of one host, as a value, and the one place that makes it of the events of a run. Pure."""
+"""The result of one host, as a value made of the events of a run, and results as metrics. Pure."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, Union
 
-from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Vulnerabilities, vulnerabilities
+from gpuprov.protocol import events
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.errors import ExitCode, Problem, worst
-from gpuprov.protocol.events import (
-    ChangeDone,
-    ChangeStarted,
-    CheckDone,
-    CudaSurveyed,
-    Event,
-    FactsGathered,
-    Finished,
-    Note,
-    Planned,
-    PlannedChange,
-)
+from gpuprov.protocol.events import CheckDone, Event, PlannedChange
+from gpuprov.protocol.versions import count_in
 
 MIG = "mig"
 HostSink = Callable[[str, Event], None]
@@ -86,10 +77,14 @@ class HostResult:
     begun: bool = True
     same_as: str = ""
     drain: _Drain = None
+    rolled_back: events.RolledBack = ""
+    choice: events.MaybeChosen = None
+    health: tuple[events.HealthFound, ...] = ()
+    measured: tuple[events.GpuMeasured, ...] = ()
 
     @property
     def has_failed(self) -> bool:
-        return self.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
+        return self.exit_code not in (ExitCode.DONE, ExitCode.DEGRADED, ExitCode.REBOOT_NEEDED)
 
     @property
     def word(self) -> str:
@@ -104,6 +99,7 @@ class HostResult:
         return check_text(failed) if failed else self.summary
 
 
+# A host ends with these codes (docs/json.md); the others are a whole run's, and would be its code before all others.
 _WORDS = {
     ExitCode.DONE: "done",
     ExitCode.FAILED: "failed",
@@ -111,6 +107,8 @@ _WORDS = {
     ExitCode.REBOOT_NEEDED: "reboot needed",
     ExitCode.UNREACHABLE: "unreachable",
     ExitCode.INTERRUPTED: "stopped",
+    ExitCode.DEGRADED: "degraded",
+    ExitCode.UNFIT: "unfit",
 }
 
 
@@ -135,84 +133,68 @@ class Recorder:
     def __init__(self, host: str = "", sink: HostSink = lambda host, event: None) -> None:
         self._host = host
         self._sink = sink
-        self._finished: Finished | None = None
+        self._finished: events.Finished | None = None
         self._checks: list[CheckDone] = []
         self._made: dict[str, MadeChange] = {}
-        self.planned: Planned | None = None
+        self._health: list[events.HealthFound] = []
+        self._measured: list[events.GpuMeasured] = []
+        self.planned: events.Planned | None = None
         self.facts: Mapping[str, Any] | None = None
         self.survey: Mapping[str, Any] | None = None
         self.warnings: list[str] = []
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Finished):
+        if isinstance(event, events.Finished):
             self._finished = event
         elif isinstance(event, CheckDone):
             self._checks.append(event)
-        elif isinstance(event, Planned):
+        elif isinstance(event, events.Started) and event.command == "verify":
+            # After a rollback, what the host is like now.
+            self._checks.clear()
+        elif isinstance(event, events.Planned):
             self.planned = event
-        elif isinstance(event, ChangeStarted):
+        elif isinstance(event, events.ChangeStarted):
             self._made[event.key] = MadeChange(event.key, self._step(event.key), event.summary)
-        elif isinstance(event, ChangeDone):
+        elif isinstance(event, events.ChangeDone):
             begun = self._made.get(event.key) or MadeChange(event.key, self._step(event.key), event.key)
             self._made[event.key] = replace(begun, seconds=event.seconds)
-        elif isinstance(event, FactsGathered):
+        elif isinstance(event, events.FactsGathered):
             self.facts = event.facts
-        elif isinstance(event, CudaSurveyed):
+        elif isinstance(event, events.HealthFound):
+            self._health.append(event)
+        elif isinstance(event, events.GpuMeasured):
+            self._measured.append(event)
+        elif isinstance(event, events.CudaSurveyed):
             self.survey = event.survey
-        elif isinstance(event, Note) and event.level == "warning":
+        elif isinstance(event, events.Note) and event.level == "warning":
             self.warnings.append(event.message)
         self._sink(self._host, event)
 
     def result(self, seconds: float = 0.0, again: str = "run the same command again") -> HostResult:
         """Return the result of the host, with the duration measured here."""
         no_end = Problem("the run ended without a result", "", again)
-        last = self._finished or Finished(int(ExitCode.FAILED), problems=(no_end,))
+        last = self._finished or events.Finished(int(ExitCode.FAILED), problems=(no_end,))
         return HostResult(
             host=self._host,
-            exit_code=_exit_code(last.exit_code),
+            exit_code=ExitCode(last.exit_code) if last.exit_code in _WORDS else ExitCode.FAILED,
             changed=last.changed,
             seconds=round(seconds, 1),
             problems=last.problems,
             summary=last.summary,
-            versions=last.versions or (versions_of_facts(self.facts) if self.facts else {}),
+            versions=last.versions,
             checks=tuple(self._checks),
             plan=self.planned.changes if self.planned else (),
             made=tuple(self._made.values()),
             facts=self.facts,
+            rolled_back=last.rolled_back,
+            health=tuple(self._health),
+            measured=tuple(self._measured),
+            choice=self.planned.choice if self.planned else None,
         )
 
     def _step(self, key: str) -> str:
         planned = self.planned.changes if self.planned else ()
         return next((change.step for change in planned if change.key == key), "")
-
-
-# A host ends with these (docs/json.md); the others are a whole run's, and would be its code before all others.
-_OF_A_HOST = (
-    ExitCode.DONE, ExitCode.FAILED, ExitCode.USAGE, ExitCode.REBOOT_NEEDED, ExitCode.UNREACHABLE, ExitCode.INTERRUPTED,
-)  # fmt: skip
-
-
-def _exit_code(number: int) -> ExitCode:
-    return ExitCode(number) if number in _OF_A_HOST else ExitCode.FAILED
-
-
-def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions in a host's facts, under a run's names; facts come from hosts and may have any form."""
-    from gpuprov.facts.gpus import mig_layout  # only a run of `facts` has them
-
-    places = {
-        "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver", "library_version"),
-        "docker": ("docker", "version"), "gpus": ("gpus",), "toolkit": ("packages", "installed", TOOLKIT_PACKAGE),
-    }  # fmt: skip
-    found = {name: fact(facts, path) for name, path in places.items()}
-    reported = facts.get("mig")
-    gpus = [
-        gpu
-        for gpu in (reported if isinstance(reported, (list, tuple)) else ())
-        if isinstance(gpu, Mapping) and isinstance(gpu.get("instances"), (list, tuple))
-    ]
-    mig = mig_layout((str(gpu.get("index")), [str(name) for name in gpu["instances"]]) for gpu in gpus)
-    return {**found, MIG: mig} if mig else found
 
 
 def fact(facts: Mapping[str, Any], path: tuple[str, ...]) -> str:
@@ -234,3 +216,60 @@ def hosts_by_vulnerability(
     found = ((vulnerabilities(product, version, known), tuple(names)) for (product, version), names in hosts.items())
     rows = ((one, names) for one, names in found if one is not None)
     return tuple(sorted(rows, key=lambda row: (-row[0].score, row[0].product, row[0].version)))
+
+
+_VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
+MADE, PENDING = ("host_changes", "Changes made by the run"), ("host_changes_pending", "Changes foreseen by the run")
+_Samples = Iterable[tuple[Mapping[str, str], Union[float, int, None]]]
+
+
+def metrics_text(
+    command: str, results: Sequence[HostResult], known: Sequence[Advisory], *, ended: float, seconds: float,
+    changes: tuple[str, str] | None,
+) -> str:  # fmt: skip
+    """Return the metrics of a run in Prometheus's text format.
+
+    `ended`: seconds since the epoch. `known`: the advisories that count. `changes`: MADE, PENDING or nothing.
+    """
+    run = {"command": command}
+    hosts = [({"host": one.host}, one) for one in results]
+    once = [({"host": one.host}, one.versions) for one in machines(results)]
+    gauges: list[tuple[str, str, _Samples]] = [
+        ("run_timestamp_seconds", "End of the run, seconds since the epoch", [(run, ended)]),
+        ("run_duration_seconds", "Wall time of the run", [(run, seconds)]),
+        ("host_success", "1 if the run went well on this host",
+         [(host, one.exit_code == ExitCode.DONE) for host, one in hosts]),
+        ("host_exit_code", "The exit code of gpuprov for this host", [(host, one.exit_code) for host, one in hosts]),
+        *([(*changes, [(host, one.changed) for host, one in hosts])] if changes else []),
+        ("health_finding", "A finding of health: 1 degraded, 2 unfit",
+         [({**host, "gpu": found.gpu, "uuid": found.uuid, "rule": found.rule}, 1 + (found.verdict == "unfit"))
+          for host, one in hosts for found in one.health]),
+        ("accept_figure", "A figure of a GPU that accept has measured: bytes/s, MHz, W, C",
+         [({**host, "gpu": gpu.gpu, "uuid": gpu.uuid, "figure": name}, figure)
+          for host, one in hosts for gpu in one.measured for name, figure in gpu.figures.items()]),
+        ("check_success", "1 if this check of verify or health went well; skipped ones are missing",
+         [({**host, "check": check.name}, check.status == "ok")
+          for host, one in hosts for check in one.checks if check.status != "skipped"]),
+        ("version_info", "What the host runs",
+         [({**host, **{name: str(found.get(name, "")) for name in _VERSIONS}}, 1) for host, found in once if found]),
+        ("gpus", "GPUs of the host", [(host, count_in(found.get("gpus", ""))) for host, found in once]),
+        ("known_hole_score", "Worst CVSS score of the known holes in what the host runs",
+         [({"host": host, "product": one.product, "version": one.version, "fixed_in": one.fixed_in}, one.score)
+          for one, names in hosts_by_vulnerability(results, known) for host in names]),
+    ]  # fmt: skip
+    return "".join(_gauge(*one) for one in gauges)
+
+
+# The format escapes only these in a label's value.
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def _gauge(name: str, text: str, samples: _Samples) -> str:
+    # A host may send a name twice: the last value counts, for two lines with the same labels make the file invalid.
+    values = {
+        ",".join(f'{label}="{one.translate(_ESCAPED)}"' for label, one in sorted(labels.items())): float(value)
+        for labels, value in samples
+        if value is not None
+    }
+    lines = (f"gpuprov_{name}{{{labels}}} {value!r}\n" for labels, value in values.items())
+    return f"# HELP gpuprov_{name} {text}\n# TYPE gpuprov_{name} gauge\n{''.join(lines)}"

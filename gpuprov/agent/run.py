@@ -9,37 +9,26 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable
+from typing import Callable
 
 from gpuprov import __version__
-from gpuprov.agent.context import RunContext, StopRequested, devices_to_lose, for_target, keep_devices
-from gpuprov.agent.install import check, forget_resume, install
-from gpuprov.agent.site_tables import read_spec, use_newer_advisories
-from gpuprov.boot.reboot import forget_asked
-from gpuprov.bundle.manifest import ADVISORIES
+from gpuprov.agent.context import RunContext, StopRequested, for_target
+from gpuprov.agent.install import check, install, versions_of
+from gpuprov.agent.site_tables import read_spec, use_newer_tables
 from gpuprov.bundle.open import opened
-from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles
-from gpuprov.core.journal import Run
 from gpuprov.core.lock import host_lock, other_run
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.retention import prune
 from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
-from gpuprov.engines.docker_unit import failure
-from gpuprov.facts import driver_change
-from gpuprov.facts.boot import gather_reboot
+from gpuprov.facts.driver import version_difference
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Planned, Sink, Started
-from gpuprov.protocol.request import Request
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, UsageError
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Sink, Started
+from gpuprov.protocol.request import MOST_MINUTES, Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.words import counted
-
-if TYPE_CHECKING:
-    from gpuprov.agent.uninstall import Removal
-
-_NOTHING_THERE = "there is nothing of gpuprov on this host"
 
 
 def run_request(
@@ -53,7 +42,12 @@ def run_request(
     try:
         spec = read_spec(request.spec, request.tables)
         system.proxy = Proxy(spec.proxy, spec.no_proxy)
-        finished = _dispatch(for_target(RunContext(request, spec, system, sink, stop_requested)))
+        run = for_target(RunContext(request, spec, system, sink, stop_requested))
+        if request.changes_the_host:
+            finished = _locked(_as_root(run), sink)
+        else:
+            with system.interruptible(stop_requested):
+                finished = _look(run)
     except GpuprovError as error:
         finished = Finished(int(error.exit_code), problems=error.problems)
     except Stopped as stopped:
@@ -64,16 +58,18 @@ def run_request(
 
 
 class _MadeChanges:
-    """Passes events on, and keeps which changes they name as made."""
+    """Passes events on, keeps which changes they name as made, and notes each that begins in the host's lock."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
+        self.note: Callable[[str], None] = lambda step: None
         self._begun: dict[str, str] = {}
         self.made: list[str] = []
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, ChangeStarted):
             self._begun[event.key] = event.summary
+            self.note(f"step {event.index} of {event.total}: {event.summary}")
         elif isinstance(event, ChangeDone):
             self.made.append(self._begun[event.key])
         self._sink(event)
@@ -91,20 +87,12 @@ class _MadeChanges:
         )  # fmt: skip
 
 
-def _dispatch(run: RunContext) -> Finished:
-    if run.request.changes_the_host:
-        return _locked(_as_root(run))
-    with run.system.interruptible(run.stop_requested):
-        return _look(run)
-
-
 def _as_root(run: RunContext) -> RunContext:
     if run.system.user_id() != 0:
-        raise GpuprovError(
+        raise UsageError(
             f"gpuprov {run.request.command} must run as root",
             f"this process has user id {run.system.user_id()}",
             "put sudo before it; for remote hosts set ansible_become: true",
-            exit_code=ExitCode.USAGE,
         )
     reach_local_docker(run.system)
     return run
@@ -115,23 +103,37 @@ def _look(run: RunContext) -> Finished:
     command = run.request.command
     if command == "facts":
         return _facts(run)
+    if command == "health":
+        from gpuprov.checks.health import examine
+
+        return examine(run.system, run.sink)
     if command == "cuda":
+        from gpuprov.checks.cuda import survey
+
         reach_local_docker(run.system)
-        return _cuda(run)
+        return survey.examine(run.system, run.request.arguments, run.sink)
     run = _as_root(run)
     if command == "verify":
         return _verify(run)
+    if command == "accept":
+        return _accept(run)
+    if command == "doctor" and run.request.fix:
+        from gpuprov.agent import fix
+
+        return fix.check(run)
     if command == "doctor":
-        return _doctor(run)
-    if command == "rollback":
-        return _check_roll_back(run)
-    if command == "uninstall":
-        return _check_uninstall(run)
+        from gpuprov import doctor
+
+        return doctor.examine(run.system, run.spec, run.sink)
+    if command in ("rollback", "uninstall"):
+        from gpuprov.agent import uninstall
+
+        return uninstall.check(run)
     with _with_bundle(run) as run:
         return check(run)
 
 
-def _locked(run: RunContext) -> Finished:
+def _locked(run: RunContext, sink: _MadeChanges) -> Finished:
     """Carry out a command that changes the host: one at a time."""
     with host_lock(
         run.system,
@@ -141,30 +143,21 @@ def _locked(run: RunContext) -> Finished:
         wait_seconds=run.request.wait_seconds,
         tell=run.note,
     ) as note:
-        run = replace(run, sink=_noting(run.sink, note))
-        if run.request.command == "rollback":
-            finished = _roll_back(run)
-        elif run.request.command == "uninstall":
-            finished = _uninstall(run)
+        sink.note = note
+        if run.request.command in ("rollback", "uninstall"):
+            from gpuprov.agent.uninstall import roll_back, uninstall
+
+            finished = roll_back(run) if run.request.command == "rollback" else uninstall(run)
         elif run.request.command == "doctor":
-            finished = _fix(run)
+            from gpuprov.agent.fix import fix
+
+            finished = fix(run)
         else:
             with _with_bundle(run) as run:
                 finished = install(run)
-        if finished.exit_code == ExitCode.DONE:
+        if finished.exit_code in (ExitCode.DONE, ExitCode.DEGRADED, ExitCode.UNFIT):
             prune(run.system, CHANGE_KINDS, keep_driver=run.spec.keep_driver)
         return finished
-
-
-def _noting(sink: Sink, note: Callable[[str], None]) -> Sink:
-    """Return a sink that also notes each change that begins, for others who look at the host."""
-
-    def noted(event: Event) -> None:
-        if isinstance(event, ChangeStarted):
-            note(f"step {event.index} of {event.total}: {event.summary}")
-        sink(event)
-
-    return noted
 
 
 def _facts(run: RunContext) -> Finished:
@@ -174,16 +167,15 @@ def _facts(run: RunContext) -> Finished:
         reach_local_docker(run.system)
         facts = gather(run.system)
         run.sink(FactsGathered(facts_to_json(facts)))
-        if replaced := driver_change.difference(run.system, facts.driver):
+        if replaced := version_difference(run.system, facts.driver):
             run.note(replaced, "warning")
         if left_out := sorted(path for path in hidden if not path.startswith("/proc/")):
             run.note(f"left out, because only root may read it: {', '.join(left_out)}", "warning")
     except PermissionError as error:
-        raise GpuprovError(
+        raise UsageError(
             "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts",
-            exit_code=ExitCode.USAGE,
         ) from None  # fmt: skip
-    return Finished(int(ExitCode.DONE))
+    return Finished(int(ExitCode.DONE), versions=versions_of(facts))
 
 
 @contextlib.contextmanager
@@ -194,120 +186,24 @@ def _with_bundle(run: RunContext) -> Iterator[RunContext]:
         return
     run.note("checking every digest of the bundle", "debug")
     with opened(run.system, run.request.bundle, run.request.bundle_digest) as bundle:
-        use_newer_advisories(bundle.content(ADVISORIES), run.request.bundle)
+        use_newer_tables(bundle.content, run.request.bundle)
         yield replace(run, bundle=bundle)
 
 
-def _roll_back(run: RunContext) -> Finished:
-    from gpuprov.agent.uninstall import irreversible
+def _accept(run: RunContext) -> Finished:
+    from gpuprov.checks.accept import accept
+    from gpuprov.verify import verify
 
-    forget_resume(run.system)
-    forget_asked(run.system)
-    last = last_undoable_run(run.system)
-    count, summary = 0, "there is no run to roll back"
-    if last is not None:
-        _require_undoable(run, (last,))
-        for sentence in irreversible(run.system, (last,), CHANGE_KINDS):
-            run.note(sentence, "warning")
-        _note_restored(run, (last,))
-        devices_to_lose(run)
-        keep_devices(run)
-        count = roll_back(run.system, last, CHANGE_KINDS, run.sink, run.stop_requested)
-        summary = f"{counted(count, 'change')} undone"
-        for reason in gather_reboot(run.system).asked_for:
-            run.note(f"reboot this host: {reason}", "warning")
-    problem = failure(run.system)
-    if problem is not None:
-        return Finished(int(ExitCode.FAILED), changed=count, problems=(problem,), summary=summary)
-    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
-
-
-def _note_restored(run: RunContext, runs: Sequence[Run]) -> None:
-    """Report what a rollback restores besides files."""
-    for entry in (entry for one in runs for entry in one.undoable if entry.kind in CHANGE_KINDS):
-        for sentence in CHANGE_KINDS[entry.kind].restores(run.system, entry.before, entry.outcome):
-            run.note(sentence)
-
-
-def _require_undoable(run: RunContext, runs: Sequence[Run]) -> None:
-    """Raise GpuprovError with all that prevents an undo, before its first change."""
-    if found := undo_obstacles(run.system, runs, CHANGE_KINDS):
-        raise GpuprovError.several(found)
-
-
-def _check_roll_back(run: RunContext) -> Finished:
-    """Report what a rollback would do, and what it can't restore."""
-    from gpuprov.agent.uninstall import last_run, planned
-
-    removal = last_run(run.system, CHANGE_KINDS)
-    _require_undoable(run, removal.runs)
-    for sentence in removal.irreversible:
-        run.note(sentence, "warning")
-    _note_restored(run, removal.runs)
-    found = planned(run.system, removal, "rollback", diff=run.request.diff)
-    lost = devices_to_lose(run) if found else ()
-    run.sink(Planned(found, removal.disturbs(CHANGE_KINDS) or bool(lost)))
-    summary = f"{counted(removal.count, 'change')} would be undone" if removal.count else "there is no run to roll back"
-    return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
-
-
-def _check_uninstall(run: RunContext) -> Finished:
-    """Report what an uninstall would do, and what it can't restore."""
-    count = _announced_removal(run).count
-    summary = f"{counted(count, 'change')} would be made" if count else _NOTHING_THERE
-    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
-
-
-def _uninstall(run: RunContext) -> Finished:
-    from gpuprov.agent.uninstall import carry_out
-
-    with run.system.interruptible(run.stop_requested):
-        removal = _announced_removal(run)
-    keep_devices(run)
-    carry_out(run.system, removal, CHANGE_KINDS, run.sink, run.stop_requested)
-    count = removal.count
-    summary = (
-        f"{counted(count, 'change')} undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
-    )
-    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
-
-
-def _announced_removal(run: RunContext) -> Removal:
-    """Plan and report an uninstall, warnings first. Raises GpuprovError with all problems."""
-    from gpuprov.agent.uninstall import planned, problems, survey
-
-    removal = survey(run.system, CHANGE_KINDS)
-    found = problems(run.system, removal, CHANGE_KINDS)
-    if found:
-        raise GpuprovError.several(found)
-    for sentence in removal.irreversible:
-        run.note(sentence, "warning")
-    planned_changes = planned(run.system, removal, "uninstall", diff=run.request.diff)
-    lost = devices_to_lose(run) if planned_changes else ()
-    run.sink(Planned(planned_changes, removal.disturbs(CHANGE_KINDS) or bool(lost)))
-    return removal
-
-
-def _doctor(run: RunContext) -> Finished:
-    if run.request.fix:
-        from gpuprov.agent.fix import check as check_fix
-
-        return check_fix(run)
-    from gpuprov.doctor import examine
-
-    return examine(run.system, run.spec, run.sink)
-
-
-def _cuda(run: RunContext) -> Finished:
-    from gpuprov.checks.cuda.survey import examine
-
-    return examine(run.system, run.request.arguments, run.sink)
-
-
-def _fix(run: RunContext) -> Finished:
-    from gpuprov.agent.fix import fix
-
-    return fix(run)
+    reach_local_docker(run.system)
+    if holder := other_run(run.system):
+        raise GpuprovError("a run is working on this host", f"{holder}", "run the same command again once it is over")
+    minutes = run.request.arguments.get("minutes", 10)
+    if type(minutes) is not int or not 1 <= minutes <= MOST_MINUTES:
+        raise UsageError(f"accept takes 1 to {MOST_MINUTES} minutes", f"{minutes!r:.80}", "give another number")
+    return accept(
+        run.system, run.spec, run.sink, minutes,
+        lambda tests: verify(run.system, run.spec, run.sink, tests=tests).good,
+    )  # fmt: skip
 
 
 def _verify(run: RunContext) -> Finished:

@@ -1,4 +1,4 @@
-"""Remove gpuprov from a host: undo all runs, newest first, then remove what no journal lists.
+"""Undo the last run, or remove gpuprov from a host: undo all runs, newest first, then what no journal lists.
 
 Each uninstall derives its work from the host, so the next one resumes an interrupted one. The journals are removed
 last: they exist as long as there is something to undo.
@@ -6,21 +6,31 @@ last: they exist as long as there is something to undo.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
+from gpuprov.agent.install import forget_resume
+from gpuprov.boot.reboot import forget_asked
 from gpuprov.checks.engines import images_left
-from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_obstacles, undo_runs
+from gpuprov.core import journal
+from gpuprov.core.apply import kind_of, last_undoable_run, undo_obstacles, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
-from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
+from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
-from gpuprov.protocol.events import PlannedChange, Sink
+from gpuprov.driver import run_files
+from gpuprov.engines.containers import stop_command
+from gpuprov.engines.docker_unit import failure
+from gpuprov.facts.boot import gather_reboot
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
+from gpuprov.protocol.events import Finished, Planned, PlannedChange
+from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 
 _RUNTIME = "nvidia"
+_NOTHING = {"rollback": "there is no run to roll back", "uninstall": "there is nothing of gpuprov on this host"}
 # The container runtime's state; the log of internal errors.
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log")
 # Engine → the template that prints runtime, restart policy, whether devices are requested, and name of a container.
@@ -37,27 +47,27 @@ _OUR_LINK = "../nvidia"
 
 
 @dataclass(frozen=True)
-class Removal:
-    """What an uninstall has to do. `irreversible`: what it can't restore or also removes, a sentence each.
+class _Removal:
+    """What a rollback or an uninstall has to do. `irreversible`: sentences on what it can't restore or also removes.
 
-    `images`: the images that `verify` built, each with the command that removes it. `lost`: the evidence that journals
-    are gone, "" if none is.
+    `images`: the images that `verify` built, each with the command that removes it. `problems`: what prevents it.
     """
 
     runs: tuple[Run, ...]
-    leftovers: tuple[str, ...]
-    images: Mapping[str, tuple[str, ...]]
     irreversible: tuple[str, ...]
-    lost: str = ""
+    problems: tuple[Problem, ...]
+    leftovers: tuple[str, ...] = ()
+    images: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The changes to undo, latest first."""
         return tuple(entry for run in self.runs for entry in run.undoable)
 
-    def disturbs(self, kinds: Kinds) -> bool:
-        """Say whether an undo may stop containers, or processes on the GPUs."""
-        return any(kinds[entry.kind].undo_disturbs for entry in self.entries if entry.kind in kinds)
+    @property
+    def drivers(self) -> tuple[Entry, ...]:
+        """The installations of a driver among them."""
+        return tuple(entry for entry in self.entries if entry.kind == "InstallDriver")
 
     @property
     def count(self) -> int:
@@ -65,84 +75,50 @@ class Removal:
         return len(self.entries) + len(self.leftovers) + len(self.images)
 
 
-def survey(system: System, kinds: Kinds) -> Removal:
-    """Return what an uninstall has to do. Raises GpuprovError if a journal names an unknown change."""
-    every = read_runs(system)
-    runs = tuple(run for run in reversed(every) if run.undoable)
-    for run in runs:
-        for entry in run.undoable:
-            kind_of(run, entry, kinds)
-    sentences = (*irreversible(system, runs, kinds), *_stopped(system, runs))
-    return Removal(runs, _leftovers(system, runs), images_left(system), sentences, _lost(system, every))
+def check(run: RunContext) -> Finished:
+    """Report what a rollback or an uninstall would do, and what it can't restore."""
+    removal, command = _announced(run), run.request.command
+    made = f"{counted(removal.count, 'change')} would be {'made' if command == 'uninstall' else 'undone'}"
+    summary = made if removal.count else _NOTHING[command]
+    return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
 
 
-def last_run(system: System, kinds: Kinds) -> Removal:
-    """Return what a rollback has to do: the latest run that is not fully undone, if there is one."""
-    run = last_undoable_run(system)
-    runs = (run,) if run else ()
-    return Removal(runs, (), {}, (*irreversible(system, runs, kinds), *_stopped(system, runs)))
+def roll_back(run: RunContext) -> Finished:
+    """Undo the last run. Raises GpuprovError or Stopped."""
+    forget_resume(run.system)
+    forget_asked(run.system)
+    with run.system.interruptible(run.stop_requested):
+        removal = _announced(run)
+    count, summary = 0, _NOTHING["rollback"]
+    if removal.runs:
+        keep_devices(run)
+        count = undo_runs(run.system, removal.runs, CHANGE_KINDS, run.sink, run.stop_requested)
+        summary = f"{counted(count, 'change')} undone"
+        for reason in gather_reboot(run.system).asked_for:
+            run.note(f"reboot this host: {reason}", "warning")
+    problem = failure(run.system)
+    code, problems = (ExitCode.FAILED, (problem,)) if problem else (ExitCode.DONE, ())
+    return Finished(int(code), changed=count, problems=problems, summary=summary)
 
 
-def problems(system: System, removal: Removal, kinds: Kinds) -> tuple[Problem, ...]:
-    """Return what prevents an uninstall: lost journals, containers that run, files that can't be written."""
-    if removal.lost:
-        return (Problem(
-            "what gpuprov changed on this host is not known any more, so it can't be undone: journals are gone",
-            removal.lost,
-            f"put {STATE_DIRECTORY} back from a backup, then run the same command again",
-        ),)  # fmt: skip
-    if not removal.entries:
-        return ()
-    return (*_container_problems(system), *undo_obstacles(system, removal.runs, kinds))
+def uninstall(run: RunContext) -> Finished:
+    """Remove gpuprov.
 
-
-def _container_problems(system: System) -> tuple[Problem, ...]:
-    found = []
-    for engine in _USES:
-        by_runtime, restarted = _users(system, engine)
-        if by_runtime:
-            found.append(Problem(
-                f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
-                f"{engine} ps: {', '.join(by_runtime)}",
-                f"{engine} stop {' '.join(by_runtime)}, then run the same command again",
-            ))  # fmt: skip
-        if restarted:
-            found.append(Problem(
-                f"containers with GPUs still run and have a restart policy; {engine} could never start them again",
-                f"{engine} inspect: {', '.join(f'{name} (restart: {policy})' for name, policy in restarted.items())}",
-                f"{engine} stop {' '.join(restarted)}, then run the same command again",
-            ))  # fmt: skip
-    return tuple(found)
-
-
-def planned(system: System, removal: Removal, step: str, *, diff: bool) -> tuple[PlannedChange, ...]:
-    """Return the changes in the form of a plan."""
-    contents: dict[str, bytes | None] = {}
-    undone = tuple(
-        PlannedChange(entry.key, step, f"undo: {entry.key}", _diff(system, entry, contents) if diff else "")
-        for entry in removal.entries
-    )
-    images = tuple(PlannedChange(f"remove image {image}", step, f"remove image {image}") for image in removal.images)
-    paths = tuple(PlannedChange(f"remove {path}", step, f"remove {path}") for path in removal.leftovers)
-    return images + undone + paths
-
-
-def carry_out(
-    system: System, removal: Removal, kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
-) -> None:
-    """Carry it out.
-
-    Raises GpuprovError if a change can't be undone, or if files differ from their original state at the end.
+    Raises GpuprovError if a change can't be undone, or if files differ from their original state at the end; Stopped.
     """
-    if stop_requested():
+    system = run.system
+    with system.interruptible(run.stop_requested):
+        removal = _announced(run)
+    keep_devices(run)
+    if run.stop_requested():
         raise Stopped([f"undo: {entry.key}" for entry in removal.entries])
     # First, while the engines are still installed.
     for command in removal.images.values():
         system.run(command)
-    undo_runs(system, removal.runs, kinds, sink, stop_requested)
+    undo_runs(system, removal.runs, CHANGE_KINDS, run.sink, run.stop_requested)
     for path in removal.leftovers:
-        remove_all(system, path)
-    different = _differences(system, removal.runs, kinds)
+        system.remove_all(path)
+    different = _differences(system, removal.runs)
     system.remove_tree(CACHE_DIRECTORY)
     system.remove_tree(STATE_DIRECTORY)
     if different:
@@ -151,15 +127,112 @@ def carry_out(
             "\n".join(different),
             "something on the host changed it since (a package's own scripts?); look at it and put it right by hand",
         )
+    undone = f"{counted(removal.count, 'change')} undone: the host is as before gpuprov's first run"
+    return Finished(
+        int(ExitCode.DONE), changed=removal.count, summary=undone if removal.count else _NOTHING["uninstall"]
+    )
 
 
-def remove_all(system: System, path: str) -> None:
-    """Remove a file, or a folder with its content."""
-    found = system.status(path)
-    if found is not None and found.kind == "directory":
-        system.remove_tree(path)
+def _announced(run: RunContext) -> _Removal:
+    """Plan and report a rollback or an uninstall, warnings first. Raises GpuprovError with all problems."""
+    rolls_back = run.request.command == "rollback"
+    removal = _last_run(run) if rolls_back else _survey(run.system)
+    if removal.problems:
+        raise GpuprovError.several(removal.problems)
+    for sentence in (*removal.irreversible, *(() if run.request.check else _fetch_driver(run, removal))):
+        run.note(sentence, "warning")
+    # What is restored besides files; an uninstall restores no driver between.
+    for entry in removal.entries if rolls_back else removal.drivers[-1:]:
+        for sentence in CHANGE_KINDS[entry.kind].restores(run.system, entry.before, entry.outcome):
+            run.note(sentence)
+    changes = _planned(run, removal)
+    disturbs = any(CHANGE_KINDS[entry.kind].undo_disturbs for entry in removal.entries)
+    lost = devices_to_lose(run) if changes else ()
+    if run.request.check or not rolls_back:
+        run.sink(Planned(changes, disturbs or bool(lost)))
+    return removal
+
+
+def _fetch_driver(run: RunContext, removal: _Removal) -> tuple[str, ...]:
+    """Fetch the driver to restore; return a warning if an uninstall goes on without it.
+
+    Raises GpuprovError for a rollback: nothing is undone yet. One that nobody watches removes no driver for nothing.
+    """
+    try:
+        run_files.fetch_former(run.system, removal.drivers, required=bool(run.request.arguments.get("this_run")))
+    except GpuprovError as error:
+        if run.request.command == "rollback":
+            raise
+        return (f"{error.problems[0].what}; no driver will remain installed",)
+    return ()
+
+
+def _survey(system: System) -> _Removal:
+    every = journal.read_runs(system)
+    runs = tuple(run for run in reversed(every) if run.undoable)
+    if lost := _lost(system, every):
+        what = "what gpuprov changed on this host is not known any more, so it can't be undone: journals are gone"
+        step = f"put {STATE_DIRECTORY} back from a backup, then run the same command again"
+        problems: tuple[Problem, ...] = (Problem(what, lost, step),)
     else:
-        system.remove(path)
+        problems = (*_container_problems(system), *undo_obstacles(system, runs, CHANGE_KINDS)) if runs else ()
+    return _Removal(runs, _irreversible(system, runs), problems, _leftovers(system, runs), images_left(system))
+
+
+def _last_run(context: RunContext) -> _Removal:
+    """Return what a rollback has to do: the latest run that is not fully undone, if there is one.
+
+    With `this_run` it must be the run of the request.
+    """
+    system, request, run = context.system, context.request, last_undoable_run(context.system)
+    if run is not None and request.arguments.get("this_run") and run.run_id != request.run_id:
+        if any(one.undoable for one in journal.read_runs(system) if one.run_id == request.run_id):
+            what = "another run has changed this host since, so this one can't be rolled back alone"
+            raise GpuprovError(what, run.path, "gpuprov rollback --check shows what it would undo first")
+        run = None
+    runs = (run,) if run else ()
+    return _Removal(runs, _irreversible(system, runs), undo_obstacles(system, runs, CHANGE_KINDS))
+
+
+def _container_problems(system: System) -> tuple[Problem, ...]:
+    found = []
+    for engine in _USES:
+        rows = sorted(_containers(system, engine), key=lambda row: row[3])
+        by_runtime = [name for runtime, *_, name in rows if runtime == _RUNTIME]
+        # With `--gpus` or CDI.
+        restarted = {name: policy for runtime, policy, requests, name in rows
+                     if runtime != _RUNTIME and policy not in ("no", "-") and requests == "gpus"}  # fmt: skip
+        if by_runtime:
+            found.append(Problem(
+                f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
+                f"{engine} ps: {', '.join(by_runtime)}",
+                f"{stop_command(by_runtime, engine)}, then run the same command again",
+            ))  # fmt: skip
+        if restarted:
+            found.append(Problem(
+                f"containers with GPUs still run and have a restart policy; {engine} could never start them again",
+                f"{engine} inspect: {', '.join(f'{name} (restart: {policy})' for name, policy in restarted.items())}",
+                f"{stop_command(restarted, engine)}, then run the same command again",
+            ))  # fmt: skip
+    return tuple(found)
+
+
+def _planned(run: RunContext, removal: _Removal) -> tuple[PlannedChange, ...]:
+    """Return the changes in the form of a plan."""
+    contents: dict[str, bytes | None] = {}
+    step = run.request.command
+    undone = tuple(
+        PlannedChange(
+            entry.key, step, f"undo: {entry.key}", _diff(run.system, entry, contents) if run.request.diff else ""
+        )
+        for entry in removal.entries
+    )
+    removed = (
+        *(f"remove image {image}" for image in removal.images),
+        *(f"remove {path}" for path in removal.leftovers),
+    )
+    shown = tuple(PlannedChange(one, step, one) for one in removed)
+    return (*shown[: len(removal.images)], *undone, *shown[len(removal.images) :])
 
 
 def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
@@ -172,7 +245,7 @@ def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
 
 def _lost(system: System, every: tuple[Run, ...]) -> str:
     """Return what shows that journals are gone: their numbers have no gaps, and are there as long as the runtime is."""
-    numbers = {run_number(run.path) for run in every} | pruned_numbers(system)
+    numbers = {journal.run_number(run.path) for run in every} | journal.pruned_numbers(system)
     missing = sorted(set(range(1, max(numbers, default=0) + 1)) - numbers)
     if missing:
         return f"{RUNS_DIRECTORY} lacks {', '.join(f'{number:04}.jsonl' for number in missing)}"
@@ -197,17 +270,6 @@ def _stopped(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _users(system: System, engine: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names of an engine's running containers with the runtime, and those with `--gpus` or CDI → policy."""
-    by_runtime, restarted = [], {}
-    for runtime, policy, requests, name in _containers(system, engine):
-        if runtime == _RUNTIME:
-            by_runtime.append(name)
-        elif policy not in ("no", "-") and requests == "gpus":
-            restarted[name] = policy
-    return sorted(by_runtime), dict(sorted(restarted.items()))
-
-
 def _containers(system: System, engine: str, *which: str) -> list[tuple[str, str, str, str]]:
     """Return runtime, restart policy, requests and name of an engine's containers, by default those that run."""
     listed = (engine, "ps", "--quiet", "--no-trunc", *which)
@@ -219,23 +281,21 @@ def _containers(system: System, engine: str, *which: str) -> list[tuple[str, str
     return [(row[0], row[1], row[2], row[3].lstrip("/")) for row in rows if len(row) == 4]
 
 
-def irreversible(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
+def _irreversible(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     """Return, for runs given from newest to oldest, what can't be restored, and what others changed since.
 
-    In the order of the changes; an unknown kind of change adds nothing.
+    In the order of the changes. Raises GpuprovError if a journal names an unknown change.
     """
-    entries = [entry for run in reversed(runs) for entry in reversed(run.undoable)]
+    entries = [(run, entry) for run in reversed(runs) for entry in reversed(run.undoable)]
     sentences: list[str] = []
-    for number, entry in enumerate(entries):
-        earlier = tuple(one.before for one in entries[:number] if one.kind == entry.kind)
-        if entry.kind in kinds:
-            sentences += kinds[entry.kind].irreversible(system, entry.before, entry.outcome, earlier)
-    written: dict[str, str] = {}
-    for entry in entries:
-        written.update((entry.outcome or {}).get("written", {}))
-    changed = [path for path, digest in written.items() if (now := file_digest(system, path)) and now != digest]
+    for number, (run, entry) in enumerate(entries):
+        earlier = tuple(one.before for _, one in entries[:number] if one.kind == entry.kind)
+        kind = kind_of(run, entry, CHANGE_KINDS)
+        sentences += kind.irreversible(system, entry.before, entry.outcome, earlier)
+    written = journal.written_files(reversed(runs))
+    changed = [path for path, (digest, _) in written.items() if (now := file_digest(system, path)) and now != digest]
     sentences += [f"{path} was changed after gpuprov wrote it; that change goes too" for path in changed]
-    return tuple(dict.fromkeys(sentences))
+    return (*dict.fromkeys(sentences), *_stopped(system, runs))
 
 
 def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> str:
@@ -249,24 +309,20 @@ def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> st
     return "\n".join(part for part in parts if part)
 
 
-def _differences(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
+def _differences(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     """Return the files that differ from their oldest image."""
     oldest: dict[str, Json] = {}
     for run in runs:
         for entry in run.undoable:
             images = tuple(images_in(entry.before))
-            _forget_below(oldest, {parent for image in images for parent in image["missing_parents"]})
+            for folder in {parent for image in images for parent in image["missing_parents"]}:
+                # Nothing was below it, whatever later images show there (byte code, say).
+                below = (path for path in oldest if path.startswith(f"{folder}/"))
+                oldest |= {path: {"path": path, "kind": "missing"} for path in below}
             oldest.update((image["path"], image) for image in images)
-            for path in kinds[entry.kind].skipped_paths(system, entry.before):
+            for path in CHANGE_KINDS[entry.kind].skipped_paths(system, entry.before):
                 del oldest[path]
     return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
-
-
-def _forget_below(images: dict[str, Json], missing: Collection[str]) -> None:
-    """Replace what later images show in folders that were missing earlier: nothing was there (byte code, say)."""
-    for path in images:
-        if any(path.startswith(f"{folder}/") for folder in missing):
-            images[path] = {"path": path, "kind": "missing"}
 
 
 def _difference(system: System, image: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""Run the watch (gpuprov-watch.service): check and verify by the stored specification, then write the metrics.
+"""Run the watch (gpuprov-watch.service): check, verify, judge the GPUs, then write the metrics.
 
 It changes only its own file on the host. While another run holds the host's lock, it skips and says so.
 """
@@ -10,11 +10,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from gpuprov.agent.metrics import PENDING, metrics_text
-from gpuprov.agent.result import HostResult, Recorder
+from gpuprov.agent.result import PENDING, HostResult, Recorder, metrics_text
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import parent_of
-from gpuprov.core.disk import write_whole
+from gpuprov.core.files import write_whole
 from gpuprov.core.lock import read_holder, try_lock
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
@@ -22,7 +21,7 @@ from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.watch import STORED, stored
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.advisories import advisories
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, worst
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted
@@ -66,12 +65,14 @@ def watch(system: System) -> str:
     plan = _run(system, host, replace(request, check=True, steps=steps))
     news: list[str] = []
     proof = _run(system, host, replace(request, command="verify"), news)
+    health = _run(system, host, replace(request, command="health"))
     if busy := _busy(system):
         return busy
     result = replace(
         plan,
-        exit_code=plan.exit_code or proof.exit_code,
-        checks=proof.checks,
+        exit_code=worst((plan.exit_code, proof.exit_code, health.exit_code if health.has_failed else ExitCode.DONE)),
+        checks=(*proof.checks, *health.checks),
+        health=health.health,
         versions={**plan.versions, **{name: one for name, one in proof.versions.items() if one}},
     )
     planned = plan.exit_code == ExitCode.DONE
@@ -80,8 +81,8 @@ def watch(system: System) -> str:
         changes=PENDING if planned else None,
     )  # fmt: skip
     _write(system, str(spec["watch_metrics"]), text)
-    troubles = [str(problem) for one in (plan, proof) for problem in one.problems]
-    failed = [f"{check.name}: {check.reason}" for check in proof.checks if check.status == "failed"]
+    troubles = [str(problem) for one in (plan, proof, health) for problem in one.problems]
+    failed = [f"{check.name}: {check.reason}" for check in result.checks if check.status == "failed"]
     changes = counted(plan.changed if planned else "unknown", "change")
     return "\n".join((f"{changes} pending, {counted(len(failed), 'check')} failed", *failed, *troubles, *news))
 
@@ -103,9 +104,7 @@ def _busy(system: System) -> str:
     with try_lock(system) as ours:
         if ours:
             return ""
-    holder = read_holder(system)
-    who = f"pid {holder.pid}: gpuprov {holder.command}, since {holder.since}" if holder else "its name is not known"
-    return f"skipped: a gpuprov run holds this host ({who})"
+    return f"skipped: a gpuprov run holds this host ({read_holder(system) or 'its name is not known'})"
 
 
 def _proxy(system: System, spec: dict[str, Any]) -> str:

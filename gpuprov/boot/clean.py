@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, parent_of
-from gpuprov.core.image_system import BOOTED
-from gpuprov.core.system import System
+from gpuprov.core.changes import Change, Json, Jsons, RemoveFile, Tell, WriteFile, parent_of
+from gpuprov.core.system import BOOTED, System
 from gpuprov.core.units import daemon_reload
 from gpuprov.facts.boot import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import MACHINE_ID, gather_identity, gather_signing_keys
-from gpuprov.machine.image_mark import MARK
+from gpuprov.machine.pci import MARK
 from gpuprov.protocol.spec import IMAGE, HostSpec
 
 _MARK_TEXT = b"""\
@@ -44,10 +43,8 @@ def warning(facts: HostFacts, spec: HostSpec) -> str:
     """Return a warning for an image that keeps a private key which all copies trust, "" for any other."""
     if facts.image is None or not facts.image.signing_keys or spec.image_remove_signing_key:
         return ""
-    paths = ", ".join(facts.image.signing_keys)
-    return (
-        f"the image keeps the private key of its kernel modules, {paths}: gpuprov_image_remove_signing_key removes it"
-    )
+    what = f"the image keeps the private key of its kernel modules, {', '.join(facts.image.signing_keys)}"
+    return f"{what}: gpuprov_image_remove_signing_key removes it"
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,10 @@ class CleanImage(Change):
     signing_keys: bool = False
 
     undo_when_interrupted: ClassVar[bool] = False
+    key = "clean the image"
 
     def summary(self) -> str:
         return f"clean the image: {', '.join(self._done(path) for path in self.paths)}"
-
-    @property
-    def key(self) -> str:
-        return "clean the image"
 
     @staticmethod
     def _done(path: str) -> str:
@@ -80,7 +74,7 @@ class CleanImage(Change):
     def capture(self, system: System) -> Json:
         return {"paths": list(self.paths)}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         # Includes files that this run created: the first installation of sshd generates host keys.
         keys = gather_signing_keys(system)
         for path in sorted({*self.paths, *gather_identity(system), *(keys if self.signing_keys else ())}):
@@ -96,7 +90,6 @@ class CleanImage(Change):
             system.make_directory(parent_of(_NO_SEED))
             system.write(_NO_SEED, b"[Service]\nExecStop=\n")
             daemon_reload(system)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -107,9 +100,7 @@ class CleanImage(Change):
             system.run((SSH_KEYGEN, "-A"), timeout=60)
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         return (
             "the identity that the image was cleaned of does not come back: new SSH host keys are made now, a new "
             "machine-id at the next boot",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.core.changes import Change, Json, RemoveFile, WriteFile, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, RemoveFile, WriteFile, restore_path
 from gpuprov.core.system import System
 from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
@@ -72,7 +72,5 @@ class InstallNvidiaDocker(WriteFile):
         return (path,) if there and not is_ours(system.read_bytes(path) or b"") else ()
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.skipped_paths(system, before))

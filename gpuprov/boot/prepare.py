@@ -5,23 +5,15 @@ from __future__ import annotations
 import importlib.util
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from string import Template
 from typing import TYPE_CHECKING
 
-from gpuprov.boot import unit_texts
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import (
-    Change,
-    Json,
-    Tell,
-    capture_path_itself,
-    restore_path,
-    text_diff,
-    write_files,
-)
+from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_path, text_diff, write_files
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import mig
@@ -29,21 +21,6 @@ from gpuprov.driver.installer import service_packages
 from gpuprov.driver.mig import DISABLED
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
-from gpuprov.facts.boot import (
-    MIG,
-    MODULES,
-    NODES,
-    PERSISTENCE,
-    PERSISTENCE_PROGRAM,
-    REFRESH,
-    SERVE,
-    SERVE_SOCKET,
-    SSH_KEYS,
-    UDEV_RULES,
-    UNITS,
-    WANTS,
-    WATCH,
-)
 from gpuprov.protocol.errors import GpuprovError
 
 if TYPE_CHECKING:
@@ -51,17 +28,25 @@ if TYPE_CHECKING:
 
 # The modules that program_main.py imports, directly or not; a test runs the file with these only.
 _MODULES = (
-    "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
-    "core/files", "core/lock", "core/proxy", "core/system",
-    "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "protocol/__init__",
+    "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/files",
+    "core/lock", "core/proxy", "core/system", "machine/__init__", "machine/pci", "protocol/__init__",
     "protocol/codec", "protocol/errors", "protocol/secrets", "protocol/words",
     # nvidia-docker and `gpuprov serve`.
-    "boot/gpu_report_child", "boot/plain_gpus", "boot/serve_answers",
-    "boot/serve_main",
-    "engines/__init__", "engines/nvidia_docker_command", "engines/plain_flags",
+    "boot/gpu_report_child", "boot/serve", "engines/__init__", "engines/nvidia_docker_command", "engines/plain_flags",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
-_MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
+# Boots wait for it. zipimport compiles a module for its file name, and again for its code: a quarter of the time.
+_MAIN = b"""\
+import zipimport
+from functools import lru_cache
+
+if hasattr(zipimport, "_get_module_code"):
+    zipimport._get_module_code = lru_cache(None)(zipimport._get_module_code)
+
+from gpuprov.boot.program_main import main
+
+main()
+"""
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 
@@ -79,8 +64,8 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
         for path, content in wanted.items()
         if (found := facts.files.get(path)) is None or not found.is_roots(content)
     )
-    units = tuple(name for name in boot.STARTED if f"{UNITS}/{name}" in wanted)
-    links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
+    units = tuple(name for name in boot.STARTED if f"{boot.UNITS}/{name}" in wanted)
+    links = tuple(name for name in units if facts.boot.enabled.get(f"{boot.WANTS}/{name}") != f"{boot.UNITS}/{name}")
     stale = tuple(
         path
         for path in boot.MANAGED
@@ -92,31 +77,51 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
 def _wanted(driver: DriverSource) -> dict[str, bytes]:
     """Return path → content of all files that this host needs."""
     facts, spec, python = driver.facts, driver.spec, driver.facts.interpreter.path
-    texts = {
-        f"{UNITS}/{NODES}": unit_texts.NODES_TEXT.format(python=python),
-        f"{UNITS}/{REFRESH}": unit_texts.REFRESH_TEXT.format(python=python),
-        f"{UNITS}/{WATCH}": unit_texts.WATCH_TEXT,
-        UDEV_RULES: unit_texts.UDEV_TEXT,
-        f"{UNITS}/{boot.SOCKETS}": unit_texts.SOCKETS_TEXT.format(python=python),
-        boot.USERS: unit_texts.USERS_TEXT,
-        boot.ROOT: unit_texts.ROOT_TEXT,
-    }
+    units, paths = [boot.NODES, boot.REFRESH, boot.WATCH, boot.SOCKETS], [boot.UDEV_RULES, boot.USERS, boot.ROOT]
     # In a system container, the kernel modules and the GPU modes belong to the host.
     # A copy of an image may have no GPU: loading modules would then fail the unit. The nodes' unit loads them instead.
     if facts.kernel.takes_modules and not facts.kernel.container and facts.image is None:
-        texts[MODULES] = unit_texts.MODULES_TEXT
+        paths.append(boot.MODULES)
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
-        texts[f"{UNITS}/{MIG}"] = unit_texts.mig_text(divided)
+        units.append(boot.MIG)
     if spec.serve:
-        texts[f"{UNITS}/{SERVE}"] = unit_texts.SERVE_TEXT.format(python=python)
-        texts[f"{UNITS}/{SERVE_SOCKET}"] = unit_texts.SERVE_SOCKET_TEXT
+        units += (boot.SERVE, boot.SERVE_SOCKET)
     if _has_persistence(driver):
-        texts[f"{UNITS}/{PERSISTENCE}"] = unit_texts.PERSISTENCE_TEXT
+        units.append(boot.PERSISTENCE)
     if facts.image is not None:
-        texts |= dict.fromkeys(boot.DRIVEN, unit_texts.DRIVEN_TEXT)
-        texts |= {f"{UNITS}/{SSH_KEYS}": unit_texts.SSH_KEYS_TEXT} if facts.boot.ssh_keygen else {}
-    return {boot.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}
+        paths += boot.DRIVEN
+        units += (boot.SSH_KEYS,) if facts.boot.ssh_keygen else ()
+    paths += (f"{boot.UNITS}/{name}" for name in units)
+    values = {"python": python, **mig_values(divided)}
+    return {boot.PROGRAM: boot_program(), **{path: content_of(path, **values) for path in paths}}
+
+
+def content_of(path: str, **values: str) -> bytes:
+    """Return the content of gpuprov's file with this path on a host: `$name` in it stands for a value.
+
+    The files are in the folder boot/etc of this package.
+    """
+    # By name: in a zip, Python 3.10.0 to 3.10.9 and 3.11.0 and 3.11.1 take it by position for a second one.
+    text = files("gpuprov.boot").joinpath(path[1:]).read_text(encoding="utf-8")
+    return Template(text).substitute(values).encode()
+
+
+def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
+    """Return what the unit that divides the GPUs of a layout (index → text, mig.py) needs, for content_of.
+
+    From Hopper on the MIG mode does not outlive a boot either. If MIG devices exist already the unit does nothing.
+    """
+    steps = "; ".join(f"nvidia-smi -i {index} -mig 1 && {_mig_instances(index, text)}" for index, text in layout)
+    return {"steps": steps, "seconds": str(120 + 60 * len(layout))}
+
+
+def _mig_instances(index: int, text: str) -> str:
+    if not text.startswith("all-"):
+        return f"nvidia-smi mig -i {index} -cgi {text} -C"
+    # The first must succeed; the others repeat until there is no room left.
+    make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
+    return f"{make} && while {make}; do :; done"
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +169,7 @@ def _has_persistence(driver: DriverSource) -> bool:
     facts = driver.facts
     if facts.boot.persistence_packaged or not driver.brings_modules:
         return False
-    return driver.installs or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
+    return driver.installs or any(file.path == boot.PERSISTENCE_PROGRAM for file in facts.driver.programs)
 
 
 @dataclass(frozen=True)
@@ -179,12 +184,10 @@ class PrepareBoot(Change):
     stale: tuple[str, ...]
     units: tuple[str, ...]
 
+    key = "prepare the next boot"
+
     def summary(self) -> str:
         return f"prepare the next boot: {', '.join(self.units)}"
-
-    @property
-    def key(self) -> str:
-        return "prepare the next boot"
 
     def diff(self, system: System) -> str:
         texts = [
@@ -192,30 +195,33 @@ class PrepareBoot(Change):
             for path, content in self.files
         ]
         removed = [text_diff(path, system.read_bytes(path), None) for path in self.stale]
-        return "\n".join([*texts, *removed, *(f"+{WANTS}/{name}" for name in self.links)])
+        return "\n".join([*texts, *removed, *(f"+{boot.WANTS}/{name}" for name in self.links)])
 
     def capture(self, system: System) -> Json:
-        links = (f"{WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
+        links = (f"{boot.WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
         paths = (*(path for path, _ in self.files), *self.stale, *links)
         files = [capture_path_itself(system, path) for path in paths]
         # A unit that is stopped now starts again once its file and its link are restored.
-        going = [name for name in map(_name_of, self.stale) if name and system.status(f"{WANTS}/{name}") is not None]
+        stale = filter(None, map(_name_of, self.stale))
+        going = [name for name in stale if system.status(f"{boot.WANTS}/{name}") is not None]
         return {"files": files, "units": [*self.units, *going]}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         write_files(system, ((path, content, 0o644) for path, content in self.files))
         gone = tuple(filter(None, map(_name_of, self.stale)))
         if gone:
             systemctl(system, "stop", *gone)
-        for path in (*self.stale, *(f"{WANTS}/{name}" for name in gone)):
+        for path in (*self.stale, *(f"{boot.WANTS}/{name}" for name in gone)):
             system.remove(path)
         for name in self.links:
-            system.make_directory(WANTS)
-            system.make_link(f"{WANTS}/{name}", f"{UNITS}/{name}")
+            system.make_directory(boot.WANTS)
+            system.make_link(f"{boot.WANTS}/{name}", f"{boot.UNITS}/{name}")
         _reload(system)
         self._start(system, tell)
-        _retry_persistence(system, tell)
-        return {}
+        # A package's own unit has failed if it started before the libraries were installed.
+        failed = system.run(("systemctl", "is-failed", "--quiet", boot.PERSISTENCE)).ok
+        if failed and (trouble := systemctl(system, "restart", boot.PERSISTENCE)):
+            tell(f"{boot.PERSISTENCE} did not start: {trouble}", 0, 0)
 
     def _start(self, system: System, tell: Tell) -> None:
         """Start the units now, so that a failing unit is reported now and not at the next boot."""
@@ -227,7 +233,7 @@ class PrepareBoot(Change):
             said = log_of(system, name)
             # Persistence is optional. While another driver or none is loaded no unit can work: that may need a reboot.
             driver = discover(system)
-            if name == PERSISTENCE or driver.kernel_version != driver.library_version:
+            if name == boot.PERSISTENCE or driver.kernel_version != driver.library_version:
                 tell(f"{name} did not start: {said.replace(chr(10), '; ')}", 0, 0)
                 continue
             raise GpuprovError(f"{name} did not start", f"{trouble}\n{said}", f"systemctl status {name}")
@@ -238,23 +244,15 @@ class PrepareBoot(Change):
         for image in before["files"]:
             restore_path(system, image)
         _reload(system)
-        there = [name for name in before["units"] if system.exists(f"{UNITS}/{name}")]
+        there = [name for name in before["units"] if system.exists(f"{boot.UNITS}/{name}")]
         if there:
             systemctl(system, "restart", *there)
-
-
-def _retry_persistence(system: System, tell: Tell) -> None:
-    """Restart a package's own unit that failed because it started before the libraries were installed."""
-    if not system.run(("systemctl", "is-failed", "--quiet", PERSISTENCE)).ok:
-        return
-    if trouble := systemctl(system, "restart", PERSISTENCE):
-        tell(f"{PERSISTENCE} did not start: {trouble}", 0, 0)
 
 
 def _name_of(path: str) -> str:
     """Return the name of the unit in this file, "" for another file."""
     folder, _, name = path.rpartition("/")
-    return name if folder == UNITS else ""
+    return name if folder == boot.UNITS else ""
 
 
 def _reload(system: System) -> None:

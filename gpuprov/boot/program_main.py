@@ -1,7 +1,7 @@
 """The program that a host runs by itself, without a controller: at each boot, and when its driver or its GPUs change.
 
 `nodes` makes device nodes and their links in /dev/char, before docker starts; `refresh` writes the CDI specifications
-again if they are out of date; `serve` answers old scripts (serve_main.py). It needs no network, and travels as one
+again if they are out of date; `serve` answers old scripts (boot/serve.py). It needs no network, and travels as one
 file (prepare.py). The command nvidia-docker lies in the same file (engines/nvidia_docker_command.py).
 """
 
@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import sys
 
-from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
+from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, load_driver, missing_nodes
 from gpuprov.core.changes import parent_of, write_files
 from gpuprov.core.lock import try_lock
 from gpuprov.core.system import System
-from gpuprov.driver.load import load_driver
-from gpuprov.machine.image_mark import is_copy
-from gpuprov.machine.pci import gather_gpus
+from gpuprov.machine.pci import gather_gpus, is_copy
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.device_nodes import link_nodes
-from gpuprov.runtime_hook.freshness import CONTAINER, disagreement, next_step
+from gpuprov.runtime_hook.driver_files import CONTAINER, disagreement, next_step
+
+# Both are gone at each boot. The version in which files and module agreed last:
+_AGREED = "/run/gpuprov/driver"
+# What unattended-upgrades, kured and other tools look for, and `zypper needs-rebooting`; and the packages that ask.
+_REBOOT_MARKS = ("/run/reboot-required", "/run/reboot-needed")
+_REBOOT_PACKAGES = "/run/reboot-required.pkgs"
+_REBOOT_TEXT = b"*** System restart required: the NVIDIA driver was upgraded (gpuprov) ***\n"
+_REBOOT_NAME = "nvidia-driver"
 
 
 def main() -> None:
@@ -70,8 +76,7 @@ def refresh(system: System) -> str:
     Raises GpuprovError, which marks the unit as failed, if the loaded module and the libraries differ in version.
     """
     # Imported here: making nodes, which docker waits for at boot, does not need it.
-    from gpuprov.cdi import other_devices
-    from gpuprov.cdi.generate import PATH, difference, specification
+    from gpuprov.cdi.generate import PATH, difference, other_specifications, specification
     from gpuprov.cdi.specification import render_json
 
     with try_lock(system) as ours:
@@ -84,7 +89,7 @@ def refresh(system: System) -> str:
         _require_one_version(system, driver)
         if _make_missing(system, driver):
             driver = discover(system)
-        wanted = dict(other_devices.specifications(system))
+        wanted = dict(other_specifications(system))
         found = system.read_bytes(PATH)
         reason = "it is missing" if found is None else difference(found, driver)
         if reason:
@@ -97,20 +102,44 @@ def refresh(system: System) -> str:
 
 
 def _require_one_version(system: System, driver: DriverFacts) -> None:
-    module = driver.kernel_version
-    if module != driver.library_version:
+    module, container = driver.kernel_version, system.exists(CONTAINER)
+    agreed = module == driver.library_version
+    # If they differ since the boot, the next one would not help, and could follow this one every day.
+    if not container and (agreed or system.read_text(_AGREED) == module):
+        _mark_reboot(system, needed=not agreed)
+    if not agreed:
         raise GpuprovError(
             disagreement(driver.library_version, module),
             "/proc/driver/nvidia/version and libnvidia-ml.so.1; the CDI specification is left as it is",
-            next_step(module, container=system.exists(CONTAINER)),
+            next_step(module, container=container),
         )
+    if system.read_text(_AGREED) != module:
+        system.make_directory(parent_of(_AGREED))
+        system.write(_AGREED, module.encode())
+
+
+def _mark_reboot(system: System, *, needed: bool) -> None:
+    """Mark that the loaded driver needs a reboot, or take that mark back; those of others stay."""
+    named = (system.read_text(_REBOOT_PACKAGES) or "").splitlines()
+    if needed == (_REBOOT_NAME in named):
+        return
+    others = [name for name in named if name != _REBOOT_NAME]
+    for path in _REBOOT_MARKS:
+        if needed and not system.exists(path):
+            system.write(path, _REBOOT_TEXT)
+        elif not needed and not others and system.read_bytes(path) == _REBOOT_TEXT:
+            system.remove(path)
+    names = [*others, _REBOOT_NAME] if needed else others
+    system.write(_REBOOT_PACKAGES, "".join(f"{name}\n" for name in names).encode())
+    if not names:
+        system.remove(_REBOOT_PACKAGES)
 
 
 def serve(system: System) -> str:
     """Answer requests for GPU arguments and status; return why it ended."""
-    from gpuprov.boot import serve_main
+    from gpuprov.boot.serve import serve as run_server
 
-    return serve_main.serve(system)
+    return run_server(system)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.cdi.discover import discover
+from gpuprov.cdi.discover import discover, load_driver
 from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
-from gpuprov.driver.load import load_driver
 from gpuprov.driver.nouveau import MODULES, bound
 from gpuprov.driver.running_driver import ReloadDriver
 from gpuprov.driver.source import DriverSource
@@ -25,25 +24,17 @@ def reasons(driver: DriverSource) -> tuple[str, ...]:
     facts = driver.facts
     if facts.kernel.container:
         return ()
-    return (*bound(facts.gpus), *_loaded_nouveau(driver), *_other_driver_loaded(driver))
-
-
-def _loaded_nouveau(driver: DriverSource) -> tuple[str, ...]:
-    """Return the reboot reason for nouveau:
-
-    NVIDIA's installer refuses to run while it is loaded, even without a GPU.
-    """
-    there = "nouveau" in driver.facts.kernel.loaded_modules
-    return ("the module nouveau is loaded",) if there and driver.installs and driver.brings_modules else ()
+    # NVIDIA's installer refuses to run while nouveau is loaded, even without a GPU.
+    hinders = "nouveau" in facts.kernel.loaded_modules and driver.installs and driver.brings_modules
+    loaded = ("the module nouveau is loaded",) if hinders else ()
+    return (*bound(facts.gpus), *loaded, *_other_driver_loaded(driver))
 
 
 def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
-    """Return the reboot reason for another loaded driver: NVML and CUDA refuse a different version (NVML error 18)."""
     facts = driver.facts
     if driver.installs or not running_driver.is_other(facts):
         return ()
-    return (f"the kernel still runs driver {facts.driver_loaded_version}, installed is "
-            f"{facts.driver_installed_version}",)  # fmt: skip
+    return (running_driver.other_driver_loaded(facts.driver_loaded_version, facts.driver_installed_version),)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
@@ -51,16 +42,13 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     facts, known = driver.facts, driver.facts.reboot
     if known.asked_in in ("", known.boot_id):
         return ()
-    still = tuple(reason for reason in reasons(driver) if reason in known.asked_for)
-    return tuple(
-        Problem(
-            f"{reason}, and a reboot has not changed that",
-            f"kernel {facts.kernel.release}, command line: {facts.kernel.command_line}",
-            "what loads it so early? dmesg | grep -i -e nouveau -e nova -e nvrm; lsinitramfs /boot/initrd.img-$(uname "
-            "-r) | grep modprobe.d",
-        )
-        for reason in still
+    seen = f"kernel {facts.kernel.release}, command line: {facts.kernel.command_line}"
+    step = (
+        "what loads it so early? dmesg | grep -i -e nouveau -e nova -e nvrm; lsinitramfs /boot/initrd.img-$(uname "
+        "-r) | grep modprobe.d"
     )
+    still = (reason for reason in reasons(driver) if reason in known.asked_for)
+    return tuple(Problem(f"{reason}, and a reboot has not changed that", seen, step) for reason in still)
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:
@@ -89,18 +77,13 @@ class Reboot(Change):
     allowed: bool
     containers: tuple[str, ...] = ()
 
-    @property
-    def disturbs(self) -> bool:
-        return True
+    disturbs = True
+    key = "reboot"
 
     def summary(self) -> str:
         stops = f"; containers that stop: {', '.join(self.containers)}" if self.containers else ""
         what = "reboot" if self.allowed else "stop until somebody has rebooted this host"
         return f"{what} ({'; '.join(self.reasons)}){stops}"
-
-    @property
-    def key(self) -> str:
-        return "reboot"
 
     def apply(self, system: System, tell: Tell) -> Json:
         """Try to unload the modules instead; otherwise note the reasons.
@@ -125,10 +108,6 @@ class Reboot(Change):
     def next_action(self, outcome: Json) -> NextAction:
         return NextAction.REBOOT if outcome["needed"] else NextAction.PLAN_AGAIN
 
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Do nothing: a reboot can't be undone."""
-
 
 def _goes_without(system: System) -> bool:
     """Unload nouveau and nova if unused, which modprobe itself checks; say whether the GPUs are free."""
@@ -137,9 +116,6 @@ def _goes_without(system: System) -> bool:
         return False
     if discover(system).library_version:
         load_driver(system)
-    modules, driver = gather_kernel(system).loaded_modules, discover(system)
-    return (
-        not bound(gather_gpus(system))
-        and "nouveau" not in modules
-        and driver.kernel_version in ("", driver.library_version)
-    )
+    driver, is_loaded = discover(system), "nouveau" in gather_kernel(system).loaded_modules
+    is_one = driver.kernel_version in ("", driver.library_version)
+    return is_one and not is_loaded and not bound(gather_gpus(system))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov.boot import unit_texts
+from gpuprov.boot.prepare import content_of
 from gpuprov.core.changes import (
     Change,
     Json,
@@ -25,18 +25,7 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
 from gpuprov.core.units import daemon_reload, systemctl
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.watch import (
-    LINK,
-    OFF,
-    PROGRAM,
-    SERVICE,
-    SERVICE_FILE,
-    STAMP,
-    STORED,
-    TIMER,
-    TIMER_FILE,
-    stored,
-)
+from gpuprov.facts.watch import LINK, OFF, PROGRAM, SERVICE, SERVICE_FILE, STAMP, STORED, TIMER, TIMER_FILE, stored
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 
@@ -53,13 +42,14 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the change that installs, updates or removes the watch, if any."""
     if spec.watch == OFF:
         return (RemoveWatch(),) if facts.watch.is_there else ()
+    # Without secrets, and without fields that describe a run.
+    values = {name: value for name, value in spec_to_json(spec).items() if name not in _OF_A_RUN}
+    values["proxy"] = Proxy(spec.proxy).address
+    text = json.dumps({"spec": values, **facts.watch.extra}, sort_keys=True, indent=1)
     wanted = {
-        SERVICE_FILE: (unit_texts.CHECK_TEXT.format(python=facts.interpreter.path).encode(), 0o644),
-        TIMER_FILE: (
-            unit_texts.CHECK_TIMER_TEXT.format(schedule=spec.watch, delay=_DELAYS[spec.watch]).encode(),
-            0o644,
-        ),
-        STORED: (stored_text(facts, spec), 0o600),
+        SERVICE_FILE: (content_of(SERVICE_FILE, python=facts.interpreter.path), 0o644),
+        TIMER_FILE: (content_of(TIMER_FILE, schedule=spec.watch, delay=_DELAYS[spec.watch]), 0o644),
+        STORED: (text.encode() + b"\n", 0o600),
     }
     wrong = tuple(
         (path, content, mode)
@@ -74,44 +64,33 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
                      facts.watch.agent),)  # fmt: skip
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what prevents a watch: a missing folder for the metrics, or credentials that would have to be stored."""
-    return () if spec.watch == OFF else tuple(_problems(facts, spec))
-
-
-def _problems(facts: HostFacts, spec: HostSpec) -> Iterator[Problem]:
-    if facts.image is not None:
-        yield Problem(
-            "gpuprov_watch is not for images: a timer needs a host that runs", "gpuprov_target is image",
-            "set gpuprov_watch: off for the image, and install the watch on the hosts that boot it",
-        )  # fmt: skip
+def problems(facts: HostFacts, spec: HostSpec) -> Iterator[Problem]:
+    """Yield what prevents a watch: a missing folder for the metrics, or credentials that would have to be stored."""
+    if spec.watch == OFF:
         return
-    folder = parent_of(spec.watch_metrics)
+    if facts.image is not None:
+        what = "gpuprov_watch is not for images: a timer needs a host that runs"
+        step = "set gpuprov_watch: off for the image, and install the watch on the hosts that boot it"
+        yield Problem(what, "gpuprov_target is image", step)
+        return
+    folder, seen = parent_of(spec.watch_metrics), f"gpuprov_watch_metrics is {spec.watch_metrics}"
     if folder not in facts.watch.folders:
-        yield Problem(
-            f"there is no folder {folder} for the metrics of gpuprov_watch",
-            f"gpuprov_watch_metrics is {spec.watch_metrics}",
-            "install prometheus-node-exporter, name another file with gpuprov_watch_metrics, or: mkdir -p " + folder,
-        )
+        step = "install prometheus-node-exporter, name another file with gpuprov_watch_metrics, or: mkdir -p " + folder
+        yield Problem(f"there is no folder {folder} for the metrics of gpuprov_watch", seen, step)
     if spec.watch_metrics.startswith(_NOT_ITS):
-        yield Problem(
-            f"the service of gpuprov_watch can't write metrics into {folder}",
-            f"gpuprov_watch_metrics is {spec.watch_metrics}; of /tmp it has its own; /etc, /usr, /home are read-only",
-            "name a file below /var/lib with gpuprov_watch_metrics",
-        )  # fmt: skip
+        what = f"the service of gpuprov_watch can't write metrics into {folder}"
+        seen = f"{seen}; of /tmp it has its own; /etc, /usr, /home are read-only"
+        yield Problem(what, seen, "name a file below /var/lib with gpuprov_watch_metrics")
     if not facts.watch.agent and not facts.watch.program:
-        yield Problem(
-            "the program of gpuprov_watch is not at hand", facts.watch.agent_path or "no file of the agent is named",
-            "run gpuprov install from the controller: --hosts INVENTORY",
-        )  # fmt: skip
+        seen = facts.watch.agent_path or "no file of the agent is named"
+        step = "run gpuprov install from the controller: --hosts INVENTORY"
+        yield Problem("the program of gpuprov_watch is not at hand", seen, step)
     named = [name for name, value in spec_to_json(spec).items() if name != "proxy" and _has_login(value)]
     named += ["driver_releases"] if _has_login(dict(facts.watch.extra)) else []
     if named:
-        yield Problem(
-            "gpuprov_watch can't store a specification with a password in a URL",
-            f"in {', '.join(f'gpuprov_{name}' for name in named)}",
-            "take the login from the URL (a mirror that knows the host by its address), or set gpuprov_watch: off",
-        )
+        what = "gpuprov_watch can't store a specification with a password in a URL"
+        step = "take the login from the URL (a mirror that knows the host by its address), or set gpuprov_watch: off"
+        yield Problem(what, f"in {', '.join(f'gpuprov_{name}' for name in named)}", step)
 
 
 def _has_login(value: Any) -> bool:
@@ -120,13 +99,6 @@ def _has_login(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_has_login, value))
     return isinstance(value, str) and _LOGIN_IN_URL.search(value) is not None
-
-
-def stored_text(facts: HostFacts, spec: HostSpec) -> bytes:
-    """Return the specification that the watch reads: without secrets, and without fields that describe a run."""
-    values = {name: value for name, value in spec_to_json(spec).items() if name not in _OF_A_RUN}
-    values["proxy"] = Proxy(spec.proxy).address
-    return json.dumps({"spec": values, **facts.watch.extra}, sort_keys=True, indent=1).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -143,12 +115,10 @@ class SetWatch(Change):
     agent: str = ""
     digest: str = ""
 
+    key = "watch this host"
+
     def summary(self) -> str:
         return f"watch this host {self.schedule} ({TIMER}), metrics in {self.metrics}"
-
-    @property
-    def key(self) -> str:
-        return "watch this host"
 
     def diff(self, system: System) -> str:
         program = [f"+{PROGRAM}"] if self.agent else []
@@ -160,7 +130,7 @@ class SetWatch(Change):
         images = [*(capture_path(system, path) for path in paths), capture_path_itself(system, LINK)]
         return {"files": images, "metrics": self.metrics, "before": _metrics(system)}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         system.make_directory(STATE_DIRECTORY, 0o700)
         if self.agent:
             content = system.read_bytes(self.agent) or b""
@@ -178,7 +148,6 @@ class SetWatch(Change):
         daemon_reload(system)
         if trouble := systemctl(system, "restart", TIMER):
             raise GpuprovError(f"{TIMER} does not start", trouble, f"systemctl status {TIMER}")
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -192,12 +161,10 @@ class SetWatch(Change):
 class RemoveWatch(Change):
     """Remove everything of the watch: timer, unit, program, stored specification, metrics."""
 
+    key = "remove the watch"
+
     def summary(self) -> str:
         return f"remove the watch ({TIMER}) with its specification and metrics"
-
-    @property
-    def key(self) -> str:
-        return "remove the watch"
 
     def diff(self, system: System) -> str:
         return "\n".join(text_diff(path, system.read_bytes(path), None) for path in (SERVICE_FILE, TIMER_FILE, STORED))
@@ -206,13 +173,12 @@ class RemoveWatch(Change):
         paths = (SERVICE_FILE, TIMER_FILE, STORED, PROGRAM)
         return {"files": [*(capture_path(system, path) for path in paths), capture_path_itself(system, LINK)]}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         remove_metrics(system, _metrics(system))
         _stop(system)
         for path in (LINK, TIMER_FILE, SERVICE_FILE, STORED, PROGRAM, STAMP):
             system.remove(path)
         daemon_reload(system)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -222,11 +188,8 @@ class RemoveWatch(Change):
 def remove_metrics(system: System, path: str) -> None:
     """Remove the metrics file if the watch wrote it."""
     status = system.status(path) if path else None
-    if (
-        status is not None
-        and status.kind == "file"
-        and (system.read_start(path, 100) or b"").startswith(b"# HELP gpuprov_")
-    ):
+    is_file = status is not None and status.kind == "file"
+    if is_file and (system.read_start(path, 100) or b"").startswith(b"# HELP gpuprov_"):
         system.remove(path)
 
 

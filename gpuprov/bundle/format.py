@@ -8,6 +8,7 @@ links, devices, modes, owners, extensions and sparse files. `tar -tf` can read t
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Callable
@@ -17,6 +18,7 @@ from gpuprov.bundle.manifest import (
     LONGEST_PATH,
     MANIFEST,
     SIGNATURE,
+    BundleFile,
     Manifest,
     manifest_from_bytes,
     manifest_to_bytes,
@@ -74,8 +76,11 @@ def write_bundle(target: BinaryIO, manifest: Manifest, open_file: Callable[[str]
     _write_bytes(target, MANIFEST, manifest_to_bytes(manifest))
     for one in manifest.files:
         target.write(header(one.path, one.size))
+        size = 0
         with open_file(one.path) as source:
-            size = _copy(source, target)
+            while chunk := source.read(_CHUNK):
+                target.write(chunk)
+                size += len(chunk)
         if size != one.size:
             seen = f"{counted(size, 'byte')}, at first {one.size}"
             raise GpuprovError(f"{one.path} changed while the bundle was written", seen, "run it again")
@@ -89,14 +94,6 @@ def _write_bytes(target: BinaryIO, name: str, content: bytes) -> None:
     target.write(header(name, len(content)) + content + _padding(len(content)))
 
 
-def _copy(source: BinaryIO, target: BinaryIO) -> int:
-    size = 0
-    while chunk := source.read(_CHUNK):
-        target.write(chunk)
-        size += len(chunk)
-    return size
-
-
 def read_contents(file: BinaryIO) -> Contents:
     """Return the content of a bundle by its manifest and layout; the digests of the files are not checked yet.
 
@@ -108,19 +105,23 @@ def read_contents(file: BinaryIO) -> Contents:
     manifest = manifest_from_bytes(manifest_bytes)
     offsets = {}
     for one in manifest.files:
-        if _header_at(file) != header(one.path, one.size):
+        if _take(file, _BLOCK, f"the header of {one.path}") != header(one.path, one.size):
             raise _foreign(f"at byte {file.tell() - _BLOCK}: not the file {one.path} that the manifest lists")
         offsets[one.path] = file.tell()
         end = file.tell() + one.size
         if end > length:
             raise _cut_off(f"{one.path} ends at byte {end}, the bundle at {length}")
         file.seek(end)
-        _require_padding(file, one.size)
-    signature = b"" if _peek(file) == bytes(_BLOCK) else _read_small(file, SIGNATURE, _LARGEST_SIGNATURE)
+        _require_padding(file, one.size, one.path)
+    signature, place = b"", file.tell()
+    if file.read(_BLOCK) != bytes(_BLOCK):
+        file.seek(place)
+        signature, place = _read_small(file, SIGNATURE, _LARGEST_SIGNATURE), file.tell()
+    file.seek(place)
     rest = file.read(len(_END) + 1)
     if rest != _END:
-        place = f"after the last file: {counted(len(rest), 'byte')}"
-        raise _cut_off(place) if len(rest) < len(_END) else _foreign(place)
+        seen = f"after the last file: {counted(len(rest), 'byte')}"
+        raise _cut_off(seen) if len(rest) < len(_END) else _foreign(seen)
     return Contents(manifest, manifest_bytes, signature, offsets)
 
 
@@ -128,18 +129,40 @@ def verify_files(file: BinaryIO, contents: Contents, progress: Progress = lambda
     """Raise GpuprovError that names every file whose digest differs from the manifest."""
     total = sum(one.size for one in contents.manifest.files)
     done = 0
-    wrong = []
-    for one in contents.manifest.files:
-        digest = hashlib.sha256()
-        for chunk in chunks(file, contents.offsets[one.path], one.size):
-            digest.update(chunk)
-            done += len(chunk)
-            progress(done, total)
-        if digest.hexdigest() != one.sha256:
-            wrong.append(f"{one.path}: its SHA-256 is {digest.hexdigest()}, the manifest says {one.sha256}")
+
+    def count(chunk: bytes) -> None:
+        nonlocal done
+        done += len(chunk)
+        progress(done, total)
+
+    digests = [(one, _digest(file, contents, one, count)) for one in contents.manifest.files]
+    wrong = [f"{one.path}: its SHA-256 is {found}, the manifest says {one.sha256}"
+             for one, found in digests if found != one.sha256]  # fmt: skip
     if wrong:
         files = "a file in the bundle was" if len(wrong) == 1 else f"{counted(len(wrong), 'file')} in the bundle were"
         raise GpuprovError(f"{files} tampered with or damaged", "\n".join(wrong[:5]), _NEXT)
+
+
+def unpack(file: BinaryIO, contents: Contents, paths: Iterable[str], open_new: Callable[[str], BinaryIO]) -> None:
+    """Copy files out and check their digests again while copying: a change after the first check is detected.
+
+    `open_new` opens a new file for a path of the manifest. Raises GpuprovError if a digest is wrong.
+    """
+    for path in paths:
+        one = contents.manifest.file(path)
+        with open_new(path) as target:
+            digest = _digest(file, contents, one, target.write)
+        if digest != one.sha256:
+            raise GpuprovError("a file in the bundle changed while it was unpacked", path, _NEXT)
+
+
+def _digest(file: BinaryIO, contents: Contents, one: BundleFile, use: Callable[[bytes], object]) -> str:
+    """Return the SHA-256 of a file in a bundle; `use` gets each chunk."""
+    digest = hashlib.sha256()
+    for chunk in chunks(file, contents.offsets[one.path], one.size):
+        digest.update(chunk)
+        use(chunk)
+    return digest.hexdigest()
 
 
 def chunks(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
@@ -153,64 +176,33 @@ def chunks(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
         yield chunk
 
 
-def unpack(file: BinaryIO, contents: Contents, paths: Iterable[str], open_new: Callable[[str], BinaryIO]) -> None:
-    """Copy files out and check their digests again while copying: a change after the first check is detected.
-
-    `open_new` opens a new file for a path of the manifest. Raises GpuprovError if a digest is wrong.
-    """
-    for path in paths:
-        one = contents.manifest.file(path)
-        digest = hashlib.sha256()
-        with open_new(path) as target:
-            for chunk in chunks(file, contents.offsets[path], one.size):
-                digest.update(chunk)
-                target.write(chunk)
-        if digest.hexdigest() != one.sha256:
-            raise GpuprovError("a file in the bundle changed while it was unpacked", path, _NEXT)
-
-
-def _header_at(file: BinaryIO) -> bytes:
-    block = file.read(_BLOCK)
-    if len(block) < _BLOCK:
-        raise _cut_off(f"it ends within a header, after {counted(file.tell(), 'byte')}")
-    return block
-
-
-def _peek(file: BinaryIO) -> bytes:
-    block = file.read(_BLOCK)
-    file.seek(-len(block), 1)
-    return block
+def _take(file: BinaryIO, size: int, part: str) -> bytes:
+    found = file.read(size)
+    if len(found) < size:
+        raise _cut_off(f"it ends within {part}, after {counted(file.tell(), 'byte')}")
+    return found
 
 
 def _read_small(file: BinaryIO, name: str, largest: int) -> bytes:
     """Return the content of the next member, which must have this name."""
-    block = _header_at(file)
-    size = _size_in(block)
-    if size is None or size > largest or header(name, size) != block:
-        raise _foreign(f"at byte {file.tell() - _BLOCK}: expected {name}, found {block[:40].rstrip(bytes(1))!r}")
-    content = file.read(size)
-    if len(content) < size:
-        raise _cut_off(f"it ends within {name}")
-    _require_padding(file, size)
-    return content
-
-
-def _size_in(block: bytes) -> int | None:
+    block = _take(file, _BLOCK, f"the header of {name}")
     digits = block[_SIZE_FIELD].rstrip(b"\0")
     # int() would accept more than octal digits: blanks, signs, underscores.
-    return int(digits, 8) if digits and all(one in b"01234567" for one in digits) else None
+    size = int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else -1
+    if not 0 <= size <= largest or header(name, size) != block:
+        raise _foreign(f"at byte {file.tell() - _BLOCK}: expected {name}, found {block[:40].rstrip(bytes(1))!r}")
+    content = _take(file, size, name)
+    _require_padding(file, size, name)
+    return content
 
 
 def _padding(size: int) -> bytes:
     return bytes(-size % _BLOCK)
 
 
-def _require_padding(file: BinaryIO, size: int) -> None:
+def _require_padding(file: BinaryIO, size: int, name: str) -> None:
     padding = _padding(size)
-    found = file.read(len(padding))
-    if len(found) < len(padding):
-        raise _cut_off(f"it ends after {counted(file.tell(), 'byte')}")
-    if found != padding:
+    if _take(file, len(padding), f"the padding of {name}") != padding:
         raise _foreign(f"before byte {file.tell()}: something is hidden behind a file")
 
 

@@ -21,15 +21,13 @@ MANIFEST = "manifest.json"
 SIGNATURE = "manifest.json.asc"
 SIGNING_KEY = f"{KEYS}/bundle.gpg"
 CUDA = "cuda"
-# The security advisories included in the bundle; older bundles have none.
-ADVISORIES = "advisories.json"
 LARGEST_MANIFEST = 16 << 20
 
 # No part begins with a dot: no hidden files, no way up. A hundred bytes is what a tar header holds.
 _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._~-]*(?:/[A-Za-z0-9][A-Za-z0-9+._~-]*)*")
 LONGEST_PATH = 100
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
+FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def _require_sound(manifest: Manifest) -> None:
     named += filter(None, (manifest.driver_file, manifest.cuda_file))
     if manifest.packages:
         named.append(REPOSITORY_KEY)
-        if not _FINGERPRINT.fullmatch(manifest.repository_key):
+        if not FINGERPRINT.fullmatch(manifest.repository_key):
             raise WrongDataError("it has packages, and no full fingerprint of the key that signed their repository")
     for path in named:
         if path not in paths:

@@ -1,24 +1,36 @@
-"""Open a bundle on a host: every digest is checked before any of its content is used."""
+"""Open a bundle and check it: its layout, every digest, and the signature of the manifest if a key is pinned.
+
+On a host every digest is checked before any content is used. The key in a bundle proves nothing by itself; the user
+pins the fingerprint of the right key.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 from gpuprov.bundle.format import Contents, Progress, chunks, read_contents, verify_files
-from gpuprov.bundle.manifest import Manifest
-from gpuprov.bundle.place import CACHE
-from gpuprov.core.places import REPOSITORY_KEY
+from gpuprov.bundle.manifest import FINGERPRINT, SIGNING_KEY, Manifest
+from gpuprov.core.commands import Completed
+from gpuprov.core.places import CACHE_DIRECTORY, REPOSITORY_KEY
 from gpuprov.core.system import System
 from gpuprov.packages.keys import fingerprints
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.words import counted
+
+_SECONDS = 300
+_LARGEST_KEY = 1 << 20
 
 
 @dataclass(frozen=True)
 class OpenBundle:
-    """A bundle whose digests were all right when it was opened. Its file stays open, so it can't be exchanged."""
+    """A bundle and its open file, so it can't be exchanged after its digests were checked."""
 
     file: BinaryIO
     contents: Contents
@@ -44,39 +56,133 @@ def opened(
     try:
         file = system.open(path)
     except OSError as error:
-        raise GpuprovError(f"the bundle {path} can't be read", str(error), "check the path") from None
+        raise _unreadable(path, error) from None
     with file:
         try:
-            contents = read_contents(file)
-            _require_digest(contents, path, digest)
-            verify_files(file, contents, progress)
-            _require_repository_key(file, contents)
+            bundle = OpenBundle(file, read_contents(file))
+            if digest not in ("", bundle.contents.digest):
+                raise GpuprovError(
+                    "this is not the bundle that was asked for",
+                    f"{path}: the manifest's SHA-256 is {bundle.contents.digest}, expected {digest}",
+                    "run the same command again: the bundle is uploaded again",
+                )
+            verify_files(file, bundle.contents, progress)
+            _require_repository_key(bundle)
         except GpuprovError:
             # Remove a bundle that an upload damaged: otherwise the next run would find it again and fail.
-            if path.startswith(f"{CACHE}/"):
+            if path.startswith(f"{CACHE_DIRECTORY}/"):
                 system.remove(path)
             raise
-        yield OpenBundle(file, contents)
+        yield bundle
 
 
-def _require_digest(contents: Contents, path: str, digest: str) -> None:
-    if digest not in ("", contents.digest):
-        raise GpuprovError(
-            "this is not the bundle that was asked for",
-            f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
-            "run the same command again: the bundle is uploaded again",
-        )
+def _unreadable(path: str, error: OSError) -> GpuprovError:
+    return GpuprovError(f"the bundle {path} can't be read", str(error), "check the path")
 
 
-def _require_repository_key(file: BinaryIO, contents: Contents) -> None:
+def _require_repository_key(bundle: OpenBundle) -> None:
     """Raise GpuprovError unless the key that comes with the packages is exactly the one that the manifest names."""
-    manifest = contents.manifest
-    if not manifest.packages:
+    if not bundle.manifest.packages:
         return
-    key = b"".join(chunks(file, contents.offsets[REPOSITORY_KEY], manifest.file(REPOSITORY_KEY).size))
-    if fingerprints(key) != (manifest.repository_key,):
+    found, named = fingerprints(bundle.content(REPOSITORY_KEY)), bundle.manifest.repository_key
+    if found != (named,):
         raise GpuprovError(
             "the key of the bundle's repository is not the one that its manifest names",
-            f"{REPOSITORY_KEY} holds {', '.join(fingerprints(key))}; the manifest says {manifest.repository_key}",
+            f"{REPOSITORY_KEY} holds {', '.join(found)}; the manifest says {named}",
             "make the bundle again: gpuprov bundle create",
         )
+
+
+def checked(path: str, key: str = "", progress: Progress = lambda done, total: None) -> Contents:
+    """Return the content of a bundle. Raises GpuprovError if anything is wrong, with exit code 2 for a wrong `key`."""
+    system = System()
+    fingerprint = parse_fingerprint(key) if key else ""
+    with opened(system, path, progress=progress) as bundle:
+        if fingerprint:
+            require_signed(system, bundle, fingerprint)
+        return bundle.contents
+
+
+def digest_once(path: str, key: str, folder: Path) -> str:
+    """Return the digest of a bundle. The first process checks it; the others read the result from `folder`.
+
+    `folder` belongs to one run only. Raises GpuprovError as `checked` does.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    name = hashlib.sha256(repr((path, found.st_mtime_ns, found.st_size, key)).encode()).hexdigest()[:16]
+    with (folder / f"bundle-{name}").open("a+") as known:
+        fcntl.flock(known, fcntl.LOCK_EX)
+        known.seek(0)
+        digest = known.read()
+        if not digest:
+            digest = checked(path, key).digest
+            known.write(digest)
+        return digest
+
+
+def parse_fingerprint(text: str) -> str:
+    """Return a full fingerprint, as gpg prints it or without blanks. Raises GpuprovError (exit code 2) otherwise."""
+    found = "".join(text.split()).upper()
+    if not FINGERPRINT.fullmatch(found):
+        raise UsageError(
+            "--bundle-key takes a full fingerprint",
+            f"{text!r} is not 40 (or 64) hexadecimal digits",
+            "gpg --fingerprint NAME shows it",
+        )
+    return found
+
+
+def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None:
+    """Raise GpuprovError if the manifest is not signed by the key of this fingerprint."""
+    if not bundle.contents.signature:
+        raise GpuprovError(
+            "the bundle is not signed",
+            f"it holds no signature, and --bundle-key asks for one by {fingerprint}",
+            "gpuprov bundle create --sign KEYID …",
+        )
+    key = _signing_key(bundle)
+    if fingerprints(key) != (fingerprint,):
+        raise GpuprovError(
+            "the bundle is signed by another key than the one that is pinned",
+            f"its key is {', '.join(fingerprints(key))}; pinned is {fingerprint}",
+            "get the bundle from where the pinned key signs, or pin the right key",
+        )
+    done = _gpgv(system, bundle.contents, key)
+    status = done.stdout
+    valid = re.search(r"^\[GNUPG:\] VALIDSIG (?:.* )?([0-9A-F]+)$", status, re.MULTILINE)
+    # GOODSIG, and not EXPKEYSIG, EXPSIG or REVKEYSIG (gnupg, doc/DETAILS); VALIDSIG ends with the primary key.
+    if valid is None or valid[1] != fingerprint or "\n[GNUPG:] GOODSIG " not in f"\n{status}":
+        said = [line for line in status.splitlines() if re.search(r"SIG|NO_PUBKEY|ERROR", line)]
+        raise GpuprovError(
+            "the signature of the bundle's manifest is wrong",
+            "\n".join(said[-3:]) or done.evidence(4),
+            "get the bundle again from where it was made",
+        )
+
+
+def _signing_key(bundle: OpenBundle) -> bytes:
+    if SIGNING_KEY not in bundle.contents.offsets:
+        raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")
+    size = bundle.manifest.file(SIGNING_KEY).size
+    if size > _LARGEST_KEY:
+        raise GpuprovError("the bundle's key is too long to be one", counted(size, "byte"), "make it again")
+    return bundle.content(SIGNING_KEY)
+
+
+def _gpgv(system: System, contents: Contents, key: bytes) -> Completed:
+    """Return gpgv's status lines for the manifest's signature."""
+    verifier = system.which("gpgv")
+    if verifier is None:
+        raise GpuprovError("there is no gpgv on this machine, and it checks the signature", "", "install gpgv")
+    folder = system.temporary_directory()
+    try:
+        paths = [f"{folder}/{name}" for name in ("key.gpg", "manifest.asc", "manifest")]
+        for path, content in zip(paths, (key, contents.signature, contents.manifest_bytes)):
+            system.write(path, content)
+        command = (verifier, "--homedir", folder, "--keyring", paths[0], "--status-fd", "1", paths[1], paths[2])
+        return system.run(command, timeout=_SECONDS)
+    finally:
+        system.remove_tree(folder)

@@ -1,31 +1,30 @@
 """Collect what a recipe names, on a machine with a network; needs no root and changes only its own folder.
 
-The packages are chosen, and their signatures checked, by the hosts' own package manager (repository_apt.py,
-repository_rpm.py).
+The packages are chosen, and their signatures checked, by the hosts' own package manager (repository.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpuprov import __version__
 from gpuprov.bundle.manifest import CUDA, BundleFile, BundleImage, BundlePackage, Manifest
 from gpuprov.bundle_create.recipe import Collection, RunFile
-from gpuprov.bundle_create.repository_apt import collect_apt
-from gpuprov.bundle_create.repository_key import new_key
-from gpuprov.bundle_create.repository_rpm import collect_rpm
-from gpuprov.core.disk import make_user_folder
+from gpuprov.bundle_create.repository import collect_apt, collect_rpm, new_key
 from gpuprov.core.download import fetch, trusted_sha256
+from gpuprov.core.files import make_user_folder
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_toolkit, installer
 from gpuprov.engines.containers import image_identity
+from gpuprov.packages.keys import dearmored, fingerprints
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
 
 _DOWNLOAD_SECONDS = 7200
+_SIGN_SECONDS = 300  # a person may have to type a passphrase
 AGENT = "agent/gpuprov-agent.pyz"
 
 
@@ -37,19 +36,26 @@ class Collected:
     places: Mapping[str, str]
 
 
-def collect(to: Collection, agent: bytes, cache: str) -> Collected:
+def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Collected:
     """Return the files that the recipe names; large downloads are kept in `cache`.
 
-    `agent` is gpuprov's own zipapp. Raises GpuprovError that names what is not available.
+    `own`: path → content of gpuprov's files, such as its zipapp. Raises GpuprovError that names what is not available.
     """
     recipe, places = to.recipe, to.places
-    places[AGENT] = f"{to.work}/agent.pyz"
-    to.system.write(places[AGENT], agent)
+    for path, content in own.items():
+        places[path] = f"{to.work}/own-{path.rpartition('/')[2]}"
+        to.system.write(places[path], content)
     driver = _collect_driver(to, cache)
     cuda = _collect_cuda(to, cache)
-    packages, repository_key = _collect_packages(to)
+    packages: tuple[BundlePackage, ...] = ()
+    repository_key = ""
+    if recipe.packages:
+        with new_key(to.system, f"{to.work}/gnupg") as key:
+            packages = (collect_rpm if recipe.rpm_sources else collect_apt)(to, key)
+            repository_key = key.fingerprint
     images = tuple(_image(to, reference) for reference in recipe.images)
-    files = tuple(_described(to.system, path, places[path]) for path in sorted(places))
+    found = ((path, places[path], to.system.status(places[path])) for path in sorted(places))
+    files = tuple(BundleFile(path, one.size if one else 0, to.system.sha256(place)) for path, place, one in found)
     manifest = Manifest(
         distribution=recipe.distribution,
         version=recipe.version,
@@ -66,27 +72,6 @@ def collect(to: Collection, agent: bytes, cache: str) -> Collected:
         inputs=recipe.inputs(),
     )
     return Collected(manifest, places)
-
-
-def _collect_packages(to: Collection) -> tuple[tuple[BundlePackage, ...], str]:
-    """Return the packages, and the fingerprint of the key that signed the repository of them."""
-    if not to.recipe.packages:
-        return (), ""
-    collect_them = collect_rpm if to.recipe.rpm_sources else collect_apt
-    with new_key(to.system, f"{to.work}/gnupg") as key:
-        return collect_them(to, key), key.fingerprint
-
-
-def with_file(system: System, collected: Collected, path: str, place: str) -> Collected:
-    """Return a copy with one more file."""
-    places = {**collected.places, path: place}
-    files = tuple(sorted((*collected.manifest.files, _described(system, path, place)), key=lambda one: one.path))
-    return Collected(replace(collected.manifest, files=files), places)
-
-
-def _described(system: System, path: str, place: str) -> BundleFile:
-    status = system.status(place)
-    return BundleFile(path, status.size if status else 0, system.sha256(place))
 
 
 # -- .run files ------------------------------------------------------------------------------------------------------
@@ -161,3 +146,27 @@ def _image(to: Collection, reference: str) -> BundleImage:
     )
     to.places[path] = place
     return BundleImage(reference, image_identity(to.system, reference), path)
+
+
+# -- the signature ---------------------------------------------------------------------------------------------------
+
+
+def export_key(system: System, key: str, environment: Mapping[str, str]) -> bytes:
+    """Return the public half of a key in the user's keyring."""
+    done = system.run(("gpg", "--batch", "--armor", "--export-options", "export-minimal", "--export", "--", key),
+                      env=environment)  # fmt: skip
+    if not done.ok or not done.stdout.strip():
+        raise GpuprovError(f"gpg has no key {key}", done.evidence(4), "gpg --list-secret-keys shows what it has")
+    content = dearmored(done.stdout.encode())
+    if len(found := fingerprints(content)) != 1:
+        raise GpuprovError(f"{key} names several keys", ", ".join(found), "give one fingerprint")
+    return content
+
+
+def sign(system: System, content: bytes, key: str, environment: Mapping[str, str]) -> bytes:
+    """Return a detached, armored signature by the user's gpg and its agent."""
+    command = ("gpg", "--yes", "--local-user", key, "--armor", "--detach-sign", "--output", "-")
+    done = system.run(command, stdin=content, env=environment, timeout=_SIGN_SECONDS)
+    if not done.ok:
+        raise GpuprovError(f"gpg could not sign with {key}", done.evidence(6), "try: gpg --local-user KEY --sign FILE")
+    return done.stdout.encode()

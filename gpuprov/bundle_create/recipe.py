@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gpuprov import toolkit
-from gpuprov.bundle_create.rpm_sources import RpmSource, as_source, rpm_sources
-from gpuprov.bundle_create.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, fabric_manager
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, distribution, fabric_manager
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
 from gpuprov.facts.gpus import FabricFacts
@@ -23,19 +22,177 @@ from gpuprov.machine.distros import (
     find_distribution,
     kernel_headers,
     next_kernel_headers,
+    own_driver,
     supported_names,
 )
-from gpuprov.machine.driver_rows import DriverBranch, own_driver
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.known_repositories import DKMS, dkms_repository
+from gpuprov.packages.known_repositories import DKMS, dkms_repository, vendor_key
 from gpuprov.packages.managers import manager_of
 from gpuprov.plan import software
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.repos import AptRepository, RpmRepository, apt_repositories, rpm_repositories
+from gpuprov.protocol.tables import server
+from gpuprov.repos import DEBIAN_ARCHITECTURES, AptRepository, RpmRepository, apt_repositories, rpm_repositories
+
+# -- where packages come from ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A distribution's archive. `keyring_hint`: how to get `keyring` on a machine that lacks it."""
+
+    components: str
+    keyring: str
+    keyring_hint: str
+
+
+ARCHIVES = {
+    "debian": Archive(
+        "main", "/usr/share/keyrings/debian-archive-keyring.gpg", "apt-get install debian-archive-keyring"
+    ),
+    # Debian has no package of Ubuntu's key.
+    "ubuntu": Archive(
+        "main restricted universe", "/usr/share/keyrings/ubuntu-archive-keyring.gpg",
+        "make the bundle on an Ubuntu machine, or copy that file from one that you trust",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """URLs of a distribution's archive and of its security updates; empty if unknown."""
+
+    archive: str = ""
+    security: str = ""
+
+
+NO_MIRROR = Mirror()
+
+
+def mirror_at(url: str) -> Mirror:
+    """Return the mirror at `url`. Debian's security updates are beside it, Ubuntu's in it."""
+    archive = url.rstrip("/")
+    return Mirror(archive, f"{archive}-security" if archive.endswith("/debian") else archive)
+
+
+def machine_mirror(system: System, distribution: str) -> Mirror:
+    """Return the mirror of `distribution` that this machine's apt uses; an empty one if it uses none."""
+    fields = "$(REPO_URI)\t$(ORIGIN)\t$(CODENAME)"
+    listing = system.run(("apt-get", "indextargets", "--format", fields, "Created-By: Packages"))
+    found: dict[str, str] = {}
+    for line in listing.stdout.splitlines() if listing.ok else ():
+        url, origin, codename = line.split("\t")
+        if origin.lower() == distribution:
+            found.setdefault("security" if codename.endswith("-security") else "archive", url.rstrip("/"))
+    return Mirror(found.get("archive", ""), found.get("security", ""))
+
+
+def default_sources(
+    row: Distribution, architecture: str, mirror: Mirror, components: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return apt's one-line sources of a release: the release, its updates, its security updates.
+
+    `components` are added to those that every bundle gets.
+    Raises GpuprovError for Debian without a mirror. Ubuntu has servers of its own for all.
+    """
+    archive, name = ARCHIVES[row.id], row.codename
+    if row.id == "ubuntu" and not mirror.archive:
+        # Ubuntu keeps all but amd64 on a server of its own.
+        mirror = mirror_at(server("ubuntu" if architecture == "x86_64" else "ubuntu-ports"))
+    if not mirror.archive:
+        raise UsageError(
+            f"no mirror of {row.id} is known on this machine",
+            "apt-get indextargets lists none",
+            "name it with --mirror URL",
+        )
+    places = (
+        (mirror.archive, name),
+        (mirror.archive, f"{name}-updates"),
+        (mirror.security or mirror_at(mirror.archive).security, f"{name}-security"),
+    )
+    words = " ".join(dict.fromkeys((*archive.components.split(), *components)))
+    return tuple(f"deb [signed-by={archive.keyring}] {uri} {suite} {words}" for uri, suite in places)
+
+
+@dataclass(frozen=True)
+class RpmSource:
+    """A repository to take packages from; `keys` holds each key's location and its full fingerprint.
+
+    As in repos.py, either its metadata or every package must be signed. `all_streams`: also use packages of module
+    streams that are not enabled. `only`: patterns of the packages that may come from it; empty means all.
+    """
+
+    name: str
+    uri: str
+    keys: tuple[tuple[str, str], ...]
+    signed_metadata: bool = False
+    signed_packages: bool = True
+    all_streams: bool = False
+    only: tuple[str, ...] = ()
+
+
+# Below each distribution's own server; {version}, {major} and {arch} are filled in.
+_EL = ("{version}/BaseOS/{arch}/os/", "{version}/AppStream/{arch}/os/")
+_ARCHIVES = {
+    "rocky": _EL,
+    "almalinux": _EL,
+    "centos": ("{major}-stream/BaseOS/{arch}/os/", "{major}-stream/AppStream/{arch}/os/"),
+    "fedora": ("releases/{version}/Everything/{arch}/os/", "updates/{version}/Everything/{arch}/"),
+}
+_KEY = re.compile(r"(https?://|file://|/)\S+")
+_FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys with a further pair for each"
+
+
+def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple[str, ...]) -> tuple[RpmSource, ...]:
+    """Return the sources that `lines` name, or the distribution's own.
+
+    Raises GpuprovError (exit code 2) for a bad line.
+    """
+    if lines:
+        return tuple(_parsed(number, line) for number, line in enumerate(lines, 1))
+    major = version.partition(".")[0]
+    key = vendor_key(distribution, version)
+    if key is None:
+        raise UsageError(
+            f"where the packages of {distribution} {version} come from must be said",
+            "its repositories need a subscription, or packages in it are signed by several keys",
+            f"name each repository, or your mirror of it: {_FORM}",
+        )
+    words = {"version": version, "major": major, "arch": architecture}
+    return tuple(
+        RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**words)}", (key,))
+        for number, folder in enumerate(_ARCHIVES[distribution], 1)
+    )
+
+
+def _parsed(number: int, line: str) -> RpmSource:
+    uri, *words = line.split() or [""]
+    keys = tuple(zip(words[::2], words[1::2]))
+    sound = all(_KEY.fullmatch(url) and re.fullmatch(r"[0-9A-F]{40}", fingerprint) for url, fingerprint in keys)
+    if not re.match(r"(https?|file)://", uri) or not keys or len(words) % 2 or not sound:
+        raise UsageError("this is no source of packages for dnf", line, f"write {_FORM}")
+    return RpmSource(f"source-{number}", uri, keys)
+
+
+def as_source(repository: RpmRepository) -> RpmSource:
+    """Return a repository that hosts have in addition to their distribution's, as a source."""
+    return RpmSource(
+        repository.name,
+        repository.uri,
+        ((repository.key_url, repository.key_fingerprint),),
+        repository.signed_metadata,
+        repository.signed_packages,
+        # NVIDIA's: the fabric manager is in the stream of its driver's branch.
+        all_streams=repository.name == "cuda",
+        only=repository.only,
+    )
+
+
+# -- what hosts need -------------------------------------------------------------------------------------------------
 
 _Repository = TypeVar("_Repository", AptRepository, RpmSource)
+_SET_RUNFILE = "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit"
 
 
 @dataclass(frozen=True)
@@ -123,74 +280,72 @@ def make_recipe(wanted: Wanted, specs: Sequence[HostSpec]) -> Recipe:
     row = _distribution(wanted.distro)
     if wanted.architecture not in DEBIAN_ARCHITECTURES:
         known = ", ".join(DEBIAN_ARCHITECTURES)
-        raise _usage(f"the architecture {wanted.architecture} is not supported", "", f"supported are: {known}")
+        raise UsageError(f"the architecture {wanted.architecture} is not supported", "", f"supported are: {known}")
     driver, cuda_run = _driver(wanted, specs), _cuda(specs)
-    version = wanted.distro[len(row.id) + 1 :] or row.version
     return Recipe(
         distribution=row.id,
-        version=version,
+        version=_version(row, wanted),
         architecture=wanted.architecture,
         packages=tuple(sorted({*_packages(row, wanted, specs), *_fabric_manager(row, wanted, driver.version)})),
         kernels=tuple(sorted(set(wanted.kernels))),
         driver=driver,
         cuda=cuda_run,
         images=tuple(sorted(set(wanted.images))),
-        **_sources(row, version, wanted, specs),
+        **_sources(row, wanted, specs),
     )
 
 
-def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[HostSpec]) -> dict[str, Any]:
-    """Return where the packages come from: the distribution's servers or what replaces them, and what hosts add."""
-    architecture = wanted.architecture
-    if row.package_manager == "apt":
-        found = [one for spec in specs for one in _repositories(row, wanted, spec)]
-        components = sorted({one for spec in specs for one in _own_components(row, spec)})
-        sources = wanted.sources or default_sources(row.id, row.version, architecture, wanted.mirror, components)
-        return {"sources": sources, "repositories": _distinct(found)}
-    hosts = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
-    own = rpm_sources(row.id, version, architecture, wanted.sources)
-    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(hosts))}
+def _version(row: Distribution, wanted: Wanted) -> str:
+    return wanted.distro[len(row.id) + 1 :] or row.version
 
 
 def _distribution(distro: str) -> Distribution:
     """Return the row of a name such as `debian-12`, `opensuse-leap-15.6` or `opensuse-tumbleweed`."""
     name, _, version = distro.rpartition("-")
-    row = find_distribution(name, version) or next(
-        (one for one in ROWS if (one.id, one.version) == (distro, "*")), None
-    )
+    rolling = (one for one in ROWS if (one.id, one.version) == (distro, "*"))
+    row = find_distribution(name, version) or next(rolling, None)
     if row is None:
-        raise _usage(
-            f"--distro {distro} is not a distribution that bundles are made for",
-            "",
-            f"supported are: {supported_names()}",
-        )
+        supported = f"supported are: {supported_names()}"
+        raise UsageError(f"--distro {distro} is not a distribution that bundles are made for", "", supported)
     return row
 
 
-def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> tuple[str, ...]:
-    docker = (name for spec in specs for name in software.engine_packages(row, spec))
-    headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
-    services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
-    build = (*row.build_packages, *services) if wanted.kernels else ()
-    extra = (DKMS for spec in specs if _dkms(row, wanted, spec) is not None)
-    others = (
-        name
-        for spec in specs
-        for name in (
+def _sources(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> dict[str, Any]:
+    """Return where the packages come from: the distribution's servers or what replaces them, and what hosts add."""
+    architecture = wanted.architecture
+    extra = [(spec, _extra_repositories(row, wanted, spec)) for spec in specs]
+    if row.package_manager == "apt":
+        own = own_driver(row)
+        with_driver = own is not None and any(spec.driver == "distribution" for spec in specs)
+        components = sorted(own.components) if own is not None and with_driver else ()
+        sources = wanted.sources or default_sources(row, architecture, wanted.mirror, components)
+        found = [one for spec, more in extra for one in apt_repositories(spec, architecture, more)]
+        return {"sources": sources, "repositories": _distinct(found)}
+    # dnf resolves the packages for zypper, too.
+    hosts = [as_source(one) for spec, more in extra for one in rpm_repositories(DNF, spec, architecture, more)]
+    archives = rpm_sources(row.id, _version(row, wanted), architecture, wanted.sources)
+    return {"sources": (), "repositories": (), "rpm_sources": (*archives, *_distinct(hosts))}
+
+
+def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> set[str]:
+    found = set(wanted.packages)
+    for kernel in wanted.kernels:
+        # What makes kernels to come bring their headers is asked for by the installed kernel's packages.
+        cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
+        found |= {*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores), *row.build_packages}
+        found |= {*service_packages(row.id, row.version), *manager_of(row).confinement_packages}
+    for spec in specs:
+        found |= {
+            *software.engine_packages(row, spec),
+            *([DKMS] if _dkms(row, wanted, spec) is not None else ()),
             *_own_driver(row, wanted, spec),
             *cuda_toolkit.toolkit_packages(spec),
+            *_dcgm(row, spec),
             *toolkit.packages(spec),
             *spec.packages,
             *software.hold_packages(row, spec),
-        )
-    )
-    return tuple(sorted({*docker, *headers, *build, *extra, *others, *wanted.packages}))
-
-
-def _own_components(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
-    """Return the archive components that contain the distribution's own driver, if it is requested."""
-    own = own_driver(row)
-    return own.components if own is not None and spec.driver == "distribution" else ()
+        }
+    return found
 
 
 def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str, ...]:
@@ -199,51 +354,31 @@ def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str,
         return ()
     own = own_driver(row)
     if own is None or not own.components or wanted.architecture not in own.architectures:
-        raise _usage(
+        raise UsageError(
             f"a bundle for {row.name} {row.version} can't hold the distribution's own driver",
-            "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu",
-            "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit",
-        )
+            "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu", _SET_RUNFILE,
+        )  # fmt: skip
     branch = distribution.asked_branch(own, spec.driver_version) if spec.driver_version else own.branches[0]
     kind = distribution.preferred_kind(branch, (), spec.kernel_module_type) if branch else ""
     if branch is None or kind not in branch.built:
-        raise _usage(
+        raise UsageError(
             f"{row.name} {row.version} has no {kind or 'such'} driver {spec.driver_version}".rstrip(),
             f"its branches: {', '.join(f'{one.branch} ({chr(44).join(sorted(one.built))})' for one in own.branches)}",
             "set gpuprov_driver_version to one of these, in quotes, or leave it out",
         )
-    return (*branch.libraries, *_own_modules(branch, kind, wanted.kernels, spec))
-
-
-def _own_modules(branch: DriverBranch, kind: str, kernels: Sequence[str], spec: HostSpec) -> tuple[str, ...]:
-    if not kernels:
-        return ()
-    compiled = branch.compiled.get(kind, ())
-    if not compiled or spec.kernel_modules == "build":
-        return branch.built[kind]
-    return tuple(name.format(kernel=kernel) for kernel in kernels for name in compiled)
-
-
-def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
-    """Return a kernel's headers, and what makes kernels to come bring theirs where that is asked for by this one."""
-    cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
-    return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores))
-
-
-def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[AptRepository, ...]:
-    """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
-    return apt_repositories(spec, wanted.architecture, _extra_repositories(row, wanted, spec))
-
-
-def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[RpmRepository, ...]:
-    """Return the same repositories for dnf, which also resolves zypper's packages."""
-    return rpm_repositories(DNF, spec, wanted.architecture, _extra_repositories(row, wanted, spec))
+    compiled = branch.compiled.get(kind, ()) if spec.kernel_modules != "build" else ()
+    modules = tuple(name.format(kernel=kernel) for kernel in wanted.kernels for name in compiled)
+    return (*branch.libraries, *(modules if compiled or not wanted.kernels else branch.built[kind]))
 
 
 def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return NVIDIA's CUDA repository and Docker's, if packages come from them."""
-    _require_runfile(spec)
-    if wanted.fabric_manager and (problems := cuda_repository.repository_problems(row, wanted.architecture, spec)):
+    """Return NVIDIA's CUDA repository, Docker's and that of DKMS, if packages come from them."""
+    if spec.driver == "packages":
+        raise UsageError(
+            "a bundle holds the driver as a .run file, not as packages", "gpuprov_driver: packages", _SET_RUNFILE
+        )
+    problems = cuda_repository.repository_problems(row, wanted.architecture, spec)
+    if (wanted.fabric_manager or spec.dcgm) and problems:
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
     cuda = cuda_repository.repositories_of(row, wanted.architecture, spec, fabric=wanted.fabric_manager)
     docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
@@ -252,19 +387,9 @@ def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tu
 
 def _dkms(row: Distribution, wanted: Wanted, spec: HostSpec) -> ExtraRepository | None:
     """Return the repository of DKMS, if modules are built and the distribution lacks DKMS."""
-    version = wanted.distro[len(row.id) + 1 :] or row.version
     if not (wanted.kernels and row.dkms_from and spec.epel):
         return None
-    return dkms_repository(row, version, wanted.architecture, spec)
-
-
-def _require_runfile(spec: HostSpec) -> None:
-    if spec.driver == "packages":
-        raise _usage(
-            "a bundle holds the driver as a .run file, not as packages",
-            "gpuprov_driver: packages",
-            "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit",
-        )
+    return dkms_repository(row, _version(row, wanted), wanted.architecture, spec)
 
 
 def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str, ...]:
@@ -272,8 +397,18 @@ def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str
     if not wanted.fabric_manager:
         return ()
     if not driver:
-        raise _usage("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
+        raise UsageError("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
     return fabric_manager.packages(driver, manager_of(row), FabricFacts())
+
+
+def _dcgm(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    """Return DCGM's packages for the driver that the hosts will have, if requested."""
+    own = own_driver(row) if spec.driver == "distribution" else None
+    found = dcgm.packages(spec.driver_version or (own.branches[0].branch if own and own.branches else ""), spec)
+    if spec.dcgm and not found:
+        step = "add -e gpuprov_driver_version=580, or that of the hosts"
+        raise UsageError("which of DCGM's packages fit depends on the driver's branch", "no driver is named", step)
+    return found
 
 
 def _driver(wanted: Wanted, specs: Sequence[HostSpec]) -> RunFile:
@@ -294,11 +429,13 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
     asked = [spec for spec in specs if spec.cuda_url and not spec.cuda_url.startswith("/")]
     if asked and not any(spec.cuda for spec in asked):
         seen = masked(asked[0].cuda_url)
-        raise _usage("which version of the CUDA toolkit its .run holds is not known", seen, "add -e gpuprov_cuda=12.4")
+        raise UsageError(
+            "which version of the CUDA toolkit its .run holds is not known", seen, "add -e gpuprov_cuda=12.4"
+        )
     found = _only((RunFile(spec.cuda, spec.cuda_url, spec.cuda_sha256) for spec in asked if spec.cuda), "CUDA toolkits")
     # NVIDIA publishes none.
     if found.url and not found.sha256:
-        raise _usage(
+        raise UsageError(
             "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted",
             masked(found.url),
             "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust), or give the file: --cuda-file",
@@ -312,11 +449,13 @@ def _only(asked: Iterable[RunFile], what: str) -> RunFile:
     kinds = {(one.version, one.url) for one in files}
     if len(kinds) > 1:
         seen = ", ".join(sorted(f"{version} from {masked(url)}" for version, url in kinds))
-        raise _usage(f"the hosts ask for different {what}, and a bundle holds one", seen, "make one for each: --limit")
+        raise UsageError(
+            f"the hosts ask for different {what}, and a bundle holds one", seen, "make one for each: --limit"
+        )
     digests = {one.sha256 for one in files} - {""}
     if len(digests) > 1:
         seen = ", ".join(sorted(digests))
-        raise _usage(f"the hosts pin different digests of one of the {what}", seen, "correct one")
+        raise UsageError(f"the hosts pin different digests of one of the {what}", seen, "correct one")
     return replace(files[0], sha256=next(iter(digests), "")) if files else RunFile()
 
 
@@ -326,9 +465,5 @@ def _distinct(found: Sequence[_Repository]) -> tuple[_Repository, ...]:
     for one in found:
         if by_name.setdefault(one.name, one) != one:
             seen = f"{masked(by_name[one.name].uri)} and {masked(one.uri)}"
-            raise _usage(f"two repositories have the name {one.name}", seen, "give each its own name")
+            raise UsageError(f"two repositories have the name {one.name}", seen, "give each its own name")
     return tuple(by_name[name] for name in sorted(by_name))
-
-
-def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
-    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

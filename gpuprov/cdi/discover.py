@@ -7,25 +7,38 @@ each GPU that no process keeps initialised. ask_nvml() adds the facts that only 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuprov.cdi import nvml
-from gpuprov.cdi.files import (
-    DriverFile,
-    Library,
-    find_configuration,
-    find_firmware,
-    find_libraries,
-    find_programs,
-    find_x_modules,
-)
-from gpuprov.cdi.nodes import Node, capability_nodes, driver_nodes, is_closed, is_present, parse_information
+from gpuprov.cdi import files, nvml
+from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
 
 _PROC = "/proc/driver/nvidia"
-# Sockets of services that programs in containers use; MPS has a folder of sockets.
-_SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket", "/tmp/nvidia-mps")
+# Sockets of services that programs in containers use. Not MPS's folder: the runtime looks at each start whether the
+# daemon runs, which an engine that reads the specification itself can't.
+_SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket")
+# Device majors by their names in /proc/devices; NVIDIA's main one is registered, the others are dynamic.
+NVIDIA_MAJOR = 195
+_CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}
+_UVM_MINORS = {"/dev/nvidia-uvm": 0, "/dev/nvidia-uvm-tools": 1}
+# As nvidia-modprobe makes them: only root may configure MIG, all users may use an instance.
+_MIG_MODES = {"config": 0o400, "monitor": 0o444}
+_MIG_ACCESS_MODE = 0o444
+_NODE_MODE = 0o666  # the driver's default for DeviceFileMode
+_MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
+_MIG_LINE = re.compile(r"(config|monitor|gpu\d+/gi\d+(?:/ci\d+)?/access) (\d+)")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A device node of the driver, with its actual or expected mode and group."""
+
+    path: str
+    major: int
+    minor: int
+    mode: int = _NODE_MODE
+    gid: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,9 +88,9 @@ class DriverFacts:
     library_version: str = ""
     cuda_version: str = ""
     gpus: tuple[Gpu, ...] = ()
-    libraries: tuple[Library, ...] = ()
-    programs: tuple[DriverFile, ...] = ()
-    configuration: tuple[DriverFile, ...] = ()
+    libraries: tuple[files.Library, ...] = ()
+    programs: tuple[files.DriverFile, ...] = ()
+    configuration: tuple[files.DriverFile, ...] = ()
     firmware: tuple[str, ...] = ()
     sockets: tuple[str, ...] = ()
     nodes: tuple[Node, ...] = ()
@@ -94,28 +107,29 @@ def discover(
     The given folders are searched before the standard ones.
     """
     kernel_version = parse_kernel_version(system.read_text(f"{_PROC}/version") or "")
-    libraries, library_version = find_libraries(system, library_folders)
+    libraries, library_version = files.find_libraries(system, library_folders)
     gpus = _gpus(system) if kernel_version else ()
     nodes = driver_nodes(system, [gpu.minor for gpu in gpus])
     rights = capability_nodes(system, ("config", "monitor")) if gpus else ()
     rights += tuple(dict.fromkeys(node for gpu in gpus for device in gpu.mig for node in device.nodes))
+    there = [(node, _status(system, node)) for node in (*nodes, *rights)]
     return DriverFacts(
         kernel_version=kernel_version,
         library_version=library_version,
         gpus=gpus,
         libraries=libraries,
-        programs=find_programs(system) if library_version else (),
+        programs=files.find_programs(system) if library_version else (),
         configuration=(
-            (*find_configuration(system, configuration_folders), *find_x_modules(system, library_version))
+            (*files.find_configuration(system, configuration_folders), *files.find_x_modules(system, library_version))
             if library_version
             else ()
         ),
-        firmware=find_firmware(system, library_version),
+        firmware=files.find_firmware(system, library_version),
         sockets=tuple(path for path in _SOCKETS if system.exists(path)),
         nodes=nodes,
         capability_nodes=rights,
-        present=tuple(node.path for node in (*nodes, *rights) if is_present(system, node)),
-        closed=tuple(node for node in (*nodes, *rights) if is_closed(system, node)),
+        present=tuple(node.path for node, status in there if status),
+        closed=tuple(node for node, status in there if status and node.mode & ~status.mode),
     )
 
 
@@ -126,7 +140,8 @@ def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:
     """
     complete = {node.path for node in driver.nodes} <= set(driver.present)
     whole = driver.gpus and driver.kernel_version == driver.library_version and complete
-    answers, cuda_version = nvml.ask(system, _nvml_path(driver)) if whole else ({}, "")
+    library = next((one.path for one in driver.libraries if "/libnvidia-ml.so." in one.path), "")
+    answers, cuda_version = nvml.ask(system, library) if whole else ({}, "")
     gpus = tuple(_completed(gpu, answers.get(gpu.bus_id, nvml.GpuAnswer())) for gpu in driver.gpus)
     return replace(driver, gpus=gpus, cuda_version=cuda_version)
 
@@ -134,10 +149,6 @@ def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:
 def missing_nodes(driver: DriverFacts) -> tuple[Node, ...]:
     """Return the nodes that the loaded driver needs and /dev lacks."""
     return tuple(node for node in (*driver.nodes, *driver.capability_nodes) if node.path not in driver.present)
-
-
-def _nvml_path(driver: DriverFacts) -> str:
-    return next((one.path for one in driver.libraries if "/libnvidia-ml.so." in one.path), "")
 
 
 def parse_kernel_version(text: str) -> str:
@@ -153,7 +164,7 @@ def _gpus(system: System) -> tuple[Gpu, ...]:
         fields = parse_information(system.read_text(f"{_PROC}/gpus/{bus_id}/information") or "")
         minor = fields.get("Device Minor", "")
         # Question marks mean a GPU that was not initialised yet; an excluded one can't be used.
-        if minor.isdigit() and fields.get("GPU Excluded", "No") != "Yes":
+        if minor.isdecimal() and fields.get("GPU Excluded", "No") != "Yes":
             uuid = fields.get("GPU UUID", "")
             found.append((bus_id, int(minor), "" if "?" in uuid else uuid, fields.get("Model", "")))
     return tuple(
@@ -214,3 +225,90 @@ def _mig_devices(system: System, minor: int) -> tuple[MigDevice, ...]:
 def _numbers(system: System, folder: str, prefix: str) -> list[int]:
     names = (re.fullmatch(prefix + r"(\d{1,3})", name) for name in system.list_directory(folder))
     return sorted(int(found[1]) for found in names if found)
+
+
+# -- device nodes, as nvidia-modprobe makes them -----------------------------------------------------------------------
+# Source: nvidia-modprobe, modprobe-utils; Linux, Documentation/admin-guide/devices.rst (major 195 is registered).
+
+
+# nvidia-modprobe loads the modules and makes the first nodes; without it modprobe loads them and we make all.
+_LOADERS = (("nvidia-modprobe", "-u", "-c", "0"), ("modprobe", "-a", "nvidia", "nvidia-uvm"))
+
+
+def load_driver(system: System) -> None:
+    """Load nvidia and nvidia-uvm if nothing has yet; used at each boot and by the installation."""
+    loader = next((words for words in _LOADERS if system.which(words[0])), None)
+    if loader is not None and "nvidia-uvm" not in parse_devices(system.read_text("/proc/devices") or ""):
+        system.run(loader, timeout=120)
+
+
+def parse_devices(text: str) -> Mapping[str, int]:
+    """Return name → major of the character devices in /proc/devices (proc(5))."""
+    rows = re.findall(r"^\s*(\d+) (\S+)$", text.partition("Block devices:")[0], re.MULTILINE)
+    return {name: int(major) for major, name in rows}
+
+
+def parse_information(text: str) -> Mapping[str, str]:
+    """Return the fields of /proc/driver/nvidia/gpus/BUSID/information (or …/params): `Model`, `GPU UUID`, …"""
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+
+
+def parse_mig_minors(text: str) -> Mapping[str, int]:
+    """Return capability (`config`, `gpu0/gi1/ci0/access`) → minor, from mig-minors; other lines are ignored."""
+    lines = (_MIG_LINE.fullmatch(line) for line in text.splitlines())
+    return {found[1]: int(found[2]) for found in lines if found}
+
+
+def driver_nodes(system: System, minors: Sequence[int]) -> tuple[Node, ...]:
+    """Return the expected nodes for GPUs of these minors, with their mode and group."""
+    params = parse_information(system.read_text("/proc/driver/nvidia/params") or "")
+    modeset_loaded = system.exists("/sys/module/nvidia_modeset")
+    majors = parse_devices(system.read_text("/proc/devices") or "")
+    nodes = expected_nodes(minors, majors, modeset_loaded=modeset_loaded)
+    if params.get("ModifyDeviceFiles") == "0":
+        # The driver does not modify device files (ModifyDeviceFiles=0): udev's rules apply.
+        found = [(node, _status(system, node)) for node in nodes]
+        return tuple(replace(node, mode=one.mode, gid=one.gid) if one else node for node, one in found)
+    mode, gid = params.get("DeviceFileMode", ""), params.get("DeviceFileGID", "")
+    return tuple(
+        replace(node, mode=int(mode) if mode.isdecimal() else node.mode, gid=int(gid) if gid.isdigit() else node.gid)
+        for node in nodes
+    )
+
+
+def expected_nodes(
+    minors: Sequence[int], majors: Mapping[str, int], *, modeset_loaded: bool = False
+) -> tuple[Node, ...]:
+    """Return the device nodes that GPUs of these minors need."""
+    if not minors:
+        return ()
+    major = majors.get("nvidia", majors.get("nvidia-frontend", NVIDIA_MAJOR))
+    nodes = [Node(f"/dev/nvidia{minor}", major, minor) for minor in minors]
+    control = dict(_CONTROL_MINORS)
+    # Before 550.40.07, /proc/devices has one name, nvidia-frontend, for all of them.
+    if "nvidia-modeset" not in majors and not (modeset_loaded and "nvidia-frontend" in majors):
+        del control["/dev/nvidia-modeset"]
+    nodes += [Node(path, major, minor) for path, minor in control.items()]
+    if "nvidia-uvm" in majors:
+        nodes += [Node(path, majors["nvidia-uvm"], minor) for path, minor in _UVM_MINORS.items()]
+    return tuple(nodes)
+
+
+def capability_nodes(system: System, capabilities: Iterable[str]) -> tuple[Node, ...]:
+    """Return the nodes of capabilities as mig-minors names them, without those that this driver lacks."""
+    major = parse_devices(system.read_text("/proc/devices") or "").get("nvidia-caps")
+    minors = parse_mig_minors(system.read_text(_MIG_MINORS) or "")
+    if major is None:
+        return ()
+    return tuple(
+        Node(f"/dev/nvidia-caps/nvidia-cap{minors[name]}", major, minors[name], _MIG_MODES.get(name, _MIG_ACCESS_MODE))
+        for name in capabilities
+        if name in minors
+    )
+
+
+def _status(system: System, node: Node) -> FileStatus | None:
+    """Return the status of the node's path if it holds exactly this device."""
+    found = system.status(node.path)
+    same = found is not None and (found.kind, found.major, found.minor) == ("char", node.major, node.minor)
+    return found if same else None

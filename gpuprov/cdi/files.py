@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
+from gpuprov.runtime_hook import ldcache
 
 # Default library folders of hosts and containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
 LIBRARY_DIRECTORIES = (
@@ -36,6 +37,7 @@ _CONFIGURATION = (
     "/etc/OpenCL/vendors/nvidia.icd",
     "/etc/vulkan/icd.d/nvidia_icd.json", "/etc/vulkan/implicit_layer.d/nvidia_layers.json",
     "/usr/share/vulkan/icd.d/nvidia_icd.json", "/usr/share/vulkan/icd.d/nvidia_icd.x86_64.json",
+    "/usr/share/vulkan/icd.d/nvidia_icd.aarch64.json",
     "/usr/share/vulkan/implicit_layer.d/nvidia_layers.json",
     "/etc/vulkan/icd.d/nvidia_layers.json", "/usr/share/vulkan/icd.d/nvidia_layers.json",
     "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
@@ -124,8 +126,10 @@ def _folders(system: System, first: Sequence[str], cached: Iterable[CachedLibrar
 
 def _own_folder(system: System) -> str:
     """Return the folder of this machine's own libraries."""
-    known = (name for name in LIBRARY_DIRECTORIES if system.real_path(name) == name and system.exists(name))
-    return next(known, LIBRARY_DIRECTORIES[0])
+    # A host may have other architectures' folders, for programs that it only builds or emulates.
+    folders = (f"/usr/lib/{system.architecture()}-linux-gnu", "/usr/lib64", "/usr/lib")
+    known = (name for name in folders if system.real_path(name) == name and system.exists(name))
+    return next(known, folders[0])
 
 
 def _collect(
@@ -178,17 +182,18 @@ def find_programs(system: System) -> tuple[DriverFile, ...]:
 def find_configuration(system: System, first: Sequence[str] = ()) -> tuple[DriverFile, ...]:
     """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX.
 
-    A file below one of the folders in `first` (FOLDER/vulkan/icd.d/…) is mounted at its usual path in containers.
+    A file below one of the folders in `first` (FOLDER/vulkan/icd.d/…), or below /usr/local/share, where libglvnd does
+    not look in a container, is mounted at its usual path.
     """
-    found = {}
+    found = []
     for path in _CONFIGURATION:
         below = path.removeprefix("/etc/").removeprefix("/usr/share/")
-        places = (*(f"{folder.rstrip('/')}/{below}" for folder in first), path)
+        local = path.replace("/usr/share/", "/usr/local/share/")
+        places = (*(f"{folder.rstrip('/')}/{below}" for folder in first), path, local)
         real = next((system.real_path(place) for place in places if system.exists(place)), "")
         if real:
-            found[path] = DriverFile(path, real)
-    local = (path.replace("/usr/share/", "/usr/local/share/") for path in _CONFIGURATION if path.startswith("/usr/"))
-    return (*found.values(), *_present(system, local))
+            found.append(DriverFile(path, real))
+    return tuple(found)
 
 
 def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:
@@ -209,11 +214,9 @@ def find_firmware(system: System, version: str) -> tuple[str, ...]:
     kernel = (system.read_text("/proc/sys/kernel/osrelease") or "").strip()
     below = (f"/updates/{kernel}", "/updates", f"/{kernel}") if kernel else ("/updates",)
     folders = [custom, *(f"/lib/firmware{name}" for name in (*below, ""))]
-    for folder in (f"{one}/nvidia/{version}" for one in folders if one):
-        names = system.list_directory(folder)
-        if names:
-            return tuple(f"{folder}/{name}" for name in names)
-    return ()
+    places = (f"{one}/nvidia/{version}" for one in folders if one)
+    found = (tuple(f"{folder}/{name}" for name in system.list_directory(folder)) for folder in places)
+    return next(filter(None, found), ())
 
 
 def _present(system: System, paths: Iterable[str]) -> tuple[DriverFile, ...]:
@@ -245,21 +248,13 @@ def soname(system: System, path: str) -> str:
 # -- the loader's cache ------------------------------------------------------------------------------------------------
 # Source: glibc, sysdeps/generic/dl-cache.h. Not `ldconfig -p`: no process, and any root prefix.
 CACHE = "/etc/ld.so.cache"
-# `ldconfig -c compat` puts an old-style cache in front; offsets count from this magic in both cases.
-_MARK = b"glibc-ld.so.cache1.1"
-_HEADER = struct.Struct("=20s2I4x4I")
-_ENTRY = struct.Struct("=iIIIQ")
-# The machine's kind in an entry's flags: x86-64 and AArch64; i386 and armhf have others, or none.
-_MACHINE = 0xFF00
-_LONGEST_PATH = 4096
+_ENTRY = struct.Struct(ldcache.ENTRY)
 # Of the file's size: the texts of a genuine one hardly overlap.
 _MOST_TEXT = 4
+# The kinds of x86-64 and AArch64 in an entry's flags; i386 and armhf have others, or none.
 _64_BIT = (0x0300, 0x0A00)
 # An entry's capabilities: with this bit, the number of a glibc-hwcaps folder in the extension's list (glibc 2.33).
 _IN_EXTENSION = 1 << 62
-_EXTENSION_MAGIC = 0xEAA42174
-_VARIANTS_TAG = 1
-_MOST_SECTIONS = 16
 _MOST_VARIANTS = 64
 
 
@@ -275,25 +270,19 @@ class CachedLibrary:
 
 def parse_cache(content: bytes) -> tuple[CachedLibrary, ...]:
     """Return the libraries in the order of the cache; none for an invalid or truncated file."""
-    start = content.find(_MARK)
-    if start < 0 or len(content) < start + _HEADER.size:
+    try:
+        cache = ldcache.Cache(content)
+    except (ValueError, struct.error):
         return ()
-    content = content[start:]
-    _, count, _, extensions, *_ = _HEADER.unpack_from(content)
-    if len(content) < _HEADER.size + count * _ENTRY.size:
-        return ()
-    entries = _ENTRY.iter_unpack(content[_HEADER.size : _HEADER.size + count * _ENTRY.size])
+    content, extensions = cache.content, cache.extensions
+    entries = _ENTRY.iter_unpack(cache.entries(0, cache.count))
     variants = _variants(content, extensions)
     found = []
     # In a hostile file all entries may have the same long text.
     left = _MOST_TEXT * len(content)
     for flags, name, path, _, capabilities in entries:
-        one = CachedLibrary(
-            _string(content, name),
-            _string(content, path),
-            flags & _MACHINE in _64_BIT,
-            _variant(capabilities, variants),
-        )
+        is_64_bit, variant = flags & ldcache.MACHINE in _64_BIT, _variant(capabilities, variants)
+        one = CachedLibrary(_string(content, name), _string(content, path), is_64_bit, variant)
         left -= len(one.name) + len(one.path)
         if left < 0:
             return ()
@@ -305,11 +294,11 @@ def _variants(content: bytes, extensions: int) -> tuple[str, ...]:
     """Return the names of the glibc-hwcaps folders that entries refer to."""
     try:
         magic, count = struct.unpack_from("=II", content, extensions)
-        if not extensions or magic != _EXTENSION_MAGIC:
+        if not extensions or magic != ldcache.EXTENSION_MAGIC:
             return ()
-        for number in range(min(count, _MOST_SECTIONS)):
+        for number in range(min(count, ldcache.MOST_SECTIONS)):
             tag, _, offset, size = struct.unpack_from("=IIII", content, extensions + 8 + 16 * number)
-            if tag == _VARIANTS_TAG:
+            if tag == ldcache.HWCAPS_TAG:
                 places = struct.unpack_from(f"={min(size // 4, _MOST_VARIANTS)}I", content, offset)
                 return tuple(_string(content, place) for place in places)
     except struct.error:
@@ -325,5 +314,5 @@ def _variant(capabilities: int, variants: tuple[str, ...]) -> str:
 
 
 def _string(content: bytes, offset: int) -> str:
-    end = content.find(b"\0", offset, offset + _LONGEST_PATH)
+    end = content.find(b"\0", offset, offset + ldcache.LONGEST_PATH)
     return content[offset:end].decode("utf-8", "replace") if end >= 0 else ""

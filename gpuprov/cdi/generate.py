@@ -6,12 +6,12 @@ read CDI run the hook; gpuprov's own runtime reads the links from it and makes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from gpuprov.cdi.discover import DriverFacts, Gpu
+from gpuprov.cdi.discover import DriverFacts, Gpu, Node, discover
 from gpuprov.cdi.files import Library
-from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.specification import (
     Device,
     DeviceNode,
@@ -23,7 +23,7 @@ from gpuprov.cdi.specification import (
     problems,
     render_json,
 )
-from gpuprov.cdi.transform import all_of
+from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
@@ -50,9 +50,7 @@ def specification(driver: DriverFacts) -> Specification:
         devices.append(all_of(devices))
     gpu_nodes = {f"/dev/nvidia{gpu.minor}" for gpu in driver.gpus}
     control = _node_edits(tuple(node for node in driver.nodes if node.path not in gpu_nodes))
-    common = replace(
-        control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=_hooks(driver)
-    )  # fmt: skip
+    common = replace(control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=_hooks(driver))
     return Specification(tuple(devices), common, {})
 
 
@@ -65,6 +63,48 @@ def _devices(driver: DriverFacts, gpu: Gpu) -> list[Device]:
     # Includes the kernel's graphics nodes; the runtime adds them for graphics only. PCI bus ids allow pinning by slot.
     edits = _node_edits((node, *gpu.drm_nodes))
     return [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
+
+
+def chosen_devices(
+    found: Specification, *, strategies: tuple[str, ...], ids: tuple[str, ...], no_all_device: bool
+) -> tuple[Device, ...]:
+    """Return the devices that have a name of the wanted kinds. Raises GpuprovError for an id that no device has.
+
+    An id chooses a device by any of its names; `all` then means all chosen devices.
+    """
+    devices = [device for device in found.devices if device.name != "all"]
+    whole = [device for device in found.devices if device.name == "all"]
+    if ids and "all" not in ids:
+        unknown = sorted(set(ids) - {device.name for device in devices})
+        if unknown:
+            raise GpuprovError(f"there is no device {', '.join(unknown)}", "", "gpuprov cdi generate shows all names")
+        chosen = [device.edits for device in devices if device.name in ids]
+        devices = [device for device in devices if device.edits in chosen]
+        whole = [all_of(devices)]
+    if strategies:
+        devices = [device for device in devices if _is_named(device.name, strategies)]
+    if "type-index" in strategies and "index" not in strategies:
+        devices = [replace(one, name=f"{_type(one.name)}{one.name}") for one in devices]
+    return (*devices, *(() if no_all_device else whole))
+
+
+def all_of(devices: Sequence[Device]) -> Device:
+    """Return one device that combines all of these."""
+    nodes = tuple(dict.fromkeys(node for device in devices for node in device.edits.device_nodes))
+    gids = sorted({gid for device in devices for gid in device.edits.additional_gids})
+    return Device("all", Edits(device_nodes=nodes, additional_gids=tuple(gids)))
+
+
+def _type(name: str) -> str:
+    if name.isdecimal():
+        return "gpu"
+    return "mig" if name.replace(":", "", 1).isdecimal() else ""
+
+
+def _is_named(name: str, strategies: tuple[str, ...]) -> bool:
+    if name.replace(":", "", 1).isdecimal():
+        return "index" in strategies or "type-index" in strategies
+    return name.startswith(("GPU-", "MIG-")) and "uuid" in strategies
 
 
 def difference(content: bytes, driver: DriverFacts, *, any_version: bool = False) -> str:
@@ -93,7 +133,7 @@ def _links_suffice(found: Specification, wanted: Specification) -> bool:
     if any(hook.path != HOOK_PATH or not hook.env for hook in found.edits.hooks):
         return False
     there, here = _files_of(found), _files_of(wanted)
-    needed = {path for path, name in here.items() if _stem(path.rpartition("/")[2]) == _stem(name)}
+    needed = {path for path, name in here.items() if path.rpartition("/")[2].split(".so")[0] == name.split(".so")[0]}
     same = all(there[path] == name for path, name in here.items() if path in there)
     return host_facts(found) == host_facts(wanted) and same and needed <= there.keys()
 
@@ -114,19 +154,14 @@ def _files_of(specification: Specification) -> dict[str, str]:
     return found
 
 
-def _stem(name: str) -> str:
-    return name.partition(".so")[0]
-
-
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
     """Return the driver's specification, with the NVML facts recorded in `found`."""
     uuids = {device.edits: device.name for device in found.devices if device.name.startswith(("GPU-", "MIG-"))}
     gpus = tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)
     wanted = specification(replace(driver, gpus=gpus))
     known = {flag: value for flag, value in host_facts(found).items() if flag in _OF_NVML}
-    hooks = tuple(
-        replace(hook, args=_with_facts(hook.args, {**host_facts(wanted), **known})) for hook in wanted.edits.hooks
-    )
+    facts = {**host_facts(wanted), **known}
+    hooks = tuple(replace(hook, args=_with_facts(hook.args, facts)) for hook in wanted.edits.hooks)
     return replace(wanted, edits=replace(wanted.edits, hooks=hooks))
 
 
@@ -160,38 +195,32 @@ def _first_difference(found: Specification, wanted: Specification) -> str:
             name = flag.removeprefix("--").removeprefix("host-")
             return f"{name}: the specification says {theirs}, the host has {ours}"
     there, here = ({device.name: device.edits for device in one.devices} for one in (found, wanted))
+    if other := _first_other(there, here):
+        return f"device {other}"
+    if other := _first_other(*({mount.container_path: mount for mount in one.edits.mounts} for one in (found, wanted))):
+        return other
+    if found.edits.hooks != wanted.edits.hooks:
+        return "the links are others"
+    same_nodes = found.edits.device_nodes == wanted.edits.device_nodes
+    return "its form is another" if same_nodes else "the control nodes are others"
+
+
+def _first_other(there: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """Return the first name that does not mean the same in both, and how."""
     for name in (*here, *there):
         if there.get(name) != here.get(name):
-            return f"device {name} is {'missing' if name not in there else 'gone' if name not in here else 'another'}"
-    return _first_different_edit(found.edits, wanted.edits) or "its form is another"
-
-
-def _first_different_edit(found: Edits, wanted: Edits) -> str:
-    there = {mount.container_path: mount for mount in found.mounts}
-    here = {mount.container_path: mount for mount in wanted.mounts}
-    for path in (*here, *there):
-        if there.get(path) != here.get(path):
-            return f"{path} is {'missing' if path not in there else 'gone' if path not in here else 'another'}"
-    if found.hooks != wanted.hooks:
-        return "the links are others"
-    if found.device_nodes != wanted.device_nodes:
-        return "the control nodes are others"
+            return f"{name} is {'missing' if name not in there else 'gone' if name not in here else 'another'}"
     return ""
 
 
 def _node_edits(nodes: tuple[Node, ...]) -> Edits:
     """Return the nodes, and the groups that may open those that are not open to all users."""
-    gids = sorted({node.gid for node in nodes if not _is_open(node) and node.gid})
-    return Edits(device_nodes=tuple(_device_node(node) for node in nodes), additional_gids=tuple(gids))
-
-
-def _device_node(node: Node) -> DeviceNode:
-    plain = DeviceNode(node.path, node.major, node.minor)
-    return plain if _is_open(node) else replace(plain, file_mode=node.mode, gid=node.gid)
-
-
-def _is_open(node: Node) -> bool:
-    return node.mode & _WORLD == _WORLD
+    gids = sorted({node.gid for node in nodes if node.mode & _WORLD != _WORLD and node.gid})
+    made = []
+    for node in nodes:
+        mode, gid = (None, None) if node.mode & _WORLD == _WORLD else (node.mode, node.gid)
+        made.append(DeviceNode(node.path, major=node.major, minor=node.minor, file_mode=mode, gid=gid))
+    return Edits(device_nodes=tuple(made), additional_gids=tuple(gids))
 
 
 def _mounts(driver: DriverFacts) -> tuple[Mount, ...]:
@@ -294,3 +323,84 @@ def _counts(there: Mapping[str, object], here: Mapping[str, object]) -> str:
     counts = ((added, "added"), (removed, "removed"), (changed, "changed"))
     told = ", ".join(f"{len(names)} {word}" for names, word in counts if names)
     return f"{len(here)} ({told})" if told else f"{len(here)}"
+
+
+# -- devices beside GPUs, each with a kind of its own: GDS, MOFED, GDRCopy, NVSwitch, IMEX channels, GPU management ----
+# Source: nvidia-container-toolkit, internal/discover (gds.go, mofed.go, gdrcopy.go, nvswitch.go) and pkg/nvcdi.
+
+# Mode → kind; folder and names of its device nodes; files and folders that go with them.
+MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
+    "gds": ("nvidia.com/gds", (("/dev", r"nvidia-fs\d*"),), ("/run/udev", "/etc/cufile.json")),
+    "mofed": ("nvidia.com/mofed", (("/dev/infiniband", r"uverbs\d+|rdma_cm"),), ()),
+    "gdrcopy": ("nvidia.com/gdrcopy", (("/dev", "gdrdrv"),), ()),
+    "nvswitch": ("nvidia.com/nvswitch", (("/dev", r"nvidia-nvswitchctl|nvidia-nvswitch\d+"),), ()),
+    "imex": ("nvidia.com/imex-channel", (("/dev/nvidia-caps-imex-channels", r"channel\d+"),), ()),
+    "management": (
+        "management.nvidia.com/gpu",
+        (
+            ("/dev", r"nvidia\d+|nvidiactl|nvidia-modeset|nvidia-uvm|nvidia-uvm-tools|nvidia-nvswitch\w+"),
+            ("/dev/nvidia-caps", r"nvidia-cap\d+"), ("/dev/nvidia-caps-imex-channels", r"channel\d+"),
+        ),
+        (),
+    ),
+}  # fmt: skip
+# What an installation writes by default; management devices are for cluster operators' tools.
+_WRITTEN = ("gds", "mofed", "gdrcopy", "nvswitch", "imex")
+_FOLDER = "/etc/cdi"
+OTHER_PATHS = tuple(f"{_FOLDER}/nvidia-{mode}.json" for mode in _WRITTEN)
+
+
+def other_specifications(system: System) -> Mapping[str, bytes]:
+    """Return path → content of the specifications for this host's other devices.
+
+    A kind that another file already defines is skipped: engines reject a device that is defined twice.
+    """
+    found = {}
+    for mode, path in zip(_WRITTEN, OTHER_PATHS):
+        kind, places, _ = MODES[mode]
+        if next(_nodes(system, places), None) and not _is_elsewhere(system, kind, path):
+            found[path] = render_json(specification_of(system, mode))
+    return found
+
+
+def _is_elsewhere(system: System, kind: str, path: str) -> bool:
+    """Say whether another file has the kind. It searches the text, because hosts may lack a YAML parser."""
+    named = re.compile(rf"""^\s*["']?kind["']?\s*:\s*["']?{re.escape(kind)}["']?\s*,?\s*$""", re.MULTILINE)
+    others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER))
+    return any(named.search(system.read_text(other) or "") for other in others if other != path)
+
+
+def specification_of(system: System, mode: str) -> Specification:
+    """Return the specification of a mode. Raises GpuprovError if this host has no such device."""
+    kind, places, files = MODES[mode]
+    nodes = tuple(_nodes(system, places))
+    if not nodes:
+        looked = ", ".join(folder for folder, _ in places)
+        raise GpuprovError(
+            f"this host has nothing for {kind}",
+            f"no such device node in {looked}",
+            "load the kernel module that makes it; gpuprov doctor says what is missing",
+        )
+    mounts = tuple(Mount(path, path) for path in files if system.exists(path))
+    if mode == "imex":
+        devices = [Device(node.path.rpartition("channel")[2], Edits(device_nodes=(node,))) for node in nodes]
+        return Specification((*devices, Device("all", Edits(device_nodes=nodes))), Edits(), {}, kind)
+    common = specification(discover(system)).edits if mode == "management" else Edits()
+    shared = Edits(env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=common.mounts, hooks=common.hooks)
+    return Specification((Device("all", Edits(device_nodes=nodes, mounts=mounts)),), shared, {}, kind)
+
+
+def _nodes(system: System, places: tuple[tuple[str, str], ...]) -> Iterator[DeviceNode]:
+    for folder, names in places:
+        for name in sorted(system.list_directory(folder), key=_by_number):
+            path = f"{folder}/{name}"
+            status = system.status(path) if re.fullmatch(names, name) else None
+            if status is not None and status.kind == "char":
+                mode = None if status.mode & 0o006 == 0o006 else status.mode
+                yield DeviceNode(path, major=status.major, minor=status.minor, file_mode=mode, gid=status.gid or None)
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.*?)(\d*)", name)
+    assert found is not None
+    return found[1], int(found[2] or -1)

@@ -16,7 +16,7 @@ from typing import Any
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 
-# A GPU without a persistent client is initialised first: seconds for each. Less than a boot waits (unit_texts.py).
+# A GPU without a persistent client is initialised first: seconds for each. Less than a boot waits (boot/etc).
 _SECONDS = 60
 _CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from {} import main; main(sys.argv[1])"
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -39,28 +39,33 @@ class MigAnswer:
 
 @dataclass(frozen=True)
 class GpuAnswer:
-    """Facts about a GPU that only NVML knows; "" if it does not report them."""
+    """Facts about a GPU that only NVML knows; "" if it does not report them.
+
+    `recovery_action`: nvmlDeviceGpuRecoveryAction_t; `links`: its active NVLinks, None if it has none.
+    """
 
     uuid: str = ""
     brand: str = ""
     compute_capability: str = ""
     mig: tuple[MigAnswer, ...] = ()
+    recovery_action: int | None = None
+    links: int | None = None
 
 
-def ask(system: System, library: str) -> tuple[Mapping[str, GpuAnswer], str]:
+def ask(system: System, library: str, seconds: float = _SECONDS) -> tuple[Mapping[str, GpuAnswer], str]:
     """Return PCI bus id → answer, and the driver's CUDA version; empty if NVML fails.
 
     `library` is the path of NVML, so that only this driver's library is loaded.
     """
-    done = run_child(system, library, "gpuprov.cdi.nvml_child")
+    done = run_child(system, library, "gpuprov.cdi.nvml_child", seconds)
     return parse_answers(done.stdout) if done.ok else ({}, "")
 
 
-def run_child(system: System, library: str, module: str) -> Completed:
+def run_child(system: System, library: str, module: str, seconds: float = _SECONDS) -> Completed:
     """Run a module's main() with the path of NVML in a separate process."""
     folders = [folder for folder in sys.path if folder]
     words = (sys.executable or "python3", "-I", "-c", _CHILD.format(module), library, *folders)
-    return system.run(words, timeout=_SECONDS)
+    return system.run(words, timeout=seconds)
 
 
 def parse_answers(text: str) -> tuple[Mapping[str, GpuAnswer], str]:
@@ -84,6 +89,7 @@ def _answer(gpu: Mapping[str, Any]) -> GpuAnswer:
         _BRANDS[brand] if isinstance(brand, int) and 0 <= brand < len(_BRANDS) else "",
         _matching(_VERSION, gpu["compute_capability"]),
         mig,
+        *(value if isinstance(value := gpu.get(name), int) else None for name in ("recovery_action", "links")),
     )
 
 

@@ -33,12 +33,18 @@ def devices(library: str) -> list[Any]:
 
 def _gpu(device: Any) -> dict[str, Any]:
     capability = known(pynvml.nvmlDeviceGetCudaComputeCapability, device)
+    # pynvml reads a list, of which one may be known.
+    action = known(pynvml.nvmlDeviceGetFieldValues, device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    links = [known(pynvml.nvmlDeviceGetNvLinkState, device, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    states = [state for state in links if state is not None]
     return {
         "bus_id": text(pynvml.nvmlDeviceGetPciInfo(device).busId),
         "uuid": text(known(pynvml.nvmlDeviceGetUUID, device)),
         "brand": known(pynvml.nvmlDeviceGetBrand, device),
         "compute_capability": ".".join(str(number) for number in capability or ()),
         "mig": list(_mig_devices(device)),
+        "recovery_action": action[0].value.uiVal if action and action[0].nvmlReturn == pynvml.NVML_SUCCESS else None,
+        "links": sum(states) if states else None,
     }
 
 

@@ -12,14 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuprov.cdi.specification import (
-    SUFFIXES,
-    Device,
-    Specification,
-    parse,
-    problems,
-    render_json,
-)
+from gpuprov.cdi.specification import SUFFIXES, Device, Specification, parse, problems, render_json
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.edits import apply_edits, merge_edits
@@ -39,11 +32,10 @@ class Found:
 
 @dataclass
 class Registry:
-    """Devices by qualified name, and errors by file; a missing folder is an error of that folder only."""
+    """Devices by qualified name, and errors by file; a missing folder has neither."""
 
     devices: dict[str, Found] = field(default_factory=dict)
     errors: dict[str, list[str]] = field(default_factory=dict)
-    missing_folders: list[str] = field(default_factory=list)
 
     def add_error(self, path: str, text: str) -> None:
         """Record an error of a file."""
@@ -54,10 +46,7 @@ def read_registry(system: System, folders: Sequence[str] = FOLDERS) -> Registry:
     """Return the combined content of the specifications in these folders."""
     registry = Registry()
     for folder in folders:
-        if not system.exists(folder):
-            registry.missing_folders.append(folder)
-            continue
-        _add(registry, _of_folder(system, folder, registry))
+        registry.devices.update(_of_folder(system, folder, registry))
     return registry
 
 
@@ -66,9 +55,7 @@ def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, 
     conflicts: set[str] = set()
     for name in sorted(system.list_directory(folder)):
         path = f"{folder}/{name}"
-        if not name.endswith(SUFFIXES):
-            continue
-        specification = _read(system, path, registry)
+        specification = _read(system, path, registry) if name.endswith(SUFFIXES) else None
         if specification is None:
             continue
         for device in specification.devices:
@@ -92,10 +79,6 @@ def _read(system: System, path: str, registry: Registry) -> Specification | None
     for text in wrong:
         registry.add_error(path, text)
     return None if wrong else specification
-
-
-def _add(registry: Registry, found: Mapping[str, Found]) -> None:
-    registry.devices.update(found)
 
 
 def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> dict[str, Any]:

@@ -7,16 +7,21 @@ every container start, and Python's JSON parser is the fastest.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Callable
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Callable, Optional, Union, get_args, get_origin, get_type_hints
 
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.runtime_hook.jsonio import unique
 
 VENDOR_CLASS = "nvidia.com/gpu"
 # Mount options of the driver's files.
 FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
+# Fields whose key in JSON is not their name in camel case have it as `key`. Python 3.9 does not evaluate `int | None`.
+Number = Optional[int]
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,14 @@ class DeviceNode:
     """A device node to make in the container; the engine takes missing values (None, "") from the host's node."""
 
     path: str
-    major: int | None = None
-    minor: int | None = None
-    permissions: str = "rw"
-    type: str = "c"
     host_path: str = ""
-    file_mode: int | None = None
-    uid: int | None = None
-    gid: int | None = None
+    type: str = "c"
+    major: Number = None
+    minor: Number = None
+    file_mode: Number = None
+    permissions: str = "rw"
+    uid: Number = None
+    gid: Number = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,11 @@ class Mount:
 class Hook:
     """A program to run at a stage of the container's life; gpuprov's own specification has one, for links."""
 
-    name: str
+    name: str = field(metadata={"key": "hookName"})
     path: str
     args: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
-    timeout: int | None = None
+    timeout: Number = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,13 @@ class NetDevice:
 class IntelRdt:
     """Intel's Resource Director Technology, as the OCI runtime specification has it."""
 
-    clos_id: str = ""
+    clos_id: str = field(default="", metadata={"key": "closID"})
     l3_cache_schema: str = ""
     mem_bw_schema: str = ""
     schemata: tuple[str, ...] = ()
     enable_monitoring: bool = False
-    enable_cmt: bool = False
-    enable_mbm: bool = False
+    enable_cmt: bool = field(default=False, metadata={"key": "enableCMT"})
+    enable_mbm: bool = field(default=False, metadata={"key": "enableMBM"})
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,11 @@ class Edits:
 
     env: tuple[str, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
+    net_devices: tuple[NetDevice, ...] = ()
     mounts: tuple[Mount, ...] = ()
     hooks: tuple[Hook, ...] = ()
     additional_gids: tuple[int, ...] = ()
-    net_devices: tuple[NetDevice, ...] = ()
-    intel_rdt: IntelRdt | None = None
+    intel_rdt: Optional[IntelRdt] = None  # noqa: UP045
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Device:
     """A device that a container can request by name."""
 
     name: str
-    edits: Edits
+    edits: Edits = field(metadata={"key": "containerEdits"})
     annotations: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -103,10 +108,10 @@ class Specification:
     """A CDI specification. `declared_version`: the version in a file; "" means the lowest sufficient version."""
 
     devices: tuple[Device, ...]
-    edits: Edits
+    edits: Edits = field(metadata={"key": "containerEdits"})
     annotations: Mapping[str, str]
     kind: str = VENDOR_CLASS
-    declared_version: str = ""
+    declared_version: str = field(default="", metadata={"key": "cdiVersion"})
 
     @property
     def version(self) -> str:
@@ -118,11 +123,17 @@ class Specification:
         """The common edits and each device's."""
         return (self.edits, *(device.edits for device in self.devices))
 
+    @property
+    def every_rdt(self) -> tuple[IntelRdt, ...]:
+        """What all of these say of Intel's RDT."""
+        return tuple(edits.intel_rdt for edits in self.every_edits if edits.intel_rdt is not None)
+
 
 # Version, and the features that it introduced (SPEC.md, "Released versions"); newest first.
 _FEATURES: tuple[tuple[str, Callable[[Specification], bool]], ...] = (
-    ("1.1.0", lambda one: any(edits.net_devices or _uses_new_rdt(edits.intel_rdt) for edits in one.every_edits)),
-    ("0.7.0", lambda one: any(edits.additional_gids or edits.intel_rdt is not None for edits in one.every_edits)),
+    ("1.1.0", lambda one: any(edits.net_devices for edits in one.every_edits)),
+    ("1.1.0", lambda one: any(rdt.schemata or rdt.enable_monitoring for rdt in one.every_rdt)),
+    ("0.7.0", lambda one: any(edits.additional_gids for edits in one.every_edits) or bool(one.every_rdt)),
     ("0.6.0", lambda one: bool(one.annotations) or any(device.annotations for device in one.devices)),
     ("0.6.0", lambda one: "." in one.kind.rpartition("/")[2]),
     ("0.5.0", lambda one: any(node.host_path for edits in one.every_edits for node in edits.device_nodes)),
@@ -137,18 +148,36 @@ def minimum_version(specification: Specification) -> str:
     return next((version for version, uses in _FEATURES if uses(specification)), LOWEST_VERSION)
 
 
-def _uses_new_rdt(rdt: IntelRdt | None) -> bool:
-    return rdt is not None and bool(rdt.schemata or rdt.enable_monitoring)
-
-
 def render_json(specification: Specification) -> bytes:
     """Return the specification as JSON; the same specification gives the same bytes."""
-    document: dict[str, Any] = {"cdiVersion": specification.version, "kind": specification.kind}
-    if specification.annotations:
-        document["annotations"] = dict(sorted(specification.annotations.items()))
-    document["devices"] = [_encode(device) for device in specification.devices]
-    document["containerEdits"] = _encode(specification.edits)
+    document = {
+        "cdiVersion": specification.version, "kind": specification.kind, **_annotations(specification),
+        "devices": [
+            {"name": one.name, **_annotations(one), "containerEdits": _encode(one.edits)}
+            for one in specification.devices
+        ],
+        "containerEdits": _encode(specification.edits),
+    }  # fmt: skip
     return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _annotations(one: Specification | Device) -> dict[str, Any]:
+    return {"annotations": dict(sorted(one.annotations.items()))} if one.annotations else {}
+
+
+def _encode(value: Any) -> Any:
+    """Return a value in JSON; empty values are left out, but not zero: a minor number, or root's id."""
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    found = {_key(one): _encode(getattr(value, one.name)) for one in fields(value)}
+    return {key: part for key, part in found.items() if part is not None and part is not False and part not in ("", [])}
+
+
+def _key(one: Field[Any]) -> str:
+    head, *rest = one.name.split("_")
+    return str(one.metadata.get("key") or head + "".join(word.capitalize() for word in rest))
 
 
 def parse_json(content: bytes) -> Specification:
@@ -157,7 +186,7 @@ def parse_json(content: bytes) -> Specification:
     Strict, as engines are: an unknown or duplicate key is an error. validation.problems() checks the values.
     """
     try:
-        document = json.loads(content.decode(), object_pairs_hook=_unique)
+        document = json.loads(content.decode(), object_pairs_hook=unique)
         found: Specification = _decode(Specification, document, "")
         if not found.declared_version:
             raise ValueError("cdiVersion is missing")
@@ -167,125 +196,46 @@ def parse_json(content: bytes) -> Specification:
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return found
+_TYPES: dict[Any, type[Any]] = {tuple: list, Mapping: dict}
+_WORDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, (str, type(None))):
-        raise ValueError(f"{where} must be text")
-    return value or ""
-
-
-def _number(value: Any, where: str) -> int | None:
-    return None if value is None else _required_number(value, where)
-
-
-def _required_number(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where} must be a whole number")
-    return value
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, (bool, type(None))):
-        raise ValueError(f"{where} must be true or false")
-    return bool(value)
-
-
-def _map(value: Any, where: str) -> Mapping[str, str]:
-    if not isinstance(value, (dict, type(None))):
-        raise ValueError(f"{where} must be an object")
-    return {key: _text(item, f"{where}.{key}") for key, item in (value or {}).items()}
-
-
-def _each(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    def read_all(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, (list, type(None))):
-            raise ValueError(f"{where} must be a list")
-        return tuple(read(item, f"{where}[{number}]") for number, item in enumerate(value or ()))
-
-    return read_all
-
-
-def _object(cls: type[Any], *, optional: bool = False) -> Callable[[Any, str], Any]:
-    def read(value: Any, where: str) -> Any:
-        return None if optional and value is None else _decode(cls, {} if value is None else value, where)
-
-    return read
-
-
-def _item(cls: type[Any]) -> Callable[[Any, str], Any]:
-    return lambda value, where: _decode(cls, value, where)
-
-
-# Attribute, key in JSON (in output order), how a value is read.
-_SHAPES: dict[type[Any], tuple[tuple[str, str, Callable[[Any, str], Any]], ...]] = {
-    DeviceNode: (
-        ("path", "path", _text), ("host_path", "hostPath", _text), ("type", "type", _text), ("major", "major", _number),
-        ("minor", "minor", _number), ("file_mode", "fileMode", _number), ("permissions", "permissions", _text),
-        ("uid", "uid", _number), ("gid", "gid", _number),
-    ),
-    Mount: (
-        ("host_path", "hostPath", _text), ("container_path", "containerPath", _text),
-        ("options", "options", _each(_text)), ("type", "type", _text),
-    ),
-    Hook: (
-        ("name", "hookName", _text), ("path", "path", _text), ("args", "args", _each(_text)),
-        ("env", "env", _each(_text)), ("timeout", "timeout", _number),
-    ),
-    NetDevice: (("host_interface_name", "hostInterfaceName", _text), ("name", "name", _text)),
-    IntelRdt: (
-        ("clos_id", "closID", _text), ("l3_cache_schema", "l3CacheSchema", _text),
-        ("mem_bw_schema", "memBwSchema", _text), ("schemata", "schemata", _each(_text)),
-        ("enable_monitoring", "enableMonitoring", _flag), ("enable_cmt", "enableCMT", _flag),
-        ("enable_mbm", "enableMBM", _flag),
-    ),
-    Edits: (
-        ("env", "env", _each(_text)), ("device_nodes", "deviceNodes", _each(_item(DeviceNode))),
-        ("net_devices", "netDevices", _each(_item(NetDevice))), ("mounts", "mounts", _each(_item(Mount))),
-        ("hooks", "hooks", _each(_item(Hook))), ("additional_gids", "additionalGids", _each(_required_number)),
-        ("intel_rdt", "intelRdt", _object(IntelRdt, optional=True)),
-    ),
-    Device: (
-        ("name", "name", _text), ("annotations", "annotations", _map), ("edits", "containerEdits", _object(Edits)),
-    ),
-    Specification: (
-        ("declared_version", "cdiVersion", _text), ("kind", "kind", _text), ("annotations", "annotations", _map),
-        ("devices", "devices", _each(_item(Device))), ("edits", "containerEdits", _object(Edits)),
-    ),
-}  # fmt: skip
-
-
-def _decode(cls: type[Any], value: Any, where: str) -> Any:
+def _decode(cls: Any, value: Any, where: str) -> Any:
     """Return the dataclass of a JSON object; a missing key means empty, whatever the dataclass's default is."""
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'the document'} must be an object")
-    shape = _SHAPES[cls]
-    unknown = sorted(set(value) - {key for _, key, _ in shape})
+    shape = _shape(cls)
+    unknown = sorted(value.keys() - shape.keys())
     if unknown:
         raise ValueError(f"{where or 'the document'} has a key that CDI does not know: {unknown[0]!r}")
     prefix = f"{where}." if where else ""
-    return cls(**{name: read(value.get(key), f"{prefix}{key}") for name, key, read in shape})
+    return cls(**{name: _value(hint, value.get(key), f"{prefix}{key}") for key, (name, hint) in shape.items()})
 
 
-def _encode(value: Any) -> Any:
-    """Return a dataclass as JSON values; empty values are left out, but a device always has its edits."""
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    if type(value) not in _SHAPES:
-        return dict(sorted(value.items())) if isinstance(value, Mapping) else value
-    found = {key: _encode(getattr(value, name)) for name, key, _ in _SHAPES[type(value)]}
-    return {key: part for key, part in found.items() if key == "containerEdits" or not _is_empty(part)}
+@cache
+def _shape(cls: Any) -> dict[str, tuple[str, Any]]:
+    """Return key in JSON → (name, annotation) of each field."""
+    hints = get_type_hints(cls)
+    return {_key(one): (one.name, hints[one.name]) for one in fields(cls)}
 
 
-def _is_empty(part: Any) -> bool:
-    # Zero is a valid value: a minor number, or root's id.
-    return part is None or part is False or part in ("", [], {})
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """Return a value of the type of a field's annotation; null means empty."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Union:
+        return None if value is None else _value(parts[0], value, where)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _decode(kind, {} if value is None and kind is Edits else value, where)
+    wanted = _TYPES.get(kind, kind)
+    if value is None and wanted is not int:
+        value = wanted()
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ValueError(f"{where} must be {_WORDS[wanted]}")
+    if wanted is list:
+        return tuple(_value(parts[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+    if wanted is dict:
+        return {key: _value(str, item, f"{where}.{key}") for key, item in value.items()}
+    return value
 
 
 _MAKE = "gpuprov cdi generate makes one"
@@ -350,17 +300,6 @@ _DEVICE_TYPES = ("", "b", "c", "u", "p")
 _LONGEST_CLOS_ID = 4096
 
 
-def _is_kind(text: str) -> bool:
-    """Say whether a text is a valid kind, such as nvidia.com/gpu."""
-    vendor, _, class_ = text.partition("/")
-    return bool(_KIND_PART.fullmatch(vendor) and _KIND_PART.fullmatch(class_))
-
-
-def _is_device_name(text: str) -> bool:
-    """Say whether a text can be the name of a device."""
-    return bool(_DEVICE_NAME.fullmatch(text))
-
-
 def problems(specification: Specification) -> tuple[str, ...]:
     """Return one sentence for each fault; none for a valid specification."""
     return tuple(_problems(specification))
@@ -368,7 +307,8 @@ def problems(specification: Specification) -> tuple[str, ...]:
 
 def _problems(specification: Specification) -> Iterator[str]:
     yield from _version_problems(specification)
-    if not _is_kind(specification.kind):
+    vendor, _, class_ = specification.kind.partition("/")
+    if not (_KIND_PART.fullmatch(vendor) and _KIND_PART.fullmatch(class_)):
         yield f"{specification.kind!r} is no kind such as nvidia.com/gpu"
     yield from _annotation_problems("the specification", specification.annotations)
     if not specification.devices:
@@ -379,7 +319,7 @@ def _problems(specification: Specification) -> Iterator[str]:
     yield from _edit_problems("all devices", specification.edits)
     for device in specification.devices:
         where = f"device {device.name!r}"
-        if not _is_device_name(device.name):
+        if not _DEVICE_NAME.fullmatch(device.name):
             yield f"{device.name!r} is no name for a device"
         if device.edits == Edits():
             yield f"{where} brings nothing"
@@ -427,8 +367,9 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
             yield f"{where}: a hook has no path"
         yield from (f"{where}: {entry!r} is no NAME=VALUE" for entry in hook.env if not _is_assignment(entry))
     yield from _net_device_problems(where, edits.net_devices)
-    if edits.intel_rdt is not None and not _is_clos_id(edits.intel_rdt):
-        yield f"{where}: {edits.intel_rdt.clos_id[:80]!r} is no closID"
+    name = edits.intel_rdt.clos_id if edits.intel_rdt else "/"
+    if name != "/" and (name in (".", "..") or set(name) & set("/\n") or len(name) >= _LONGEST_CLOS_ID):
+        yield f"{where}: {name[:80]!r} is no closID"
 
 
 def _is_assignment(entry: str) -> bool:
@@ -445,7 +386,60 @@ def _net_device_problems(where: str, devices: tuple[NetDevice, ...]) -> Iterator
         )
 
 
-def _is_clos_id(rdt: IntelRdt) -> bool:
-    name = rdt.clos_id
-    plain = name not in (".", "..") and "/" not in name and "\n" not in name and len(name) < _LONGEST_CLOS_ID
-    return name == "/" or plain
+# -- paths below another root ------------------------------------------------------------------------------------------
+# Source: nvidia-container-toolkit, pkg/nvcdi/transform/root.
+# Of these stages' hooks, the path or the arguments are the container's, not the host's.
+_CONTAINER_PATH = ("startContainer",)
+_CONTAINER_ARGUMENTS = ("createContainer", "startContainer")
+
+
+def with_root(specification: Specification, source: str, target: str, *, relative_to: str = "host") -> Specification:
+    """Return the specification with paths below `source` moved below `target`, for the `host` or the `container`."""
+    on_host = relative_to == "host"
+
+    def moved(path: str) -> str:
+        return _moved(path, source, target)
+
+    def node(one: DeviceNode) -> DeviceNode:
+        return _with_host_path(one, moved(one.host_path or one.path)) if on_host else replace(one, path=moved(one.path))
+
+    def mount(one: Mount) -> Mount:
+        path = moved(one.host_path if on_host else one.container_path)
+        return replace(one, host_path=path) if on_host else replace(one, container_path=path)
+
+    def hook(one: Hook) -> Hook:
+        path = moved(one.path) if (one.name in _CONTAINER_PATH) is not on_host else one.path
+        words = tuple("::".join(moved(part) for part in word.split("::")) for word in one.args)
+        return replace(one, path=path, args=words if (one.name in _CONTAINER_ARGUMENTS) is not on_host else one.args)
+
+    def change(edits: Edits) -> Edits:
+        nodes, mounts, hooks = map(node, edits.device_nodes), map(mount, edits.mounts), map(hook, edits.hooks)
+        return replace(edits, device_nodes=tuple(nodes), mounts=tuple(mounts), hooks=tuple(hooks))
+
+    return _edited(specification, change)
+
+
+def with_device_root(specification: Specification, root: str) -> Specification:
+    """Return the specification with the host's device nodes below `root`; paths in containers do not change."""
+
+    def change(edits: Edits) -> Edits:
+        nodes = (_with_host_path(one, _moved(one.path, "/", root)) for one in edits.device_nodes)
+        return replace(edits, device_nodes=tuple(nodes))
+
+    return _edited(specification, change)
+
+
+def _with_host_path(node: DeviceNode, path: str) -> DeviceNode:
+    return replace(node, host_path="" if path == node.path else path)
+
+
+def _moved(path: str, source: str, target: str) -> str:
+    source = source.rstrip("/")
+    if path != source and not path.startswith(f"{source}/"):
+        return path
+    return posixpath.normpath(f"{target}/{path[len(source) :]}").replace("//", "/")
+
+
+def _edited(specification: Specification, change: Callable[[Edits], Edits]) -> Specification:
+    devices = tuple(replace(device, edits=change(device.edits)) for device in specification.devices)
+    return replace(specification, devices=devices, edits=change(specification.edits))

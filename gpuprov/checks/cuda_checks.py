@@ -1,26 +1,29 @@
 """The checks of CUDA in containers: which libraries a program loads, what CUDA's calls give, whether it computes.
 
 One container with all GPUs serves most of them: it waits while its root file system is read from outside, and while
-the calls are made in it. Two more show what one GPU, and what none, give.
+the calls are made in it. Two more show what one GPU, and what none, give. calls_program.py makes the calls: in verify's
+own image the host's Python runs it, whose program, standard library and what it is linked with are mounted read-only;
+in an image of the user's, that image's `python3` runs it, with the image's own C library.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Optional
 
-from gpuprov.checks.containers import EngineTest, ended
-from gpuprov.checks.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
-from gpuprov.checks.cuda.judgement import Finding
-from gpuprov.checks.cuda.results import result_of
+from gpuprov.checks.cuda.judgement import Finding, result_of
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.checks.cuda.survey import Survey, survey
-from gpuprov.checks.engines import ALL, DockerLike
+from gpuprov.checks.engines import ALL, LIBRARIES, DockerLike, EngineTest, ended
 from gpuprov.checks.outcome import Checks, Failed, Skipped, Values
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
+from gpuprov.protocol.codec import Line, Name, WrongDataError, load, parse
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
@@ -32,10 +35,142 @@ _SECONDS = 120
 _WAIT = (("sh", "-c", "read line"), ("python3", "-c", "input()"))
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
+KERNEL, OWN = "kernel", "own"
+ALONE = ("-I", "-S", "-E", "-B")
+_PARTS_SECONDS = 20
+_ASK_PARTS = "import os, _ctypes; print(os.path.realpath(os.path.dirname(os.__file__))); print(_ctypes.__file__)"
+_LONGEST_WORD = 200
+
+
+# The codec reads these annotations, in Python 3.9 too.
+Number = Optional[int]
 
 
 @dataclass(frozen=True)
-class _Python:
+class Failure:
+    """A call that failed; `result` is None if the library has no such function, `name` is that of the result."""
+
+    call: Name
+    result: Number
+    name: Name
+
+    def __str__(self) -> str:
+        if self.result is None:
+            return f"libcuda has no function {self.call}"
+        return f"{self.call} gives {self.result}" + (f" ({self.name})" if self.name else "")
+
+
+MaybeFailure = Optional[Failure]
+
+
+@dataclass(frozen=True)
+class _OnGpu:
+    """What the kernel gave on a GPU: how many `of` its results are wrong; `busy`: other programs use the GPU."""
+
+    gpu: int
+    wrong: int
+    of: int
+    failed: MaybeFailure
+    busy: bool
+
+    @property
+    def fault(self) -> str:
+        wrong = f"{self.wrong} of {self.of} results are wrong" if self.wrong else ""
+        return f"GPU {self.gpu}: {self.failed or wrong}" if self.failed or wrong else ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    left_out: Name
+    gpus: tuple[_OnGpu, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the kernel gave: `left_out` is why it did not run; `wrong` is the first fault, "" for none."""
+
+    left_out: str = ""
+    wrong: str = ""
+    gpus: int = 0
+
+
+_Kernel = Optional[Kernel]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What the calls gave. `loaded`: library to the file that was loaded; `faults`: library to the loader's message."""
+
+    loaded: Mapping[Name, Name]
+    faults: Mapping[Name, Line]
+    variables: Mapping[Name, Line]
+    version: int
+    uuids: tuple[Name, ...]
+    failed: MaybeFailure
+    kernel: _Kernel = None
+
+    @property
+    def release(self) -> str:
+        """Return the CUDA release that libcuda supports, such as 12.4."""
+        return f"{self.version // 1000}.{self.version % 1000 // 10}" if self.version else ""
+
+
+def command(python: str, *words: str, accept: bool = False) -> tuple[str, ...]:
+    """Return the command that makes the calls with a Python, or that tests the GPUs (accept_program.py)."""
+    source = f"KERNEL = {_source('calls_kernel.ptx').encode()!r}\n{_source('calls_program.py')}"
+    if accept:
+        calls = source.partition("\nif __name__")[0]
+        source = f"{calls}\nKERNELS = {_source('accept_kernels.ptx').encode()!r}\n{_source('accept_program.py')}"
+    return (python, *ALONE, "-c", source, *words)
+
+
+def _source(name: str) -> str:
+    source = pkgutil.get_data("gpuprov.checks", name)
+    assert source is not None
+    return source.decode()
+
+
+def parse_calls(done: Completed) -> Calls | str:
+    """Return what the program printed, or why there is nothing to read, as a sentence."""
+    lines = []
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(WrongDataError):
+            lines += [parse(line)] if line.startswith("{") else []
+    if not lines:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["(silent)"]
+        return f"exited {done.returncode}: {said[-1][:_LONGEST_WORD]}"
+    kernel = _kernel(lines[1]) if len(lines) > 1 else None
+    if kernel is None and not done.ok:
+        kernel = Kernel(wrong=f"the program ended with {done.returncode} while the kernel ran")
+    try:
+        return replace(load(Calls, lines[0]), kernel=kernel)
+    except WrongDataError:
+        return "its output is not that of gpuprov's program"
+
+
+def _kernel(data: Any) -> Kernel | None:
+    try:
+        run = load(_Run, data)
+    except WrongDataError:
+        return None
+    idle = [one for one in run.gpus if not one.busy]
+    busy = next((f"GPU {one.gpu} is busy: {one.failed}" for one in run.gpus if not idle), "")
+    return Kernel(run.left_out or busy, next((one.fault for one in idle if one.fault), ""), len(idle))
+
+
+def parts_of_python(system: System, python: str) -> tuple[str, ...] | str:
+    """Return the host's paths that a container with its C library needs for its Python, or why there are none."""
+    done = system.run((python, *ALONE, "-c", _ASK_PARTS), timeout=_PARTS_SECONDS)
+    if not done.ok:
+        return f"{python} has no ctypes: {done.evidence(1).rpartition(chr(10))[2]}"
+    library, extension = done.stdout.split("\n")[:2]
+    listed = system.run(("ldd", python, extension)).stdout
+    linked = set(re.findall(r"=> (/\S+)", listed))
+    return (python, library, *sorted(path for path in linked if path.rpartition("/")[2] not in LIBRARIES))
+
+
+@dataclass(frozen=True)
+class Python:
     """What makes the calls in containers: its path there, the host's paths that it needs, or why there is none."""
 
     path: str
@@ -57,7 +192,7 @@ class _Seen:
 
     def winner(self, name: str) -> Candidate | None:
         """Return the library of this name that wins by the loader's rules."""
-        return _winner(self.files, name) if self.files is not None else None
+        return self.files.winner(name) if self.files is not None else None
 
 
 def names(engine: str) -> tuple[str, ...]:
@@ -67,7 +202,7 @@ def names(engine: str) -> tuple[str, ...]:
 
 def cuda_checks(checks: Checks, test: EngineTest, *, own_image: bool) -> None:
     """Make the checks of CUDA. `own_image`: the image is verify's own, made of the host's C library."""
-    python = _host_python(test.system) if own_image else _Python("python3")
+    python = host_python(test.system) if own_image else Python("python3")
     cuda, management, calls, computes = names(test.engine.name)
     seen: list[_Seen] = []
 
@@ -90,7 +225,7 @@ def cuda_checks(checks: Checks, test: EngineTest, *, own_image: bool) -> None:
 def explain_image(test: EngineTest) -> str:
     """Return why CUDA fails in a container of an image with all GPUs, with what to do; nothing if it does not fail."""
     try:
-        seen = _look(test, _Python("python3"))
+        seen = _look(test, Python("python3"))
         found = parse_calls(seen.calls) if seen.calls is not None else ""
     except (Failed, GpuprovError) as error:
         return " ".join(str(error).split())
@@ -100,13 +235,14 @@ def explain_image(test: EngineTest) -> str:
     return _said(found) if failed and isinstance(found, Calls) else ""
 
 
-def _host_python(system: System) -> _Python:
+def host_python(system: System) -> Python:
+    """Return the host's Python, for containers of verify's own image."""
     path = recorded_python(system)
     parts = parts_of_python(system, path) if path else "the host has no Python that gpuprov may use; gpuprov doctor"
-    return _Python("", missing=parts) if isinstance(parts, str) else _Python(path, parts)
+    return Python("", missing=parts) if isinstance(parts, str) else Python(path, parts)
 
 
-def _look(test: EngineTest, python: _Python) -> _Seen:
+def _look(test: EngineTest, python: Python) -> _Seen:
     """Start a container with all GPUs, read its files, and make the calls in it. Raises Failed.
 
     A container of containerd's is not read from outside.
@@ -123,7 +259,7 @@ def _look(test: EngineTest, python: _Python) -> _Seen:
 
 
 @contextlib.contextmanager
-def _waiting(test: EngineTest, engine: DockerLike, python: _Python) -> Iterator[str]:
+def _waiting(test: EngineTest, engine: DockerLike, python: Python) -> Iterator[str]:
     """Give the id of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
     for wait in _WAIT:
         done = engine.start(test.system, test.image, wait, ALL, python.mounts)
@@ -147,14 +283,11 @@ def _explain_start(test: EngineTest, done: Completed) -> None:
     raise Failed(ended(test, done))
 
 
-def _winner(found: Survey, name: str) -> Candidate | None:
-    return next(one.winner for one in found.libraries if one.name == name)
-
-
 def _library(system: System, name: str, seen: _Seen) -> Values:
     """Check that a program in the container loads the host driver's library, or a newer cuda-compat."""
-    ours, theirs = _winner(survey(system, "", Program()), name), seen.winner(name)
-    loaded = _loaded(seen, name)
+    ours, theirs = survey(system, "", Program()).winner(name), seen.winner(name)
+    calls = parse_calls(seen.calls) if seen.calls is not None else None
+    loaded = calls.loaded.get(name, "") if isinstance(calls, Calls) else ""
     if ours is None:
         raise Failed(f"the loader finds no {name} on the host; sudo gpuprov install")
     if theirs is None and not loaded:
@@ -186,25 +319,26 @@ def _driver_of(one: Candidate) -> str:
     return f"{version} (cuda-compat)" if one.compat else version
 
 
-def _loaded(seen: _Seen, name: str) -> str:
-    calls = parse_calls(seen.calls) if seen.calls is not None else None
-    return calls.loaded.get(name, "") if isinstance(calls, Calls) else ""
-
-
-def _calls(test: EngineTest, python: _Python, seen: _Seen) -> Values:
+def _calls(test: EngineTest, python: Python, seen: _Seen) -> Values:
     """Check that CUDA gives the same in a container as on the host: with all GPUs, with one, and with none."""
     if python.missing:
         raise Skipped(python.missing)
+
+    def run(devices: str) -> Calls:
+        """Make the calls in a container of their own."""
+        done = test.engine.run(test.system, test.image, command(python.path), devices, mounts=python.mounts)
+        return _readable(done, test.image)
+
     host = _on_host(test.system)
     everything = _readable(seen.calls, test.image)
     told = f"CUDA {host.release}, {counted(len(host.uuids), 'GPU')}"
     _require_same(host, everything, seen, told)
     last = test.host.gpus[-1]
     asked = last.uuid if len(test.host.gpus) > 1 else "0"
-    one = _readable(_run(test, python, asked), test.image)
+    one = run(asked)
     if one.failed or (one.uuids != (last.uuid,) and last.mig != _DIVIDED):
         raise Failed(f"with GPU {asked} alone: {_said(one)}", told, _said(one))
-    none = _readable(_run(test, python, test.engine.nothing[-1]), test.image)
+    none = run(test.engine.nothing[-1])
     if none.uuids:
         raise Failed(f"a container that asked for no GPU computes on {', '.join(none.uuids)}", told, _said(none))
     return told, f"CUDA {everything.release}, {counted(len(everything.uuids), 'GPU')}; one alone; none"
@@ -215,7 +349,7 @@ def _require_same(host: Calls, everything: Calls, seen: _Seen, told: str) -> Non
     if everything.failed or LIBCUDA in everything.faults:
         raise Failed(_said(everything), told, _said(everything))
     if sorted(everything.uuids) != sorted(host.uuids):
-        hidden = everything.variables.get("CUDA_VISIBLE_DEVICES", "")
+        hidden = everything.variables.get("CUDA_VISIBLE_DEVICES", "")[:_LONGEST_WORD]
         why = f": the image sets CUDA_VISIBLE_DEVICES={hidden}" if hidden else ""
         raise Failed(f"CUDA has {_listed(everything)} in the container, {_listed(host)} on the host{why}", told)
     winner = seen.winner(LIBCUDA)
@@ -232,11 +366,6 @@ def _on_host(system: System) -> Calls:
     return found
 
 
-def _run(test: EngineTest, python: _Python, devices: str) -> Completed:
-    """Make the calls in a container of their own."""
-    return test.engine.run(test.system, test.image, command(python.path), devices, mounts=python.mounts)
-
-
 def _readable(done: Completed | None, where: str) -> Calls:
     """Return what the calls gave. Raises LeftOut if no Python with ctypes ran there."""
     assert done is not None
@@ -251,7 +380,7 @@ def _readable(done: Completed | None, where: str) -> Calls:
 def _said(found: Calls) -> str:
     """Return what the calls gave as one sentence, with the remedy if they failed."""
     if LIBCUDA in found.faults:
-        return found.faults[LIBCUDA]
+        return found.faults[LIBCUDA][:_LONGEST_WORD]
     if found.failed is None:
         return f"CUDA {found.release} has {_listed(found)}"
     known = result_of(str(found.failed.result))

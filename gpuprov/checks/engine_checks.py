@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Callable
 
 from gpuprov import toolkit
-from gpuprov.checks import containers, cuda_checks, frameworks
-from gpuprov.checks.containers import EngineTest
-from gpuprov.checks.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
+from gpuprov.checks import cuda_checks, frameworks
+from gpuprov.checks.engines import ALL, DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine, EngineTest, ended
 from gpuprov.checks.outcome import Checks, Failed, Values, all_gpus_check
-from gpuprov.checks.smi import SmiReport
+from gpuprov.checks.smi import SmiReport, difference, parse_smi
 from gpuprov.core.system import System
-from gpuprov.engines import docker, kubernetes, other_engines
+from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import knows_cdi
-from gpuprov.engines.known import ENGINES
+from gpuprov.engines.known import ENGINES, RuntimeEntry, kubernetes_programs
 from gpuprov.engines.other_engines import EngineFacts, Registration
-from gpuprov.engines.runtime_entry import RuntimeEntry
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.words import counted
 
 _SECONDS = 20
 _BY_CDI = "docker run --device"
 # Kubernetes alone makes their containers.
-_NO_CONTAINERS = ("crio", "k3s", "microk8s", "rke2")
+_NO_CONTAINERS = ("crio", *(name for name, engine in ENGINES.items() if engine.cluster))
+_LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
+# What docker says where no hook was on its PATH when it started.
+_NO_HOOK = "could not select device driver"
 _TITLES = {"crio": "CRI-O", "rke2": "RKE2"}
+# Name → image and check.
+_Frameworks = Mapping[str, tuple[str, Callable[[EngineTest], Values]]]
 
 
 @dataclass
@@ -86,7 +91,7 @@ def _check_docker(subject: Subject) -> None:
     if test is None:
         return
     _check_containers(checks, test)
-    checks.check("docker run --gpus", lambda: containers.same_gpus(test.by(DOCKER_GPUS)))
+    checks.check("docker run --gpus", lambda: same_gpus(replace(test, engine=DOCKER_GPUS)))
     if _BY_CDI in names:
         _check_docker_cdi(checks, facts, test)
     _check_computing(subject, test, _frameworks(spec))
@@ -100,7 +105,7 @@ def _check_docker_cdi(checks: Checks, facts: DockerFacts, test: EngineTest) -> N
         if off:
             waits = docker.cdi_waits_for_restart(facts) and not docker.cdi_is_to_be_set(facts)
             raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
-        return containers.same_gpus(test.by(DOCKER_CDI))
+        return same_gpus(replace(test, engine=DOCKER_CDI))
 
     if off and docker.cdi_waits_for_containers(facts):
         checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
@@ -119,7 +124,7 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
         _check_handler(subject, name, facts)
     if name in _NO_CONTAINERS:
         return
-    asked = _frameworks(spec) if spec.docker == "none" and not subject.tests else ()
+    asked = _frameworks(spec) if spec.docker == "none" and not subject.tests else {}
     names = (*_names(name), *cuda_checks.names(name), *asked)
     if not is_ready or subject.host is None:
         checks.skip(names, f"requires {name if not is_ready else 'the driver'}")
@@ -139,7 +144,7 @@ def _check_handler(subject: Subject, name: str, facts: EngineFacts) -> None:
     if running is None:
         checks.skip((check,), f"{name} tells no handlers through CRI ({ENGINES[name].socket})")
         return
-    kept = other_engines.kept_running({name: facts}, kubernetes.gather(subject.system), subject.spec)
+    kept = other_engines.kept_running({name: facts}, kubernetes_programs(subject.system), subject.spec)
     if facts.has_not_read_its_files and name in kept:
         checks.skip((check,), f"{name} has not read its files yet, and a restart is yours to choose: {command}")
         return
@@ -175,27 +180,23 @@ def _engine_test(subject: Subject, engine: Engine, names: tuple[str, ...], check
 
 
 def _check_containers(checks: Checks, test: EngineTest) -> None:
-    for name, check in zip(_names(test.engine.name), (containers.all_gpus, containers.one_gpu, containers.no_gpu)):
+    for name, check in zip(_names(test.engine.name), (all_gpus, one_gpu, no_gpu)):
         checks.check(name, lambda check=check: check(test))  # type: ignore[misc]
 
 
-def _check_computing(subject: Subject, test: EngineTest, asked: tuple[str, ...]) -> None:
+def _check_computing(subject: Subject, test: EngineTest, asked: _Frameworks) -> None:
     """Check that CUDA computes, and what the frameworks that are asked see."""
-    spec = subject.spec
-    cuda_checks.cuda_checks(subject.checks, test, own_image=not spec.verify_image)
-    for name, image, look in (
-        (frameworks.TORCH, spec.torch_image, frameworks.torch),
-        (frameworks.TENSORFLOW, spec.tensorflow_image, frameworks.tensorflow),
-    ):
-        if name in asked:
-            framework = EngineTest(subject.system, image, test.host, test.engine)
-            subject.checks.check(name, lambda look=look, framework=framework: look(framework))  # type: ignore[misc]
+    cuda_checks.cuda_checks(subject.checks, test, own_image=not subject.spec.verify_image)
+    for name, (image, look) in asked.items():
+        framework = replace(test, image=image)
+        subject.checks.check(name, lambda look=look, framework=framework: look(framework))  # type: ignore[misc]
 
 
-def _frameworks(spec: HostSpec) -> tuple[str, ...]:
+def _frameworks(spec: HostSpec) -> _Frameworks:
     """Return the frameworks for which there is an image."""
-    images = ((frameworks.TORCH, spec.torch_image), (frameworks.TENSORFLOW, spec.tensorflow_image))
-    return tuple(name for name, image in images if image)
+    torch, tensorflow = (spec.torch_image, frameworks.torch), (spec.tensorflow_image, frameworks.tensorflow)
+    known = {frameworks.TORCH: torch, frameworks.TENSORFLOW: tensorflow}
+    return {name: one for name, one in known.items() if one[0]}
 
 
 def _docker(facts: DockerFacts) -> Values:
@@ -252,3 +253,55 @@ def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping
 def _require_program(system: System, path: str) -> None:
     if not system.exists(path):
         raise Failed(f"{path} is missing; run gpuprov install")
+
+
+def all_gpus(test: EngineTest) -> Values:
+    """Check that a container that requests all GPUs sees the same as the host, field by field."""
+    report = _smi(test, ALL)
+    if different := difference(test.host, report):
+        name, ours, theirs = different
+        seen = f"{name}: host {ours or '(none)'}, container {theirs or '(none)'}"
+        raise Failed(f"{seen}; gpuprov install refreshes the CDI specification", ours, theirs)
+    return counted(len(test.host.gpus), "GPU"), f"{counted(len(report.gpus), 'GPU')}, every field the same"
+
+
+def one_gpu(test: EngineTest) -> Values:
+    """Check that a container that requests one GPU sees only that one: the last by UUID, a single one by index."""
+    wanted = test.host.gpus[-1].uuid
+    asked = wanted if len(test.host.gpus) > 1 else "0"
+    seen = [gpu.uuid for gpu in _smi(test, asked).gpus]
+    if seen != [wanted]:
+        reason = f"asked for {asked}, the container sees {', '.join(seen) or 'none'}"
+        raise Failed(f"{reason}; gpuprov install refreshes the CDI specification", wanted, ", ".join(seen))
+    return asked, "only the requested GPU"
+
+
+def no_gpu(test: EngineTest) -> Values:
+    """Check that a container that requests nothing gets neither nodes nor files."""
+    for devices in test.engine.nothing:
+        done = test.engine.run(test.system, test.image, ("sh", "-c", _LISTING), devices)
+        if not done.ok:
+            raise Failed(ended(test, done))
+        if done.stdout.strip():
+            got = ", ".join(done.stdout.split())
+            raise Failed(
+                f"a container that asked for no GPU got {got}; look at what the image and {test.engine.name} bring it"
+            )
+    return "", "no GPU visible"
+
+
+def same_gpus(test: EngineTest) -> Values:
+    """Check that another way of the engine to all GPUs shows the same ones."""
+    seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (_smi(test, ALL), test.host))
+    if seen != wanted:
+        raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
+    return counted(len(wanted), "GPU"), f"{counted(len(seen), 'GPU')} ({test.engine.way})"
+
+
+def _smi(test: EngineTest, devices: str) -> SmiReport:
+    done = test.engine.run(test.system, test.image, ("nvidia-smi", "-q", "-x"), devices)
+    if _NO_HOOK in done.stderr and test.engine == DOCKER_GPUS:
+        raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
+    if not done.ok:
+        raise Failed(ended(test, done))
+    return parse_smi(done.stdout)

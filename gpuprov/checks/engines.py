@@ -1,15 +1,24 @@
 """Container engines as verification uses them: run a command in a container with these GPUs, return what it said.
 
-One class for each command line. An object is one way to a GPU: docker has three, podman and containerd one each.
+One class for each command line. An object is one way to a GPU: docker has three, podman and containerd one each. The
+image that they run by default is made of the host's own C library and shell, so that verification needs no registry. It
+holds /bin/sh and what nvidia-smi is linked against; its tag is the digest of its content, so an engine gets it once.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import re
+import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from pathlib import PurePosixPath
+from typing import Callable, Optional, Union
 
-from gpuprov.checks.image import REPOSITORY, own_image
 from gpuprov.checks.outcome import Failed, telling_line
+from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
@@ -22,39 +31,28 @@ _CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 _CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 # Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
 _NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
+OnLine = Optional[Callable[[str], None]]
 ALL, NOTHING, VOID = "all", "", "void"
-
-
-class Engine(Protocol):
-    """An engine by one of its ways to a GPU.
-
-    `name`: the engine's; `way`: what gives the GPU; `nothing`: what may be asked for that brings no GPU;
-    `not_started`: what to do if it starts no container (exit code 125).
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def way(self) -> str: ...
-    @property
-    def nothing(self) -> tuple[str, ...]: ...
-    @property
-    def not_started(self) -> str: ...
-
-    def image(self, system: System, wanted: str = "") -> str:
-        """Return the image to run, which the engine has then: the wanted one, pulled if need be, or the host's own.
-
-        The host's own is never pulled. Raises Failed or GpuprovError.
-        """
-
-    def run(
-        self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
-        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (),
-    ) -> Completed:  # fmt: skip
-        """Run a command in a container with these GPUs: ALL, an index or UUID, NOTHING, or VOID; remove it after.
-
-        `mounts`: paths of the host that the container has too, read-only.
-        """
+REPOSITORY = "gpuprov-verify"
+_PROGRAMS = ("sh", "ls", "cat")
+# What the driver's own libraries are linked against; the loader comes with nvidia-smi and the shell.
+LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
+# Go's names (runtime.GOARCH), which images have.
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_NOT_STARTED = 125  # docker's and podman's own exit code
+# crun and runc, whose failures podman ends with 126 or 127, as a shell does for a program.
+_RUNTIME = re.compile(r"\b(crun|runc|OCI runtime|OCI permission denied)\b")
+_ITS_PROGRAM = re.compile(r"executable file|exec format|exec[: ].*(permission denied|no such file)", re.IGNORECASE)
+# Exit codes: a shell's, and nvidia-smi's where the host's own went well.
+_HINTS = {
+    9: "the container can't reach the driver: gpuprov install refreshes device nodes and CDI specification",
+    12: "libnvidia-ml.so.1 is not where the image's loader looks: give another image with --image",
+    18: "the container got libraries of another version: gpuprov install refreshes the CDI specification",
+    126: "the image can't run it: give another image with --image",
+    127: "the container did not get it: gpuprov install refreshes the CDI specification",
+    255: "the device cgroup may forbid the nodes: gpuprov install, then restart the container",
+    TIMED_OUT: "dmesg | grep -i -e nvrm -e xid tells of a GPU that hangs",
+}
 
 
 def _by_runtime(devices: str) -> tuple[str, ...]:
@@ -78,7 +76,11 @@ def _by_cdi(devices: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DockerLike:
-    """docker, or podman with docker's words. `flags` returns what asks for GPUs; `repository`: of the host's image."""
+    """docker, or podman with docker's words, by one of its ways to a GPU.
+
+    `way`: what gives the GPU; `flags` returns the words that ask for it. `not_started`: what to do if it starts no
+    container (exit code 125). `nothing`: what may be asked for that brings no GPU. `repository`: of the host's image.
+    """
 
     name: str
     way: str
@@ -88,6 +90,10 @@ class DockerLike:
     repository: str = REPOSITORY
 
     def image(self, system: System, wanted: str = "") -> str:
+        """Return the image to run, which the engine has then: the wanted one, pulled if need be, or the host's own.
+
+        The host's own is never pulled. Raises Failed or GpuprovError.
+        """
         if wanted:
             self._pull_if_missing(system, wanted)
             return wanted
@@ -98,7 +104,10 @@ class DockerLike:
             return tag
         done = system.run((self.name, "import", "-", tag), stdin=own.root(), timeout=_IMPORT_SECONDS)
         if not done.ok:
-            raise GpuprovError("the verification image can't be built", done.evidence(4), "give one with --image")
+            full = re.search("no space left on device|disk quota exceeded", done.stderr, re.IGNORECASE)
+            room = f"make room where {self.name} keeps images: {self.name} system df"
+            step = room if full else "give one with --image"
+            raise GpuprovError("the verification image can't be built", done.evidence(4), step)
         # Of an older C library.
         for old in listed:
             system.run((self.name, "rmi", old))
@@ -120,8 +129,13 @@ class DockerLike:
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
         seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (), flags: tuple[str, ...] = (),
+        on_line: OnLine = None,
     ) -> Completed:  # fmt: skip
-        container = _container_name(system)
+        """Run a command in a container with these GPUs: ALL, an index or UUID, NOTHING, or VOID; remove it after.
+
+        `mounts`: paths of the host that the container has too, read-only. `on_line` receives each line it prints.
+        """
+        container = f"{REPOSITORY}-{system.own_pid()}"
         # The image is there by now: nobody else's of the same name shall come from a registry. The image's own entry
         # point stays out: that of NVIDIA's images prints a banner.
         argv = (
@@ -129,11 +143,7 @@ class DockerLike:
             *self.flags(devices), *_bind_mounts(mounts, "source", "target", "readonly"),
             "--entrypoint", command[0], image, *command[1:],
         )  # fmt: skip
-        done = system.run(argv, timeout=seconds)
-        if done.returncode == TIMED_OUT:
-            # Its client was ended, not the container.
-            self.remove(system, container)
-        return done
+        return _run(system, argv, seconds, on_line, lambda: self.remove(system, container))
 
     def start(
         self, system: System, image: str, command: tuple[str, ...], devices: str, mounts: tuple[str, ...] = ()
@@ -169,7 +179,7 @@ PODMAN = DockerLike(
 
 @dataclass(frozen=True)
 class Containerd:
-    """containerd by its own client, ctr: `runtime` in place of runc. ctr's --gpus needs a program that few hosts have.
+    """containerd by its own client, ctr, as DockerLike: `runtime` in place of runc. Few hosts have what --gpus needs.
 
     In a namespace of containerd's of its own, beside docker's (moby) and Kubernetes' (k8s.io).
     """
@@ -200,39 +210,49 @@ class Containerd:
 
     def _pulled(self, system: System, image: str, listed: list[str]) -> str:
         if image not in listed:
-            done = system.run((*_CTR, "images", "pull", image), timeout=_PULL_SECONDS)
+            argv = (*_CTR, "images", "pull", image)
+            done = system.run(argv, timeout=_PULL_SECONDS)
             if not done.ok:
-                raise Failed(
-                    f"containerd can't pull {image}: {telling_line(done)}; {' '.join(_CTR)} images pull {image}"
-                )
+                raise Failed(f"containerd can't pull {image}: {telling_line(done)}; {' '.join(argv)}")
         return image
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
-        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (),
+        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (), on_line: OnLine = None,
     ) -> Completed:  # fmt: skip
-        container = _container_name(system)
+        container = f"{REPOSITORY}-{system.own_pid()}"
         # ctr can't take a variable out of the image's environment: a GPU that is not asked for is refused.
         asked = (f"NVIDIA_VISIBLE_DEVICES={devices or VOID}", _CAPABILITIES)
         environment = [word for entry in asked for word in ("--env", entry)]
         # ctr asks for 1024 CPU shares by itself, which a host without the cpu controller can't give.
-        flags = (
-            "--rm",
-            "--cpu-shares=0",
-            "--runc-binary",
-            self.runtime,
-            *_bind_mounts(mounts, "src", "dst", "options=rbind:ro"),
-        )
-        argv = (*_CTR, "run", *flags, *environment, image, container, *command)
-        done = system.run(argv, timeout=seconds)
-        if done.returncode == TIMED_OUT:
+        argv = (
+            *_CTR, "run", "--rm", "--cpu-shares=0", "--runc-binary", self.runtime,
+            *_bind_mounts(mounts, "src", "dst", "options=rbind:ro"), *environment, image, container, *command,
+        )  # fmt: skip
+
+        def remove() -> None:
             system.run((*_CTR, "tasks", "kill", "--signal", "SIGKILL", container), timeout=CONTAINER_SECONDS)
             system.run((*_CTR, "tasks", "delete", "--force", container), timeout=CONTAINER_SECONDS)
             system.run((*_CTR, "containers", "delete", container), timeout=CONTAINER_SECONDS)
+
+        return _run(system, argv, seconds, on_line, remove)
+
+
+def _run(
+    system: System, argv: tuple[str, ...], seconds: float, on_line: OnLine, remove: Callable[[], None]
+) -> Completed:
+    """Run an engine's client; remove the container if the client was ended, by its time limit or by Ctrl-C."""
+    done = None
+    try:
+        done = system.run(argv, timeout=seconds, on_line=on_line)
         return done
+    finally:
+        if done is None or done.returncode == TIMED_OUT:
+            remove()
 
 
 _CTR = ("ctr", "--namespace", REPOSITORY)
+Engine = Union[DockerLike, Containerd]
 
 
 def images_left(system: System) -> dict[str, tuple[str, ...]]:
@@ -262,5 +282,102 @@ def full_reference(image: str) -> str:
     return image
 
 
-def _container_name(system: System) -> str:
-    return f"{REPOSITORY}-{system.own_pid()}"
+@dataclass(frozen=True)
+class OwnImage:
+    """The image's tag and its files, path in the image → content."""
+
+    tag: str
+    files: Mapping[str, bytes]
+
+    def root(self) -> bytes:
+        """Return the root file system as a tar archive (`docker import`); same files, same bytes."""
+        parents = {str(parent) for name in self.files for parent in PurePosixPath(name).parents} - {"."}
+        return _tar(self.files, sorted(parents | {"tmp", "etc", "usr/bin", "usr/lib"}))
+
+    def archive(self, reference: str, architecture: str) -> bytes:
+        """Return the image with its name as `docker save` writes it, for engines that import no root file system."""
+        root = self.root()
+        config = {
+            "architecture": _ARCHITECTURES.get(architecture, architecture),
+            "os": "linux",
+            "config": {"Env": ["PATH=/usr/bin:/bin"]},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(root).hexdigest()}"]},
+        }
+        manifest = [{"Config": "config.json", "RepoTags": [reference], "Layers": ["layer.tar"]}]
+        files = {
+            "config.json": json.dumps(config).encode(),
+            "layer.tar": root,
+            "manifest.json": json.dumps(manifest).encode(),
+        }
+        return _tar(files, [])
+
+
+def own_image(system: System) -> OwnImage:
+    """Return the image as this host's files make it. Raises GpuprovError where that can't be done."""
+    files = _files(system)
+    digest = hashlib.sha256(repr([(name, hashlib.sha256(files[name]).digest()) for name in sorted(files)]).encode())
+    return OwnImage(digest.hexdigest()[:16], files)
+
+
+def _files(system: System) -> dict[str, bytes]:
+    """Return path in the image → content: the programs, and all that their loader names."""
+    files: dict[str, bytes] = {}
+    programs = [path for name in _PROGRAMS if (path := system.which(name))]
+    for path in programs:
+        files[f"bin/{path.rpartition('/')[2]}"] = _content(system, path)
+    smi = system.which("nvidia-smi")
+    listed = system.run(("ldd", *programs, *((smi,) if smi else ()))).stdout
+    # The driver's own come from the runtime.
+    needed = {path for path in re.findall(r"=> (/\S+)", listed) if "nvidia" not in path}
+    folder = next((path.rpartition("/")[0] for path in needed if path.endswith("/libc.so.6")), "")
+    if not folder:
+        raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "give an image with --image")
+    needed |= {f"{folder}/{name}" for name in LIBRARIES if system.exists(f"{folder}/{name}")}
+    # The loader's path stands in the programs themselves: without an arrow in ldd's list.
+    loaders = set(re.findall(r"^\s+(/\S*ld-\S+) \(", listed, re.MULTILINE))
+    for path in needed | loaders:
+        files[path.lstrip("/")] = _content(system, path)
+    return files
+
+
+def _content(system: System, path: str) -> bytes:
+    content = system.read_bytes(system.real_path(path))
+    if content is None:
+        raise GpuprovError(f"{path} can't be read", "", "give an image with --image")
+    return content
+
+
+def _tar(files: Mapping[str, bytes], folders: list[str]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for folder in folders:
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(entry)
+        for name in sorted(files):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(files[name]), 0o755
+            archive.addfile(entry, io.BytesIO(files[name]))
+    return made.getvalue()
+
+
+@dataclass(frozen=True)
+class EngineTest:
+    """An engine by one of its ways to a GPU, the image to try it with, and what the host's own nvidia-smi says."""
+
+    system: System
+    image: str
+    host: SmiReport
+    engine: Engine = DOCKER
+
+
+def ended(test: EngineTest, done: Completed) -> str:
+    """Return how a container ended, and the next step if known."""
+    line = telling_line(done)
+    hint = test.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
+    if done.returncode in (126, 127) and _RUNTIME.search(line) and not _ITS_PROGRAM.search(line):
+        hint = f"the OCI runtime starts no container: {test.engine.name} info names it; correct what it says"
+    # gpuprov's own runtime suggests the next step itself.
+    if "gpuprov:" in line:
+        hint = ""
+    return f"the container exited {done.returncode}: {line}" + (f"; {hint}" if hint else "")

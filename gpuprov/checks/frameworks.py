@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from gpuprov.checks.containers import EngineTest
-from gpuprov.checks.cuda.results import result_of
+from gpuprov.checks.cuda.judgement import result_of
 from gpuprov.checks.cuda_checks import explain_image
-from gpuprov.checks.engines import ALL
+from gpuprov.checks.engines import ALL, EngineTest
 from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.commands import Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, load
@@ -44,16 +41,16 @@ _TENSORFLOW_LIBRARIES = "Cannot dlopen some GPU libraries"
 def torch(test: EngineTest) -> Values:
     """PyTorch must see each of the GPUs, and compute on it."""
     found, _ = _asked(test, TORCH)
-    name = f"torch {found['version'] or '?'}"
-    cuda = found["cuda"]
+    name = f"torch {found.version or '?'}"
+    cuda = found.cuda
     if not cuda:
-        other = f"for ROCm {found['hip']}" if found["hip"] else "without CUDA"
+        other = f"for ROCm {found.hip}" if found.hip else "without CUDA"
         raise Failed(f"{name} in {test.image} is built {other}; use an image with a CUDA build of PyTorch")
-    said = next(iter(found["warnings"]), "")
-    if not found["available"]:
+    said = next(iter(found.warnings), "")
+    if not found.available:
         raise Failed(_reason(test, f"{name} for CUDA {cuda} sees no GPU", said, _torch_result(said)))
     _require_all(test, found, f"torch.cuda.device_count() of {name}")
-    error = found["error"]
+    error = found.error
     if error and not any(text in error for text in _BUSY):
         raise Failed(
             _reason(test, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
@@ -64,18 +61,18 @@ def torch(test: EngineTest) -> Values:
 def tensorflow(test: EngineTest) -> Values:
     """TensorFlow must see each of the GPUs."""
     found, done = _asked(test, TENSORFLOW)
-    name = f"tensorflow {found['version'] or '?'}"
-    if not found["built_with_cuda"]:
+    name = f"tensorflow {found.version or '?'}"
+    if not found.built_with_cuda:
         raise Failed(f"{name} in {test.image} is built without CUDA; use an image such as tensorflow:latest-gpu")
-    if not found["count"]:
+    if not found.count:
         raise Failed(_reason(test, f"{name} sees no GPU", *_tensorflow_cause(done.stderr)))
     _require_all(test, found, f"{name}: the number of GPUs")
-    return _shown(test, found, name, found["cuda"])
+    return _shown(test, found, name, found.cuda)
 
 
-def _asked(test: EngineTest, framework: str) -> tuple[Mapping[str, Any], Completed]:
+def _asked(test: EngineTest, framework: str) -> tuple[_Answer, Completed]:
     """Return what a framework's program printed, and how it ended. Raises Failed if it printed nothing."""
-    source = pkgutil.get_data(__package__ or "gpuprov.checks", f"{framework}_program.py")
+    source = pkgutil.get_data("gpuprov.checks", f"{framework}_program.py")
     assert source is not None
     done = _run(test, "python3", source.decode())
     if done.returncode == _NOT_FOUND:
@@ -87,7 +84,11 @@ def _asked(test: EngineTest, framework: str) -> tuple[Mapping[str, Any], Complet
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict):
-            return _checked(test, found), done
+            try:
+                return load(_Answer, found), done
+            except WrongDataError as error:
+                what = f"Python in {test.image} gives an answer that is not the framework's"
+                raise Failed(f"{what}: {error}") from None
     lines = done.stderr.strip().splitlines() or ["(silent)"]
     last = next((line for line in reversed(lines) if "rror" in line), lines[-1])
     raise Failed(f"Python in {test.image} exited {done.returncode}: {_short(last)}")
@@ -107,27 +108,20 @@ class _Answer:
     error: Text = ""
 
 
-def _checked(test: EngineTest, found: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        return vars(load(_Answer, found))
-    except WrongDataError as error:
-        raise Failed(f"Python in {test.image} gives an answer that is not the framework's: {error}") from None
-
-
 def _run(test: EngineTest, python: str, source: str) -> Completed:
     image = test.engine.image(test.system, test.image)
     return test.engine.run(test.system, image, (python, "-c", source), ALL, seconds=_SECONDS)
 
 
-def _require_all(test: EngineTest, found: Mapping[str, Any], what: str) -> None:
+def _require_all(test: EngineTest, found: _Answer, what: str) -> None:
     divided = any(gpu.mig == _DIVIDED for gpu in test.host.gpus)
-    if found["count"] != len(test.host.gpus) and not divided:
-        raise Failed(f"{what} is {found['count']} in {test.image}, the host has {len(test.host.gpus)}")
+    if found.count != len(test.host.gpus) and not divided:
+        raise Failed(f"{what} is {found.count} in {test.image}, the host has {len(test.host.gpus)}")
 
 
-def _shown(test: EngineTest, found: Mapping[str, Any], name: str, cuda: str) -> Values:
+def _shown(test: EngineTest, found: _Answer, name: str, cuda: str) -> Values:
     made_for = f" for CUDA {cuda}" if cuda else ""
-    return counted(len(test.host.gpus), "GPU"), f"{counted(found['count'], 'GPU')}, {name}{made_for}"
+    return counted(len(test.host.gpus), "GPU"), f"{counted(found.count, 'GPU')}, {name}{made_for}"
 
 
 def _torch_result(said: str) -> str:

@@ -15,11 +15,11 @@ from gpuprov import __version__
 from gpuprov.cdi.nvml import sysfs_bus_id
 from gpuprov.checks.outcome import Checks, Failed, Skipped, Values
 from gpuprov.checks.smi import SmiReport
-from gpuprov.core.image_system import BOOTED
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY
 from gpuprov.core.lock import other_run
 from gpuprov.core.places import REMEMBERED
-from gpuprov.core.system import System
+from gpuprov.core.system import BOOTED, System
+from gpuprov.facts.kernels import MACHINE_ID
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.codec import Limit, Name, WrongDataError, dump, load, parse
@@ -223,7 +223,7 @@ def _machine(system: System) -> str:
     All system containers of a host see the same number, and those without privileges may not read it.
     """
     container = bool(gather_kernel(system).container)
-    places = ("/etc/machine-id",) if container else ("/sys/class/dmi/id/product_uuid", "/etc/machine-id")
+    places = (MACHINE_ID,) if container else ("/sys/class/dmi/id/product_uuid", MACHINE_ID)
     return next((text for path in places if (text := (system.read_text(path) or "").strip())), "")
 
 

@@ -58,6 +58,11 @@ class Verdict:
         return "the driver works; no container engine is configured, so no container ran"
 
 
+def _in_one_line(error: GpuprovError) -> str:
+    texts = [f"{one.what}: {one.evidence}; {one.next_step}" for one in error.problems]
+    return " ".join("; ".join(texts).split())
+
+
 class Checks:
     """One verification: emits a CheckDone for each check, and knows whether all went well."""
 
@@ -83,7 +88,7 @@ class Checks:
             self.skip((name,), str(skipped))
             return False
         except (Failed, GpuprovError) as error:
-            failed = error if isinstance(error, Failed) else Failed(" ".join(str(error).split()))
+            failed = error if isinstance(error, Failed) else Failed(_in_one_line(error))
             self._emit(CheckDone(name, "failed", failed.host, failed.container, failed.reason, self._engine))
             return False
         self._emit(CheckDone(name, "ok", host, container, engine=self._engine))

@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpuprov.core.commands import Failure, failures
 from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20
 _LOOK = "look at it: nvidia-smi -q -x"
-
-
-@dataclass(frozen=True)
-class Exit:
-    """An exit code of nvidia-smi: its meaning, and the next command; "" if that depends on the host."""
-
-    what: str
-    next_step: str = ""
-
-
 # Not nvidia-caps, a folder, which nobody could enter then.
 OPEN_NODES = "chmod 0666 /dev/nvidia[0-9]* /dev/nvidiactl /dev/nvidia-uvm*"
 LOOK = "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
-# nvidia-smi's manual, "RETURN VALUE", and recorded runs; its message comes on stdout.
-EXITS: Mapping[int, Exit] = {
-    3: Exit("nvidia-smi and the driver do not fit together (an operation that this GPU does not have)"),
-    4: Exit("nvidia-smi may not open the devices", f"ls -l /dev/nvidia*; {OPEN_NODES}"),
-    6: Exit("the driver serves no GPU", "dmesg | grep -i nvrm"),
-    8: Exit("a GPU lacks its power cable", "poweroff  # then connect the GPU's power cables"),
-    9: Exit("nvidia-smi does not reach the driver", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
-    10: Exit("the kernel has trouble with a GPU's interrupts", "dmesg | grep -i -e nvrm -e irq; systemctl reboot"),
-    12: Exit(
-        "libnvidia-ml.so.1 can't be loaded", "ldconfig; ldconfig -p | grep libnvidia-ml  # lists none: gpuprov install"
-    ),
-    13: Exit("libnvidia-ml.so.1 is of another version than nvidia-smi"),
-    14: Exit("a GPU's infoROM is corrupted", "nvidia-bug-report.sh  # replace the GPU (RMA)"),
-    15: Exit("a GPU is lost: it has fallen off the bus", "systemctl reboot  # if it comes back: power, seating, heat"),
-    17: Exit("the driver could not take the GPU's memory or its interrupts", "dmesg | grep -i nvrm; systemctl reboot"),
-    18: Exit("libraries and kernel module are of different versions"),
-    124: Exit("nvidia-smi hangs: a GPU does not answer", "dmesg | grep -i -e nvrm -e xid; systemctl reboot"),
-    255: Exit("nvidia-smi fails in a way that it has no number for", LOOK),
-}
+
+
+@functools.cache
+def exits() -> Mapping[int, Failure]:
+    """Return the meanings of nvidia-smi's exit codes; a row without a next step has one that depends on the host."""
+    return {row.returncode: row for row in failures("nvidia-smi") if row.returncode >= 0}
 
 
 def exit_code(returncode: int) -> int:
@@ -70,19 +51,6 @@ class SmiReport:
     gpus: tuple[SmiGpu, ...]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One field, as the host has it and as the container has it."""
-
-    field: str
-    host: str
-    container: str
-
-    @property
-    def same(self) -> bool:
-        return self.host == self.container
-
-
 # Field of SmiGpu, what people call it, where it stands in the XML. Temperature, usage, clocks and processes change by
 # themselves and are left out.
 _FIELDS = (
@@ -107,26 +75,50 @@ def parse_smi(text: str) -> SmiReport:
     )
 
 
-def compare(host: SmiReport, container: SmiReport) -> tuple[Compared, ...]:
-    """Return every field side by side: driver, CUDA, count, then each GPU's, in the host's order."""
+def difference(host: SmiReport, container: SmiReport) -> tuple[str, str, str] | None:
+    """Return the first field that differs, as each has it: driver, CUDA, count, then each GPU's in turn."""
     rows = [
-        Compared("driver", host.driver, container.driver),
-        Compared("CUDA", host.cuda, container.cuda),
-        Compared("GPU count", str(len(host.gpus)), str(len(container.gpus))),
+        ("driver", host.driver, container.driver),
+        ("CUDA", host.cuda, container.cuda),
+        ("GPU count", str(len(host.gpus)), str(len(container.gpus))),
     ]
     for index, (ours, theirs) in enumerate(zip(host.gpus, container.gpus)):
-        rows += [
-            Compared(f"GPU {index} {what}", getattr(ours, field), getattr(theirs, field)) for field, what, _ in _FIELDS
-        ]
-    return tuple(rows)
+        rows += [(f"GPU {index} {what}", getattr(ours, field), getattr(theirs, field)) for field, what, _ in _FIELDS]
+    return next((row for row in rows if row[1] != row[2]), None)
 
 
 def _xml_root(text: str) -> ElementTree.Element:
-    """Return the report's root element. Raises GpuprovError if it is too large, has entities, or is no XML."""
-    if len(text) > _LARGEST_REPORT or "<!ENTITY" in text:
+    if not _is_bounded(text):
         raise GpuprovError("nvidia-smi's output is no report", "too large, or with entities of its own", _LOOK)
     try:
         return ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
         start = text.strip()[:200]
         raise GpuprovError("nvidia-smi's output is no XML report", f"{error}: {start}", _LOOK) from None
+
+
+def gpu_elements(text: str) -> tuple[ElementTree.Element, ...]:
+    """Return the `gpu` elements of a report that may have warnings around it, or be cut off by a GPU that hangs."""
+    found: list[ElementTree.Element] = []
+    report = io.BytesIO(text[max(text.find("<"), 0) :].encode("utf-8", "replace") if _is_bounded(text) else b"")
+    with contextlib.suppress(ElementTree.ParseError):
+        for _, element in ElementTree.iterparse(report, ("start",)):
+            if element.tag == "gpu" and "id" in element.attrib:
+                found.append(element)
+    return tuple(found)
+
+
+def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
+    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`, up to where the report goes."""
+    found = []
+    for gpu in gpu_elements(report):
+        elements, texts = [(gpu, "")], dict[str, str]()
+        for element, place in elements:
+            elements += [(one, f"{place}/{one.tag}".lstrip("/")) for one in element]
+            texts.setdefault(place, (element.text or "").strip())
+        found.append(texts)
+    return tuple(found)
+
+
+def _is_bounded(text: str) -> bool:
+    return len(text) <= _LARGEST_REPORT and "<!ENTITY" not in text

@@ -1,4 +1,9 @@
-"""`gpuprov advisories`: list known security holes of NVIDIA's driver and toolkit, and update the list."""
+"""`gpuprov advisories`: list known security holes and problems of NVIDIA's driver and toolkit, and update the lists.
+
+Updates are NVIDIA's security bulletins as CSAF 2.0 documents (github.com/NVIDIA/product-security). A product id names
+platform, product and version: `linuxr580_tesla_all_driver_versions_prior_to_580_178_04` is affected,
+`linuxr580_tesla_580_178_04` is fixed. Other platforms and products of a bulletin are left out.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,29 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from gpuprov.fleet.standard_streams import say, say_text
+from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, merged, rows_of, table_of
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
+from gpuprov.protocol.known_problems import problems_of
+from gpuprov.protocol.tables import ADVISORIES, KNOWN_PROBLEMS, packaged
+from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
-
-if TYPE_CHECKING:
-    from gpuprov.protocol.advisories import Advisory
 
 _OLD_DAYS = 60
 
 
-@click.group(invoke_without_command=True, short_help="Known security holes, and how old this knowledge is.")
+@click.group(invoke_without_command=True, short_help="Known security holes and problems, and how old this is.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON, with each CVE.")
 @click.pass_context
 def advisories(context: click.Context, as_json: bool) -> None:
-    """List the known security holes of NVIDIA's driver and container toolkit, and how old this knowledge is.
+    """List the known security holes of NVIDIA's driver and container toolkit, the combinations that are known to break,
+    and how old this knowledge is.
 
     \b
     Examples:
@@ -39,7 +46,7 @@ def advisories(context: click.Context, as_json: bool) -> None:
 
 @advisories.command(short_help="Read security bulletins of NVIDIA's.")
 @click.option("--from", "source", metavar="FILE|DIR|URL", required=True, help="CSAF documents of NVIDIA's, or a table "
-              "that another gpuprov has.")  # fmt: skip
+              "that another gpuprov has, of known problems too.")  # fmt: skip
 @click.option("--sha256", metavar="DIGEST", default="", help="The digest of FILE or URL. Default: in SOURCE.sha256.")
 def update(source: str, sha256: str) -> None:
     """Read security bulletins; later runs send them to the hosts. Documents: github.com/NVIDIA/product-security.
@@ -51,33 +58,37 @@ def update(source: str, sha256: str) -> None:
       gpuprov advisories update --from 5861.json
       gpuprov advisories update --from https://mirror.example/advisories.json --sha256 9f86d0…
     """
-    from gpuprov.agent.site_tables import advisories_table, save_advisories
-    from gpuprov.protocol.advisories import merged, rows_of, table_of
+    from gpuprov.agent.site_tables import save_table, user_table
 
-    known = rows_of(advisories_table())
-    fresh = [row for name, content in documents(source, sha256) for row in _rows(name, content)]
+    known, read = rows_of(user_table(ADVISORIES)), [_read(*document) for document in documents(source, sha256)]
+    fresh, own = [row for rows, _ in read for row in rows], [data for _, data in read if data is not None]
+    if own:
+        unused = "; not used: this gpuprov's own are newer" * (own[-1]["updated"] < packaged(KNOWN_PROBLEMS)["updated"])
+        say(f"{save_table(KNOWN_PROBLEMS, own[-1])}: {counted(len(own[-1]['problems']), 'known problem')}{unused}")
+        if not fresh:
+            return
     if not fresh:
         raise UsageError(
             f"{source} has no advisory on NVIDIA's driver or container toolkit for Linux", "",
             "name CSAF documents, such as 2026/5861/5861.json"
         )  # fmt: skip
     found = merged(known, fresh)
-    path = save_advisories(table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
+    path = save_table(ADVISORIES, table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
     say(f"{path}: {counted(len(set(found)), 'advisory', 'advisories')}, new: {len(set(found) - set(known))}")
 
 
-def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:
-    """Return the advisories of a document, or those of a gpuprov table."""
-    from gpuprov.fleet.csaf import is_csaf, parse_csaf
-    from gpuprov.protocol.advisories import rows_of
-
+def _read(name: str, content: bytes) -> tuple[tuple[Advisory, ...], dict[str, Any] | None]:
+    """Return the advisories of a document or of a gpuprov table, and the table of known problems, if it has one."""
     try:
         data: Any = json.loads(content)
     except (ValueError, RecursionError):
         data = None
-    if isinstance(data, dict) and "rows" in data and not is_csaf(data):
-        return rows_of(data, name)
-    return parse_csaf(content, name)
+    if not isinstance(data, dict) or is_csaf(data) or not {"rows", "problems"} & {*data}:
+        return parse_csaf(content, name), None
+    own = data if "problems" in data else data.get("known_problems")
+    if own is not None:
+        problems_of(own, name)
+    return rows_of(data, name) if "rows" in data else (), own
 
 
 def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
@@ -140,14 +151,12 @@ def _fetched(url: str, sha256: str) -> bytes:
 
 
 def _shown(*, as_json: bool) -> str:
-    from gpuprov.agent.site_tables import advisories_path, advisories_table
-    from gpuprov.protocol.advisories import rows_of, table_of
-    from gpuprov.protocol.tables import ADVISORIES, packaged
+    from gpuprov.agent.site_tables import user_path, user_table
 
-    data = advisories_table()
-    rows = rows_of(data)
+    data, known = user_table(ADVISORIES), user_table(KNOWN_PROBLEMS)
+    rows, problems = rows_of(data), problems_of(known)
     if as_json:
-        return json.dumps(table_of(rows, data["updated"]))
+        return json.dumps({**table_of(rows, data["updated"]), "known_problems": known})
     lines = [("bulletin", "published", "product", "branch", "fixed in", "score", "CVEs")]
     lines += [
         (one.bulletin, one.published, one.product, one.branch, one.fixed_in, f"{one.score:g}", " ".join(one.cves[:3]))
@@ -156,8 +165,95 @@ def _shown(*, as_json: bool) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip() for line in lines]
     days = int((time.time() - time.mktime(time.strptime(data["updated"], "%Y-%m-%d"))) // 86400)
-    origin = "this gpuprov" if data == packaged(ADVISORIES) else str(advisories_path())
+    origin = "this gpuprov" if data == packaged(ADVISORIES) else str(user_path(ADVISORIES))
     count, age = counted(len(rows), "advisory", "advisories"), counted(max(days, 0), "day")
     summary = f"{count}, of {data['updated']} ({age} ago), from {origin}"
     hint = "; for newer ones: gpuprov advisories update --from URL" if days > _OLD_DAYS else ""
-    return "\n".join((*shown, "", summary + hint))
+    broken = (
+        f"{one.name} ({one.reported}): {one.combination}\n  {one.what}; fixed in: {one.fixed_in or 'not known'}\n  "
+        f"{' '.join(one.sources)}"
+        for one in problems
+    )
+    of_problems = f"{counted(len(problems), 'known problem')}, of {known['updated']}"
+    return "\n".join((*shown, "", summary + hint, "", *broken, "", of_problems))
+
+
+# The same release serves all three; data-centre rows count where a bulletin has them.
+_SERIES = ("tesla", "nvidia_rtx_quadro_nvs", "geforce")
+_DRIVER = re.compile(rf"linuxr(?P<branch>\d{{3,4}})_(?P<series>{'|'.join(_SERIES)})_(?P<rest>.+)")
+_TOOLKIT = re.compile(r"linux_nvidia_container_toolkit_(?P<rest>.+)")
+_VERSION = re.compile(r"\d+(?:_\d+)+")
+_BEFORE = re.compile(r".*prior_to_(?P<version>\d+(?:_\d+)+)")
+
+
+def is_csaf(data: Any) -> bool:
+    """Say whether JSON is a CSAF document: the folders of bulletins have records of single CVEs beside it."""
+    return isinstance(data, dict) and isinstance(data.get("document"), dict) and "csaf_version" in data["document"]
+
+
+def parse_csaf(content: bytes, origin: str) -> tuple[Advisory, ...]:
+    """Return the advisories of a document; none if it is about other products.
+
+    Raises GpuprovError that names the document if it is malformed, cut off, or lacks what a row needs.
+    """
+    try:
+        data = json.loads(content)
+        if not is_csaf(data):
+            raise ValueError("it is no CSAF document")
+        tracking = data["document"]["tracking"]
+        published = str(tracking["current_release_date"])[:10]
+        bulletin = f"{str(tracking['initial_release_date'])[:4]}/{tracking['id']}"
+        found: dict[tuple[str, str, str], list[tuple[str, float, str]]] = {}
+        for one in data["vulnerabilities"]:
+            for key, fixed_in in _rows(one):
+                # Only here: a CVE of other products may have no score yet.
+                kinds = ((row, kind) for row in one["scores"] for kind in ("cvss_v3", "cvss_v4") if kind in row)
+                score = max(float(row[kind]["baseScore"]) for row, kind in kinds)
+                found.setdefault(key, []).append((fixed_in, score, str(one["cve"])))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise GpuprovError(
+            f"the advisory {origin} can't be read, so nothing was changed", reason[:200],
+            "get the document again: it is malformed or cut off",
+        ) from None  # fmt: skip
+    # Of each product and branch the first series that the bulletin has.
+    chosen: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
+    for product, branch, series in sorted(found, key=lambda key: _SERIES.index(key[2]) if key[2] else 0):
+        chosen.setdefault((product, branch), found[product, branch, series])
+    return tuple(
+        Advisory(
+            bulletin, published, product, branch, max((fixed for fixed, _, _ in rows), key=version_numbers),
+            max(score for _, score, _ in rows), tuple(sorted({cve for _, _, cve in rows})),
+        )
+        for (product, branch), rows in chosen.items()
+    )  # fmt: skip
+
+
+def _rows(vulnerability: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], str]]:
+    """Yield (product, branch, series) and the first fixed release for each product that one CVE affects."""
+    status = vulnerability["product_status"]
+    fixed: dict[tuple[str, str, str], list[str]] = {}
+    for name in status.get("fixed", ()):
+        key, rest = _key(str(name))
+        if key and _VERSION.fullmatch(rest):
+            fixed.setdefault(key, []).append(rest.replace("_", "."))
+    for name in dict.fromkeys(map(str, status.get("known_affected", ()))):
+        key, rest = _key(name)
+        if not key:
+            continue
+        before = _BEFORE.fullmatch(rest)
+        releases = fixed.get(key, [])
+        if not releases and before is None:
+            raise ValueError(f"{name}: no release fixes it")
+        yield (
+            key,
+            min(releases, key=version_numbers) if releases else str(before and before["version"]).replace("_", "."),
+        )
+
+
+def _key(name: str) -> tuple[tuple[str, str, str] | None, str]:
+    if found := _DRIVER.fullmatch(name):
+        return (DRIVER, found["branch"], found["series"]), found["rest"]
+    if found := _TOOLKIT.fullmatch(name):
+        return (TOOLKIT, "", ""), found["rest"]
+    return None, ""

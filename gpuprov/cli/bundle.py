@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuprov.fleet import one_file
-from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
+from gpuprov.fleet.options import INVENTORY_FIELDS, named_options, require_whole_program, text_option
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.words import counted
@@ -70,7 +69,7 @@ def bundle() -> None:
 )
 @text_option("--mirror", metavar="URL", help="The mirror of Debian or Ubuntu. Default: the one of this machine's apt.")
 @text_option("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
-@options_of_inventories(help_of_hosts="Add what these hosts' variables ask for.")
+@named_options(*INVENTORY_FIELDS, hosts="Add what these hosts' variables ask for.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
 def create(sign_key: str, output: str, **options: Any) -> None:
@@ -83,9 +82,8 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --driver 580.178.04 --kernel 6.1.0-37-amd64 -o bundle.tar
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
-    one_file.require_whole_program("`gpuprov bundle create`")
-    from gpuprov.bundle_create.recipe import Wanted, make_recipe
-    from gpuprov.bundle_create.sources import machine_mirror, mirror_at
+    require_whole_program("`gpuprov bundle create`")
+    from gpuprov.bundle_create.recipe import Wanted, machine_mirror, make_recipe, mirror_at
     from gpuprov.core.system import System
     from gpuprov.driver.run_files import resolved
 
@@ -106,40 +104,31 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     say(f"{output}: {counted(size, 'byte')}, {packages}, digest {contents.digest}")
 
 
-def _sha256(file: str) -> str:
-    from gpuprov.core.system import System
-
-    return System().sha256(str(Path(file).resolve()))
-
-
 def _changed(driver: str, driver_file: str | None, cuda_file: str | None) -> dict[str, str]:
     """Return the options of the specification that override the inventory."""
+    from gpuprov.core.system import System
+
     changed = {"driver_version": driver} if driver else {}
-    if driver_file:
-        changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
-    if cuda_file:
-        # A plain path would mean a path on the hosts.
-        changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
+    # To the CUDA toolkit a plain path would mean a path on the hosts.
+    for name, file, scheme in (("driver", driver_file, ""), ("cuda", cuda_file, "file://")):
+        if file:
+            path = str(Path(file).resolve())
+            changed |= {f"{name}_url": scheme + path, f"{name}_sha256": System().sha256(path)}
     return changed
 
 
 def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec, ...]:
-    """Return the specifications of the inventory's hosts, or the one described by -e."""
-    from gpuprov.fleet.inventory import read_extra_vars, read_inventory
-
-    sources = inventory.pop("hosts")
-    found = read_inventory(sources, **inventory).hosts if sources else (read_extra_vars(inventory["extra_vars"]),)
-    return tuple(dict.fromkeys(_spec(target.spec, changed) for target in found))
-
-
-def _spec(asked: HostSpec, changed: dict[str, str]) -> HostSpec:
-    """Return the specification with the command line's options; the named table resolves a branch."""
+    """Return the specifications of the inventory's hosts, or the one of -e, with the command line's options."""
     from gpuprov.agent.site_tables import for_request, read_spec
+    from gpuprov.fleet.inventory import read_extra_vars, read_inventory
     from gpuprov.protocol.spec import parse_spec, spec_to_json
 
-    values = {**spec_to_json(asked), **changed}
-    origin = "the command line"
-    return read_spec(values, for_request(parse_spec(values, origin)), origin)
+    sources, origin = inventory.pop("hosts"), "the command line"
+    found = read_inventory(sources, **inventory).hosts if sources else (read_extra_vars(inventory["extra_vars"]),)
+    wanted = ({**spec_to_json(target.spec), **changed} for target in found)
+    # A table that a specification names resolves its branch.
+    specs = (read_spec(values, for_request(parse_spec(values, origin)), origin) for values in wanted)
+    return tuple(dict.fromkeys(specs))
 
 
 def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
@@ -155,10 +144,9 @@ def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
 
 
 def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Contents:
-    from gpuprov.agent.site_tables import advisories_table
+    from gpuprov.agent.site_tables import UPDATED, user_table
     from gpuprov.bundle.format import read_contents, write_bundle
-    from gpuprov.bundle.manifest import ADVISORIES, SIGNING_KEY, manifest_to_bytes
-    from gpuprov.bundle.signature import export_key, sign
+    from gpuprov.bundle.manifest import SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle_create import create as collecting
     from gpuprov.bundle_create.recipe import Collection
     from gpuprov.fleet.agent_build import build_agent
@@ -167,15 +155,14 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
     part = output.with_name(f"{output.name}.part")
     try:
         to = Collection(system, recipe, work, _progress)
-        collected = collecting.collect(to, build_agent().content, str(Path(_CACHE).expanduser()))
-        signature = b""
-        system.write(f"{work}/{ADVISORIES}", json.dumps(advisories_table(), sort_keys=True).encode())
-        collected = collecting.with_file(system, collected, ADVISORIES, f"{work}/{ADVISORIES}")
+        own = {f"{name}.json": json.dumps(user_table(name), sort_keys=True).encode() for name in UPDATED}
+        own[collecting.AGENT] = build_agent().content
+        environment = {name: os.environ[name] for name in _GPG_ENVIRONMENT if name in os.environ}
         if sign_key:
-            environment = {name: os.environ[name] for name in _GPG_ENVIRONMENT if name in os.environ}
-            system.write(f"{work}/bundle.gpg", export_key(system, sign_key, environment))
-            collected = collecting.with_file(system, collected, SIGNING_KEY, f"{work}/bundle.gpg")
-            signature = sign(system, manifest_to_bytes(collected.manifest), sign_key, environment)
+            own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
+        collected = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
+        manifest = manifest_to_bytes(collected.manifest)
+        signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""
         _progress(f"writing {output}")
         with part.open("wb") as file:
             write_bundle(file, collected.manifest, lambda path: system.open(collected.places[path]), signature)
@@ -256,7 +243,7 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
       gpuprov bundle verify bundle.tar
       gpuprov bundle verify bundle.tar --bundle-key 'AB12 … 90EF'
     """
-    from gpuprov.bundle.check import checked
+    from gpuprov.bundle.open import checked
     from gpuprov.fleet.standard_streams import percentage
 
     try:

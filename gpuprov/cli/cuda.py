@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from typing import Any
 
 import click
 
-from gpuprov.cli.passwords import password_options, take_passwords
-from gpuprov.fleet.options import options_of
+from gpuprov.fleet.options import made_options, options_of, pairs
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, UsageError
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
 _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH")
+_PAIR = re.compile(r"([^=]+)=(.*)", re.DOTALL)
 
 
 @click.command(short_help="Say which libcuda programs load, and what CUDA's results mean.")
@@ -25,7 +26,6 @@ _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH")
 @click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name.")
 @click.argument("subject", metavar="[IMAGE|CONTAINER]", default="")
 @options_of("cuda")
-@password_options
 def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options: Any) -> None:
     """Say which libcuda.so.1 and libnvidia-ml.so.1 the loader takes, why, and whether they fit driver and CUDA.
 
@@ -45,36 +45,26 @@ def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options
     if result is not None:
         _explain(result, as_json=as_json)
         return
+    given = pairs("--env", variables, _PAIR, "NAME=VALUE, such as LD_LIBRARY_PATH=/opt/lib")
     if options["hosts"] or options["limit"]:
         from gpuprov.fleet.command import run_command
-        from gpuprov.fleet.options import Options
 
-        asked = {"subject": subject, "variables": _pairs(variables)}
-        sys.exit(int(run_command(Options("cuda", arguments=asked, **take_passwords(options), **options))))
+        asked = {"subject": subject, "variables": given}
+        sys.exit(int(run_command(made_options("cuda", options, arguments=asked))))
     from gpuprov.checks.cuda import survey
     from gpuprov.checks.cuda.search import Program
     from gpuprov.core.system import System
 
     own = {} if subject else {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    call = Program({**own, **_pairs(variables)}, os.getcwd())  # noqa: PTH109
+    call = Program({**own, **given}, os.getcwd())  # noqa: PTH109
     found = survey.survey(System("/"), subject, call)
     say_text(json.dumps(survey.as_json(found), indent=2)) if as_json else say(*survey.as_lines(found))
     if not found.good:
         sys.exit(int(ExitCode.FAILED))
 
 
-def _pairs(variables: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for one in variables:
-        name, separator, value = one.partition("=")
-        if not name or not separator:
-            raise click.BadParameter(f"{one!r}: give NAME=VALUE, such as LD_LIBRARY_PATH=/opt/lib", param_hint="--env")
-        found[name] = value
-    return found
-
-
 def _explain(text: str, *, as_json: bool) -> None:
-    from gpuprov.checks.cuda.results import RESULTS, result_of
+    from gpuprov.checks.cuda.judgement import RESULTS, result_of
 
     found = result_of(text)
     if found is None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
-from gpuprov.cli.passwords import password_options, take_passwords
-from gpuprov.fleet.options import Options, options_of_hosts
-from gpuprov.fleet.standard_streams import say, say_text, standard_input
+from gpuprov.fleet.options import CONNECTION_FIELDS, INVENTORY_FIELDS, made_options, named_options
+from gpuprov.fleet.standard_streams import object_text, say, say_text
 from gpuprov.protocol.errors import GpuprovError, UsageError
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
@@ -35,8 +33,7 @@ def hook() -> None:
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@options_of_hosts()
-@password_options
+@named_options(*INVENTORY_FIELDS, *CONNECTION_FIELDS, passwords=True)
 @click.argument("container", metavar="[CONTAINER]", default="")
 def explain(settings_file: str | None, bundle: str | None, as_json: bool, container: str, **options: Any) -> None:
     """Say what a container asks for, what it gets on this host, and which rule decided.
@@ -52,7 +49,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
       gpuprov hook explain --json < config.json
       gpuprov hook explain --config /tmp/config.toml < config.json
     """
-    from gpuprov.runtime_hook.explain import explain as explained
+    from gpuprov.runtime_hook.decision import explain as explained
     from gpuprov.runtime_hook.settings import read_settings
 
     if options["hosts"] or options["limit"]:
@@ -62,7 +59,8 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     if recorded is not None:
         _show(recorded, _recorded_lines(recorded), as_json=as_json)
         return
-    text = _text(bundle)
+    hint = "give a bundle with --bundle DIR, or its config.json on standard input"
+    text = object_text(f"{bundle}/config.json" if bundle else "-", "config.json", hint)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(text, settings, trouble, bundle or "")
     _show(found, _lines(found), as_json=as_json)
@@ -104,14 +102,14 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
 def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:
     """Print the decision for the container on each host; one host that has it is enough for success."""
     from gpuprov.engines.containers import decision_of
+    from gpuprov.fleet.agent_run import RemoteSystem
     from gpuprov.fleet.command import inventory_of
-    from gpuprov.fleet.remote_system import RemoteSystem
     from gpuprov.fleet.ssh import connected
 
     if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
         raise UsageError("--hosts and --limit need an inventory and a container", "", hint)
-    settings = Options("hook explain", **take_passwords(options), **options)
+    settings = made_options("hook explain", options)
     found: dict[str, dict[str, Any]] = {}
     problem: GpuprovError | None = None
     for target in inventory_of(settings).hosts:
@@ -139,21 +137,6 @@ def _recorded_decision(container: str, bundle: str | None) -> dict[str, Any] | N
     if container:
         return decision_of(System("/"), container)
     return decision_of_bundle(bundle) if bundle else None
-
-
-def _text(bundle: str | None) -> str:
-    """Return the text of the config.json. Raises GpuprovError (exit code 2) if it is none."""
-    evidence = "it is no object"
-    try:
-        content = Path(f"{bundle}/config.json").read_bytes() if bundle else standard_input("a config.json")
-        text = content.decode("utf-8", "replace")
-        if isinstance(json.loads(text), dict):
-            return text
-    except (OSError, ValueError, RecursionError) as error:
-        evidence = str(error)
-    where = f"{bundle}/config.json" if bundle else "standard input"
-    hint = "give a bundle with --bundle DIR, or its config.json on standard input"
-    raise UsageError(f"{where} holds no config.json", evidence, hint)
 
 
 def _recorded_lines(recorded: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import re
 
 import click
 
-from gpuprov.fleet.options import text_option
+from gpuprov.fleet.options import pairs, text_option
 from gpuprov.fleet.standard_streams import say_text
 
 # As Kubernetes has label keys and values.
@@ -57,15 +57,6 @@ def manifest(
     """
     from gpuprov.kubernetes.manifest import Choice, manifest
 
-    made = manifest(Choice(mode, strategy, namespace, mig, _pairs(selectors), not no_test_pod))
+    chosen = pairs("--node-selector", selectors, _PAIR, "KEY=VALUE, such as pool=gpu")
+    made = manifest(Choice(mode, strategy, namespace, mig, chosen, not no_test_pod))
     say_text(made.as_json() if as_json else made.as_yaml(), nl=as_json)
-
-
-def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for text in texts:
-        pair = _PAIR.fullmatch(text)
-        if pair is None:
-            raise click.BadParameter(f"{text!r}: give KEY=VALUE, such as pool=gpu", param_hint="--node-selector")
-        found[pair[1]] = pair[2]
-    return found

@@ -9,41 +9,37 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from gpuprov import __version__
+from gpuprov.cli import reference
 from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
-from gpuprov.cli.docker_args import docker_args
-from gpuprov.cli.explain import complete
-from gpuprov.cli.explain import explain as explained
+from gpuprov.cli.health import accept, health
 from gpuprov.cli.hook import hook
 from gpuprov.cli.kubernetes import kubernetes
-from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.cli.playbooks import playbooks
-from gpuprov.cli.runtime import runtime
-from gpuprov.fleet import one_file
-from gpuprov.fleet.options import FILE, options_of, text_option
+from gpuprov.cli.runtime import docker_args, runtime
+from gpuprov.fleet.options import (
+    CONNECTION_FIELDS,
+    DRIVERS,
+    FILE,
+    INVENTORY_FIELDS,
+    made_options,
+    named_options,
+    options_of,
+    require_whole_program,
+    text_option,
+)
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import counted
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-def _run_options(command: str) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds the options of a run over hosts, and those that ask for passwords."""
-
-    def give(function: _Command) -> _Command:
-        return options_of(command)(password_options(function))
-
-    return give
 
 
 @click.group(context_settings=_SETTINGS)
@@ -53,7 +49,7 @@ def cli() -> None:
 
     \b
     Examples:
-      sudo gpuprov install -e gpuprov_driver_version=580.178.04   this machine
+      sudo gpuprov install                                        this machine
       gpuprov install --hosts inventory.ini --check --diff        what would change on all hosts
       gpuprov install --hosts inventory.ini
       gpuprov verify --hosts inventory.ini
@@ -62,16 +58,16 @@ def cli() -> None:
     \b
     Exit codes, the worst first (docs/fleets.md):
       143, 129, 130  SIGTERM, SIGHUP or Ctrl-C ended the run
-      2  the call or the inventory is wrong    1  a host failed    4  a host is unreachable
-      3  a host needs a reboot    5  something would change (install --check --detailed-exitcode)
-      0  done
+      2  the call or the inventory is wrong    1  a host failed    7  a host is unfit (health)
+      4  a host is unreachable    3  a host needs a reboot    6  a host is degraded (health)
+      5  something would change (install --check --detailed-exitcode)    0  done
     """
 
 
 @cli.command(short_help="Bring hosts to what the inventory says.")
 @click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Reboot a host that needs it, "
               "then continue. Default: gpuprov_reboot.")  # fmt: skip
-@_run_options("install")
+@options_of("install")
 def install(reboot: str | None, **options: Any) -> None:
     """Bring driver, docker and container toolkit to what the inventory says.
 
@@ -79,9 +75,12 @@ def install(reboot: str | None, **options: Any) -> None:
 
     \b
     Examples:
-      sudo gpuprov install -e gpuprov_driver_version=580.178.04
+      sudo gpuprov install
+      sudo gpuprov install --upgrade
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
+      gpuprov install --hosts inventory.ini --canary 1 --serial 10% --rollback-on-failure
+      gpuprov install --hosts inventory.ini --serial 10% --window 'Sat 02:00-06:00 Europe/Berlin'
       sudo gpuprov install --image -e gpuprov_driver_version=580.178.04 -e gpuprov_image_gpus=ampere
       sudo gpuprov install --root /mnt/image -e @image.yml
     """
@@ -99,7 +98,7 @@ def install(reboot: str | None, **options: Any) -> None:
 @text_option("--namespace", metavar="NAME", help="With --kubernetes: the pods' namespace. Default: default.")
 @click.option("--pod-timeout", metavar="SECONDS", type=click.FloatRange(1, 3600), default=300.0, show_default=True,
               help="With --kubernetes: how long pods may take.")  # fmt: skip
-@_run_options("verify")
+@options_of("verify")
 def verify(
     image: str, torch_image: str, tensorflow_image: str, kubernetes: bool, context: str, kubeconfig: str,
     namespace: str, pod_timeout: float, **options: Any,
@@ -117,14 +116,12 @@ def verify(
     if kubernetes:
         if options["remember"]:
             raise click.UsageError("--remember is for hosts: leave out --kubernetes")
-        from gpuprov.fleet.options import Options
-        from gpuprov.kubernetes.command import verify_cluster
-        from gpuprov.kubernetes.kubectl import Kubectl
-        from gpuprov.kubernetes.verify import Wanted
+        from gpuprov.kubernetes.cluster import Kubectl
+        from gpuprov.kubernetes.verify import Wanted, verify_cluster
 
         if torch_image or tensorflow_image:
             raise click.UsageError("--torch-image and --tensorflow-image are not for --kubernetes")
-        made = Options("verify", **take_passwords(options), **options)
+        made = made_options("verify", options)
         wanted = Wanted(image, namespace or "default", pod_timeout)
         raise SystemExit(int(verify_cluster(made, Kubectl(context, kubeconfig), wanted)))
     if context or kubeconfig or namespace:
@@ -134,8 +131,8 @@ def verify(
 
 
 @cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")
-@text_option("--explain", metavar="NAME", shell_complete=complete, help="Explain one cause; examine no host.")
-@_run_options("doctor")
+@text_option("--explain", metavar="NAME", shell_complete=reference.complete, help="Explain one cause; examine no host.")
+@options_of("doctor")
 def doctor(explain: str, **options: Any) -> None:
     """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.
 
@@ -152,13 +149,13 @@ def doctor(explain: str, **options: Any) -> None:
     if explain:
         if options["hosts"] or options["root"] or options["fix"]:
             raise click.UsageError("--explain examines no host: leave out --hosts, --root and --fix")
-        say_text(explained(explain, as_json=options["json"]))
+        say_text(reference.explain(explain, as_json=options["json"]))
         return
     _run("doctor", options)
 
 
 @cli.command(short_help="Show what hosts are; changes nothing.")
-@_run_options("facts")
+@options_of("facts")
 def facts(**options: Any) -> None:
     """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
 
@@ -172,7 +169,7 @@ def facts(**options: Any) -> None:
 
 
 @cli.command()
-@_run_options("rollback")
+@options_of("rollback")
 def rollback(**options: Any) -> None:
     """Undo the last run on each host, back to the byte.
 
@@ -185,7 +182,7 @@ def rollback(**options: Any) -> None:
 
 
 @cli.command(short_help="Undo all runs, and remove what is left of gpuprov.")
-@_run_options("uninstall")
+@options_of("uninstall")
 def uninstall(**options: Any) -> None:
     """Undo all runs on each host, the newest first, and remove what is left of gpuprov.
 
@@ -199,19 +196,63 @@ def uninstall(**options: Any) -> None:
     _run("uninstall", options)
 
 
+@cli.command(short_help="Write an inventory by asking what it needs.")
+@click.argument("file", type=FILE, default="inventory.yml")
+@text_option("--hosts", metavar="HOSTS", help="Names with commas between, a range gpu[01:16], ssh-config or "
+             "known-hosts.")  # fmt: skip
+@text_option("--user", metavar="NAME", help="The user for SSH. Default: as your SSH configuration says.")
+@click.option("--driver", type=click.Choice(DRIVERS), help="The driver's source: gpuprov_driver.")
+@text_option("--driver-version", metavar="VERSION", help="gpuprov_driver_version.")
+@text_option("--engines", metavar="NAMES", help="Engines besides docker, with commas between: gpuprov_engines.")
+@click.option("--look/--no-look", default=True, help="Look at the hosts over SSH, and leave out those without a GPU.")
+@click.option("--yes", "-y", is_flag=True, help="Ask nothing: take the flags, and proposals for the rest.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@named_options(*CONNECTION_FIELDS, passwords=True)
+def init(file: str, yes: bool, force: bool, as_json: bool, **given: Any) -> None:
+    """Write an inventory, FILE (default: inventory.yml), by asking what it needs.
+
+    It looks at the hosts and proposes what fits them; Enter takes a proposal. It changes no host, and Ctrl-C writes
+    nothing.
+
+    \b
+    Examples:
+      gpuprov init
+      gpuprov init --hosts 'gpu[01:16].example.org' --user ops -K
+      gpuprov init site.yml --hosts known-hosts --driver packages --driver-version 580 --yes --json
+    """
+    from gpuprov.fleet.first_inventory import write_inventory
+
+    require_whole_program("`gpuprov init`")
+    write_inventory(file, given, silent=yes, force=force, as_json=as_json)
+
+
 @cli.command("options")
 @click.option("--json", "form", flag_value="json", help="As JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")
-def list_options(form: str | None) -> None:
+@text_option("--write", metavar="FILE", type=FILE, help="Write what is chosen as YAML for group_vars, with comments.")
+@click.option("--force", is_flag=True, help="With --write: replace an existing file.")
+@named_options(*INVENTORY_FIELDS, hosts="With --write: what all these hosts have in common is chosen.")
+def list_options(form: str | None, write: str, force: bool, **inventory: Any) -> None:
     """List every inventory variable with its default and meaning.
+
+    --write chooses what -e and the inventory say, and the driver's version that the last installation of these hosts
+    left. Values with a password are left out.
 
     \b
     Examples:
       gpuprov options
       gpuprov options --markdown
+      gpuprov options --hosts inventory.ini --write inventory/group_vars/gpu_hosts.yml
     """
-    from gpuprov.fleet import reference
+    if write:
+        from gpuprov.fleet.first_inventory import chosen_variables, write_new
 
+        write_new(write, reference.as_yaml(chosen_variables(inventory)), force=force)
+        say(f"wrote {write}")
+        return
+    if force or any(inventory.values()):
+        raise click.UsageError("--force, --hosts, --limit, -e and --vault-password-file need --write")
     renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
     columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
     say_text(renderers[form]() if form else reference.as_text(columns))
@@ -261,7 +302,7 @@ def build(output: str) -> None:
     from gpuprov.fleet.agent_build import build_agent
     from gpuprov.protocol.errors import from_os_error
 
-    one_file.require_whole_program("`gpuprov agent build`")
+    require_whole_program("`gpuprov agent build`")
     made = build_agent()
     try:
         Path(output).write_bytes(made.content)
@@ -311,35 +352,23 @@ def serve_command() -> None:
       docker run --rm $(curl -sf 'localhost:3476/docker/cli?dev=0+1') IMAGE nvidia-smi
       curl -s localhost:3476/gpu/status/json
     """
-    from gpuprov.boot.serve_main import ADDRESS, serve
+    from gpuprov.boot.serve import ADDRESS, serve
     from gpuprov.core.system import System
 
     say(f"serving {ADDRESS[0]}:{ADDRESS[1]} until Ctrl-C", err=True)
     serve(System())
 
 
-for _command in (advisories, bundle, cdi, cuda, docker_args, hook, kubernetes, playbooks, runtime):
+for _command in (accept, advisories, bundle, cdi, cuda, docker_args, health, hook, kubernetes, playbooks, runtime):
     cli.add_command(_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:
     """Carry a command out; non-empty `overrides` win over the inventory."""
     from gpuprov.fleet.command import run_command
-    from gpuprov.fleet.options import Options
 
-    passwords = take_passwords(options)
     wanted = tuple((name, value) for name, value in overrides.items() if value)
-    made = Options(command, overrides=wanted, **passwords, **options)
-    raise SystemExit(int(run_command(made)))
-
-
-def _leave_removed_folder() -> None:
-    """Change to / if the working directory was removed: Ansible and relative paths need an existing one."""
-    try:
-        os.getcwd()  # noqa: PTH109
-    except FileNotFoundError:
-        os.chdir("/")
-        say("warning: the working directory was removed; relative paths count from /", err=True)
+    raise SystemExit(int(run_command(made_options(command, options, overrides=wanted))))
 
 
 def main() -> None:
@@ -349,7 +378,11 @@ def main() -> None:
 
         if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
             os.environ["HOME"] = "/"  # the same exit code as docker
-        _leave_removed_folder()
+        try:
+            os.getcwd()  # noqa: PTH109
+        except FileNotFoundError:  # Ansible and relative paths need a working directory that is there
+            os.chdir("/")
+            say("warning: the working directory was removed; relative paths count from /", err=True)
         with lasting_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import gpuprov
-from gpuprov.fleet import one_file
+from gpuprov.fleet.options import require_whole_program
 from gpuprov.fleet.standard_streams import say
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 
@@ -26,7 +26,7 @@ def playbooks(folder: Path) -> None:
       gpuprov playbooks ~/gpu-hosts
       cd ~/gpu-hosts && ansible-playbook -i inventories/example playbooks/site.yml --check --diff
     """
-    one_file.require_whole_program("`gpuprov playbooks`")
+    require_whole_program("`gpuprov playbooks`")
     for path in write_playbooks(folder):
         say(f"wrote {path}")
 
@@ -69,19 +69,12 @@ def _written(source: Path, folder: Path, playbooks: Path) -> tuple[Path, ...]:
     for name in _LINKED:
         (playbooks / _COLLECTION / name).symlink_to(f"../../../../{name}")
     written = [playbooks]
-    for name in ("inventories/example", "ansible.cfg"):
+    for name, copy in (("inventories/example", shutil.copytree), ("ansible.cfg", shutil.copyfile)):
         if not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            copy(source / name, folder / name)
             written.append(folder / name)
-            _copy(source / name, folder / name)
     return tuple(written)
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        shutil.copyfile(source, target)
 
 
 def _source() -> Path:

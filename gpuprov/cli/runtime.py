@@ -1,10 +1,13 @@
-"""`gpuprov runtime configure`: register the runtime with an engine, or remove it; the flags are nvidia-ctk's."""
+"""`gpuprov runtime configure` registers the runtime with an engine, or removes it; the flags are nvidia-ctk's.
+
+`gpuprov docker-args` prints plain GPU flags for one container, for hosts where no runtime may be registered.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +15,12 @@ import click
 
 from gpuprov.fleet.options import FILE
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import UsageError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 
 if TYPE_CHECKING:
     from gpuprov.core.system import System
-    from gpuprov.engines.runtime_entry import Configuration, FileEdit
+    from gpuprov.engines.known import Configuration
+
 
 _ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
 _WITHOUT_SUCH_COMMAND = ("docker", "podman")
@@ -114,13 +118,20 @@ def configure(dry_run: bool, diff: bool, as_json: bool, **options: Any) -> None:
         say_text(line)
     for note in found.notes:
         say(f"note: {note}", err=True)
-    _print_next_step(found, dry_run=dry_run)
+    text = "nothing needs a restart: the next container reads this"
+    if not any(edit.changes for edit in found.edits):
+        text = "nothing to change"
+    elif dry_run:
+        text = "nothing was written (--dry-run)"
+    elif found.reload_command:
+        text = f"nothing was restarted; the engine reads this after: {found.reload_command}"
+    say(text, err=True)
 
 
 def _configuration(system: System, options: dict[str, Any]) -> Configuration:
     """Return what a call would do; `options` by the names of the click options."""
     from gpuprov.engines import configure as engines
-    from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
+    from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 
     _require_valid(options)
     is_hook = options["mode"] in ("hook", "oci-hook")
@@ -149,28 +160,10 @@ def _lines(found: Configuration, *, dry_run: bool, diff: bool) -> list[str]:
     if diff:
         return [text_diff(edit.path, edit.before, edit.after) for edit in changing]
     if dry_run:
-        return [line for edit in found.edits for line in _whole(edit, several=len(found.edits) > 1)]
+        heads = {edit.path: f"# {edit.path}\n" if len(found.edits) > 1 else "" for edit in found.edits}
+        return [f"# {edit.path}: no file" if edit.after is None
+                else heads[edit.path] + edit.after.decode().removesuffix("\n") for edit in found.edits]  # fmt: skip
     return [f"{'removed' if edit.after is None else 'wrote'} {edit.path}" for edit in changing]
-
-
-def _whole(edit: FileEdit, *, several: bool) -> list[str]:
-    head = [f"# {edit.path}"] if several else []
-    if edit.after is None:
-        return [f"# {edit.path}: no file"]
-    return [*head, edit.after.decode().removesuffix("\n")]
-
-
-def _print_next_step(found: Configuration, *, dry_run: bool) -> None:
-    if not any(edit.changes for edit in found.edits):
-        say("nothing to change", err=True)
-        return
-    if dry_run:
-        say("nothing was written (--dry-run)", err=True)
-        return
-    if found.reload_command:
-        say(f"nothing was restarted; the engine reads this after: {found.reload_command}", err=True)
-    else:
-        say("nothing needs a restart: the next container reads this", err=True)
 
 
 def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
@@ -188,3 +181,48 @@ def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
         "notes": list(found.notes),
         "restart": found.reload_command,
     }
+
+
+_FORMATS = ("shell", "json", "compose", "quadlet")
+
+
+@click.command("docker-args", short_help="Print flags that give one container GPUs, without a runtime.")
+@click.option("--gpus", metavar="all|none|N,…|UUID,…", default="all", show_default=True,
+              help="GPUs, as NVIDIA_VISIBLE_DEVICES names them.")  # fmt: skip
+@click.option("--capabilities", metavar="NAME,…", default="", help="Driver capabilities. Default: compute,utility.")
+@click.option("--format", "form", type=click.Choice(_FORMATS), default="shell", show_default=True,
+              help="shell: for $(…); compose: for `docker compose -f`; quadlet: for a .container file.")  # fmt: skip
+@click.option("--service", metavar="NAME", default="app", show_default=True, help="The service of --format compose.")
+@click.option("--verbose", "-v", is_flag=True, help="Say on standard error what flags can't give.")
+def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: bool) -> None:
+    """Print flags of `docker run` and `podman run` that give a container GPUs: devices, read-only mounts, environment.
+
+    It needs the driver only. A runtime or CDI gives a container more: use this if you can set up neither.
+
+    \b
+    Examples:
+      docker run --rm $(gpuprov docker-args) IMAGE nvidia-smi
+      podman run --rm $(gpuprov docker-args --gpus 0,1) IMAGE nvidia-smi
+      gpuprov docker-args --format compose --service trainer > gpu.yaml
+      docker compose -f compose.yaml -f gpu.yaml up
+    """
+    from gpuprov.boot.serve import NEVER, granted_flags
+    from gpuprov.engines.plain_flags import compose, quadlet, shell_words, words
+
+    try:
+        flags = granted_flags(gpus, capabilities)
+        left_out = [*flags.left_out, *NEVER]
+        document = {"schema": 1, "args": words(flags), **asdict(flags), "left_out": left_out}
+        text = {
+            "shell": lambda: " ".join(shell_words(flags)) + "\n",
+            "json": lambda: json.dumps(document) + "\n",
+            "compose": lambda: compose(flags, service),
+            "quadlet": lambda: quadlet(flags),
+        }[form]()
+    except ValueError as error:
+        raise GpuprovError(
+            str(error), "", "gpuprov docker-args --format json has it as data", exit_code=ExitCode.FAILED
+        ) from None
+    for sentence in left_out if verbose else flags.left_out:
+        say(f"note: {sentence}", err=True)
+    say_text(text, nl=False)

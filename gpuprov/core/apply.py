@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.changes import Change, Json, NextAction, file_digest, images_in, is_as_shown
-from gpuprov.core.journal import RUNS_DIRECTORY, Entry, Journal, Run, read_runs, resume_journal, unfinished_run
+from gpuprov.core.journal import (
+    RUNS_DIRECTORY,
+    STATE_DIRECTORY,
+    Entry,
+    Journal,
+    Run,
+    read_runs,
+    resume_journal,
+    unfinished_run,
+)
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error
 from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
@@ -24,12 +33,9 @@ class Applied:
 
 
 def apply_changes(
-    changes: Sequence[Change],
-    system: System,
-    journal: Journal,
-    sink: Sink,
+    changes: Sequence[Change], system: System, journal: Journal, sink: Sink,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> Applied:
+) -> Applied:  # fmt: skip
     """Make the changes in order, up to the first one that makes the rest of the plan stale.
 
     A change that fails is undone; those before it stand, and the next run continues from there. Raises the
@@ -55,14 +61,16 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
     before = change.capture(system)
     number = journal.begin(change.key, type(change).__name__, before)
     try:
-        outcome = change.apply(system, tell)
+        outcome = change.apply(system, tell) or {}
         # Sync before the journal says "done": installers, rpm and dracut sync little of what they write.
         system.sync()
     except (GpuprovError, OSError) as error:
         told = error if isinstance(error, GpuprovError) else from_os_error(f"could not {change.summary()}", error)
         _undo_failed(change, before, number, system, journal, told)
         raise told from error
-    outcome = {**outcome, **_written(system, before)}
+    # The digests of the files that it wrote, to recognise later edits by others.
+    digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
+    outcome = {**outcome, "written": digests} if digests else outcome
     journal.done(number, outcome)
     return outcome
 
@@ -82,12 +90,6 @@ def _undo_failed(
             "fix the first, then run the same command again: it begins by undoing this",
         )
         raise GpuprovError.several((*told.problems, problem)) from told
-
-
-def _written(system: System, before: Json) -> Json:
-    """Return the digests of the files that a change wrote, to recognise later edits by others."""
-    digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
-    return {"written": digests} if digests else {}
 
 
 def obstacles(system: System, changes: Sequence[Change]) -> tuple[Problem, ...]:
@@ -135,36 +137,26 @@ def undo_disturbs(system: System, kinds: Kinds) -> bool:
     return kind is not None and kind.undo_when_interrupted and kind.undo_disturbs
 
 
-def roll_back(
-    system: System, run: Run, kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
-) -> int:
-    """Undo the changes of a run, latest first; return how many were undone. Raises Stopped between two changes."""
-    return undo_runs(system, (run,), kinds, sink, stop_requested)
-
-
 def undo_runs(
-    system: System,
-    runs: Sequence[Run],
-    kinds: Kinds,
-    sink: Sink,
-    stop_requested: Callable[[], bool] = lambda: False,
+    system: System, runs: Sequence[Run], kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
 ) -> int:
     """Undo the changes of these runs in the given order, the latest change of each run first; return their number.
 
-    The journal notes each undone change, so an interrupted rollback resumes where it stopped.
+    The journal notes each undone change, so an interrupted rollback resumes where it stopped. Raises Stopped between
+    two changes.
     """
-    total, index = sum(len(run.undoable) for run in runs), 0
-    entries = [entry for run in runs for entry in run.undoable]
+    left = [entry for run in runs for entry in run.undoable]
+    total = len(left)
     for run in runs:
         journal = resume_journal(system, run)
         for entry in run.undoable:
-            index += 1
             if stop_requested():
-                raise Stopped([f"undo: {one.key}" for one in entries[index - 1 :]])
-            sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, total))
+                raise Stopped([f"undo: {one.key}" for one in left])
+            sink(ChangeStarted(entry.key, f"undo: {entry.key}", total - len(left) + 1, total))
             begun = system.now()
-            _undo_entry(system, journal, entry, kinds, _first_image(entries[index - 1 :], kinds))
+            _undo_entry(system, journal, entry, kinds, _first_image(left, kinds))
             sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
+            del left[0]
         journal.end("rolled-back")
     return total
 
@@ -178,9 +170,14 @@ def _first_image(entries: Sequence[Entry], kinds: Kinds) -> Json:
     kind = kinds.get(entry.kind)
     if kind is None or not kind.undo_goes_to_first:
         return entry.before
-    paths = {image["path"] for image in images_in(entry.before)}
     same = (one for one in reversed(entries) if one.kind == entry.kind)
-    return next(one.before for one in same if {image["path"] for image in images_in(one.before)} == paths)
+    return {**entry.before, **next(one.before for one in same if _places(one) == _places(entry))}
+
+
+def _places(entry: Entry) -> set[str]:
+    """Return what a change captured, without gpuprov's own records: journals of earlier versions may lack them."""
+    paths = {image["path"] for image in images_in(entry.before)}
+    return {path for path in paths if not path.startswith(f"{STATE_DIRECTORY}/")}
 
 
 def last_undoable_run(system: System) -> Run | None:
@@ -201,9 +198,6 @@ def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, be
 def kind_of(journal: Journal | Run, entry: Entry, kinds: Kinds) -> type[Change]:
     kind = kinds.get(entry.kind)
     if kind is None:
-        raise GpuprovError(
-            f"can't undo a change of kind {entry.kind!r}: this gpuprov does not know it",
-            f"journal {journal.path}, {entry.key}",
-            "use the gpuprov version that made it",
-        )
+        what = f"can't undo a change of kind {entry.kind!r}: this gpuprov does not know it"
+        raise GpuprovError(what, f"journal {journal.path}, {entry.key}", "use the gpuprov version that made it")
     return kind

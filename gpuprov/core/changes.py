@@ -12,9 +12,16 @@ from typing import Any, Callable, ClassVar
 from gpuprov.core.system import System
 from gpuprov.protocol.secrets import masked_settings
 
+LOADER_CACHE = "/etc/ld.so.cache"
+_LDCONFIG_SECONDS = 120
 Json = Mapping[str, Any]
+Jsons = tuple[Json, ...]
 # Reports progress of a change: a message, and done/total if known (0/0: unknown).
 Tell = Callable[[str, int, int], None]
+
+
+def tell_nobody(message: str, done: int, total: int) -> None:
+    """Ignore progress: of a rollback's commands, and of queries that their caller announces."""
 
 
 class NextAction(enum.Enum):
@@ -78,8 +85,8 @@ class Change:
         """Return the current state in a form from which `undo` can restore it. Reads only."""
         return {}
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        """Make the change; return what `undo` needs besides `before`. Raises GpuprovError on failure."""
+    def apply(self, system: System, tell: Tell) -> Json | None:
+        """Make the change; return what `undo` needs besides `before`, if anything. Raises GpuprovError on failure."""
         raise TypeError(f"{type(self).__name__} can't be applied")
 
     def next_action(self, outcome: Json) -> NextAction:
@@ -105,9 +112,7 @@ class Change:
         return {}
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         """Return one sentence for each thing that `undo` can't restore or also removes. Reads only.
 
         `earlier` holds the captured states of earlier changes of this kind that will also be undone.
@@ -121,12 +126,25 @@ class Change:
 
 
 @dataclass(frozen=True)
-class WriteFile(Change):
+class PathChange(Change):
+    """A change of what is at one path; its undo restores what was there."""
+
+    path: str
+
+    def capture(self, system: System) -> Json:
+        return capture_path(system, self.path)
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        restore_path(system, before)
+
+
+@dataclass(frozen=True)
+class WriteFile(PathChange):
     """Write a file with this content and mode."""
 
     undo_restores_files: ClassVar[bool] = True
 
-    path: str
     content: bytes
     mode: int = 0o644
 
@@ -136,26 +154,60 @@ class WriteFile(Change):
     def diff(self, system: System) -> str:
         return file_diff(system, self.path, self.content, self.mode)
 
-    def capture(self, system: System) -> Json:
-        return capture_path(system, self.path)
-
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         system.make_directory(parent_of(self.path))
         system.write(self.path, self.content, mode=self.mode)
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        restore_path(system, before)
 
 
 @dataclass(frozen=True)
-class RemoveFile(Change):
+class SetMode(Change):
+    """Set the mode of a path; its content and its owner stay."""
+
+    path: str
+    mode: int
+
+    def summary(self) -> str:
+        return f"chmod {self.mode:04o} {self.path}"
+
+    def diff(self, system: System) -> str:
+        found = system.status(self.path)
+        return "\n".join(mode_heads(self.path, found.mode, self.mode)) if found is not None else ""
+
+    def capture(self, system: System) -> Json:
+        found = system.status(self.path)
+        return {"path": self.path, "mode": found.mode if found is not None else None}
+
+    def apply(self, system: System, tell: Tell) -> None:
+        system.change_mode(self.path, self.mode)
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if before["mode"] is not None and system.status(before["path"]) is not None:
+            system.change_mode(before["path"], before["mode"])
+
+
+@dataclass(frozen=True)
+class RefreshLoaderCache(PathChange):
+    """Refresh the loader's cache so that it lists the present libraries."""
+
+    undo_restores_files: ClassVar[bool] = True
+
+    path: str = LOADER_CACHE
+
+    def summary(self) -> str:
+        return f"write {self.path} (ldconfig)"
+
+    def apply(self, system: System, tell: Tell) -> None:
+        what = "the loader's cache can't be written"
+        system.require(("ldconfig",), what, "ldconfig -v shows where", timeout=_LDCONFIG_SECONDS)
+
+
+@dataclass(frozen=True)
+class RemoveFile(PathChange):
     """Remove a file or link."""
 
     undo_restores_files: ClassVar[bool] = True
 
-    path: str
     reason: str
 
     def summary(self) -> str:
@@ -168,23 +220,14 @@ class RemoveFile(Change):
     def diff(self, system: System) -> str:
         return text_diff(self.path, system.read_bytes(self.path), None)
 
-    def capture(self, system: System) -> Json:
-        return capture_path(system, self.path)
-
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         system.remove(self.path)
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        restore_path(system, before)
 
 
 @dataclass(frozen=True)
-class MakeNode(Change):
+class MakeNode(PathChange):
     """Make a character device node."""
 
-    path: str
     major: int
     minor: int
     mode: int = 0o666
@@ -193,17 +236,18 @@ class MakeNode(Change):
     def summary(self) -> str:
         return f"make device node {self.path} (c {self.major}:{self.minor})"
 
-    def capture(self, system: System) -> Json:
-        return capture_path(system, self.path)
-
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         system.make_directory(parent_of(self.path))
         system.remove(self.path)
         system.make_node(self.path, self.major, self.minor, self.mode, self.group)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        now = system.status(before["path"])
+        numbers = (now.kind, now.major, now.minor) if now is not None else None
+        if before["kind"] == "char" and numbers == ("char", before["major"], before["minor"]):
+            # A plan makes missing nodes only, so this one came from the run's own units, which were started before.
+            before = {**before, "kind": "missing", "missing_parents": [parent_of(before["path"])]}
         restore_path(system, before)
 
 

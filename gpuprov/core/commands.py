@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import selectors
 import signal
 import subprocess
@@ -13,7 +14,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Callable, TypeVar, cast
+from typing import BinaryIO, Callable, cast
+
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # Commands find programs here, whatever the caller's PATH is: on a host, gpuprov runs as root.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -56,36 +59,65 @@ class Completed:
         return "\n".join([f"`{' '.join(self.argv)}` exited {self.returncode}", *said])
 
 
-_Row = TypeVar("_Row")
+@dataclass(frozen=True)
+class Failure:
+    """A row of protocol/failures.json: how a program fails (a pattern in its output, its exit code), why, what to do.
+
+    apt lists packages after some lines: `heading` begins the list, {listed} stands for it in the texts. `kind`: `lacks`
+    if no repository has a package, `unreached` if a repository does not answer. `exit_code`: of gpuprov then.
+    """
+
+    what: str
+    next_step: str = ""
+    pattern: str = ""
+    returncode: int = -1
+    heading: str = ""
+    kind: str = ""
+    exit_code: ExitCode = ExitCode.FAILED
 
 
-def first_match(
-    rows: Iterable[_Row], pattern: Callable[[_Row], str], said: Iterable[str], flags: int = 0
-) -> tuple[_Row, str] | None:
-    """Return the first row whose pattern matches a line, and the first such line; None if no row matches.
+def failures(program: str) -> tuple[Failure, ...]:
+    """Return the known failures of a program; the first row that matches decides."""
+    # The programs of a boot come without tables.
+    from gpuprov.protocol.tables import FAILURES, rows
+
+    return rows(FAILURES, program, Failure)
+
+
+def first_match(program: str, said: Iterable[str], flags: int = 0) -> tuple[Failure, str] | None:
+    """Return the first of a program's failures whose pattern matches a line, and the first such line; else None.
 
     The order of the rows decides, not that of the lines: programs report consequences before causes.
     """
     lines = tuple(said)
-    for row in rows:
-        compiled = re.compile(pattern(row), flags)
-        line = next((line for line in lines if compiled.search(line)), None)
-        if line is not None:
-            return row, line
-    return None
+    known = ((row, re.compile(row.pattern, flags)) for row in failures(program) if row.pattern)
+    return next(((row, line) for row, compiled in known for line in lines if compiled.search(line)), None)
+
+
+def lift_memory_limit(needed: int) -> None:
+    """Lift a limit of the address space (`ulimit -v`) if this user may, fully or in part.
+
+    Raises GpuprovError if fewer than `needed` bytes are left: programs fail then with messages about something else.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    for limit in (resource.RLIM_INFINITY, hard):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            break
+    left = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if left != resource.RLIM_INFINITY and left < needed:
+        raise GpuprovError(
+            f"this login may use too little memory: gpuprov and its programs need {needed >> 10} KiB of addresses",
+            f"ulimit -v: {left >> 10}",
+            "raise the limit `as` in /etc/security/limits.conf or limits.d, log in again, then retry",
+        )
 
 
 def run_command(
-    argv: Sequence[str],
-    *,
-    timeout: float,
-    stdin: bytes,
-    env: Mapping[str, str] | None,
-    on_line: Callable[[str], None] | None,
-    stop: Callable[[], bool] = lambda: False,
-    folder: str | None = "/",
+    argv: Sequence[str], *, timeout: float, stdin: bytes, env: Mapping[str, str] | None,
+    on_line: Callable[[str], None] | None, stop: Callable[[], bool] = lambda: False, folder: str | None = "/",
     most: int = sys.maxsize,
-) -> Completed:
+) -> Completed:  # fmt: skip
     """Run a command, and end it after `timeout` seconds, or once `stop` is true; System.run documents the details.
 
     `folder`: where it runs; None: here. Of each of its outputs the last `most` bytes are kept.
@@ -107,9 +139,10 @@ def run_command(
             end_group(process)
             err += f"\nstopped after {timeout:g} s, its time limit".encode()
     code = process.returncode if in_time else TIMED_OUT
+    seconds = round(time.monotonic() - begun, 3)
     # Python reports a signal as -N; shells report 128+N.
     code = 128 - code if code < 0 else code
-    return Completed(argv, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), _since(begun))
+    return Completed(argv, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), seconds)
 
 
 @contextlib.contextmanager
@@ -154,7 +187,8 @@ def _communicate(
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(stdin)
         process.stdin.close()
-    chunks: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    out, err = bytearray(), bytearray()
+    chunks = {process.stdout.fileno(): out, process.stderr.fileno(): err}
     pending = {number: bytearray() for number in chunks}
     with selectors.DefaultSelector() as selector:
         for number in chunks:
@@ -162,7 +196,7 @@ def _communicate(
         while selector.get_map():
             ended = process.poll() is not None
             if not ended and (time.monotonic() > deadline or stop()):
-                return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
+                return bytes(out), bytes(err), False
             ready = selector.select(0 if ended else 0.2)
             # What it left behind may print without end.
             if ended and (not ready or time.monotonic() > deadline):
@@ -174,12 +208,9 @@ def _communicate(
                 chunks[key.fd] += data
                 del chunks[key.fd][:-most]
                 _tell_lines(pending[key.fd], data, on_line)
-    remaining = max(deadline - time.monotonic(), 0.1)
-    try:
-        process.wait(remaining)
-    except subprocess.TimeoutExpired:
-        return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
-    return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), True
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(deadline - time.monotonic(), 0.1))
+    return bytes(out), bytes(err), process.returncode is not None
 
 
 def _tell_lines(pending: bytearray, data: bytes, on_line: Callable[[str], None] | None) -> None:
@@ -212,7 +243,3 @@ def _signalled(process: subprocess.Popen[bytes], number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _since(begun: float) -> float:
-    return round(time.monotonic() - begun, 3)

@@ -66,10 +66,8 @@ class UnknownDevices:
     @property
     def stop(self) -> str:
         """The command that stops the container."""
-        engine = {"docker": "docker", "libpod": "podman", "nerdctl": "nerdctl"}.get(
-            self.scope.partition("-")[0], "crictl"
-        )
-        return f"{engine} stop {self.identifier}"
+        engines = {"docker": "docker", "libpod": "podman", "nerdctl": "nerdctl"}
+        return f"{engines.get(self.scope.partition('-')[0], 'crictl')} stop {self.identifier}"
 
     def __str__(self) -> str:
         gpus = [path for path in self.nodes if _GPU.fullmatch(path)]

@@ -1,21 +1,118 @@
-"""Download files with requests: resumed, retried, and verified by digest before any use."""
+"""Download files with requests: resumed, retried, and verified by digest before any use.
+
+Sessions use the host's certificates and the proxy of each request, and follow no redirect from https to http.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Callable, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
-from gpuprov.core.changes import Tell
+from gpuprov.core.changes import Tell, tell_nobody
 from gpuprov.core.commands import first_match
-from gpuprov.core.http_session import HOOKS, certificates, proxy_for, proxy_source, session, through
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.tables import addresses
 
 if TYPE_CHECKING:
     import requests
+
+# The host's own certificates include the site's; the bundle of requests lacks those.
+_CA_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
+)  # fmt: skip
+
+
+def refuse_downgrade(response: requests.Response, *_: object, **__: object) -> None:
+    """Raise GpuprovError for a redirect from https to http: anyone on the network could forge the response."""
+    if not response.is_redirect:
+        return
+    from urllib.parse import urlsplit
+
+    target = response.headers["Location"]
+    try:
+        # Read as requests reads it: urlsplit() drops tabs, and requests would follow "ht\ttp:".
+        scheme = urlsplit(target).scheme
+    except ValueError as error:
+        raise GpuprovError(
+            f"{masked(response.url)} leads to something that is not a URL",
+            f"HTTP {response.status_code}, Location: {masked(target)}: {error}", "check the URL, and the server",
+        ) from None  # fmt: skip
+    if response.url.startswith("https:") and scheme == "http":
+        raise GpuprovError(
+            f"{masked(response.url)} leads from https to http",
+            f"HTTP {response.status_code}, Location: {masked(target)}", "use a URL that stays with https",
+        )  # fmt: skip
+
+
+# Where a login's environment is set, root's with sudo too.
+_PROFILES = (
+    "/etc/environment", "/root/.bashrc", "/root/.bash_profile", "/root/.profile", "/etc/profile", "/etc/bash.bashrc",
+)  # fmt: skip
+# Called for each answer before a redirect is followed.
+HOOKS = {"response": refuse_downgrade}
+
+
+def certificates(system: System) -> str | bool:
+    """Return the file of trusted certificates: the environment's, the host's, or True for the default of requests."""
+    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
+
+
+def proxy_for(system: System, url: str) -> str:
+    """Return the proxy URL for a request to `url`: from gpuprov_proxy, else from the environment."""
+    from requests.utils import get_environ_proxies, select_proxy, should_bypass_proxies
+
+    try:
+        if not system.proxy.url:
+            return select_proxy(url, get_environ_proxies(url)) or ""
+        # An empty list would make requests read the environment's.
+        return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
+    except ValueError:
+        # Not a URL: the request itself reports it.
+        return ""
+
+
+def proxy_source(system: System, url: str) -> str:
+    """Return what names the proxy of a URL if gpuprov_proxy does not: the variable, and the file that sets it."""
+    proxy = "" if system.proxy.url else proxy_for(system, url)
+    # Other programs' variables end like these, PIP_PROXY.
+    heeded = (f"{url.partition(':')[0].lower()}_proxy", "all_proxy")
+    name = next((name for name in os.environ if name.lower() in heeded and os.environ[name] == proxy), "")
+    if not proxy or not name:
+        return ""
+    profiles = [f"/etc/profile.d/{one}" for one in system.list_directory("/etc/profile.d")]
+    files = (path for path in (*_PROFILES, *profiles) if proxy in (system.read_text(path) or ""))
+    return f"{name} in {next(files, 'the environment of gpuprov')}"
+
+
+def through(system: System, url: str) -> str:
+    """Return a line that names the proxy, for an error's evidence; "" without a proxy."""
+    proxy, source = proxy_for(system, url), proxy_source(system, url)
+    return f"\nthrough the proxy {Proxy(proxy).address}{f' ({source})' if source else ''}" if proxy else ""
+
+
+def session(system: System) -> requests.Session:
+    """Return a session in which every request, also after a redirect, uses the proxy of its own URL."""
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class _Proxied(HTTPAdapter):
+        def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+            proxy = proxy_for(system, request.url or "")
+            proxies = {"http": proxy, "https": proxy} if proxy else {}
+            return super().send(request, *args, **{**kwargs, "proxies": proxies})
+
+    made = requests.Session()
+    for scheme in ("http://", "https://"):
+        made.mount(scheme, _Proxied())
+    return made
+
 
 _Result = TypeVar("_Result")
 _TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
@@ -45,6 +142,28 @@ def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell
     """
     if system.sha256(destination) == sha256:
         return
+    _at_each_address(url, lambda place: _fetch_from(system, place, destination, sha256, tell))
+
+
+def _at_each_address(url: str, attempt: Callable[[str], _Result]) -> _Result:
+    """Return what `attempt` gives for the first address that has the file. Raises GpuprovError with all addresses."""
+    missing: tuple[Problem, ...] = ()
+    for place in addresses(url):
+        try:
+            return attempt(place)
+        except GpuprovError as error:
+            missing += error.problems
+            if not _is_missing(error):
+                break
+    raise GpuprovError.several(missing)
+
+
+def _is_missing(error: GpuprovError) -> bool:
+    last = str(error.problems[-1])
+    return "HTTP 404" in last or "no file" in last
+
+
+def _fetch_from(system: System, url: str, destination: str, sha256: str, tell: Tell) -> None:
     part = f"{destination}.part"
     resumed = system.status(part) is not None
     _bring(system, url, part, tell)
@@ -57,10 +176,17 @@ def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell
 
 
 def _bring(system: System, url: str, part: str, tell: Tell) -> None:
+    """Fetch or copy into `part`; a transfer resumes at its end."""
     if url.startswith("file://"):
-        _copy(system, url[len("file://") :], part)
-    else:
-        _transfer(system, url, part, tell)
+        source = url[len("file://") :]
+        if not system.exists(source):
+            raise GpuprovError(f"there is no file {source}", "", "check the path")
+        with system.path(source).open("rb") as reading, system.path(part).open("wb") as writing:
+            shutil.copyfileobj(reading, writing)
+        return
+    _persistently(
+        system, url, lambda: _transfer_once(system, url, part, tell), lambda: system.status(part) is not None, tell
+    )
 
 
 def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
@@ -104,7 +230,7 @@ def _read_small(system: System, url: str) -> bytes:
                     break
         return content
 
-    return _persistently(system, url, attempt, lambda: False, lambda message, done, total: None)
+    return _persistently(system, url, attempt, lambda: False, tell_nobody)
 
 
 def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
@@ -114,11 +240,19 @@ def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
     wanted = sorted({url for url in urls if not url.startswith("file://")})
     if not wanted:
         return ()
+
+    def ask(url: str) -> tuple[Problem, ...]:
+        try:
+            _at_each_address(url, lambda place: _ask(system, place))
+        except GpuprovError as error:
+            return error.problems
+        return ()
+
     with ThreadPoolExecutor(max_workers=8) as pool:
-        return tuple(one for one in pool.map(lambda url: _ask(system, url), wanted) if one is not None)
+        return tuple(problem for found in pool.map(ask, wanted) for problem in found)
 
 
-def _ask(system: System, url: str) -> Problem | None:
+def _ask(system: System, url: str) -> None:
     import requests
 
     try:
@@ -126,22 +260,19 @@ def _ask(system: System, url: str) -> Problem | None:
             status = opened.head(
                 url, timeout=_ASKING_TIMEOUTS, verify=certificates(system), allow_redirects=True, hooks=HOOKS
             ).status_code
-    except GpuprovError as error:
-        return error.problems[0]
     except (requests.RequestException, ValueError) as error:
-        return _explained(system, url, error).problems[0]
+        raise _explained(system, url, error) from None
     # Other refusals may concern the HEAD request only: the download will show.
-    if status not in _HTTP_HINTS or status == 403:
-        return None
-    return Problem(f"{masked(url)} can't be had", f"HTTP {status}{through(system, url)}", _HTTP_HINTS[status])
+    if status in _HTTP_HINTS and status != 403:
+        raise GpuprovError(f"{masked(url)} can't be had", f"HTTP {status}{through(system, url)}", _HTTP_HINTS[status])
 
 
 def published_sha256(system: System, url: str) -> str:
     """Return the digest in the `.sha256sum` file beside `url`, or nothing if there is none."""
     try:
-        text = fetch_small(system, f"{url}.sha256sum").decode("ascii", "replace")
+        text = _at_each_address(f"{url}.sha256sum", lambda place: fetch_small(system, place)).decode("ascii", "replace")
     except GpuprovError as error:
-        if "HTTP 404" in str(error) or "no file" in str(error):
+        if _is_missing(error):
             return ""
         raise
     found = re.match(r"\s*([0-9a-f]{64})\b", text)
@@ -151,23 +282,6 @@ def published_sha256(system: System, url: str) -> str:
 def trusted_sha256(system: System, url: str) -> str:
     """Return the published digest, "" over http: an attacker who changes the file can change its digest too."""
     return "" if url.startswith("http:") else published_sha256(system, url)
-
-
-def _copy(system: System, source: str, part: str) -> None:
-    if not system.exists(source):
-        raise GpuprovError(f"there is no file {source}", "", "check the path")
-    with system.path(source).open("rb") as reading, system.path(part).open("wb") as writing:
-        while chunk := reading.read(_CHUNK):
-            writing.write(chunk)
-
-
-def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
-    """Fetch into `part`, resuming at its end."""
-
-    def begun() -> bool:
-        return system.status(part) is not None
-
-    _persistently(system, url, lambda: _transfer_once(system, url, part, tell), begun, tell)
 
 
 class _Busy(Exception):  # noqa: N818 (it is no error yet: trying again may help)
@@ -195,7 +309,7 @@ def _persistently(
                 raise busy.error from None
             reason, pause = f"{busy.error.problems[0].evidence}", busy.wait
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            if number == _ATTEMPTS or _is_hopeless(error) or not (begun() or _broke_off(error)):
+            if number == _ATTEMPTS or _says(error, _HOPELESS) or not (begun() or _says(error, _BROKEN_OFF)):
                 raise _explained(system, url, error) from None
             reason, pause = "connection lost", 0.0
         except (requests.RequestException, ValueError) as error:
@@ -257,9 +371,8 @@ def _endless(system: System, response: requests.Response, part: str, url: str) -
         size += len(piece)
         if size > _LARGEST:
             system.remove(part)
-            raise GpuprovError(
-                f"{masked(url)} is larger than expected", f"more than {_LARGEST >> 30} GiB", "check the URL"
-            )
+            seen = f"more than {_LARGEST >> 30} GiB"
+            raise GpuprovError(f"{masked(url)} is larger than expected", seen, "check the URL")
         if system.free_bytes(part) < _LEAST_ROOM:
             system.remove(part)
             _require_room(system, part, _LEAST_ROOM, url)
@@ -285,12 +398,11 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     raise error
 
 
-LOG_IN = "the proxy requires a login: set gpuprov_proxy to http://USER:PASSWORD@PROXY:PORT"
 _HTTP_HINTS = {
     401: "the server requires a login: put it into the URL; behind a proxy, gpuprov_proxy may lack the right one",
     403: "the server refuses: check the URL, and whether a proxy stands between",
     404: "there is no such file: check version and URL",
-    407: LOG_IN,
+    407: "the proxy requires a login: set gpuprov_proxy to http://USER:PASSWORD@PROXY:PORT",
 }
 
 
@@ -304,29 +416,13 @@ def _require_room(system: System, path: str, size: int, url: str) -> None:
         )
 
 
-def _broke_off(error: Exception) -> bool:
-    """Say whether an established connection was lost."""
-    said = str(error)
-    return any(word in said for word in ("Connection aborted", "reset by peer", "Connection broken", "Read timed out"))
+# An established connection was lost; a retry can't help: the name does not exist, the certificate is not trusted.
+_BROKEN_OFF = ("Connection aborted", "reset by peer", "Connection broken", "Read timed out")
+_HOPELESS = ("NameResolutionError", "CERTIFICATE_VERIFY_FAILED", "Name or service not known")
 
 
-def _is_hopeless(error: Exception) -> bool:
-    """Say whether a retry can't help: a name that does not exist, a certificate that is not trusted."""
-    said = str(error)
-    return "NameResolutionError" in said or "CERTIFICATE_VERIFY_FAILED" in said or "Name or service not known" in said
-
-
-# Part of a message of requests, its meaning, the next step.
-_CAUSES = (
-    ("Tunnel connection failed: 40[17]", "the proxy refuses the login", LOG_IN),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted",
-     "add the site's CA to the host (update-ca-certificates), and check the clock: timedatectl"),
-    ("NameResolution", "its name is not known", "check DNS, or set gpuprov_proxy"),
-    ("Name or service not known", "its name is not known", "check DNS, or set gpuprov_proxy"),
-    ("Connection refused", "the connection is refused", "is the server up? does it take gpuprov_proxy?"),
-    ("timed out", "it does not answer", "check the firewall, and gpuprov_proxy"),
-    ("ProxyError", "the proxy does not let it through", "check gpuprov_proxy and the proxy's own rules"),
-)  # fmt: skip
+def _says(error: Exception, words: tuple[str, ...]) -> bool:
+    return any(word in str(error) for word in words)
 
 
 def _cause(said: str) -> str:
@@ -346,9 +442,7 @@ def _explained(system: System, url: str, error: Exception) -> GpuprovError:
     if proxy and "connect to proxy" in said.lower() and "Tunnel connection failed" not in said:
         return GpuprovError.several((Proxy(proxy).problem(_cause(said), proxy_source(system, url)),))
     seen = f"{_cause(said)}{through(system, url)}"
-    found = first_match(_CAUSES, lambda row: row[0], [said])
-    if found is not None:
-        (_, meaning, next_step), _ = found
-        next_step = _sourced(system, url, next_step)
-        return GpuprovError(f"{masked(url)} can't be reached: {meaning}", seen, next_step)
+    if found := first_match("download", [said]):
+        next_step = _sourced(system, url, found[0].next_step)
+        return GpuprovError(f"{masked(url)} can't be reached: {found[0].what}", seen, next_step)
     return GpuprovError(f"{masked(url)} can't be reached", seen, "check network and proxy, then run this again")

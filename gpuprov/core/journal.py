@@ -10,9 +10,10 @@ differ only in the outcomes of changes: format 1 stores there how the run contin
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov import __version__
@@ -65,6 +66,15 @@ class Run:
         return tuple(entry for entry in reversed(self.entries) if entry.state != "undone")
 
 
+@dataclass(frozen=True)
+class DriverChoice:
+    """The driver that a run installed or kept. `done`: the run ended well."""
+
+    driver: str
+    version: str
+    done: bool
+
+
 class Journal:
     """Writes one run's journal."""
 
@@ -87,6 +97,14 @@ class Journal:
     def undone(self, number: int) -> None:
         """Record that the change is undone."""
         self._add({"undone": number})
+
+    def chose(self, driver: str, version: str) -> None:
+        """Record the source and the version of the driver that the run installs or keeps."""
+        self._add({"chosen": {"driver": driver, "version": version}})
+
+    def belongs_to(self, run_id: str) -> None:
+        """Record that the run is resumed by requests with another identifier, which a rollback of theirs undoes too."""
+        self._add({"id": run_id})
 
     def end(self, how: str) -> None:
         """Record the end of the run: done, failed or rolled-back."""
@@ -133,7 +151,8 @@ def resume_journal(system: System, run: Run) -> Journal:
 
 def read_runs(system: System) -> tuple[Run, ...]:
     """Return all runs on this host, oldest first. Raises GpuprovError for a journal of an unknown format."""
-    return tuple(_read_run(system, f"{RUNS_DIRECTORY}/{name}") for name in _journal_names(system))
+    paths = (f"{RUNS_DIRECTORY}/{name}" for name in _journal_names(system))
+    return tuple(parse_run(path, system.read_text(path) or "") for path in paths)
 
 
 def written_files(runs: Iterable[Run]) -> dict[str, tuple[str, Run]]:
@@ -163,6 +182,22 @@ def unfinished_run(system: System) -> Run | None:
     return None
 
 
+def last_choice(system: System) -> DriverChoice | None:
+    """Return the driver of the latest run that was not rolled back, None if no run recorded one."""
+    for name in reversed(_journal_names(system)):
+        text = system.read_text(f"{RUNS_DIRECTORY}/{name}") or ""
+        # Most lines hold what a file was before, perhaps megabytes.
+        found: dict[str, Any] = {}
+        for record in _records("\n".join(one for one in text.splitlines() if one.startswith(_SHORT))):
+            found |= {"end": "", **record}
+        if "chosen" in found and found["end"] != "rolled-back":
+            return DriverChoice(found["chosen"]["driver"], found["chosen"]["version"], found["end"] == "done")
+    return None
+
+
+_SHORT = ('{"chosen":', '{"end":')
+
+
 def _journal_names(system: System) -> tuple[str, ...]:
     """Return the journals' file names by number, which may exceed 9999."""
     names = system.list_directory(RUNS_DIRECTORY)
@@ -184,10 +219,6 @@ def pruned_numbers(system: System) -> set[int]:
         return set()
 
 
-def _read_run(system: System, path: str) -> Run:
-    return parse_run(path, system.read_text(path) or "")
-
-
 def parse_run(path: str, text: str) -> Run:
     """Return the run in a journal's text. Raises GpuprovError for an unknown format."""
     _require_known_format(path, text)
@@ -196,14 +227,17 @@ def parse_run(path: str, text: str) -> Run:
     for record in _records(text):
         if "run" in record:
             command, run_id, version = record["run"], record.get("id", ""), str(record.get("version", ""))
+        elif "id" in record:
+            run_id = record["id"]
         elif "begin" in record:
             number = record["begin"]
             entries[number] = Entry(number, record["key"], record["kind"], "begun", record["before"])
             end = ""
         elif "done" in record:
-            entries[record["done"]] = _replaced(entries[record["done"]], "done", record["outcome"])
+            entry = entries[record["done"]]
+            entries[entry.number] = replace(entry, state="done", outcome=record["outcome"] or entry.outcome)
         elif "undone" in record:
-            entries[record["undone"]] = _replaced(entries[record["undone"]], "undone", None)
+            entries[record["undone"]] = replace(entries[record["undone"]], state="undone")
         elif "end" in record:
             end = record["end"]
     return Run(path, command, tuple(entries.values()), end, run_id, version)
@@ -221,17 +255,9 @@ def _require_known_format(path: str, text: str) -> None:
         )
 
 
-def _replaced(entry: Entry, state: str, outcome: Json | None) -> Entry:
-    return Entry(entry.number, entry.key, entry.kind, state, entry.before, outcome or entry.outcome)
-
-
 def _records(text: str) -> list[dict[str, Any]]:
     records = []
     for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, from_os_error
 
 LOCK_PATH = "/run/gpuprov.lock"
 
@@ -40,7 +40,11 @@ def host_lock(
     installer) may still work: wait for its end, up to `wait_seconds`, because two at once would damage the host. Such
     commands inherit the lock, so it shows that they still run.
     """
-    with system.open_private(LOCK_PATH) as file:
+    try:
+        opened = system.open_private(LOCK_PATH)
+    except OSError as error:
+        raise from_os_error(f"the lock {LOCK_PATH} can't be opened", error, f"ls -ld {LOCK_PATH}") from None
+    with opened as file:
         _acquire(system, file.fileno(), wait_seconds, tell)
         # Children inherit the descriptor and hold the lock as long as they live.
         flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFD)
@@ -80,14 +84,18 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
             return
         holder = read_holder(system)
         if holder is not None and holder.alive:
-            raise GpuprovError(
-                "another gpuprov run holds this host",
-                f"{holder}",
-                "wait for its end, or look at it: ps -fp " + str(holder.pid),
-            )
+            what = "another gpuprov run holds this host"
+            raise GpuprovError(what, f"{holder}", "wait for its end, or look at it: ps -fp " + str(holder.pid))
         openers = _openers(system)
-        _refuse_other_users(openers)
-        left = ", ".join(opener.text for opener in openers) or "a command"
+        others = {pid: f"{text} of user {uid}" for pid, (uid, text) in openers.items() if uid != 0}
+        if others:
+            # An earlier version left the lock file open to all: this process is no run of ours.
+            raise GpuprovError(
+                "a process that is not root's keeps this host locked",
+                f"{', '.join(others.values())} has {LOCK_PATH} open",
+                f"end it: kill {' '.join(map(str, others))}",
+            )
+        left = ", ".join(text for _, text in openers.values()) or "a command"
         if system.now() > deadline:
             raise GpuprovError(
                 "a command of an earlier, killed run still goes on",
@@ -98,17 +106,6 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
             tell(f"waiting for what an earlier, killed run left running: {left}")
             told = True
         system.sleep(0.2)
-
-
-def _refuse_other_users(openers: list[_Opener]) -> None:
-    """A lock file that an earlier version left open to all may still be open in a process that is no run of ours."""
-    others = [opener for opener in openers if opener.uid != 0]
-    if others:
-        raise GpuprovError(
-            "a process that is not root's keeps this host locked",
-            f"{', '.join(f'{one.text} of user {one.uid}' for one in others)} has {LOCK_PATH} open",
-            f"end it: kill {' '.join(str(one.pid) for one in others)}",
-        )
 
 
 def read_holder(system: System) -> LockHolder | None:
@@ -122,7 +119,10 @@ def read_holder(system: System) -> LockHolder | None:
         step = str(data.get("step", ""))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    alive = _is_running(system, pid) and _has_open(system, pid)
+    stat = system.read_text(f"/proc/{pid}/stat")
+    # proc(5): the state letter follows the name, which is in parentheses and may hold anything. A zombie is dead.
+    is_running = stat is not None and stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    alive = is_running and _has_open(system, pid)
     return LockHolder(pid, command, since, alive=alive, step=step)
 
 
@@ -132,35 +132,14 @@ def other_run(system: System) -> LockHolder | None:
     return holder if holder is not None and holder.alive and holder.pid != system.own_pid() else None
 
 
-def _is_running(system: System, pid: int) -> bool:
-    """Say whether the process lives; a zombie counts as dead."""
-    stat = system.read_text(f"/proc/{pid}/stat")
-    # proc(5): the state letter follows the name, which is in parentheses and may hold anything.
-    return stat is not None and stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-@dataclass(frozen=True)
-class _Opener:
-    """A process that has the lock file open."""
-
-    pid: int
-    uid: int
-    name: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.name} (pid {self.pid})"
-
-
-def _openers(system: System) -> list[_Opener]:
-    """Return the processes that have the lock file open, except this one."""
-    found = []
-    for name in system.list_directory("/proc"):
-        if not name.isdigit() or int(name) == system.own_pid() or not _has_open(system, int(name)):
-            continue
-        status = system.status(f"/proc/{name}")
-        comm = (system.read_text(f"/proc/{name}/comm") or "?").strip()
-        found.append(_Opener(int(name), status.uid if status else 0, comm))
+def _openers(system: System) -> dict[int, tuple[int, str]]:
+    """Return the processes that have the lock file open, except this one: process id → user id, name."""
+    found = {}
+    for pid in (int(name) for name in system.list_directory("/proc") if name.isdecimal()):
+        if pid != system.own_pid() and _has_open(system, pid):
+            status = system.status(f"/proc/{pid}")
+            name = (system.read_text(f"/proc/{pid}/comm") or "?").strip()
+            found[pid] = (status.uid if status else 0, f"{name} (pid {pid})")
     return found
 
 

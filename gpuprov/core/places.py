@@ -7,6 +7,8 @@ from gpuprov.core.journal import STATE_DIRECTORY
 CACHE_DIRECTORY = "/var/cache/gpuprov"
 # The .run files of the installed driver and of the one before it.
 KEPT = "/var/cache/gpuprov/driver"
+# The driver's packages that came from a bundle, a folder for each version.
+KEPT_PACKAGES = "/var/cache/gpuprov/driver-packages"
 # Where a run unpacks a bundle on a host. Always the same folder, owned by root: the next run finds and removes what a
 # killed run left there.
 FOLDER = "/var/cache/gpuprov/bundle"
@@ -20,3 +22,5 @@ SOURCES_LIST = f"{FOLDER}/sources.list"
 STOPPED = f"{STATE_DIRECTORY}/stopped.json"
 # What the last green verification saw (checks/memory.py).
 REMEMBERED = f"{STATE_DIRECTORY}/remembered.json"
+# Records of repairs, 00000001.json and so on (agent/repair.py).
+REPAIRS = f"{STATE_DIRECTORY}/repairs"

@@ -44,8 +44,7 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        parts = self._parts
-        return parts.port or _DEFAULT_PORTS[parts.scheme]
+        return self._parts.port or _DEFAULT_PORTS[self._parts.scheme]
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -7,7 +7,9 @@ agent its log (agent/agent.py) and the pushed agents (agent/push.py).
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from gpuprov.core.changes import Change, images_in
 from gpuprov.core.files import FileStatus
 from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
-from gpuprov.core.places import CACHE_DIRECTORY, KEPT
+from gpuprov.core.places import CACHE_DIRECTORY, KEPT, KEPT_PACKAGES, REPAIRS
 from gpuprov.core.system import System
 
 _DAY = 86400
@@ -24,9 +26,10 @@ _DAY = 86400
 
 @dataclass(frozen=True)
 class Bound:
-    """The newest `number` entries of `folder` with such names stay, as long as their files have `size` bytes in all.
+    """The newest `number` entries of `folder` with such names stay, as long as they have `size` bytes in all.
 
-    An entry used within `idle` seconds stays: a command without the lock may still read it.
+    The newest stays whatever its size. So does an entry used within `idle` seconds: a command without the lock may
+    still read it.
     """
 
     folder: str
@@ -39,26 +42,27 @@ class Bound:
 JOURNALS = Bound(RUNS_DIRECTORY, r"\d+\.jsonl", 100, 64 << 20)
 BOUNDS = (
     # Unpacked agents and one-file programs; each marks its folder when it starts.
-    Bound(CACHE_DIRECTORY, r"\.?(agent|host)-\w+", 4, 0, _DAY),
+    Bound(CACHE_DIRECTORY, r"\.?(agent|host)-\w+", 4, 256 << 20, _DAY),
     # Drivers and CUDA toolkits of runs that failed; a run that succeeds removes its own.
     Bound(CACHE_DIRECTORY, r".+\.run(\.part)?", 2, 8 << 30),
     # The installed driver's and the one before it.
     Bound(KEPT, r".+\.run(\.part)?", 2, 2 << 30),
+    Bound(KEPT_PACKAGES, ".+", 2, 4 << 30),
+    Bound(REPAIRS, r"\d+\.json", 100, 4 << 20),
     # A controller may be uploading one now.
     Bound(CACHE_DIRECTORY, r"bundle-.+\.tar(\.part)?", 2, 32 << 30, _DAY),
-    # What killed commands left.
-    # System.temporary_directory names them so: an administrator's own gpuprov-backup stays.
+    # What killed commands left, as System.temporary_directory names it: an administrator's gpuprov-backup stays.
     *(Bound(folder, r"gpuprov-tmp-[a-z0-9_]{8}", 0, 0, _DAY) for folder in ("/run", "/tmp", "/var/tmp")),
 )
 
 
 def prune(system: System, kinds: Mapping[str, type[Change]], *, keep_driver: bool = True) -> None:
     """Remove what exceeds the bounds. A folder that can't be read or written is left for a later run."""
-    none_kept = () if keep_driver else (Bound(KEPT, ".+", 0, 0),)
+    none_kept = () if keep_driver else (Bound(KEPT, ".+", 0, 0), Bound(KEPT_PACKAGES, ".+", 0, 0))
     for bound in (*BOUNDS, *none_kept):
         with contextlib.suppress(OSError):
             for path in _surplus(system, bound):
-                _remove(system, path)
+                system.remove_all(path)
     with contextlib.suppress(OSError):
         _prune_journals(system, kinds)
 
@@ -68,11 +72,19 @@ def _surplus(system: System, bound: Bound) -> list[str]:
     entries = sorted(_entries(system, bound), key=lambda entry: entry[1].modified, reverse=True)
     found, size = [], 0
     for index, (path, status) in enumerate(entries):
-        size += status.size
-        exceeds = index >= bound.number or (index > 0 and status.kind == "file" and size > bound.size)
+        size += _size(system, path, status)
+        exceeds = index >= bound.number or (index > 0 and size > bound.size)
         if exceeds and not (bound.idle and system.clock() < status.modified + bound.idle):
             found.append(path)
     return found[::-1]
+
+
+def _size(system: System, path: str, status: FileStatus) -> int:
+    """Return the bytes of a file, or of all files below a folder."""
+    if status.kind != "directory":
+        return status.size
+    found = ((below, system.status(below)) for name in system.list_directory(path) for below in (f"{path}/{name}",))
+    return sum(_size(system, below, one) for below, one in found if one is not None)
 
 
 def _entries(system: System, bound: Bound) -> Iterable[tuple[str, FileStatus]]:
@@ -83,14 +95,6 @@ def _entries(system: System, bound: Bound) -> Iterable[tuple[str, FileStatus]]:
         status = system.status(f"{bound.folder}/{name}") if re.fullmatch(bound.names, name) else None
         if status is not None and status.uid == 0 and status.kind in ("file", "directory"):
             yield f"{bound.folder}/{name}", status
-
-
-def _remove(system: System, path: str) -> None:
-    status = system.status(path)
-    if status is not None and status.kind == "directory":
-        system.remove_tree(path)
-    else:
-        system.remove(path)
 
 
 # -- journals ----------------------------------------------------------------------------------------------------------
@@ -117,40 +121,29 @@ def surplus_runs(runs: Sequence[Run], sizes: Sequence[int], kinds: Mapping[str, 
     `runs` and their `sizes` are ordered from old to new. The newest runs stay, within the bound of JOURNALS; so does
     the last run that wrote a file, because it shows whether somebody changed the file since.
     """
-    newest = _newest(sizes)
+    totals = itertools.accumulate(reversed(sizes[-JOURNALS.number :]))
+    # The newest stays, whatever its size.
+    newest = len(sizes) - max(sum(total <= JOURNALS.size for total in totals), min(len(sizes), 1))
     written_later = {path for run in runs[newest:] for path in _written(run)}
     last_writers: set[str] = set()
     for run in reversed(runs[:newest]):
         if not _written(run) <= written_later:
             last_writers.add(run.path)
         written_later |= _written(run)
-    restored: dict[str, set[str]] = {}
+    restored: dict[str, set[str]] = collections.defaultdict(set)
     surplus = []
     for run in runs[:newest]:
         ended = bool(run.end) and run.interrupted is None and run.path not in last_writers
-        if ended and all(_is_restored(entry, restored, kinds) for entry in run.undoable):
+        # Whether older changes of the same kind restore all that these restore.
+        if ended and all(
+            entry.kind in kinds and kinds[entry.kind].undo_restores_files and _paths(entry) <= restored[entry.kind]
+            for entry in run.undoable
+        ):
             surplus.append(run)
             continue
         for entry in run.undoable:
-            restored.setdefault(entry.kind, set()).update(_paths(entry))
+            restored[entry.kind] |= _paths(entry)
     return tuple(surplus)
-
-
-def _newest(sizes: Sequence[int]) -> int:
-    """Return the index of the first of the newest runs that stay within the bound."""
-    total, index = 0, len(sizes)
-    while index > 0 and len(sizes) - index < JOURNALS.number:
-        total += sizes[index - 1]
-        if total > JOURNALS.size and index < len(sizes):
-            break
-        index -= 1
-    return index
-
-
-def _is_restored(entry: Entry, restored: Mapping[str, set[str]], kinds: Mapping[str, type[Change]]) -> bool:
-    """Say whether older changes of the same kind restore all that this change restores."""
-    kind = kinds.get(entry.kind)
-    return kind is not None and kind.undo_restores_files and _paths(entry) <= restored.get(entry.kind, set())
 
 
 def _paths(entry: Entry) -> set[str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shlex
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO
 
-from gpuprov.core import disk, files
+from gpuprov.core import files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
@@ -120,13 +121,17 @@ class System:
         return self.path(self.real_path(path)).exists()
 
     def list_directory(self, path: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory, an empty list if it is missing."""
+        """Return the sorted names in a directory, an empty list if it is missing, or a loop of links."""
         try:
             return tuple(sorted(entry.name for entry in self.path(path).iterdir()))
         except (FileNotFoundError, NotADirectoryError):
             return ()
         except PermissionError as error:
             if isinstance(self._without(path, error), PermissionError):
+                raise
+            return ()
+        except OSError as error:
+            if error.errno != errno.ELOOP:
                 raise
             return ()
 
@@ -147,7 +152,7 @@ class System:
 
     def df(self, path: str) -> str:
         """Return the command that shows what the file system of `path` is short of: `df -h PATH`, or `df -i PATH`."""
-        return f"df {disk.df(self._existing(path))} {path}"
+        return f"df {files.df(self._existing(path))} {path}"
 
     def _existing(self, path: str) -> Path:
         """Return the place of `path`, or of its nearest existing parent."""
@@ -178,17 +183,16 @@ class System:
         """Return `uname -m`."""
         return os.uname().machine
 
+    def page_size(self) -> int:
+        """Return the size of a memory page, in bytes."""
+        return os.sysconf("SC_PAGE_SIZE")
+
     # -- commands ------------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
+        self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    ) -> Completed:  # fmt: skip
         """Run a command to its end and return its result; a failure is a value, not an exception.
 
         The command gets a clean environment, its own process group and a time limit in seconds. A Ctrl-C at the
@@ -260,16 +264,16 @@ class System:
         A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without it
         an existing file's owner stays. The SELinux context of an existing file is kept.
         """
-        disk.write_whole(self.path(self.real_path(path)), content, mode, owner)
+        files.write_whole(self.path(self.real_path(path)), content, mode, owner)
 
     def write_problems(self, paths: Iterable[str], executed: Iterable[str] = ()) -> tuple[Problem, ...]:
         """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
         found: dict[tuple[str, str], list[str]] = {}
         for path in paths:
-            refusal = self._dangling_folder(path) or disk.write_refusal(self.path(self.real_path(path)))
+            refusal = self._dangling_folder(path) or files.write_refusal(self.path(self.real_path(path)))
             found.setdefault(refusal, []).append(path)
         found.pop(("", ""), None)
-        noexec = {mount: path for path in executed if (mount := disk.mounted_noexec(self.path(path)))}
+        noexec = {mount: path for path in executed if (mount := files.mounted_noexec(self.path(path)))}
         return (
             *(Problem(f"{', '.join(places)} cannot be written", *refusal) for refusal, places in found.items()),
             *(Problem(f"no program can run in {path}", f"{mount} is mounted noexec",
@@ -286,14 +290,14 @@ class System:
 
     def append(self, path: str, content: bytes) -> None:
         """Append to a file, all or nothing, and wait until it is on disk."""
-        disk.append_whole(self.path(path), content)
+        files.append_whole(self.path(path), content)
 
     def sync(self) -> None:
         """Wait until everything written by any program is on disk. Raises OSError on a write error.
 
         Each file system separately (syncfs(2)): sync(2) waits for all of them, even for a network one that hangs.
         """
-        disk.sync_file_systems(map(self.path, _WRITTEN_PLACES))
+        files.sync_file_systems(map(self.path, _WRITTEN_PLACES))
 
     def open_private(self, path: str) -> TextIO:
         """Open a file for root only (0600) to read and write.
@@ -314,25 +318,26 @@ class System:
             place = place.parent
         made = []
         for place in reversed(missing):
-            place.mkdir()
+            # Another process may make it meanwhile, as a container that starts makes /run/gpuprov.
+            place.mkdir(exist_ok=True)
             place.chmod(mode)
-            disk.sync_path(place.parent)
+            files.sync_path(place.parent)
             made.append("/" + str(place.relative_to(self.root)))
         return tuple(made)
 
     def make_link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically, replacing any file or link at that path."""
         place = self.path(path)
-        temporary = disk.temporary_name(place)
+        temporary = files.temporary_name(place)
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(place)
 
     def rename(self, path: str, new: str) -> None:
         """Rename a file atomically, replacing any file of that name."""
-        disk.sync_path(self.path(path))
+        files.sync_path(self.path(path))
         self.path(path).replace(self.path(new))
-        disk.sync_path(self.path(new).parent)
+        files.sync_path(self.path(new).parent)
 
     def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
         """Make a character device node, owned by root and a group."""
@@ -357,11 +362,19 @@ class System:
 
     def remove_leftover(self, path: str) -> None:
         """Remove the temporary file that a killed write of `path` may have left beside it."""
-        disk.temporary_name(self.path(path)).unlink(missing_ok=True)
+        files.temporary_name(self.path(path)).unlink(missing_ok=True)
 
     def remove_tree(self, path: str) -> None:
         """Remove a directory with all its content."""
         shutil.rmtree(self.path(path), ignore_errors=True)
+
+    def remove_all(self, path: str) -> None:
+        """Remove a file, a link or a directory with all its content; nothing may be there."""
+        found = self.status(path)
+        if found is not None and found.kind == "directory":
+            self.remove_tree(path)
+        else:
+            self.remove(path)
 
     def temporary_directory(self, near: str = "/tmp") -> str:
         """Make a private directory below `near` and return its path."""
@@ -389,3 +402,60 @@ def _never() -> bool:
 def sha256_of(content: bytes) -> str:
     """Return the SHA-256 of some bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
+
+
+# systemd runs as process 1 (sd_booted(3)).
+BOOTED = "/run/systemd/system"
+_BUILDERS = (
+    "/proc/driver/nvidia", "/proc/devices", "/proc/modules", "/proc/sys/kernel/modules_disabled", "/proc/cmdline",
+    "/proc/keys", "/sys/bus/pci", "/sys/class/infiniband", "/sys/class/drm", "/sys/module", "/sys/firmware/efi",
+    "/dev/nvidia", "/run/systemd/container", "/run/.containerenv", "/.dockerenv",
+)  # fmt: skip
+# All paths below a device are ignored.
+_NOWHERE = Path("/dev/null/hidden")
+# systemctl(1) commands that need a running systemd. `enable`, `disable` and `is-enabled` work on files too.
+_ONLINE = frozenset(
+    ("start", "stop", "restart", "try-restart", "reload", "reload-or-restart", "daemon-reload", "reset-failed")
+)
+_ASKING = frozenset(("is-active", "is-failed", "show", "is-system-running"))
+_NOT_ACTIVE = 3  # exit code of `systemctl is-active`
+
+
+class ImageSystem(System):
+    """A machine whose disk becomes an image: its files and programs are used, but not its kernel and devices.
+
+    The running kernel belongs to the machine that builds the image: its modules, GPUs and NVIDIA driver are not read.
+    If systemd does not run (a chroot, a container build), no unit is started.
+
+    `kernel`: the release that its copies will boot; "" if it has no kernel.
+    """
+
+    def __init__(self, below: System, kernel: str) -> None:
+        super().__init__(str(below.root))
+        self.environment = below.environment
+        self.proxy = below.proxy
+        self.kernel = kernel
+        self.offline = not below.exists(BOOTED)
+        if self.offline:
+            # Maintainer scripts and installers also call systemctl (systemctl(1), ENVIRONMENT.md).
+            self.environment["SYSTEMD_OFFLINE"] = "1"
+
+    def path(self, path: str) -> Path:
+        return _NOWHERE if path.startswith(_BUILDERS) else super().path(path)
+
+    def kernel_release(self) -> str:
+        """Return the release of the kernel that the image's copies will boot."""
+        return self.kernel
+
+    def run(
+        self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:  # fmt: skip
+        """Run a command; without systemd, commands that start, stop or query a unit do nothing."""
+        if self.offline and argv[0] == "systemctl":
+            verb = next((word for word in argv[1:] if not word.startswith("-")), "")
+            if verb in _ONLINE:
+                return Completed(tuple(argv), 0)
+            if verb in _ASKING:
+                return Completed(tuple(argv), _NOT_ACTIVE)
+        return super().run(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.device_rules import make_known
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError
 
 # dockerd and nvidia-persistenced may take minutes to stop or to start.
 _SECONDS = 180
@@ -37,3 +41,27 @@ def log_of(system: System, unit: str, lines: int = 4) -> str:
     """Return the last lines of a unit's log."""
     words = ("journalctl", "--no-pager", "--output=cat", f"--lines={lines}", "--unit", unit)
     return system.run(words).stdout.strip()
+
+
+@dataclass(frozen=True)
+class RestartUnit(Change):
+    """Restart a unit, or start it if it does not run."""
+
+    unit: str
+
+    def summary(self) -> str:
+        return f"restart {self.unit}"
+
+    def capture(self, system: System) -> Json:
+        return {"unit": self.unit, "was_active": is_active(system, self.unit)}
+
+    def apply(self, system: System, tell: Tell) -> None:
+        if trouble := restart(system, self.unit):
+            seen = f"{trouble}\n{log_of(system, self.unit)}".strip()
+            raise GpuprovError(f"{self.unit} does not start", seen, f"systemctl status {self.unit}")
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Stop a unit that did not run before. A unit that ran keeps running: a restart can't be undone."""
+        if not before["was_active"]:
+            systemctl(system, "stop", before["unit"])

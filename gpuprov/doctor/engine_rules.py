@@ -9,31 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuprov import toolkit
-from gpuprov.doctor.finding import (
-    CERTAIN,
-    CONTAINERS,
-    ENGINES,
-    LIKELY,
-    POSSIBLE,
-    WARNING,
-    Finding,
-    Rules,
-    failed_unit,
-    restart,
-    steps,
-)
+from gpuprov.checks.cuda.survey import renew_command
+from gpuprov.doctor import suggested_commands as commands
+from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING, Finding, finding_of, restart
+from gpuprov.doctor.rules import Seen, conditions, rule
 from gpuprov.doctor.snapshot import HostSnapshot
-from gpuprov.doctor.suggested_commands import gpuprov_install, install_packages
 from gpuprov.engines.known import ENGINES as KNOWN
-from gpuprov.engines.known import OF_THE_HOST
-from gpuprov.engines.kubernetes import KUBELET, KUBELET_CONFIG, own_engines
+from gpuprov.engines.known import KUBELET, KUBELET_CONFIG, OF_THE_HOST, own_engines
 from gpuprov.engines.other_engines import Registration, kept_running, registrations, restart_command
-from gpuprov.facts.boot import PERSISTENCE, REFRESH
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
-
-RULES = Rules()
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 _MAIN = KNOWN["containerd"].main
@@ -46,18 +32,16 @@ _INSTALLERS = {
 }
 
 
-@RULES.add("engine-missing", ENGINES, "an engine of gpuprov_engines is not installed, or none at all")
-def _engine_missing(x: HostSnapshot) -> Finding | None:
+@rule
+def engine_missing(x: HostSnapshot) -> Seen | None:
     name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
     if x.spec.docker == "none" and not x.host.engines and not x.host.kubernetes:
         seen = f"command -v {' '.join(KNOWN[name].program for name in OF_THE_HOST)}: nothing"
-        return Finding("no container engine is installed", seen, install_packages(x, "podman"))
+        return Seen(seen, meaning="no container engine is installed", next_step=commands.install_packages(x, "podman"))
     if not name:
         return None
-    return Finding(
-        f"{name} is asked for (gpuprov_engines) and not installed", f"command -v {KNOWN[name].program}: nothing",
-        _INSTALLERS.get(name) or install_packages(x, _PACKAGES.get(name, name)),
-    )  # fmt: skip
+    step = _INSTALLERS.get(name) or commands.install_packages(x, _PACKAGES.get(name, name))
+    return Seen(f"command -v {KNOWN[name].program}: nothing", name=name, next_step=step)
 
 
 def registered(x: HostSnapshot) -> Mapping[str, Registration]:
@@ -65,64 +49,42 @@ def registered(x: HostSnapshot) -> Mapping[str, Registration]:
     return registrations(x.host.engines, toolkit.runtime_path(x.spec), set_default=x.spec.default_runtime)
 
 
-@RULES.add("engine-unreadable", ENGINES, "an engine's configuration can't be read")
-def _engine_unreadable(x: HostSnapshot) -> Finding | None:
-    found = registered(x)
-    problem = next((one.problem for one in found.values() if one.problem is not None), None)
+@rule
+def engine_unreadable(x: HostSnapshot) -> Finding | None:
+    problem = next((one.problem for one in registered(x).values() if one.problem is not None), None)
     if problem is None:
         return None
     file = re.match(r"/\S+", problem.what)
-    correct = f"${{EDITOR:-vi}} {file[0]}; gpuprov install" if file else "gpuprov install --check"
-    return Finding(problem.what, problem.evidence, f"{correct}  # {problem.next_step}")
+    correct = f"${{EDITOR:-vi}} {shlex.quote(file[0])}; gpuprov install" if file else "gpuprov install --check"
+    return finding_of(problem, next_step=f"{correct}  # {problem.next_step}")
 
 
-@RULES.add("engine-unconfigured", ENGINES, "an engine's configuration lacks runtime nvidia")
-def _engine_unconfigured(x: HostSnapshot) -> Finding | None:
-    found = registered(x)
-    name = next((name for name, one in found.items() if one.edits), "")
-    if not name:
-        return None
-    path = found[name].edits[0].path
-    return Finding(f"{name} does not know the runtime nvidia", f"{path}: not as `gpuprov runtime configure` writes it",
-                   gpuprov_install(x), remedies=(steps("engines"),))  # fmt: skip
+@rule
+def engine_unconfigured(x: HostSnapshot) -> Seen | None:
+    found = next(((name, one.edits[0].path) for name, one in registered(x).items() if one.edits), None)
+    return Seen(f"{found[1]}: not as `gpuprov runtime configure` writes it", name=found[0]) if found else None
 
 
-@RULES.add("engine-down", ENGINES, "an engine's unit has failed, or is not active")
-def _engine_down(x: HostSnapshot) -> Finding | None:
+@rule
+def engine_down(x: HostSnapshot) -> Seen | None:
     for name, facts in x.host.engines.items():
         name_of_unit = facts.unit or KNOWN[name].unit
         unit = x.units.get(name_of_unit)
         if facts.program and unit is not None and unit.active in ("failed", "inactive"):
-            return Finding(
-                f"{name} does not run", f"systemctl show {name_of_unit}: {unit.active}, {unit.result}",
-                f"{restart_command(name, facts)}; journalctl -u {name_of_unit} -n 30 --no-pager",
-                remedies=() if KNOWN[name].cluster else (restart(name_of_unit),),
+            return Seen(
+                f"systemctl show {name_of_unit}: {unit.active}, {unit.result}", name=name, unit=name_of_unit,
+                restart=restart_command(name, facts), remedies=() if KNOWN[name].cluster else (restart(name_of_unit),),
             )  # fmt: skip
     return None
 
 
-@RULES.add("podman-without-cdi", ENGINES, "podman before 4.1")
-def _podman_without_cdi(x: HostSnapshot) -> Finding | None:
+@rule
+def podman_without_cdi(x: HostSnapshot) -> Seen | None:
     version = re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", ""))
     if not version or version_numbers(version) >= _FIRST_PODMAN_WITH_CDI:
         return None
-    return Finding(
-        f"podman {version} knows no CDI, so it can't give containers GPUs", f"package podman: {version}",
-        install_packages(x, "podman"), LIKELY if "podman" in x.host.engines else WARNING,
-    )  # fmt: skip
-
-
-RULES.row(
-    "refresh-unit-failed", ENGINES, "gpuprov-refresh.service has failed", failed_unit(REFRESH),
-    "the CDI specification is not kept up to date", f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20",
-    WARNING, (restart(REFRESH),),
-)  # fmt: skip
-RULES.row(
-    "persistenced-failed", ENGINES, "nvidia-persistenced.service has failed", failed_unit(PERSISTENCE),
-    "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
-    f"systemctl reset-failed {PERSISTENCE}; systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
-    WARNING, (restart(PERSISTENCE),),
-)  # fmt: skip
+    step, sure = commands.install_packages(x, "podman"), LIKELY if "podman" in x.host.engines else ""
+    return Seen(f"package podman: {version}", version=version, next_step=step, confidence=sure)
 
 
 _OF_KUBELETS = ("containerd", "crio")
@@ -130,36 +92,33 @@ _OF_KUBELETS = ("containerd", "crio")
 _FIND_IT = ("k3s", "rke2")
 
 
-@RULES.add("node-engine-unnamed", ENGINES, "a Kubernetes node whose engine gpuprov does not configure")
-def _node_engine_unnamed(x: HostSnapshot) -> Finding | None:
+@rule
+def node_engine_unnamed(x: HostSnapshot) -> Seen | None:
     missing = [name for name in own_engines(x.host.kubernetes) if name not in x.host.engines]
     if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in _OF_KUBELETS):
         missing.append("crio" if "/usr/bin/crio" in x.there else "containerd")
     if "/usr/bin/nvidia-container-runtime" in x.there:
         missing = [name for name in missing if name not in _FIND_IT]
+    # Those that an earlier run, with other variables, has configured.
+    files = {name: (KNOWN[name].main, KNOWN[name].drop_in) for name in missing}
+    missing = [name for name in missing if not any("nvidia" in x.texts.get(path, "") for path in files[name])]
     if not missing:
         return None
-    return Finding(
-        f"this is a Kubernetes node, and gpuprov does not configure its engine {missing[0]}: pods get no GPU",
-        f"kubernetes: {', '.join(x.host.kubernetes)}; gpuprov_engines: {', '.join(x.spec.engines) or 'not set'}",
-        f"{gpuprov_install(x)} -e {shlex.quote(json.dumps({'gpuprov_engines': [*x.spec.engines, missing[0]]}))}",
-        LIKELY if x.spec.docker == "none" else WARNING,
-    )
+    variable = shlex.quote(json.dumps({"gpuprov_engines": [*x.spec.engines, missing[0]]}))
+    seen = f"kubernetes: {', '.join(x.host.kubernetes)}; gpuprov_engines: {', '.join(x.spec.engines) or 'not set'}"
+    return Seen(seen, name=missing[0], variable=variable, confidence=LIKELY if x.spec.docker == "none" else WARNING)
 
 
-@RULES.add("engine-not-restarted", ENGINES, "an engine runs without the handler that its files name")
-def _engine_not_restarted(x: HostSnapshot) -> Finding | None:
+@rule
+def engine_not_restarted(x: HostSnapshot) -> Seen | None:
     found = registered(x)
     kept = kept_running(x.host.engines, x.host.kubernetes, x.spec)
     for name, facts in x.host.engines.items():
         if facts.running is not None and facts.has_not_read_its_files and found.get(name) == Registration():
-            return Finding(
-                f"{name} runs and has not read its files: pods that name the handler nvidia do not start",
-                f"CRI Status at {KNOWN[name].socket}: handlers {', '.join(facts.running.handlers)}",
-                restart_command(name, facts),
-                WARNING if name in kept else CERTAIN,
-                () if name in kept else (restart(facts.unit or KNOWN[name].unit),),
-            )
+            sure, ours = (WARNING, ()) if name in kept else (CERTAIN, (restart(facts.unit or KNOWN[name].unit),))
+            seen = f"CRI Status at {KNOWN[name].socket}: handlers {', '.join(facts.running.handlers)}"
+            step = restart_command(name, facts)
+            return Seen(seen, name=name, next_step=step, confidence=sure, remedies=ours)
     return None
 
 
@@ -176,79 +135,52 @@ def _written(x: HostSnapshot) -> Mapping[str, Any]:
         return {}
 
 
-def _cri_off(x: HostSnapshot) -> str:
+@rule
+def containerd_cri_off(x: HostSnapshot) -> str:
     facts = x.host.engines.get("containerd")
     text = facts.files.get(_MAIN, b"").decode("utf-8", "replace") if facts is not None else ""
     found = re.search(r"^\s*disabled_plugins\s*=.*\bcri\b.*$", text, re.MULTILINE)
     return f"{_MAIN}: {found[0].strip()}" if found is not None and KUBELET in x.host.kubernetes else ""
 
 
-RULES.row(
-    "containerd-cri-off", ENGINES, "`disabled_plugins` has cri on a node with a kubelet", _cri_off,
-    "containerd's CRI plugin is switched off, so the kubelet can't use it",
-    f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd",
-)  # fmt: skip
-RULES.row(
-    "containerd-cdi-off", ENGINES, "`enable_cdi = false` in containerd's configuration",
-    lambda x: f"{_MAIN} or a file of its imports: enable_cdi = false" if _written(x).get("enable_cdi") is False else "",
-    "containerd does not read CDI specifications: pods that ask for CDI devices get none",
-    f"${{EDITOR:-vi}} {_MAIN}; systemctl restart containerd  # enable_cdi = true", WARNING,
-)  # fmt: skip
+conditions({
+    "containerd-cdi-off": lambda x: _written(x).get("enable_cdi") is False
+        and f"{_MAIN} or a file of its imports: enable_cdi = false",
+    "containers-left-out": lambda x: x.containers.why
+        and f"examined: {len(x.containers.examined)}, left out: {x.containers.left or 'not known'}",
+})  # fmt: skip
 
 
-@RULES.add("cgroup-drivers-differ", ENGINES, "kubelet's cgroupDriver is systemd, containerd's is not")
-def _cgroup_drivers_differ(x: HostSnapshot) -> Finding | None:
+@rule
+def cgroup_drivers_differ(x: HostSnapshot) -> Seen | None:
     wanted = re.search(r"^cgroupDriver:\s*\"?(\w+)", x.texts.get(KUBELET_CONFIG, ""), re.MULTILINE)
-    table = _written(x)
+    table = _written(x).get("containerd", {})
     if wanted is None or wanted[1] != "systemd" or "containerd" not in x.host.engines:
         return None
-    runtimes = table.get("containerd", {}).get("runtimes", {})
-    default = str(table.get("containerd", {}).get("default_runtime_name") or "runc")
-    if runtimes.get(default, {}).get("options", {}).get("SystemdCgroup") is True:
+    default = str(table.get("default_runtime_name") or "runc")
+    if table.get("runtimes", {}).get(default, {}).get("options", {}).get("SystemdCgroup") is True:
         return None
-    return Finding(
-        "kubelet and containerd use different cgroup drivers: pods are unstable, and GPUs vanish from them",
-        f"{KUBELET_CONFIG}: cgroupDriver: systemd\n{_MAIN}: no SystemdCgroup = true for {default}",
-        f"${{EDITOR:-vi}} {_MAIN}; {gpuprov_install(x)}  # SystemdCgroup = true in the options of {default}",
-        POSSIBLE,
-    )
+    seen = f"{KUBELET_CONFIG}: cgroupDriver: systemd", f"{_MAIN}: no SystemdCgroup = true for {default}"
+    return Seen(*seen, default=default)
 
 
 _MOST_SHOWN = 5
 
 
-@RULES.add(
-    "container-library",
-    CONTAINERS,
-    "a running container of docker or podman with GPUs loads a libcuda.so.1 or libnvidia-ml.so.1 of another "
-    "version, CUDA's stub, or a file that is no library; read from outside",
-    ("version-mismatch", "driver-damaged", "driver-incomplete"),
-)
-def _container_library(x: HostSnapshot) -> Finding | None:
+@rule
+def container_library(x: HostSnapshot) -> Seen | None:
     ill = [one for one in x.containers.examined if one.findings]
     if not ill:
         return None
-    first = ill[0].findings[0]
+    first, engine, name = ill[0].findings[0], ill[0].engine, ill[0].name
     results = f" (CUDA result {', '.join(map(str, first.results))})" if first.results else ""
     more = f"; the same of {counted(len(ill) - 1, 'more container')}" if len(ill) > 1 else ""
     seen = [f"{one.name} ({one.engine}): {one.findings[0].evidence}" for one in ill[:_MOST_SHOWN]]
     if len(ill) > _MOST_SHOWN:
         seen.append(f"and {counted(len(ill) - _MOST_SHOWN, 'more container')}")
-    return Finding(
-        f"the container {ill[0].name} loads a library that does not fit the driver: {first.what}{results}{more}",
-        "\n".join(seen),
-        f"gpuprov cuda {shlex.quote(ill[0].name)}  # {first.next_step}",
-    )
-
-
-@RULES.add("containers-left-out", CONTAINERS, "more running containers with GPUs than are examined, or no time left")
-def _containers_left_out(x: HostSnapshot) -> Finding | None:
-    found = x.containers
-    if not found.why:
-        return None
-    return Finding(
-        f"not all running containers with GPUs were examined: {found.why}",
-        f"examined: {len(found.examined)}, left out: {found.left or 'not known'}",
-        "gpuprov cuda CONTAINER  # for each of the others",
-        WARNING,
-    )
+    of_engine = ((one.name, one.findings[0].next_step) for one in ill if one.engine == engine)
+    stale = [other for other, step in of_engine if step == renew_command(engine, other)]
+    step = f"gpuprov cuda {shlex.quote(name)}  # {first.next_step}"
+    if name in stale:
+        step = renew_command(engine, *stale)
+    return Seen(*seen, name=name, what=f"{first.what}{results}{more}", next_step=step)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.checks.memory import FORGET
 from gpuprov.core.system import System
-from gpuprov.doctor import (
-    cdi_rules,
-    docker_rules,
-    driver_rules,
-    engine_rules,
-    gpu_rules,
-    module_rules,
-    toolkit_rules,
-)
+from gpuprov.doctor import cdi_rules, docker_rules, driver_rules, engine_rules, gpu_rules, module_rules, toolkit_rules
 from gpuprov.doctor.finding import (
-    ANY_ROOT,
     AREAS,
     CDI,
     CERTAIN,
@@ -36,21 +28,22 @@ from gpuprov.doctor.finding import (
     WARNING,
     WHOLE,
     Finding,
-    Rule,
     unknown_areas,
 )
 from gpuprov.doctor.gather import gather
+from gpuprov.doctor.rules import ANY_ROOT, Rule, read_rules
 from gpuprov.doctor.snapshot import HostSnapshot
-from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED, RUN_ALIVE
+from gpuprov.driver import recommended
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CauseFound, CheckDone, Finished, Note, Sink
 from gpuprov.protocol.spec import HostSpec
 
-RULES: tuple[Rule, ...] = (
-    *gpu_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES,
-    *docker_rules.RULES, *engine_rules.RULES,
-)  # fmt: skip
+# They hold the conditions of the rules.
+_MODULES = (gpu_rules, module_rules, driver_rules, toolkit_rules, cdi_rules, docker_rules, engine_rules)
+RULES = tuple(read_rules())
+INSTALL_OBSTRUCTED, RUN_ALIVE, RULE_FAILED = "install-obstructed", "run-alive", "rule-failed"
 _UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
+_NO_GPU = "no-gpu"
 _ANSWERS = ", nvidia-smi answers"
 # Summary of an area without findings, in a few words.
 _SUMMARIES: dict[str, Callable[[HostSnapshot], str]] = {
@@ -78,18 +71,27 @@ class Cause:
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     """Examine the host, report the findings, and return the final event."""
     x = gather(system, spec)
+    if recommended.is_open(spec) and x.driver.library_version:
+        # The mirror is not asked: the doctor needs no network.
+        choice = recommended.choose(system, replace(spec, driver_mirror=""))
+        if choice.newer:
+            unlisted = "; the mirror may lack it" if spec.driver_mirror else ""
+            sink(Note(f"`gpuprov install --upgrade` installs {choice.newer}{unlisted}"))
     return report(x, diagnose(x), sink)
 
 
 def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     """Report a whole examination, and return the final event."""
     troubles = tuple(cause for cause in causes if cause.finding.confidence != WARNING)
+    without_gpu = any(cause.rule.name == _NO_GPU for cause in causes)
     for area in AREAS:
-        if x.lacks_gpus_yet and area in unknown_areas(x):
+        if without_gpu and area != GPUS:
+            sink(CheckDone(area, "skipped", reason="there is no GPU"))
+        elif x.lacks_gpus_yet and area in unknown_areas(x):
             sink(CheckDone(area, "skipped", reason=_UNKNOWN))
-            continue
-        ill = any(cause.rule.area == area for cause in troubles)
-        sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", _SUMMARIES[area](x)))
+        else:
+            ill = any(cause.rule.area == area for cause in troubles)
+            sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", _SUMMARIES[area](x)))
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
         if cause.finding.confidence == WARNING:
@@ -130,10 +132,8 @@ def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
 
 def _text(cause: Cause) -> str:
     """Return the cause with its confidence; a consequence is marked as one."""
-    sure = (
-        f"{cause.finding.confidence}; a consequence of {cause.follows}" if cause.follows else cause.finding.confidence
-    )
-    return f"{cause.finding.what} ({sure})"
+    follows = f"; a consequence of {cause.follows}" if cause.follows else ""
+    return f"{cause.finding.what} ({cause.finding.confidence}{follows})"
 
 
 def diagnose(x: HostSnapshot, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
@@ -142,19 +142,32 @@ def diagnose(x: HostSnapshot, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...
     looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
     if x.lacks_gpus_yet:
         looked = [rule for rule in looked if rule.area not in unknown_areas(x)]
-    found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
-    if not any(
-        _installs(finding)
-        for rule, finding in found
-        if rule.name != INSTALL_OBSTRUCTED and finding.confidence != WARNING
-    ):
+    found = list(filter(None, (_look(x, rule) for rule in looked)))
+    if any(rule.name == _NO_GPU for rule, _ in found):
+        # Whatever else is missing or wrong, to put it right helps nobody here.
+        found = [(rule, finding) for rule, finding in found if rule.area == GPUS or rule.name == RUN_ALIVE]
+    troubles = [finding for rule, finding in found if rule.name != INSTALL_OBSTRUCTED and finding.confidence != WARNING]
+    if not any(map(_installs, troubles)):
         # A host that needs no installation may have a full or read-only disk.
         found = [(rule, finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED]
     if x.runs_now and any(finding.confidence != WARNING for _, finding in found):
         found = [(rule, _during_a_run(rule, finding)) for rule, finding in found]
     roots = [rule for rule, finding in found if finding.confidence != WARNING]
-    causes = (Cause(rule, finding, _obstacle(rule, finding, roots) or _root(rule, roots)) for rule, finding in found)
+    causes = (Cause(rule, finding, _root(rule, finding, roots)) for rule, finding in found)
     return tuple(sorted(causes, key=_rank))
+
+
+def _look(x: HostSnapshot, rule: Rule) -> tuple[Rule, Finding] | None:
+    """Return the rule with its finding, None if it finds nothing. A rule that fails must not keep back the others."""
+    try:
+        finding = rule.look(x)
+    except Exception as error:  # the sentence says which rule, and where
+        failed = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"internal error: the rule {rule.name} failed, so whether this host has its cause is unknown"
+        seen = f"{type(error).__name__}: {str(error)[:200]} ({failed.filename}:{failed.lineno})"
+        report_it = "gpuprov doctor --json  # please report this"
+        return Rule(RULE_FAILED, rule.area, "", rule.look), Finding(what, seen, report_it, WARNING)
+    return None if finding is None else (rule, _in_its_place(x, rule, finding))
 
 
 def _during_a_run(rule: Rule, finding: Finding) -> Finding:
@@ -168,14 +181,10 @@ def _installs(finding: Finding) -> bool:
     return "gpuprov install" in finding.next_step or any(one.kind in (STEPS, WHOLE) for one in finding.remedies)
 
 
-def _obstacle(rule: Rule, finding: Finding, roots: Sequence[Rule]) -> str:
-    """Return the rule that prevents an installation from repairing this, "" if none does."""
-    obstructed = rule.name != INSTALL_OBSTRUCTED and any(root.name == INSTALL_OBSTRUCTED for root in roots)
-    return INSTALL_OBSTRUCTED if obstructed and _installs(finding) else ""
-
-
 def _in_its_place(x: HostSnapshot, rule: Rule, finding: Finding) -> Finding:
     """Return the finding with the place for its command: a system container's kernel belongs to the host."""
+    # A line feed in a value would end a comment, and begin a command.
+    finding = replace(finding, next_step=" ".join(finding.next_step.splitlines()))
     inside = bool(x.host.kernel.container) and rule.area in (GPUS, MODULE)
     if not inside or "on the host" in finding.next_step:
         return finding
@@ -183,12 +192,14 @@ def _in_its_place(x: HostSnapshot, rule: Rule, finding: Finding) -> Finding:
     return replace(finding, next_step=f"{step}  # on the host" + (f"; {comment}" if comment else ""))
 
 
-def _root(rule: Rule, found: Sequence[Rule]) -> str:
-    """Return the rule that explains another one, "" if it is independent."""
+def _root(rule: Rule, finding: Finding, found: Sequence[Rule]) -> str:
+    """Return the rule that explains another one, or keeps an installation from fixing it; "" if it is independent."""
+    names = {one.name for one in found}
+    if rule.name != INSTALL_OBSTRUCTED and INSTALL_OBSTRUCTED in names and _installs(finding):
+        return INSTALL_OBSTRUCTED
     if rule.follows == ANY_ROOT:
         area = AREAS.index(rule.area)
         return next((o.name for o in found if o.follows != ANY_ROOT and AREAS.index(o.area) <= area), "")
-    names = {one.name for one in found}
     return next((name for name in rule.follows if name in names), "")
 
 

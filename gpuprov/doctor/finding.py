@@ -1,9 +1,8 @@
-"""A rule of the doctor, its finding (a cause, its evidence, the next command), and what gpuprov can do about it."""
+"""A finding of the doctor: a cause, its evidence, the next command, and what gpuprov can do about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Optional, Union
 
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.protocol.errors import Problem
@@ -68,9 +67,6 @@ def open_nodes(*paths: str) -> Remedy:
     return Remedy(NODE_MODES, paths)
 
 
-ANY_ROOT = ("*",)
-
-
 @dataclass(frozen=True)
 class Finding:
     """One cause found on a host. `evidence`: a file with its line, or a command with its output.
@@ -90,64 +86,3 @@ def finding_of(
 ) -> Finding:
     """Return the finding of a trouble that install or verify names too, in the same words."""
     return Finding(problem.what, problem.evidence, next_step or problem.next_step, confidence, remedies)
-
-
-Look = Callable[[HostSnapshot], Optional[Finding]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A cause that the doctor looks for. `sign`: the evidence for it, for the documentation.
-
-    `follows`: rules of which this one is a consequence if they match. ANY_ROOT marks a symptom, which follows from any
-    other finding in its own area or an earlier one.
-    """
-
-    name: str
-    area: str
-    sign: str
-    look: Look
-    follows: tuple[str, ...] = ()
-
-
-# A text, or what returns it for a host.
-Text = Union[str, Callable[[HostSnapshot], str]]
-
-
-class Rules(list[Rule]):
-    """The rules of one file, in the order in which equals are told."""
-
-    def row(
-        self, name: str, area: str, sign: str, evidence: Text, what: Text, next_step: Text, confidence: str = CERTAIN,
-        remedies: tuple[Remedy, ...] = (), follows: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        """Add a rule whose evidence is its condition: "" where the trouble is not."""
-
-        def look(x: HostSnapshot) -> Finding | None:
-            seen = _text(evidence, x)
-            return Finding(_text(what, x), seen, _text(next_step, x), confidence, remedies) if seen else None
-
-        self.append(Rule(name, area, sign, look, follows))
-
-    def add(self, name: str, area: str, sign: str, follows: tuple[str, ...] = ()) -> Callable[[Look], Look]:
-        """Return the decorator that makes a function the rule of this name."""
-
-        def register(look: Look) -> Look:
-            self.append(Rule(name, area, sign, look, follows))
-            return look
-
-        return register
-
-
-def _text(text: Text, x: HostSnapshot) -> str:
-    return text if isinstance(text, str) else text(x)
-
-
-def failed_unit(name: str) -> Text:
-    """Return the evidence of a unit that has failed."""
-
-    def seen(x: HostSnapshot) -> str:
-        unit = x.units.get(name)
-        return f"systemctl show {name}: {unit.active}, {unit.result}" if unit and unit.active == "failed" else ""
-
-    return seen

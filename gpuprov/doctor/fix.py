@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Callable
 
 from gpuprov import toolkit
 from gpuprov.boot.reboot import Reboot
-from gpuprov.core.changes import Change, RemoveFile
-from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
+from gpuprov.core.changes import Change, RefreshLoaderCache, RemoveFile, SetMode
+from gpuprov.core.units import RestartUnit
 from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.examine import Cause
 from gpuprov.doctor.finding import CACHE, FILES, INSTALL, MODULES, NODE_MODES, STEPS, UNITS, Remedy
@@ -17,7 +18,7 @@ from gpuprov.driver.packaged import LoadDriver
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import UNIT as DOCKER_UNIT
-from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
+from gpuprov.engines.known import NVIDIA_RUNTIME
 from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.plan.context import PlanContext
@@ -51,7 +52,7 @@ class Fix:
 def spec_as_found(x: HostSnapshot) -> HostSpec:
     """Return the specification that keeps the host's driver release and toolkit, unless they are specified."""
     spec, version = x.spec, x.driver.kernel_version or x.driver.library_version
-    if spec.driver == "runfile" and not spec.driver_version:
+    if spec.driver == "runfile" and not spec.driver_version and not x.host.driver_packaged:
         spec = replace(spec, driver_version=version)
     ours = LAUNCHER_PATH in (in_file(x), in_daemon(x)) or LAUNCHER_PATH in x.there
     return spec if ours or NVIDIA_RUNTIME not in x.there else replace(spec, toolkit="nvidia")
@@ -130,8 +131,8 @@ def _refused(x: HostSnapshot, remedy: Remedy) -> str:
         problems = _step_problems(facts, x.spec, remedy.names)
         return problems[0].what if problems else ""
     if remedy.kind == UNITS and DOCKER_UNIT in remedy.names:
-        if facts.docker.unit.refuses_restart:
-            return docker.RESTART_REFUSED.what
+        if refused := docker.restart_problem(facts.docker.unit):
+            return refused.what
         running = facts.docker.running_containers
         return f"a restart of docker stops {', '.join(running)}" if running and not facts.docker.live_restore else ""
     if remedy.kind == MODULES and facts.kernel.container:
@@ -155,17 +156,12 @@ def _changes(x: HostSnapshot, remedy: Remedy) -> tuple[StepChange, ...]:
         context = PlanContext(x.host, x.spec)
         planned = (step for step in PLAN_STEPS if step.name in remedy.names)
         return tuple(StepChange(step.name, change) for step in planned for change in step.plan(context))
-    return tuple(StepChange(STEP, change) for change in _own_changes(x, remedy))
-
-
-def _own_changes(x: HostSnapshot, remedy: Remedy) -> tuple[Change, ...]:
-    """Return the changes that are not part of an installation."""
-    names = remedy.names
-    if remedy.kind == UNITS:
-        return tuple(map(RestartUnit, names))
-    if remedy.kind == FILES:
-        return tuple(RemoveFile(path, "it stands in the way of gpuprov's own") for path in names)
-    if remedy.kind == NODE_MODES:
-        modes = {node.path: node.mode for node in x.driver.nodes}
-        return tuple(SetMode(path, modes[path]) for path in names)
-    return {CACHE: (RefreshLoaderCache(),), MODULES: (LoadDriver(),)}[remedy.kind]
+    modes = {node.path: node.mode for node in x.driver.nodes}
+    make: dict[str, Callable[[str], Change]] = {
+        UNITS: RestartUnit,
+        FILES: lambda path: RemoveFile(path, "it stands in the way of gpuprov's own"),
+        NODE_MODES: lambda path: SetMode(path, modes[path]),
+        CACHE: lambda _: RefreshLoaderCache(),
+        MODULES: lambda _: LoadDriver(),
+    }
+    return tuple(StepChange(STEP, make[remedy.kind](name)) for name in remedy.names or ("",))

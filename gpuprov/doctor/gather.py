@@ -6,7 +6,9 @@ module is loaded and no node is missing.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,33 +19,25 @@ from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
 from gpuprov.checks.cuda.hiding import gather_hiding
+from gpuprov.checks.cuda.judgement import Finding
+from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
 from gpuprov.checks.smi import parse_smi
 from gpuprov.core.changes import file_digest, images_in
 from gpuprov.core.commands import TIMED_OUT
-from gpuprov.core.image_system import BOOTED
-from gpuprov.core.journal import read_runs, unfinished_run, written_files
+from gpuprov.core.journal import Run, read_runs, unfinished_run, written_files
 from gpuprov.core.lock import LOCK_PATH, other_run
-from gpuprov.core.system import System
+from gpuprov.core.system import BOOTED, System
+from gpuprov.doctor import snapshot
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
-from gpuprov.doctor.containers import gather_containers
-from gpuprov.doctor.gpu_rules import FOR_GUESTS
-from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
-from gpuprov.doctor.snapshot import (
-    KEYS,
-    OPERATORS_RUNTIME,
-    SPECIFICATION_FOLDERS,
-    HostSnapshot,
-    Installed,
-    OtherSmi,
-    Smi,
-)
-from gpuprov.driver.way_back import INCOMPLETE_MARK
+from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, Containers, HostSnapshot, Installed, Loaded, Smi, host_paths
+from gpuprov.driver.run_files import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
-from gpuprov.engines.kubernetes import KUBELET_CONFIG
+from gpuprov.engines.known import ENGINES as KNOWN
+from gpuprov.engines.known import KUBELET_CONFIG
 from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
-from gpuprov.facts.driver import PRELOAD
-from gpuprov.facts.driver_change import package_change, since
+from gpuprov.facts.driver import PRELOAD, package_change, since
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
@@ -51,17 +45,27 @@ from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
+from gpuprov.machine.pci import FOR_GUESTS
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 
+MOST_CONTAINERS = 20
+_CONTAINERS_SECONDS = 20
+_ENGINE_SECONDS = 10
 _SMI_SECONDS = 120
 _SECONDS = 20
 _HOOK = "nvidia-container-runtime-hook"
+_DOCKER_LOG = ("journalctl", "--boot", "--unit=docker", "--lines=400", "--no-pager", "--output=cat")
+_FABRIC_LOG = ("journalctl", "--boot", f"--unit={UNIT}", "--lines=50", "--no-pager", "--output=cat")
+_SHOW = ("systemctl", "show", "-p", ",".join(snapshot.UNIT_PROPERTIES))
 _LIBRARY = re.compile(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)")
 _AUDIT_LOG = "/var/log/audit/audit.log"
 _LARGEST_TEXT = 1 << 20
+_LOADED = ("libnvidia-ml.so.1", "libcuda.so.1")
+_TIMED = (NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 _UNITS = (
     "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
     WATCH_TIMER,
@@ -71,6 +75,7 @@ _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
     SETTINGS_PATH, NVIDIA_SETTINGS_PATH, "/etc/ld.so.conf", "/root/.docker/config.json", "/etc/default/docker",
     "/etc/environment", "/proc/driver/nvidia/params", "/proc/self/mountinfo", KUBELET_CONFIG,
+    *(path for one in KNOWN.values() for path in (one.main, one.drop_in) if path),
 )  # fmt: skip
 # Paths whose existence some rule checks.
 _WATCHED = (
@@ -78,7 +83,7 @@ _WATCHED = (
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/usr/bin/kubelet", "/usr/local/bin/nerdctl",
     "/usr/bin/nerdctl", "/usr/local/bin/k3s",
-    OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", INCOMPLETE_MARK, CACHE, PATH, *KEYS,
+    snapshot.OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", INCOMPLETE_MARK, CACHE, PATH, *snapshot.KEYS,
 )  # fmt: skip
 
 
@@ -89,12 +94,20 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
     if spec.docker != "none":
         host = replace(host, leftovers=with_docker(system, host.leftovers, host.docker, host.packages))
     log, log_error = _kernel_log(system)
-    first, own = system.which("nvidia-smi") or "", _own_smi(host.driver)
+    modules = system.read_text(f"/lib/modules/{system.kernel_release()}/modules.dep") or ""
+    units = dict.fromkeys((*_UNITS, *(one.unit for one in host.engines.values() if one.unit)))
+    first = system.which("nvidia-smi") or ""
+    own = next((one.real_path for one in host.driver.programs if one.path.endswith("/nvidia-smi")), "")
     is_other = bool(first and own) and system.real_path(first) != own
     smi = _smi(system, host.driver, own if is_other else "nvidia-smi")
     recalled = memory.recall(system)
     texts = _texts(system)
+    cached = parse_cache(system.read_bytes(CACHE) or b"")
+    present = [node for node in host.driver.nodes if node.path in host.driver.present]
+    links = [f"/dev/char/{node.major}:{node.minor}" for node in present]
+    timed = (*_TIMED, host.docker.config_path)
     specification = system.read_bytes(PATH)
+    runs, fault = _runs(system)
     return HostSnapshot(
         host=host,
         spec=spec,
@@ -102,38 +115,37 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         kernel_log_error=log_error,
         smi=smi,
         node_errors=_node_errors(system, host.driver, smi),
-        module=parse_modinfo(_said(system, ("modinfo", _module_name(system)))),
+        module=snapshot.parse_modinfo(_said(system, ("modinfo", module_name(modules) or "nvidia"))),
         kernels=gather_kernels(system),
         dkms=_said(system, ("dkms", "status")),
-        loader=_loader(system),
-        units=parse_units(
-            _said(system, ("systemctl", "show", "-p", "Id,LoadState,ActiveState,Result,UnitFileState", *_units(host)))
-        ),
-        docker_log=_docker_log(system),
+        loader={one.name: one.path for one in reversed(cached) if one.name in _LOADED and one.is_64_bit},
+        units=snapshot.parse_units(_said(system, (*_SHOW, *units))),
+        docker_log=snapshot.docker_lines(_said(system, _DOCKER_LOG)),
+        fabric_log=tuple(_said(system, _FABRIC_LOG).splitlines()) if host.fabric.switches else (),
         texts=texts,
         there=frozenset(path for path in _WATCHED if system.exists(path)),
         absent=frozenset(path for path in _named_paths(host, texts) if not _is_there(system, path)),
-        modified=_modified(system, host.docker.config_path),
+        modified={path: status.modified for path in timed if (status := system.status(path)) is not None},
         settings_fault=_settings_fault(system),
         specification_fault=difference(specification, host.driver, any_version=is_of_another_version(system))
         if specification is not None
         else "",
-        installed=_installed(system),
+        installed=Installed(fault=fault) if fault else _installed(system, runs),
         programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
         library_files=_library_files(system),
         package_change=package_change(system),
         driver_since=since(system, host.driver.library_version),
         in_place={node.path: _what_lies_at(system, node.path) for node in missing_nodes(host.driver)},
         node_modes={path: status.mode for path in host.driver.present if (status := system.status(path))},
-        links_missing=_links_missing(system, host.driver),
+        links_missing=tuple(path for path in links if not system.exists(path)),
         not_executable=_not_executable(system, host),
         open_run=_open_run(system),
         runs_now=runs_now(system),
         smi_path=own if is_other else first,
         smi_is_script=bool(first) and system.read_start(own if is_other else system.real_path(first), 2) == b"#!",
-        other_smi=OtherSmi(first, _smi(system, host.driver, first)) if is_other else None,
+        other_smi=replace(_smi(system, host.driver, first), path=first) if is_other else None,
         preload_said=_preload_said(system),
-        docker_file_rewritten=_rewritten(system, host.docker.config_path),
+        docker_file_rewritten=_rewritten(system, runs, host.docker.config_path),
         closed=_closed(system, texts),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
         rootless=_rootless(system),
@@ -145,10 +157,6 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         memory_fault=recalled.fault,
         is_booted=system.exists(BOOTED),
     )
-
-
-def _module_name(system: System) -> str:
-    return module_name(system.read_text(f"/lib/modules/{system.kernel_release()}/modules.dep") or "") or "nvidia"
 
 
 def _said(system: System, argv: Sequence[str]) -> str:
@@ -164,17 +172,7 @@ def _kernel_log(system: System) -> tuple[tuple[str, ...], str]:
     if system.which("dmesg") is None:
         return (), "there is no dmesg"
     done = system.run(("dmesg",), timeout=_SECONDS)
-    return (telling_lines(done.stdout), "") if done.ok else ((), done.evidence(1))
-
-
-def _docker_log(system: System) -> tuple[str, ...]:
-    return docker_lines(
-        _said(system, ("journalctl", "--boot", "--unit=docker", "--lines=400", "--no-pager", "--output=cat"))
-    )
-
-
-def _own_smi(driver: DriverFacts) -> str:
-    return next((one.real_path for one in driver.programs if one.path.endswith("/nvidia-smi")), "")
+    return (snapshot.telling_lines(done.stdout), "") if done.ok else ((), done.evidence(1))
 
 
 def _smi(system: System, driver: DriverFacts, program: str) -> Smi:
@@ -196,9 +194,8 @@ def _gpus_lost(system: System, remembered: memory.Memory | None, smi: Smi, host:
         report = parse_smi(smi.text) if smi.is_report else None
     except GpuprovError:
         report = None
-    return memory.lost_gpus(
-        system, remembered, report, {gpu.bus_id for gpu in host.gpus if gpu.driver not in FOR_GUESTS}
-    )
+    buses = {gpu.bus_id for gpu in host.gpus if gpu.driver not in FOR_GUESTS}
+    return memory.lost_gpus(system, remembered, report, buses)
 
 
 def _node_errors(system: System, driver: DriverFacts, smi: Smi) -> Mapping[str, str]:
@@ -208,16 +205,6 @@ def _node_errors(system: System, driver: DriverFacts, smi: Smi) -> Mapping[str, 
     # In a child process, because opening may initialise a GPU, which takes time; no byte is read.
     tried = {path: system.run(("head", "-c", "0", path), timeout=_SECONDS) for path in driver.present}
     return {path: done.stderr.strip().rpartition(": ")[2] for path, done in tried.items() if done.returncode == 1}
-
-
-def _loader(system: System) -> Mapping[str, str]:
-    wanted = ("libnvidia-ml.so.1", "libcuda.so.1")
-    cached = parse_cache(system.read_bytes(CACHE) or b"")
-    return {one.name: one.path for one in reversed(cached) if one.name in wanted and one.is_64_bit}
-
-
-def _units(host: HostFacts) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*_UNITS, *(one.unit for one in host.engines.values() if one.unit))))
 
 
 def _texts(system: System) -> Mapping[str, str]:
@@ -232,14 +219,12 @@ def _texts(system: System) -> Mapping[str, str]:
 
 def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     """Return the host paths that specifications and docker name."""
-    of_specifications = (
-        path for name, text in texts.items() if name.startswith(SPECIFICATION_FOLDERS) for path, _ in host_paths(text)
-    )
+    specifications = (text for name, text in texts.items() if name.startswith(SPECIFICATION_FOLDERS))
+    of_specifications = (path for text in specifications for path, _ in host_paths(text))
     entries = (host.docker.config.get("runtimes") or {}).values()
     of_file = (str(entry.get("path") or "") for entry in entries if isinstance(entry, dict))
-    of_settings = re.findall(
-        r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', texts.get(NVIDIA_SETTINGS_PATH, ""), re.MULTILINE
-    )
+    settings = texts.get(NVIDIA_SETTINGS_PATH, "")
+    of_settings = re.findall(r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', settings, re.MULTILINE)
     return (*of_specifications, *of_settings, *filter(None, (*of_file, *(host.docker.runtimes or {}).values())))
 
 
@@ -248,20 +233,13 @@ def _is_there(system: System, name: str) -> bool:
     return system.exists(name) if name.startswith("/") else system.which(name) is not None
 
 
-def _modified(system: System, docker_file: str) -> Mapping[str, float]:
-    paths = (docker_file, NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
-    return {path: status.modified for path in paths if (status := system.status(path)) is not None}
-
-
 def _library_files(system: System) -> Mapping[str, str]:
     found = {}
     for folder in LIBRARY_DIRECTORIES:
         # /lib64 and the like are links to the others.
-        if system.real_path(folder) == folder:
-            for name in system.list_directory(folder):
-                version = _LIBRARY.fullmatch(name)
-                if version:
-                    found[f"{folder}/{name}"] = version[1]
+        for name in system.list_directory(folder) if system.real_path(folder) == folder else ():
+            if version := _LIBRARY.fullmatch(name):
+                found[f"{folder}/{name}"] = version[1]
     return found
 
 
@@ -270,11 +248,6 @@ def _what_lies_at(system: System, path: str) -> str:
     if status is None:
         return ""
     return f"{status.kind} {status.major}:{status.minor}" if status.kind in ("char", "block") else status.kind
-
-
-def _links_missing(system: System, driver: DriverFacts) -> tuple[str, ...]:
-    numbers = (f"{node.major}:{node.minor}" for node in driver.nodes if node.path in driver.present)
-    return tuple(path for path in (f"/dev/char/{number}" for number in numbers) if not system.exists(path))
 
 
 def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
@@ -287,21 +260,23 @@ def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
 
 
 def _open_run(system: System) -> str:
-    try:
-        run = unfinished_run(system)
-    except GpuprovError:
-        # The journal of a newer gpuprov: `install` reports it, and the doctor examines everything else.
-        return ""
-    if run is None:
-        return ""
-    return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
+    # The journal of a newer gpuprov: `install` reports it, and the doctor examines everything else.
+    with contextlib.suppress(GpuprovError):
+        if run := unfinished_run(system):
+            return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
+    return ""
 
 
-def _installed(system: System) -> Installed | None:
+def _runs(system: System) -> tuple[tuple[Run, ...], Problem | None]:
+    """Return the runs on this host, or why their journals can't be read."""
     try:
-        written = written_files(read_runs(system))
+        return read_runs(system), None
     except GpuprovError as error:
-        return Installed(fault=error.problems[0])
+        return (), error.problems[0]
+
+
+def _installed(system: System, runs: Sequence[Run]) -> Installed | None:
+    written = written_files(runs)
     found = {path: digest for path, (digest, _) in written.items() if toolkit.is_runtimes(path)}
     if LAUNCHER_PATH not in found:
         return None
@@ -329,11 +304,9 @@ def _preload_said(system: System) -> str:
 def _closed(system: System, texts: Mapping[str, str]) -> Mapping[str, int]:
     """Return the CDI paths that only root can read: engines of other users need them too."""
     files = [path for path, text in texts.items() if path.startswith(SPECIFICATION_FOLDERS) and "nvidia" in text]
-    found = {path: system.status(system.real_path(path)) for path in (*SPECIFICATION_FOLDERS, *files)}
-    wanted = {path: 0o005 if path in SPECIFICATION_FOLDERS else 0o004 for path in found}
-    return {
-        path: one.mode for path, one in found.items() if one is not None and one.mode & wanted[path] != wanted[path]
-    }
+    wanted = {**dict.fromkeys(SPECIFICATION_FOLDERS, 0o005), **dict.fromkeys(files, 0o004)}
+    found = {path: one.mode for path in wanted if (one := system.status(system.real_path(path)))}
+    return {path: mode for path, mode in found.items() if mode & wanted[path] != wanted[path]}
 
 
 def _rootless(system: System) -> tuple[str, ...]:
@@ -350,12 +323,9 @@ def _rootless(system: System) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _rewritten(system: System, path: str) -> int:
+def _rewritten(system: System, runs: Sequence[Run], path: str) -> int:
     """Return how many runs wrote docker's file otherwise than it is now."""
-    try:
-        entries = [entry for run in read_runs(system) for entry in run.entries if entry.state == "done"]
-    except GpuprovError:
-        return 0
+    entries = [entry for run in runs for entry in run.entries if entry.state == "done"]
     written = [((entry.outcome or {}).get("written") or {}).get(path) for entry in entries]
     now = file_digest(system, path)
     return sum(digest not in (None, now) for digest in written) if now not in written else 0
@@ -365,3 +335,65 @@ def _settings_fault(system: System) -> str:
     _, fault = read_settings(str(system.path(SETTINGS_PATH)), str(system.path(NVIDIA_SETTINGS_PATH)))
     root = str(system.root).rstrip("/")
     return fault.replace(f"{root}/", "/") if root else fault
+
+
+def gather_containers(system: System) -> Containers:
+    """Return the libraries that the running containers of docker and podman load, examined from outside.
+
+    The same examination as `gpuprov cuda CONTAINER`: through /proc/PID/root, without following links out of it, and
+    without running anything in a container. Number and time are limited: a host may have hundreds of containers, and a
+    file system may hang.
+    """
+    found: list[Loaded] = []
+    waiting: list[tuple[str, str]] = []
+    # A file system of a container that does not answer would keep this process, but not a thread's caller.
+    why: list[str] = []
+    worker = threading.Thread(target=_examine_all, args=(system, found, waiting, why), daemon=True)
+    worker.start()
+    worker.join(_CONTAINERS_SECONDS)
+    if worker.is_alive():
+        return Containers(tuple(found), len(waiting), f"not done after {_CONTAINERS_SECONDS} s")
+    return Containers(tuple(found), len(waiting), (why or [f"{MOST_CONTAINERS} are looked at" if waiting else ""])[0])
+
+
+def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, str]], why: list[str]) -> None:
+    try:
+        waiting.extend(_with_gpus(system))
+        for engine, name in tuple(waiting[:MOST_CONTAINERS]):
+            # One that has stopped meanwhile can't be read.
+            with contextlib.suppress(GpuprovError, OSError):
+                found.append(Loaded(engine, name, wrong(survey(system, name, Program()))))
+            waiting.remove((engine, name))
+    except Exception as error:  # a thread would print it, and doctor say nothing of what was left out
+        why.append(f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def _with_gpus(system: System) -> list[tuple[str, str]]:
+    """Return engine and name of each running container that has the driver's device node."""
+    found = []
+    for engine in ENGINES:
+        if system.which(engine) is None:
+            continue
+        listed = system.run((engine, "ps", "--format", "{{.Names}}"), timeout=_ENGINE_SECONDS)
+        names = listed.stdout.split() if listed.ok else []
+        if not names:
+            continue
+        words = (engine, "inspect", "--type", "container", "--format", "{{.State.Pid}} {{.Name}}", "--", *names)
+        # One that was removed meanwhile has no line.
+        lines = (line.split() for line in system.run(words, timeout=_ENGINE_SECONDS).stdout.splitlines())
+        found += [(engine, line[1].lstrip("/")) for line in lines if len(line) == 2 and _has_node(line[0])]
+    return found
+
+
+def _has_node(pid: str) -> bool:
+    if not pid.isdecimal() or pid == "0":
+        return False
+    with contextlib.suppress(OSError), contextlib.closing(Root(f"/proc/{pid}/root", of_process=True)) as root:
+        return root.exists("/dev/nvidiactl")
+    return False
+
+
+def wrong(found: Survey) -> tuple[Finding, ...]:
+    """Return what is wrong with the library that wins; a container without one may not have requested it."""
+    winners = {one.name for one in found.libraries if one.winner is not None}
+    return tuple(one for one in found.findings if not one.note and one.library in winners)

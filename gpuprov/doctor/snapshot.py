@@ -1,17 +1,18 @@
-"""The doctor's data about a host: the facts of every run, and additional evidence. Data only."""
+"""The doctor's data about a host: the facts of every run, and additional evidence; and how its parts are read. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.checks.cuda.judgement import Finding
 from gpuprov.checks.smi import exit_code
-from gpuprov.doctor.containers import Containers
-from gpuprov.doctor.parse import ModuleFile, Unit
+from gpuprov.engines.docker_unit import parse_show
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
-from gpuprov.machine.image_mark import MARK
+from gpuprov.machine.pci import FOR_GUESTS, MARK, PciGpu
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -20,15 +21,58 @@ OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"
 SPECIFICATION_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 # Where DKMS and Ubuntu keep the machine owner's key.
 KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")
+# Lines of the kernel's log that may explain why a GPU does not work.
+_TELLING = re.compile(
+    r"NVRM|nvidia|nouveau|NovaCore|nova[_-]core|Key was rejected|unavailable key|Lockdown|modprobe|"
+    r"DMAR: \[|AMD-Vi: Event|avc: +denied|apparmor=\"DENIED\"|BAR \d|devmem_alloc_pagemap|module_layout",
+    re.IGNORECASE,
+)
+_MOST_LINES = 4000
+_MOST_EVIDENCE = 6
+# Time, host and program as written by dmesg and journalctl -k; then the driver's own prefix.
+_PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
+# systemd's message before a start, and dockerd's first one, which a refused configuration file prevents; earlier lines
+# belong to an earlier daemon.
+_DOCKER_BEGINS = re.compile(r"^Starting (?:docker\.service|Docker Application)|Starting up")
+
+
+UNIT_PROPERTIES = ("Id", "LoadState", "ActiveState", "Result", "UnitFileState")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A systemd unit, with the properties of `systemctl show`."""
+
+    load: str = ""
+    active: str = ""
+    result: str = ""
+    enabled: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleFile:
+    """The driver's module as modinfo describes it; `signer` is "" for an unsigned one."""
+
+    path: str = ""
+    version: str = ""
+    vermagic: str = ""
+    signer: str = ""
+    license: str = ""
+
+    @property
+    def name(self) -> str:
+        """The module's name for modinfo: Debian calls it nvidia-current."""
+        return self.path.rpartition("/")[2].partition(".")[0] or "nvidia"
 
 
 @dataclass(frozen=True)
 class Smi:
-    """The output of `nvidia-smi -q -x`. `reason`: why it was not run."""
+    """The output of `nvidia-smi -q -x`. `reason`: why it was not run; `path`: that of another one than the driver's."""
 
     returncode: int = 0
     text: str = ""
     reason: str = ""
+    path: str = ""
 
     @property
     def code(self) -> int:
@@ -43,14 +87,6 @@ class Smi:
     @property
     def first_line(self) -> str:
         return next((line.strip() for line in self.text.splitlines() if line.strip()), "(silent)")
-
-
-@dataclass(frozen=True)
-class OtherSmi:
-    """An nvidia-smi that comes before the driver's own on the PATH."""
-
-    path: str
-    smi: Smi
 
 
 @dataclass(frozen=True)
@@ -69,70 +105,72 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class HostSnapshot:
-    """The data about a host that the rules examine.
+class Loaded:
+    """A container, and the problem with the driver libraries that its programs load; empty if there is none."""
 
-    `kernel_log`: relevant lines of this boot; `docker_log`: of the daemon that runs or failed last. `node_errors`: node
-    → why it does not open, only if nvidia-smi fails. `loader`: the loader's cache entries for NVML and CUDA. `texts`:
-    path → text of small files. `there`: the watched paths that exist; `absent`: paths named by a configuration or a
-    specification that do not exist. `modified`: path → time. `library_files`: driver library → its version.
-    `installed`: what the journals say of the bundled runtime, None without any.
-    `package_change`: the last change of the driver by a package manager; `driver_since`: who brought its files, when.
-    `in_place`: missing node → what occupies its
-    path, "" if nothing does. `open_run`: the interrupted change of a gpuprov run; `runs_now`: a run that holds the
-    host's lock. `rootless`: sockets of users' own dockers
-    whose files name no runtime nvidia and no CDI. `smi_path`: the nvidia-smi that was run; `other_smi`: one
-    before it on the PATH. `docker_file_rewritten`: the runs whose docker configuration somebody has
-    changed since. `preload_said`: the loader's message about /etc/ld.so.preload. `closed`: CDI folders and
-    files that only root can read, with their modes. `gpus_lost`: the trouble that GPUs of the last green verification
-    are missing; `memory_fault`: why what that saw is not trusted. `is_booted`: systemd runs, which is False in the root
-    file system of an image. `containers`: libraries that running containers load.
-    """
+    engine: str
+    name: str
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Containers:
+    """The examined GPU containers, the number of others if known, and why they were not examined."""
+
+    examined: tuple[Loaded, ...] = ()
+    left: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    """The data about a host that the rules examine."""
 
     host: HostFacts
     spec: HostSpec = field(default_factory=HostSpec)
-    kernel_log: tuple[str, ...] = ()
+    kernel_log: tuple[str, ...] = ()  # relevant lines of this boot
     kernel_log_error: str = ""
     smi: Smi = field(default_factory=Smi)
-    node_errors: Mapping[str, str] = field(default_factory=dict)
+    node_errors: Mapping[str, str] = field(default_factory=dict)  # node → why it does not open, if nvidia-smi fails
     module: ModuleFile = field(default_factory=ModuleFile)
     kernels: tuple[InstalledKernel, ...] = ()
     dkms: str = ""
-    loader: Mapping[str, str] = field(default_factory=dict)
+    loader: Mapping[str, str] = field(default_factory=dict)  # the loader's cache entries for NVML and CUDA
     units: Mapping[str, Unit] = field(default_factory=dict)
-    docker_log: tuple[str, ...] = ()
-    texts: Mapping[str, str] = field(default_factory=dict)
-    there: frozenset[str] = frozenset()
-    absent: frozenset[str] = frozenset()
-    modified: Mapping[str, float] = field(default_factory=dict)
+    docker_log: tuple[str, ...] = ()  # of the daemon that runs or failed last
+    fabric_log: tuple[str, ...] = ()  # the fabric manager's
+    texts: Mapping[str, str] = field(default_factory=dict)  # path → text of small files
+    there: frozenset[str] = frozenset()  # the watched paths that exist
+    absent: frozenset[str] = frozenset()  # paths that a configuration or a specification names, and that do not exist
+    modified: Mapping[str, float] = field(default_factory=dict)  # path → time
     settings_fault: str = ""
     specification_fault: str = ""
-    installed: Installed | None = None
+    installed: Installed | None = None  # what the journals say of the bundled runtime, None without any
     programs: Mapping[str, str] = field(default_factory=dict)
-    library_files: Mapping[str, str] = field(default_factory=dict)
-    package_change: tuple[str, ...] = ()
-    driver_since: str = ""
-    in_place: Mapping[str, str] = field(default_factory=dict)
+    library_files: Mapping[str, str] = field(default_factory=dict)  # driver library → its version
+    package_change: tuple[str, ...] = ()  # the last change of the driver by a package manager
+    driver_since: str = ""  # who brought its files, when
+    in_place: Mapping[str, str] = field(default_factory=dict)  # missing node → what occupies its path, "" if nothing
     node_modes: Mapping[str, int] = field(default_factory=dict)
     links_missing: tuple[str, ...] = ()
     not_executable: Mapping[str, int] = field(default_factory=dict)
-    open_run: str = ""
+    open_run: str = ""  # the interrupted change of a gpuprov run
     docker_unit: str = ""
-    rootless: tuple[str, ...] = ()
-    runs_now: str = ""
-    smi_path: str = ""
+    rootless: tuple[str, ...] = ()  # sockets of users' own dockers whose files name no runtime nvidia and no CDI
+    runs_now: str = ""  # a run that holds the host's lock
+    smi_path: str = ""  # the nvidia-smi that was run
     smi_is_script: bool = False
-    other_smi: OtherSmi | None = None
-    preload_said: str = ""
-    docker_file_rewritten: int = 0
-    closed: Mapping[str, int] = field(default_factory=dict)
+    other_smi: Smi | None = None  # one before it on the PATH
+    preload_said: str = ""  # the loader's message about /etc/ld.so.preload
+    docker_file_rewritten: int = 0  # the runs whose docker configuration somebody has changed since
+    closed: Mapping[str, int] = field(default_factory=dict)  # CDI folders and files that only root can read, with modes
     selinux: str = ""
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()
-    containers: Containers = field(default_factory=Containers)
-    gpus_lost: Problem | None = None
-    memory_fault: str = ""
-    is_booted: bool = True
+    containers: Containers = field(default_factory=Containers)  # libraries that running containers load
+    gpus_lost: Problem | None = None  # GPUs of the last green verification are missing
+    memory_fault: str = ""  # why what that verification saw is not trusted
+    is_booted: bool = True  # systemd runs, which is False in the root file system of an image
 
     @property
     def driver(self) -> DriverFacts:
@@ -142,3 +180,86 @@ class HostSnapshot:
     def lacks_gpus_yet(self) -> bool:
         """Whether it is a copy of an image that has never seen a GPU: what needs a GPU is unknown, not broken."""
         return MARK in self.host.files and not self.host.gpus and self.gpus_lost is None
+
+    @property
+    def own_gpus(self) -> tuple[PciGpu, ...]:
+        """The GPUs that are not reserved for virtual machines."""
+        return tuple(gpu for gpu in self.host.gpus if gpu.driver not in FOR_GUESTS)
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether nvidia-smi shows every GPU on the PCI bus that belongs to this machine itself."""
+        is_report = not self.smi.reason and self.smi.returncode == 0
+        return is_report and self.smi.text.count("<gpu id=") >= max(len(self.own_gpus), 1)
+
+
+def telling_lines(log: str) -> tuple[str, ...]:
+    """Return the lines of a kernel log about GPUs and their driver."""
+    lines = (line.strip() for line in log.splitlines()[-_MOST_LINES:])
+    return tuple(line for line in lines if _TELLING.search(line))
+
+
+def docker_lines(log: str) -> tuple[str, ...]:
+    """Return the log of the docker daemon that runs now or failed last."""
+    lines = log.splitlines()
+    begun = max((number for number, line in enumerate(lines) if _DOCKER_BEGINS.search(line)), default=0)
+    return tuple(line.strip() for line in lines[begun:])
+
+
+def parse_units(text: str) -> Mapping[str, Unit]:
+    """Return name → unit from `systemctl show` of several units."""
+    return {name: Unit(*("".join(one.get(key, ())) for key in UNIT_PROPERTIES[1:]))
+            for name, one in parse_show(text).items()}  # fmt: skip
+
+
+def parse_modinfo(text: str) -> ModuleFile:
+    """Return the description of a module in modinfo's output (kmod)."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return ModuleFile(*(fields.get(name, "") for name in ("filename", "version", "vermagic", "signer", "license")))
+
+
+def host_paths(specification: str) -> tuple[tuple[str, int], ...]:
+    """Return (path on the host, line) of mounts and device nodes in a CDI specification's text, JSON or YAML."""
+    pattern = re.compile(r"""["']?hostPath["']?\s*:\s*["']?(/[^"'\s,}]+)""")
+    found: dict[str, int] = {}
+    for number, line in enumerate(specification.splitlines(), 1):
+        for match in pattern.finditer(line):
+            found.setdefault(match[1], number)
+    return tuple(found.items())
+
+
+def find_in_log(lines: Sequence[str], pattern: str) -> tuple[Mapping[str, str], tuple[str, ...]] | None:
+    """Return the last match of a pattern: its named groups, and the lines.
+
+    The driver splits its sentences over several lines, each with the prefix `NVRM:`: they are joined.
+    """
+    starts, text = [], ""
+    for line in lines:
+        starts.append(len(text))
+        text += _PREFIX.sub("", line.strip()) + " "
+    *_, found = (None, *re.finditer(pattern, text, re.IGNORECASE))
+    if found is None:
+        return None
+    first, last = (max(n for n, start in enumerate(starts) if start <= place) for place in (found.start(), found.end()))
+    named = {name: value or "?" for name, value in found.groupdict().items()}
+    return named, tuple(lines[first : last + 1][:_MOST_EVIDENCE])
+
+
+def lines_in_log(lines: Sequence[str], pattern: str) -> tuple[str, ...]:
+    """Return the lines of the last match of a pattern."""
+    found = find_in_log(lines, pattern)
+    return found[1] if found is not None else ()
+
+
+def lines_that_match(texts: Mapping[str, str], pattern: str) -> tuple[tuple[str, str], ...]:
+    """Return (`file:line`, the line) of every line that matches a pattern."""
+    compiled = re.compile(pattern)
+    return tuple(
+        (f"{path}:{number}", line.strip())
+        for path, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if compiled.search(line)
+    )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 
-from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.doctor.snapshot import KEYS, HostSnapshot
 from gpuprov.driver.precompiled import module_package
-from gpuprov.engines.docker import RESTART_REFUSED
+from gpuprov.driver.source import UNSIGNED
+from gpuprov.engines.docker import restart_problem
 from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
+from gpuprov.facts.interpreter import packages_of_pythons
 from gpuprov.facts.kernels import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
+from gpuprov.plan.migration import VARIABLE
 from gpuprov.plan.preflight import LIST_GPUS
+from gpuprov.protocol.models import generation_of
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RESTART_DOCKER = "systemctl restart docker"
@@ -23,12 +27,10 @@ def install_packages(x: HostSnapshot, *names: str) -> str:
 
 def reinstall_packages(x: HostSnapshot, *names: str) -> str:
     """Return the command that restores the files of installed packages."""
-    return f"{x.host.package_manager.commands.reinstall} {' '.join(names)}"
-
-
-def remove_packages(x: HostSnapshot, *names: str) -> str:
-    """Return the command that removes packages."""
-    return f"{x.host.package_manager.commands.remove} {' '.join(names)}"
+    there = x.host.packages
+    # Without its version apt would replace a held package by a newer one, and refuses.
+    words = (f"{name}={there.installed[name]}" if name in there.held else name for name in names)
+    return f"{x.host.package_manager.commands.reinstall} {' '.join(words)}"
 
 
 def headers_package(x: HostSnapshot) -> str:
@@ -47,7 +49,7 @@ def rebuild_initramfs(x: HostSnapshot) -> str:
 def gpuprov_install(x: HostSnapshot) -> str:
     """Return the installation command that fixes gpuprov's own parts; it must know which driver to install."""
     version = x.driver.kernel_version or x.driver.library_version
-    known = x.spec.driver_version or x.spec.driver != "runfile" or not version
+    known = x.spec.driver_version or x.spec.driver != "runfile" or not version or x.host.driver_packaged
     return "gpuprov install" if known else f"gpuprov install -e gpuprov_driver_version={version}"
 
 
@@ -71,14 +73,24 @@ def refresh_specification(x: HostSnapshot) -> str:
     return "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 
 
+def edit_docker(x: HostSnapshot) -> str:
+    """Return the command that opens docker's configuration file."""
+    return f"${{EDITOR:-vi}} {shlex.quote(x.host.docker.config_path)}"
+
+
 def restart_docker(x: HostSnapshot) -> str:
     """Return the command that restarts docker or, without systemd, the one that shows how it was started."""
-    if x.host.docker.unit.refuses_restart:
-        return RESTART_REFUSED.next_step
+    if refused := restart_problem(x.host.docker.unit):
+        return refused.next_step
     unit = x.units.get("docker.service")
     if unit is None or unit.load != "not-found":
         return RESTART_DOCKER
     return "ps -o args= -p $(cat /run/docker.pid)  # restart docker as it was started: systemd has no docker.service"
+
+
+def start_docker(x: HostSnapshot) -> str:
+    """Return the command that starts docker after failures."""
+    return f"systemctl reset-failed docker; {restart_docker(x)}"
 
 
 def make_nodes(x: HostSnapshot) -> str:
@@ -110,7 +122,7 @@ def smi_again(x: HostSnapshot) -> str:
     package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
     if package:
         return reinstall_packages(x, package)
-    return f"mv {x.smi_path} {x.smi_path}.old; {driver_again(x)}"
+    return f"mv {shlex.join((x.smi_path, f'{x.smi_path}.old'))}; {driver_again(x)}"
 
 
 def rebuild_module(x: HostSnapshot) -> str:
@@ -139,11 +151,11 @@ def list_gpus(x: HostSnapshot) -> str:
     return LIST_GPUS if x.programs.get("lspci") else "grep -l 0x10de /sys/bus/pci/devices/*/vendor"
 
 
-def firmware_setup(x: HostSnapshot, do: str) -> str:
-    """Return the command that reboots into the firmware's setup; only EFI can be told to. `do`: what to do there."""
+def firmware_setup(x: HostSnapshot) -> str:
+    """Return the command that reboots into the firmware's setup (only EFI can be told to), up to its comment."""
     if x.host.kernel.secure_boot == "no-efi":
-        return f"systemctl reboot  # and in the firmware's setup: {do}"
-    return f"systemctl reboot --firmware-setup  # {do}"
+        return "systemctl reboot  # and in the firmware's setup:"
+    return "systemctl reboot --firmware-setup  #"
 
 
 def same_versions(x: HostSnapshot) -> str:
@@ -159,3 +171,57 @@ def same_versions(x: HostSnapshot) -> str:
         f"systemctl reboot  # or, with nothing on the GPUs: {stop}"
         "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
     )
+
+
+def open_modules(x: HostSnapshot) -> str:
+    """Return the command that installs the open kernel modules."""
+    return _modules_of(x, "open", "nvidia-open")
+
+
+def proprietary_modules(x: HostSnapshot) -> str:
+    """Return the command that installs the proprietary kernel modules."""
+    return _modules_of(x, "proprietary", "cuda-drivers")
+
+
+def _modules_of(x: HostSnapshot, kind: str, package: str) -> str:
+    if x.host.driver_packaged:
+        return install_packages(x, package)
+    return f"{gpuprov_install(x)} -e gpuprov_kernel_module_type={kind}"
+
+
+def other_branch(x: HostSnapshot) -> str:
+    """Return the command that installs the newest branch that serves all GPUs."""
+    rows = (generation_of(gpu.device_id) for gpu in x.host.gpus)
+    newest = min((row.newest for row in rows if row is not None and row.newest), default=580)
+    return f"gpuprov install -e gpuprov_driver_version={newest}"
+
+
+def enrol(x: HostSnapshot) -> str:
+    """Return the commands after which the kernel trusts the key of the driver's modules."""
+    key = next((path for path in KEYS if path in x.there), "")
+    if key:
+        return f"mokutil --import {key}; systemctl reboot  # and enrol the key at the console"
+    # A key that the specification names is there, and perhaps enrolled: the module is to be signed with it.
+    return gpuprov_install(x) if x.spec.module_signing_key else UNSIGNED.next_step
+
+
+def report_failed_probe(x: HostSnapshot) -> str:
+    """Return the command that records why the driver started no GPU."""
+    version = x.module.version or x.driver.library_version
+    released = f" of driver {version}" if version else ""
+    return f"nvidia-bug-report.sh; systemctl reboot  # if it comes again, these lines{released} are what to search for"
+
+
+def another_python(x: HostSnapshot) -> str:
+    """Return the command that records a suitable Python, and first installs one if the host has none."""
+    if x.host.interpreter.path:
+        return gpuprov_install(x)
+    row = x.host.distribution
+    names = packages_of_pythons(x.host.packages.installed)
+    again = reinstall_packages(x, *names) if names else ""
+    return f"{again or install_packages(x, row.pythons[0] if row else 'python3')}; {gpuprov_install(x)}"
+
+
+def migrate(x: HostSnapshot) -> str:
+    """Return the command that removes remains of nvidia-docker; the package manager's also removes daemon.json."""
+    return f"{gpuprov_install(x)} -e {VARIABLE}=true"

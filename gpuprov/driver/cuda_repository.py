@@ -7,21 +7,15 @@ module streams, pinning packages.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from gpuprov.core.changes import Change
 from gpuprov.driver import distribution, fabric_manager, generations, precompiled
 from gpuprov.driver.cuda_toolkit import toolkit_packages
-from gpuprov.driver.packaged import (
-    ChangeDriverPackages,
-    ChangeDriverRpms,
-    EnableStream,
-    PackagedDriver,
-    SwitchPin,
-    fits,
-)
+from gpuprov.driver.packaged import EnableStream, SwitchPin, fits
+from gpuprov.driver.packaged_source import PackagedDriver
 from gpuprov.driver.precompiled import Precompiled
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts
@@ -29,31 +23,14 @@ from gpuprov.machine.distros import Distribution, ExtraRepository, nvidia_folder
 from gpuprov.packages.apt import apt_options
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.dpkg import missing
+from gpuprov.packages.known_repositories import signing_key
 from gpuprov.packages.managers import manager_of
-from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_changes import RefreshRpmIndex
-from gpuprov.protocol import driver_releases
-from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import LONG_TERM_BRANCH
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
-# The key that signs each folder: file, fingerprint; none if no source documents it. Debian 13 rejects the SHA-1
-# signature of the older key. Since 2025 each new folder has a separate key, so a later release gets none of these.
-_KEYS = (
-    (r"debian13", "8793F200.pub", "02182E60104FCDC26EAE1B8597A5D4CB8793F200"),
-    (r"ubuntu2604", "60DF8A40.pub", "14BAFBC7562AD710CA04E69905FBB6DA60DF8A40"),
-    (r"debian1[12]|ubuntu2[024]04", "3bf863cc.pub", "EB693B3035CD5710E231E123A4B469963BF863CC"),
-    (r"rhel10", "CDF6BA43.pub", ""),
-    (r"fedora43", "1940C73E.pub", ""),
-    (r"fedora44", "73CD9B30.pub", "129994480EC63D2789BC98E490DFED2F73CD9B30"),
-    (r"suse16", "3A8B5622.pub", "CF65941A859D4B4E6870F188736A284B3A8B5622"),
-    (
-        r"rhel[789]|amzn2023|sles15|opensuse15|fedora(39|4[012])",
-        "D42D0685.pub",
-        "610C7B14E068A878070DA4E99CD0A493D42D0685",
-    ),
-)
 # On these, dnf's module streams are the driver's branches; later releases have packages only.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
@@ -62,7 +39,7 @@ PINNING = "nvidia-driver-pinning-"
 
 
 def _needs_repository(spec: HostSpec) -> bool:
-    return spec.driver == "packages" or bool(toolkit_packages(spec))
+    return spec.driver == "packages" or spec.dcgm or bool(toolkit_packages(spec))
 
 
 def repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
@@ -91,8 +68,8 @@ def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
 
     The user's fingerprint has priority. NVIDIA names a key's file by the last eight digits of its fingerprint.
     """
-    found = ((file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository))
-    file, fingerprint = next(found, ("", ""))
+    found = signing_key("cuda_keys", row.nvidia_repository)
+    file, fingerprint = (found.file, found.fingerprint) if found else ("", "")
     if not spec.cuda_key_fingerprint:
         return file, fingerprint
     return file or f"{spec.cuda_key_fingerprint[-8:]}.pub", spec.cuda_key_fingerprint
@@ -101,23 +78,17 @@ def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return why nothing of the repository that is asked for can be had on this host."""
     row = facts.distribution
-    if not _needs_repository(spec) or row is None:
-        return ()
-    return repository_problems(row, facts.architecture, spec)
+    return repository_problems(row, facts.architecture, spec) if row is not None and _needs_repository(spec) else ()
 
 
 def repository_problems(row: Distribution, architecture: str, spec: HostSpec) -> tuple[Problem, ...]:
     """Return why nothing can come from NVIDIA's CUDA repository for a row of the table and an architecture."""
-    folder = nvidia_folder(row, architecture)
+    folder, (file, fingerprint) = nvidia_folder(row, architecture), _key(row, spec)
     if not folder:
-        return (
-            Problem(
-                f"NVIDIA has no CUDA repository for {row.name} {row.version} on {architecture}",
-                "developer.download.nvidia.com/compute/cuda/repos",
-                "set gpuprov_driver: runfile, and leave gpuprov_cuda out",
-            ),
-        )
-    return () if _key(row, spec)[1] else (_unknown_key(row, f"{_DEFAULT}/{folder}", _key(row, spec)[0]),)
+        what = f"NVIDIA has no CUDA repository for {row.name} {row.version} on {architecture}"
+        step = "set gpuprov_driver: runfile, and leave gpuprov_cuda and gpuprov_dcgm out"
+        return (Problem(what, "developer.download.nvidia.com/compute/cuda/repos", step),)
+    return () if fingerprint else (_unknown_key(row, f"{_DEFAULT}/{folder}", file),)
 
 
 def _unknown_key(row: Distribution, base: str, file: str) -> Problem:
@@ -157,20 +128,13 @@ def with_branch(row: Distribution | None, device_ids: Sequence[str], installed: 
 
 def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
     """Return the problem of a branch before 580, or of a repository that can't hold a host to one."""
-    release = driver_releases.resolved(branch)
+    release = tables.resolved(branch)
     return Problem(
         f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",
         f"PCI devices {', '.join(f'10de:{one}' for one in sorted(set(facts.gpu_device_ids)))}: {branch} is the last "
         "branch that serves them all; packages without a version are of a later one",
         f'set gpuprov_driver: runfile and gpuprov_driver_version: "{release}"',
     )
-
-
-def _stream(version: str, kind: str) -> str:
-    branch = version.partition(".")[0]
-    if kind == "open":
-        return f"{branch}-open" if branch else "open-dkms"
-    return f"{branch}-dkms" if branch else "latest-dkms"
 
 
 class NvidiaPackages(PackagedDriver):
@@ -202,8 +166,20 @@ class NvidiaPackages(PackagedDriver):
         version = self.spec.driver_version
         return self.compiled.driver if self.compiled else version if "." in version else ""
 
+    @property
+    def key_package(self) -> str:
+        # Compiled modules are there for some releases alone; zypper can't be told a branch.
+        return "" if self.compiled or self.facts.packages.manager == "zypper" else self.packages()[0]
+
+    def note(self) -> str:
+        if not (self.facts.upgrade and self.facts.packages.driver) or self.key_package:
+            return super().note()
+        why = "its precompiled modules fit one release" if self.compiled else "zypper can't be told a release"
+        step = "gpuprov install -e gpuprov_driver_updates=follow, then update the host and run gpuprov install"
+        return f"--upgrade leaves the driver's packages at their version: {why}; {step}"
+
     def questions(self) -> tuple[str, ...]:
-        return () if self.compiled else precompiled.questions(self.facts, self.spec)
+        return () if self.compiled else (*precompiled.questions(self.facts, self.spec), *self.upgrade_questions())
 
     def packages(self) -> tuple[str, ...]:
         """Return the package on which the driver's other packages depend, and modules.
@@ -224,48 +200,41 @@ class NvidiaPackages(PackagedDriver):
     # -- problems ----------------------------------------------------------------------------------------------------
 
     def problems(self) -> tuple[Problem, ...]:
-        facts = self.facts
-        found = (*precompiled.problems(facts, self.spec, self.compiled), *super().problems())
-        row = facts.distribution
-        if row is None or not nvidia_folder(row, facts.architecture):
-            return found
-        return (*found, *self._package_problems(row))
+        facts, row = self.facts, self.facts.distribution
+        known = row if row is not None and nvidia_folder(row, facts.architecture) else None
+        compiled = precompiled.problems(facts, self.spec, self.compiled)
+        return (*compiled, *super().problems(), *(self._package_problems(known) if known else ()))
 
-    def _package_problems(self, row: Distribution) -> tuple[Problem, ...]:
-        facts, spec = self.facts, self.spec
+    def _package_problems(self, row: Distribution) -> Iterator[Problem]:
+        facts, spec, commands = self.facts, self.spec, manager_of(row).commands
+        last, own = generations.last_branch(facts.gpu_device_ids), distribution.installed_branch(facts)
         if not self.brings_modules:
-            return (
-                Problem(
-                    "the driver's packages bring kernel modules, and this host's kernel is not its own",
-                    f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}",
-                    "set gpuprov_driver: runfile (libraries only), or preinstalled",
-                ),
+            yield Problem(
+                "the driver's packages bring kernel modules, and this host's kernel is not its own",
+                f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}",
+                "set gpuprov_driver: runfile (libraries only), or preinstalled",
             )
-        if over_run_file := self.run_file_problems():
-            return over_run_file
-        if (own := distribution.installed_branch(facts)) is not None:
-            return (
-                Problem(
-                    "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
-                    f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
-                    "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
-                    f"{manager_of(row).commands.remove} '*nvidia*'",
-                ),
+        elif over_run_file := self.run_file_problems():
+            yield from over_run_file
+        elif own is not None:
+            yield Problem(
+                "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
+                f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
+                "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
+                f"{commands.remove} '*nvidia*'",
             )
-        if spec.driver_version and not _can_pin(row):
-            return (
-                Problem(
-                    f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
-                    "this repository has neither pinning packages nor streams",
-                    f"leave gpuprov_driver_version out (and hold the driver: {manager_of(row).commands.hold}), "
-                    "or set gpuprov_driver: runfile",
-                ),
+        elif spec.driver_version and not _can_pin(row):
+            yield Problem(
+                f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
+                "this repository has neither pinning packages nor streams",
+                f"leave gpuprov_driver_version out (and hold the driver: {commands.hold}), "
+                "or set gpuprov_driver: runfile",
             )
-        last = generations.last_branch(facts.gpu_device_ids)
-        if last and not spec.driver_version:
-            return (_no_branch(facts, row, last),)
-        version = generations.newest_of(spec.driver_version)
-        return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
+        elif last and not spec.driver_version:
+            yield _no_branch(facts, row, last)
+        else:
+            version = generations.newest_of(spec.driver_version)
+            yield from generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +251,8 @@ class NvidiaPackages(PackagedDriver):
         if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
             return ()
         compiled, version = self.compiled, self.spec.driver_version
-        stream = compiled.stream if compiled else _stream(version, self.kind)
+        branch, kinds = version.partition(".")[0], ("open", "open") if self.kind == "open" else ("dkms", "latest")
+        stream = compiled.stream if compiled else f"{branch}-{kinds[0]}" if branch else f"{kinds[1]}-dkms"
         found = self.facts.files.get(STREAM_FILE)
         current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
         fits_too = (compiled.latest,) if compiled and not version else ()
@@ -304,13 +274,9 @@ class NvidiaPackages(PackagedDriver):
         if not manager.has_pin_packages:
             # A dnf module stream has the newest version of its branch alone.
             wanted = wanted.partition(".")[0]
-        installed = self.facts.packages.installed
+        packages = self.facts.packages
+        installed = packages.installed
         versions = [installed[name] for name in names if name in installed]
         if not (versions and wanted) or fits(versions[0], wanted):
-            return ()
-        timeout = self.spec.lock_timeout
-        if isinstance(manager, RpmManager):
-            rpms = ChangeDriverRpms(manager, names, lock_timeout=timeout, wanted=wanted)
-            return (RefreshRpmIndex(manager, timeout), rpms)
-        change = ChangeDriverPackages(names, lock_timeout=timeout, wanted=wanted)
-        return (RefreshPackageIndex(timeout), change)
+            return self.plan_newer()
+        return self.change_to(wanted, names)

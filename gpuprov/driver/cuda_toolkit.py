@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gpuprov.bundle.manifest import Manifest
-from gpuprov.core.changes import Change, Json, Tell, WriteFile, capture_path_itself, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, Tell, WriteFile, capture_path_itself, restore_path
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
@@ -52,37 +52,26 @@ def prefix_of(version: str) -> str:
     return f"{LINK}-{version}"
 
 
-def _source(spec: HostSpec) -> tuple[str, str]:
-    """Return where the .run file comes from and where it lies on the host."""
-    return spec.cuda_url, place_of(spec.cuda_url)
-
-
-def _is_installed(facts: HostFacts, spec: HostSpec) -> bool:
-    return facts.cuda.toolkits.get(prefix_of(spec.cuda), "").startswith(f"{spec.cuda}.")
-
-
-def _wanted(spec: HostSpec) -> bool:
-    return bool(spec.cuda and spec.cuda_url)
+def _installs(facts: HostFacts, spec: HostSpec) -> bool:
+    is_installed = facts.cuda.toolkits.get(prefix_of(spec.cuda), "").startswith(f"{spec.cuda}.")
+    return bool(spec.cuda and spec.cuda_url) and not is_installed
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what prevents the installation of the toolkit's .run."""
+    found, seen = [], "gpuprov_cuda_url is set"
     if spec.cuda_url and not spec.cuda:
         what = "gpuprov_cuda_url is set, but gpuprov_cuda does not say which version that is"
-        return (_problem(what, 'set gpuprov_cuda: "12.4", say'),)
-    if not _wanted(spec) or _is_installed(facts, spec):
+        return (Problem(what, seen, 'set gpuprov_cuda: "12.4", say'),)
+    if not _installs(facts, spec):
         return ()
-    url, path = _source(spec)
-    found = []
-    if url != path and not spec.cuda_sha256:
+    if place_of(spec.cuda_url) != spec.cuda_url and not spec.cuda_sha256:
         what = "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted"
-        found.append(_problem(what, "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust)"))
+        found.append(Problem(what, seen, "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust)"))
     if _package(spec) in facts.packages.installed:
         what = f"CUDA {spec.cuda} on this host comes from packages; a .run over them would break both"
-        found.append(_problem(what, "leave gpuprov_cuda_url out, or purge the packages first"))
-    if facts.bundle is not None:
-        found += _bundle_problems(facts.bundle.manifest, spec)
-    return tuple(found)
+        found.append(Problem(what, seen, "leave gpuprov_cuda_url out, or purge the packages first"))
+    return (*found, *(_bundle_problems(facts.bundle.manifest, spec) if facts.bundle is not None else ()))
 
 
 def _bundle_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
@@ -122,29 +111,24 @@ def from_bundle(spec: HostSpec, manifest: Manifest) -> HostSpec:
 
 def unpacks(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether the file has to be unpacked from a bundle."""
-    return _wanted(spec) and takes_from_bundle(spec) and not _is_installed(facts, spec)
-
-
-def _problem(what: str, next_step: str) -> Problem:
-    return Problem(what, "gpuprov_cuda_url is set", next_step)
+    return takes_from_bundle(spec) and _installs(facts, spec)
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the download of the file; empty if it exists or is not needed."""
-    url, path = _source(spec)
-    if not _wanted(spec) or _is_installed(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
+    url, path = spec.cuda_url, place_of(spec.cuda_url)
+    if not _installs(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
         return ()
     return (FetchRunfile(url, path, spec.cuda_sha256),)
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the installation of the toolkit, or of the link to it, if needed."""
-    if not _wanted(spec):
-        return ()
+    if _installs(facts, spec):
+        return (InstallCudaToolkit(spec.cuda, place_of(spec.cuda_url), spec.cuda_sha256),)
     prefix = prefix_of(spec.cuda)
-    if not _is_installed(facts, spec):
-        return (InstallCudaToolkit(spec.cuda, _source(spec)[1], spec.cuda_sha256),)
-    return () if facts.cuda.link == prefix else (LinkCudaToolkit(prefix),)
+    links = bool(spec.cuda and spec.cuda_url) and facts.cuda.link != prefix
+    return (LinkCudaToolkit(prefix),) if links else ()
 
 
 def require_run_file(system: System, path: str, name: str) -> None:
@@ -169,9 +153,8 @@ class LinkCudaToolkit(Change):
     def capture(self, system: System) -> Json:
         return {"link": capture_path_itself(system, LINK)}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         _link(system, self.prefix)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -181,11 +164,8 @@ class LinkCudaToolkit(Change):
 def _link(system: System, prefix: str) -> None:
     found = system.status(LINK)
     if found is not None and found.kind == "directory":
-        raise GpuprovError(
-            f"{LINK} is a folder, not a link: an older toolkit was installed into it",
-            f"{LINK}/version.json tells which",
-            f"move it away: mv {LINK} {LINK}-old",
-        )
+        what = f"{LINK} is a folder, not a link: an older toolkit was installed into it"
+        raise GpuprovError(what, f"{LINK}/version.json tells which", f"move it away: mv {LINK} {LINK}-old")
     system.make_link(LINK, prefix)
 
 
@@ -218,8 +198,9 @@ class InstallCudaToolkit(Change):
             "log": system.exists(_LOG),
         }
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        self._inspect(system)
+    def apply(self, system: System, tell: Tell) -> None:
+        require_run_file(system, self.path, self.path)
+        require_digest(system, self.path, self.sha256, "the CUDA toolkit's file", "gpuprov_cuda_sha256")
         require_room(system, self.path, _UNPACKED_RATIO, "/usr/local", "the CUDA toolkit")
         prefix = prefix_of(self.version)
         system.remove_tree(_TEMPORARY)
@@ -234,11 +215,6 @@ class InstallCudaToolkit(Change):
         _link(system, prefix)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
-        return {}
-
-    def _inspect(self, system: System) -> None:
-        require_run_file(system, self.path, self.path)
-        require_digest(system, self.path, self.sha256, "the CUDA toolkit's file", "gpuprov_cuda_sha256")
 
     def _prove(self, system: System, done: Completed) -> None:
         """Verify the installation independently: the installer's log, the toolkit's version, its compiler."""
@@ -253,11 +229,8 @@ class InstallCudaToolkit(Change):
             )
         found = version_in(system, prefix)
         if not found.startswith(f"{self.version}."):
-            raise GpuprovError(
-                f"the file brought the CUDA toolkit {found or '(unknown)'}, asked for is {self.version}",
-                f"{prefix}/version.json",
-                "correct gpuprov_cuda or gpuprov_cuda_url",
-            )
+            what = f"the file brought the CUDA toolkit {found or '(unknown)'}, asked for is {self.version}"
+            raise GpuprovError(what, f"{prefix}/version.json", "correct gpuprov_cuda or gpuprov_cuda_url")
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -275,9 +248,7 @@ class InstallCudaToolkit(Change):
         system.run(("ldconfig",), timeout=120)
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         if not before["existed"]:
             return ()
         return (f"{before['prefix']} was there before gpuprov installed into it, and stays",)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpuprov.core.changes import Change, WriteFile
 from gpuprov.driver import generations
-from gpuprov.driver.packaged import PackagedDriver, SwitchBranch, fits
+from gpuprov.driver.packaged import SwitchBranch, driver_version, fits
+from gpuprov.driver.packaged_source import PackagedDriver
 from gpuprov.facts.host import PREFERENCES, HostFacts
-from gpuprov.machine.distros import Distribution, packages_for_kernels
-from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, names_with_own_driver, own_driver
+from gpuprov.machine.distros import (
+    Distribution,
+    DriverBranch,
+    OwnDriver,
+    names_with_own_driver,
+    own_driver,
+    packages_for_kernels,
+)  # fmt: skip
 from gpuprov.packages import sources
 from gpuprov.packages.apt import apt_options
 from gpuprov.packages.apt_changes import RefreshPackageIndex
@@ -83,8 +90,8 @@ def available(facts: HostFacts) -> OwnDriver | None:
 def asked_branch(own: OwnDriver, version: str) -> DriverBranch | None:
     """Return the branch of this number, None if the distribution has none."""
     listed = next((one for one in own.branches if one.branch == version), None)
-    if listed is None and own.other_branch is not None and version.isdigit():
-        return own.other_branch(version)
+    if listed is None and own.template and version.isdecimal():
+        return own.numbered(version)
     return listed
 
 
@@ -93,9 +100,9 @@ def installed_branch(facts: HostFacts) -> DriverBranch | None:
     own, installed = available(facts), facts.packages.installed
     if own is None or _of_nvidia(facts):
         return None
-    if own.branch_pattern and own.other_branch is not None:
+    if own.branch_pattern:
         found = sorted(match[1] for name in installed if (match := re.fullmatch(own.branch_pattern, name)))
-        return own.other_branch(found[-1]) if found else None
+        return own.numbered(found[-1]) if found else None
     # NVIDIA's repository has packages of the same names, of other branches.
     versions = ((one, installed.get(one.libraries[0], "")) for one in own.branches)
     return next((one for one, version in versions if version and (not one.branch or fits(version, one.branch))), None)
@@ -110,18 +117,6 @@ def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) 
     """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
     version = generations.newest_of(branch.branch) or "580.999"
     return generations.settled_type(device_ids, version, asked)
-
-
-def _driver_version(version: str) -> str:
-    """Return the driver version in a package version: 535.309.01 of 535.309.01-0+deb12u1."""
-    found = re.match(r"(?:\d+:)?(\d+(?:\.\d+)+)", version)
-    return found[1] if found else ""
-
-
-def _is_compiled_of(name: str, branch: str) -> bool:
-    return (
-        re.match(rf"(linux-modules-nvidia|nvidia-headless|nvidia-headless-no-dkms)-{branch}-server\b", name) is not None
-    )
 
 
 class DistributionDriver(PackagedDriver):
@@ -147,11 +142,8 @@ class DistributionDriver(PackagedDriver):
 
     def _default(self, own: OwnDriver) -> DriverBranch | None:
         """Return the branch that is installed, or the first that serves the host's GPUs; the first if none does."""
-        installed = installed_branch(self.facts)
-        if installed is not None:
-            return installed
         served = (one for one in own.branches if self._serves(one))
-        return next(served, own.branches[0] if own.branches else None)
+        return installed_branch(self.facts) or next(served, own.branches[0] if own.branches else None)
 
     def _kind_of(self, branch: DriverBranch) -> str:
         return preferred_kind(branch, self.facts.gpu_device_ids, self.spec.kernel_module_type)
@@ -170,22 +162,23 @@ class DistributionDriver(PackagedDriver):
             return choice
         names = tuple(name.format(kernel=self.facts.kernel.release) for name in templates)
         in_use = any(name.startswith(templates[0].partition("{")[0]) for name in installed)
-        if names[0] in installed or self._offered(names[0]):
+        if names[0] in installed or self.offered(names[0]):
             return replace(choice, compiled=names)
         return replace(choice, lacking=names[0] if in_use or asked == "precompiled" else "")
 
-    def _offered(self, name: str) -> tuple[str, ...]:
-        """Return the versions of a package in the bundle, or in the repositories if they were queried."""
-        bundle, offers = self.facts.bundle, self.facts.offers
-        if bundle is not None:
-            return tuple(one.version for one in bundle.manifest.packages if one.name == name)
-        return offers.found.get(name, ()) if offers is not None else ()
-
     def _offered_version(self, name: str) -> str:
         """Return the newest available driver version of a package, "" if no repository was queried."""
-        return max(map(_driver_version, self._offered(name)), key=version_numbers, default="")
+        return max(map(driver_version, self.offered(name)), key=version_numbers, default="")
 
     # -- what a plan asks --------------------------------------------------------------------------------------------
+
+    @property
+    def key_package(self) -> str:
+        return self.choice.key_package if self.choice is not None else ""
+
+    @property
+    def branch(self) -> str:
+        return self.choice.branch.branch if self.choice is not None else ""
 
     @property
     def has_compiled_modules(self) -> bool:
@@ -217,7 +210,7 @@ class DistributionDriver(PackagedDriver):
             return choice.branch.libraries
         installed = self.facts.packages.installed
         # Not every flavour has a package that brings compiled modules with later kernels.
-        following = tuple(name for name in self._next_compiled if name in installed or self._offered(name))
+        following = tuple(name for name in self._next_compiled if name in installed or self.offered(name))
         return (*choice.branch.libraries, *choice.modules, *(following if choice.compiled else ()))
 
     @property
@@ -228,6 +221,10 @@ class DistributionDriver(PackagedDriver):
         return packages_for_kernels(rules, self.facts.kernel.release, self.facts.packages.installed)
 
     def questions(self) -> tuple[str, ...]:
+        return (*self._questions(), *self.upgrade_questions())
+
+    def _questions(self) -> tuple[str, ...]:
+        """Return what to query for if packages are missing."""
         choice, own = self.choice, self.own
         if choice is None or own is None or own.repository_package or self.facts.bundle is not None:
             return ()
@@ -247,20 +244,21 @@ class DistributionDriver(PackagedDriver):
     def problems(self) -> tuple[Problem, ...]:
         return (*super().problems(), *self._own_problems())
 
-    def _own_problems(self) -> tuple[Problem, ...]:
+    def _own_problems(self) -> Iterator[Problem]:
         row, own, choice = self.facts.distribution, self.own, self.choice
         if row is None:
-            return ()
+            return
         if own is None:
-            return (self._no_driver(row),)
-        if choice is None:
-            return (self._no_branch(row, own),)
-        return (
-            *self._other_driver_problems(),
-            *(self._module_problems(row, choice) if self.brings_modules else self._container_problems(choice)),
-            *self._source_problems(row, own),
-            *self._offer_problems(choice),
-        )
+            yield self._no_driver(row)
+        elif choice is None:
+            yield self._no_branch(row, own)
+        else:
+            yield from self._other_driver_problems()
+            yield from self._module_problems(row, choice) if self.brings_modules else self._container_problems(choice)
+            if own.components and self.facts.bundle is None:
+                name = f"{row.name} {row.version}"
+                yield from sources.component_problems(self.facts.files, name, row.codename, own.components)
+            yield from self._offer_problems(choice)
 
     def _no_driver(self, row: Distribution) -> Problem:
         where = f" on {self.facts.architecture}" if own_driver(row) is not None else ""
@@ -280,104 +278,86 @@ class DistributionDriver(PackagedDriver):
             if branches else "leave gpuprov_driver_version out, or set gpuprov_driver: runfile",
         )  # fmt: skip
 
-    def _other_driver_problems(self) -> tuple[Problem, ...]:
+    def _other_driver_problems(self) -> Iterator[Problem]:
         """A .run's files, or NVIDIA's packages of the same names, would lie below the distribution's."""
-        nvidias = _of_nvidia(self.facts)
-        if not nvidias:
-            return self.run_file_problems()
-        return (
-            Problem(
+        if nvidias := _of_nvidia(self.facts):
+            yield Problem(
                 "the driver on this host comes from NVIDIA's packages; the distribution's would break both",
                 f"package {nvidias} is installed",
-                f"keep it: gpuprov_driver: packages; or remove it first: {self.facts.package_manager.commands.remove} "
-                "'*nvidia*'",
-            ),
-        )
+                "keep it: gpuprov_driver: packages; or remove it first: "
+                f"{self.facts.package_manager.commands.remove} '*nvidia*'",
+            )
+        else:
+            yield from self.run_file_problems()
 
-    def _module_problems(self, row: Distribution, choice: Choice) -> tuple[Problem, ...]:
-        version = generations.newest_of(choice.branch.branch)
-        unserved = generations.problems(self.facts.gpu_device_ids, version, self.spec.kernel_module_type)
-        if unserved:
-            return tuple(map(_instead, unserved))
-        if choice.lacking:
-            return (
-                Problem(
-                    f"no repository has {choice.kind} kernel modules of branch {choice.branch.branch} that are "
-                    f"compiled for the running kernel {self.facts.kernel.release}",
-                    f"looked for {choice.lacking}",
-                    "boot the flavour's newest kernel (apt-get upgrade, then systemctl reboot); or set "
-                    "gpuprov_kernel_modules: build, which DKMS does",
-                ),
+    def _module_problems(self, row: Distribution, choice: Choice) -> Iterator[Problem]:
+        version, name = generations.newest_of(choice.branch.branch), f"{row.name} {row.version}"
+        if unserved := generations.problems(self.facts.gpu_device_ids, version, self.spec.kernel_module_type):
+            yield from map(_instead, unserved)
+        elif choice.lacking:
+            yield Problem(
+                f"no repository has {choice.kind} kernel modules of branch {choice.branch.branch} that are "
+                f"compiled for the running kernel {self.facts.kernel.release}",
+                f"looked for {choice.lacking}",
+                "boot the flavour's newest kernel (apt-get upgrade, then systemctl reboot); or set "
+                "gpuprov_kernel_modules: build, which DKMS does",
             )
-        name = f"{row.name} {row.version}"
-        branch = f"branch {choice.branch.branch}" if choice.branch.branch else "driver"
-        if self.spec.kernel_modules == "precompiled" and not choice.compiled:
-            return (
-                Problem(
-                    f"{name} has no compiled kernel modules of its driver",
-                    f"gpuprov_kernel_modules: precompiled, gpuprov_driver: distribution; {name} builds them by DKMS",
-                    "leave gpuprov_kernel_modules out",
-                ),
+        elif self.spec.kernel_modules == "precompiled" and not choice.compiled:
+            yield Problem(
+                f"{name} has no compiled kernel modules of its driver",
+                f"gpuprov_kernel_modules: precompiled, gpuprov_driver: distribution; {name} builds them by DKMS",
+                "leave gpuprov_kernel_modules out",
             )
-        if not choice.modules:
-            return (
-                Problem(
-                    f"{name} has no {choice.kind} kernel modules of its {branch}",
-                    f"it has {', '.join(sorted(choice.branch.built))} ones",
-                    "set gpuprov_driver: runfile, or leave gpuprov_kernel_module_type out",
-                ),
+        elif not choice.modules:
+            branch = f"branch {choice.branch.branch}" if choice.branch.branch else "driver"
+            yield Problem(
+                f"{name} has no {choice.kind} kernel modules of its {branch}",
+                f"it has {', '.join(sorted(choice.branch.built))} ones",
+                "set gpuprov_driver: runfile, or leave gpuprov_kernel_module_type out",
             )
-        return ()
 
-    def _container_problems(self, choice: Choice) -> tuple[Problem, ...]:
-        """Return the problems of versions: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""
+    def _container_problems(self, choice: Choice) -> Iterator[Problem]:
+        """Yield the problems of versions: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""
+        loaded, installed = self.facts.driver_loaded_version, installed_branch(self.facts)
         if self.facts.image is not None:
-            return ()
-        loaded = self.facts.driver_loaded_version
+            return
         if not loaded:
-            return (self.not_loaded_problem("the driver"),)
-        installed = installed_branch(self.facts)
+            yield self.not_loaded_problem("the driver")
+            return
         stays = installed is not None and installed.branch == choice.branch.branch
         version = self.facts.driver_installed_version if stays else self._offered_version(choice.key_package)
-        if version in ("", loaded):
-            return ()
-        return (
-            Problem(
+        if version not in ("", loaded):
+            yield Problem(
                 f"the distribution's driver is {version}, but {self.outside} runs {loaded}: the two must match",
                 "/proc/driver/nvidia/version",
                 f'set gpuprov_driver: runfile and gpuprov_driver_version: "{loaded}", or install {version} on '
                 f"{self.outside}",
-            ),
-        )
+            )
 
-    def _source_problems(self, row: Distribution, own: OwnDriver) -> tuple[Problem, ...]:
-        if not own.components or self.facts.bundle is not None:
-            return ()
-        return sources.component_problems(self.facts.files, f"{row.name} {row.version}", row.codename, own.components)
-
-    def _offer_problems(self, choice: Choice) -> tuple[Problem, ...]:
-        """Return what the queried repositories lack: a branch, or modules of the libraries' version."""
+    def _offer_problems(self, choice: Choice) -> Iterator[Problem]:
+        """Yield what the queried repositories lack: a branch, or modules of the libraries' version."""
         offers = self.facts.offers
-        if offers is None or offers.problems or not self.questions():
-            return ()
+        if offers is None or offers.problems or not self._questions():
+            return
         key = choice.key_package
         if offers.lacking((key,)):
             what = f"no repository of this host has branch {choice.branch.branch} of the distribution's driver"
             look = "apt-cache search --names-only 'nvidia-headless-[0-9]*-server' shows the branches"
             seen = f"{self.facts.packages.manager} was asked for {key}"
-            return (Problem(what, seen, f"{look}: gpuprov_driver_version"),)
+            yield Problem(what, seen, f"{look}: gpuprov_driver_version")
+            return
         modules = "" if choice.compiled or not self.brings_modules else next(iter(choice.modules), "")
         versions = [self._offered_version(name) for name in (key, modules) if name]
-        if len(set(versions)) < 2:
-            return ()
-        return (
-            Problem(
+        if len(set(versions)) > 1:
+            yield Problem(
                 f"the distribution's {choice.kind} kernel modules and its libraries are of different versions",
                 f"newest in the repositories: {modules} {versions[1] or '(none)'}, {key} {versions[0]}",
-                "leave gpuprov_kernel_module_type out where the GPUs can have the others; or set gpuprov_driver: "
+                # The kind that GPUs need is no choice.
+                "set gpuprov_driver: runfile"
+                if self.spec.kernel_module_type == "auto"
+                else "leave gpuprov_kernel_module_type out where the GPUs can have the others; or set gpuprov_driver: "
                 "runfile",
-            ),
-        )
+            )
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -404,17 +384,19 @@ class DistributionDriver(PackagedDriver):
         return installed
 
     def plan_other_version(self) -> tuple[Change, ...]:
-        """Return the change to the requested branch, if another one is installed."""
+        """Return the change to the requested branch if another one is installed, or to a newer release."""
         old = self._other_branch
         if old is None or self.choice is None:
-            return ()
+            return self.plan_newer()
         installed = self.facts.packages.installed
         names = {old.base, *old.libraries, *(name for built in old.built.values() for name in built)}
-        names |= {name for name in installed if _is_compiled_of(name, old.branch)}
+        compiled = re.compile(rf"(linux-modules-nvidia|nvidia-headless|nvidia-headless-no-dkms)-{old.branch}-server\b")
+        names |= {*filter(compiled.match, installed)}
         gone = tuple(sorted(name for name in names if name in installed and name not in self._wanted))
         timeout, options = self.spec.lock_timeout, apt_options(self.facts.bundle)
         wanted = self.choice.branch.branch
-        change = SwitchBranch(self._wanted, lock_timeout=timeout, options=options, wanted=wanted, instead=gone)
+        held = self.facts.packages.driver_held
+        change = SwitchBranch(self._wanted, held, lock_timeout=timeout, options=options, wanted=wanted, instead=gone)
         return (RefreshPackageIndex(timeout, options), change)
 
 
@@ -422,4 +404,4 @@ def _instead(problem: Problem) -> Problem:
     """Return a problem of the GPUs with a driver of any branch: a distribution has few branches."""
     wanted = re.search(r'gpuprov_driver_version: "\d+"', problem.next_step)
     step = f"set gpuprov_driver: runfile and {wanted[0]}" if wanted else problem.next_step
-    return Problem(f"the distribution's {problem.what}", problem.evidence, step)
+    return Problem(f"the distribution's {problem.what.removeprefix('this ')}", problem.evidence, step)

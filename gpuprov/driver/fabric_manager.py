@@ -6,17 +6,18 @@ in NVIDIA's CUDA repositories and its own driver containers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell
-from gpuprov.core.commands import Completed
+from gpuprov.core.changes import Change, Json, Tell, WriteFile
+from gpuprov.core.commands import first_match
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.gpus import _PROGRAM, UNIT, FabricFacts, parse_version
+from gpuprov.facts.gpus import _PROGRAM, FABRIC_MODULES, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
-from gpuprov.packages.interface import Installation, PackageManager, pinned
+from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.models import Fabric, fabric_named
 
 # The first branch whose package has no branch in its name.
 _PLAIN_NAME_SINCE = 580
@@ -29,24 +30,36 @@ _REPOSITORY = "gpuprov-cuda"
 def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple[str, ...]:
     """Return the fabric manager's packages of that version, in this package manager's syntax."""
     branch = int(version.split(".")[0])
-    name = "nvidia-fabricmanager"
-    if branch < _PLAIN_NAME_SINCE:
-        name = manager.old_fabric_manager.format(branch=branch)
-    return (f"{name}={version}{manager.any_release}", *(("nvlsm",) if facts.managed else ()))
+    old = manager.old_fabric_manager.format(branch=branch)
+    name = "nvidia-fabricmanager" if branch >= _PLAIN_NAME_SINCE else old
+    return (f"{name}={version}{manager.any_release}", *(needs.packages if (needs := _needs(facts)) else ()))
 
 
-def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, ...]:
-    """Return why CUDA would not work on these switches, if gpuprov does not install the fabric manager."""
-    if ours or not facts.switches or not version or facts.version == version:
-        return ()
-    seen = f"{_PROGRAM} --version: {facts.version or 'not installed'}; NVSwitches: {', '.join(facts.switches)}"
-    return (
-        Problem(
-            f"fabric manager and driver must be of one version, to the last digit: the driver will be {version}",
-            seen,
-            f"install nvidia-fabricmanager {version}, or set gpuprov_fabric_manager: auto",
-        ),
-    )
+def _needs(facts: FabricFacts) -> Fabric | None:
+    """Return what the table says of switches behind adapters, if the switches are such."""
+    return fabric_named("nvlsm") if facts.managed else None
+
+
+def fault(facts: FabricFacts, version: str) -> Problem | None:
+    """Return why CUDA would end with error 802 with a driver of this version; None if the fabric manager serves it."""
+    if facts.hidden:
+        what = "this host's GPUs are joined by NVSwitches, and none is in sight: CUDA ends with error 802"
+        step = (
+            "modprobe -a mlx5_ib ib_umad && gpuprov install  # no such module: linux-modules-extra-$(uname -r); the "
+            "fabric manager runs outside this guest: -e gpuprov_fabric_manager=preinstalled"
+        )
+        return Problem(what, facts.hidden, step)
+    if not facts.switches or not version:
+        return None
+    if facts.version != version:
+        found = facts.version or "not installed"
+        what = f"fabric manager is {found}, the driver is {version}: they must agree to the last digit"
+        seen = f"{_PROGRAM} --version: {found}; NVSwitches: {', '.join(facts.switches)}"
+        return Problem(what, seen, f"install nvidia-fabricmanager {version}, or set gpuprov_fabric_manager: auto")
+    if not facts.active:
+        what = "the fabric manager does not run: CUDA ends with error 802"
+        return Problem(what, f"systemctl is-active {UNIT}", f"systemctl enable --now {UNIT}; systemctl status {UNIT}")
+    return None
 
 
 def wanted_version(driver: DriverSource) -> str:
@@ -74,35 +87,24 @@ def comes_from_repository(driver: DriverSource) -> bool:
     return installs_package(driver) or (configured and bool(wanted_version(driver)))
 
 
-def held(driver: DriverSource) -> tuple[str, ...]:
-    """Return the package to hold: an upgrade would part the fabric manager from the driver of a .run file."""
-    version, spec, facts = wanted_version(driver), driver.spec, driver.facts
-    if not (version and driver.has_installer and spec.hold_pinned) or spec.fabric_manager != "auto":
-        return ()
-    if facts.bundle is not None and facts.packages.locks.missing_plugin:
-        return ()  # A bundle is not required to contain the plugin for it.
-    return pinned(packages(version, facts.package_manager, facts.fabric))
-
-
-def plan(driver: DriverSource, hold: tuple[str, ...] = ()) -> tuple[Change, ...]:
-    """Return installation and start of the fabric manager, or nothing; to be done after its driver.
-
-    `hold`: the other packages that gpuprov holds.
-    """
+def plan(driver: DriverSource) -> tuple[Change, ...]:
+    """Return installation and start of the fabric manager, or nothing; to be done after its driver."""
     facts, spec, version = driver.facts, driver.spec, wanted_version(driver)
     if not version or spec.fabric_manager != "auto":
         return ()
     fabric = facts.fabric
     starts = facts.image is None
     running = (fabric.active or not starts) and fabric.enabled and fabric.version == version
-    changes: tuple[Change, ...] = () if running else (RunFabricManager(version, starts),)
+    needs = _needs(fabric)
+    modules = needs.modules if needs else ()
+    changes: tuple[Change, ...] = () if running else (RunFabricManager(version, starts, modules),)
+    text, there = "".join(f"{name}\n" for name in modules).encode(), facts.files.get(FABRIC_MODULES)
+    if modules and (there is None or there.content != text):
+        changes = (WriteFile(FABRIC_MODULES, text), *changes)
     names = wanted_packages(driver)
     if not names:
         return changes
-    ours = held(driver)
-    wanted = Installation(
-        names, spec.lock_timeout, facts.bundle, hold=(*hold, *ours) if ours else None, unfiltered_repository=_REPOSITORY
-    )
+    wanted = Installation(names, spec.lock_timeout, facts.bundle, unfiltered_repository=_REPOSITORY)
     return (*facts.package_manager.plan_installation(facts.packages, wanted), *changes)
 
 
@@ -117,8 +119,13 @@ def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
 
 
 def plan_problems(driver: DriverSource) -> tuple[Problem, ...]:
-    """Return what prevents CUDA from working with this host's switches."""
-    return problems(driver.facts.fabric, wanted_version(driver), ours=driver.spec.fabric_manager == "auto")
+    """Return what prevents CUDA from working with this host's switches, if gpuprov does not install what they need."""
+    facts, version = driver.facts.fabric, wanted_version(driver)
+    if driver.spec.fabric_manager == "auto":
+        problem = fault(facts, "") if not driver.facts.kernel.container else None
+    else:
+        problem = fault(replace(facts, hidden="", active=True), version)
+    return (problem,) if problem else ()
 
 
 @dataclass(frozen=True)
@@ -127,19 +134,14 @@ class RunFabricManager(Change):
 
     version: str
     start: bool = True
+    modules: tuple[str, ...] = ()
 
     undo_disturbs: ClassVar[bool] = True
-
-    @property
-    def disturbs(self) -> bool:
-        return True
+    disturbs = True
+    key = f"run {UNIT}"
 
     def summary(self) -> str:
         return f"enable {'and start ' if self.start else ''}{UNIT} ({self.version})"
-
-    @property
-    def key(self) -> str:
-        return f"run {UNIT}"
 
     def capture(self, system: System) -> Json:
         return {
@@ -149,19 +151,22 @@ class RunFabricManager(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         told = system.run((_PROGRAM, "--version"), timeout=20)
-        found = parse_version(told.stdout + told.stderr)
-        if found != self.version:
+        found = FabricFacts((UNIT,), version=parse_version(told.stdout + told.stderr), active=True)
+        if problem := fault(found, self.version):
             raise GpuprovError(
-                f"fabric manager is {found or 'not installed'}, the driver is {self.version}: they must agree to the "
-                "last digit",
-                told.evidence(2),
-                f"is nvidia-fabricmanager {self.version} in a repository of this host? "
+                problem.what, told.evidence(2), f"is nvidia-fabricmanager {self.version} in a repository of this host? "
                 f"{manager_on(system).commands.versions} 'nvidia-fabric*'",
-            )
+            )  # fmt: skip
+        if self.modules and self.start:
+            system.run(("modprobe", "-a", *self.modules))
         system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
         done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS) if self.start else told
         if self.start and not done.ok:
-            raise GpuprovError(f"{UNIT} does not start", _why(system, done), f"systemctl status {UNIT}")
+            said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", UNIT)).stdout
+            seen = f"{done.evidence(3)}\n{said}".strip()
+            known = first_match("fabric manager", said.splitlines())
+            step = known[0].next_step if known else f"systemctl status {UNIT}"
+            raise GpuprovError(f"{UNIT} does not start", seen, step)
         return {}
 
     @classmethod
@@ -170,8 +175,3 @@ class RunFabricManager(Change):
             system.run(("systemctl", "stop", UNIT), timeout=_START_SECONDS)
         if not before["enabled"]:
             system.run(("systemctl", "disable", UNIT))
-
-
-def _why(system: System, done: Completed) -> str:
-    said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", UNIT)).stdout.strip()
-    return f"{done.evidence(3)}\n{said}".strip()

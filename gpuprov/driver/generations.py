@@ -2,9 +2,9 @@
 
 Sources: NVIDIA's data-centre driver documentation (supported branches; 580 is the last for Maxwell, Pascal and Volta,
 470 for Kepler), the open kernel modules' README (Turing and later; Blackwell and Grace Hopper require them). The ranges
-of device ids are those of the PCI ID database of 2026-10-24. They are a heuristic: an id outside all ranges has no
-restriction, and the supported-gpus.json of an available .run decides: it lies in the payload behind the shell stub
-(makeself), and is read without running the file. Its features: `kernelopen`, the open modules serve a GPU;
+of device ids are in protocol/models.json. They are a heuristic: an id outside all ranges has no restriction, and the
+supported-gpus.json of an available .run decides: it lies in the payload behind the shell stub (makeself), and is read
+without running the file. Its features: `kernelopen`, the open modules serve a GPU;
 `gsp_proprietary_supported`, the proprietary ones too; `legacybranch`, the branch that was the last for it.
 """
 
@@ -15,14 +15,14 @@ import lzma
 import tarfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from gpuprov.core.system import System
 from gpuprov.driver.installer import HEADER_BYTES, parse_header
 from gpuprov.facts.gpus import Chip, Chips
-from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.models import Generation, generation_of
+from gpuprov.protocol.tables import LONG_TERM_BRANCH, MODELS, rows
 from gpuprov.protocol.versions import version_numbers
 
 # First branch with open kernel modules for all GPUs that have a GSP; first branch whose installer prefers them; first
@@ -32,76 +32,14 @@ _OPEN_PREFERRED_SINCE = (560,)
 _OPEN_ONLY_SINCE = (620,)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A generation of GPUs: PCI device ids from `first` to `last`, driver branches from `oldest` to `newest` (0: all).
-
-    `modules`: the supported kernel modules: "proprietary", "open", or "both".
-    """
-
-    name: str
-    first: int
-    last: int
-    oldest: int
-    newest: int
-    modules: str
-
-
-# Device ids were assigned by generation, with some exceptions: the first matching row wins.
-_GENERATIONS = (
-    Generation("Fermi or older", 0x0000, 0x0FBF, 0, 390, "proprietary"),
-    Generation("Kepler", 0x0FC0, 0x103F, 304, 470, "proprietary"),
-    # GF119 and GF117, two rows of GT218.
-    Generation("Fermi or older", 0x1040, 0x117F, 0, 390, "proprietary"),
-    Generation("Kepler", 0x1180, 0x11FF, 304, 470, "proprietary"),
-    # GF114, GF116.
-    Generation("Fermi or older", 0x1200, 0x127F, 0, 390, "proprietary"),
-    Generation("Kepler", 0x1280, 0x133F, 304, 470, "proprietary"),
-    Generation("Maxwell", 0x1340, 0x14FF, 340, 580, "proprietary"),
-    Generation("Pascal", 0x1580, 0x15FF, 375, 580, "proprietary"),
-    Generation("Maxwell", 0x1600, 0x16FF, 340, 580, "proprietary"),
-    # GP100 between two islands of Maxwell.
-    Generation("Pascal", 0x1725, 0x172F, 375, 580, "proprietary"),
-    Generation("Maxwell", 0x1730, 0x17FF, 340, 580, "proprietary"),
-    Generation("Volta", 0x1D81, 0x1DFF, 384, 580, "proprietary"),
-    Generation("Pascal", 0x1B00, 0x1D80, 367, 580, "proprietary"),
-    Generation("Turing", 0x1E00, 0x1FFF, 410, 0, "both"),
-    Generation("Ampere", 0x2080, 0x20FF, 450, 0, "both"),
-    Generation("Turing", 0x2180, 0x21FF, 418, 0, "both"),
-    Generation("Ampere", 0x2200, 0x22BF, 455, 0, "both"),
-    # Grace Hopper (GH200): no proprietary modules.
-    Generation("Grace Hopper", 0x2342, 0x2348, 535, 0, "open"),
-    Generation("Hopper", 0x2300, 0x23FF, 525, 0, "both"),
-    Generation("Ampere", 0x2400, 0x25FF, 455, 0, "both"),
-    Generation("Ada Lovelace", 0x2600, 0x28FF, 525, 0, "both"),
-    Generation("Blackwell", 0x2900, 0x2DFF, 570, 0, "open"),
-    # GB10 (DGX Spark) and related chips: 580 is the first branch that is known to serve them.
-    Generation("Blackwell", 0x2E00, 0x2E7F, 580, 0, "open"),
-    Generation("Blackwell", 0x2F00, 0x2F7F, 570, 0, "open"),
-    # GR100: CUDA 13.4 and its driver R615 are the first with Rubin (CUTLASS 4.8, release notes).
-    Generation("Rubin", 0x3000, 0x30FF, 615, 0, "open"),
-    # B300, GB300 (GB110, GB112, GB120), Thor's iGPU (GB10B): 580 is the first branch that is known to serve them.
-    Generation("Blackwell Ultra", 0x3180, 0x34FF, 580, 0, "open"),
-)
-
-
-def generation_of(device_id: str) -> Generation | None:
-    """Return the generation of a PCI device id (four hexadecimal digits), None for one that the table does not know."""
-    try:
-        number = int(device_id, 16)
-    except ValueError:
-        return None
-    return next((row for row in _GENERATIONS if row.first <= number <= row.last), None)
-
-
 def ids_of(names: Sequence[str]) -> tuple[str, ...]:
     """Return a device id of each generation, by the names of gpuprov_image_gpus, to represent future GPUs."""
-    rows = {_plain_name(row): row for row in reversed(_GENERATIONS)}
-    return tuple(f"{rows[name].first:04x}" for name in names)
-
-
-def _plain_name(row: Generation) -> str:
-    return row.name.lower().replace(" lovelace", "").replace(" ", "-")
+    known = reversed(rows(MODELS, "generations", Generation))
+    first = {row.name.lower().replace(" lovelace", "").replace(" ", "-"): row.first for row in known}
+    if unknown := ", ".join(name for name in names if name not in first):
+        what = "the table of GPU models lacks generations that gpuprov_image_gpus names"
+        raise GpuprovError(what, unknown, "add them to the file that gpuprov_models names, or leave gpuprov_models out")
+    return tuple(first[name] for name in names)
 
 
 def settled_type(device_ids: Sequence[str], version: str, asked: str) -> str:
@@ -123,15 +61,6 @@ def module_type(device_ids: Sequence[str], version: str, asked: str) -> str:
     return "open" if version_numbers(version) >= _OPEN_ONLY_SINCE else "auto"
 
 
-def packaged_type(device_ids: Sequence[str], branch: str, asked: str) -> str:
-    """Return open or proprietary, for packages of a branch or version; if both work, open, as NVIDIA recommends.
-
-    Without a branch or version it is the newest, which only the repository knows.
-    """
-    kind = module_type(device_ids, newest_of(branch) or "580.999", asked)
-    return "open" if kind == "auto" else kind
-
-
 def wanted_version(branch: int | str) -> str:
     """Return the setting that requests a branch, in quotes, for messages."""
     return f'gpuprov_driver_version: "{branch}"'
@@ -145,7 +74,7 @@ def last_branch(device_ids: Sequence[str]) -> str:
 
 def newest_of(version: str) -> str:
     """Return a version for comparisons, of a branch the highest: another table has its newest release."""
-    return f"{version}.999" if version.isdigit() else version
+    return f"{version}.999" if version.isdecimal() else version
 
 
 def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Problem, ...]:
@@ -154,72 +83,54 @@ def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Probl
     if not version or not found:
         return ()
     branches = tuple(problem for one in found if (problem := _branch_problem(*one, version)))
-    mixed = _mixed(found)
-    if mixed:
-        return (*branches, mixed)
-    return (*branches, *_module_problems(found, version, asked))
+    gpus = [(device_id, row.name + " GPUs", row.modules) for device_id, row in found]
+    kinds = _kind_problems(gpus, asked, "by their generation")
+    return (*branches, *(kinds or _version_problems(module_type(device_ids, version, asked), version)))
 
 
 def _branch_problem(device_id: str, row: Generation, version: str) -> Problem | None:
     branch = version_numbers(version)[0]
     seen = f"PCI device 10de:{device_id} is {row.name}"
     if row.newest and branch > row.newest:
-        return Problem(
-            f"driver {version} no longer serves this host's {row.name} GPU",
-            f"{seen}: {row.newest} is the last branch for it",
-            f"set {wanted_version(row.newest)}",
-        )
+        what = f"driver {version} no longer serves this host's {row.name} GPU"
+        return Problem(what, f"{seen}: {row.newest} is the last branch for it", f"set {wanted_version(row.newest)}")
     if branch < row.oldest:
-        return Problem(
-            f"driver {version} does not know this host's {row.name} GPU yet",
-            f"{seen}: {row.oldest} is the first branch for it",
-            f"set {wanted_version(max(row.oldest, int(LONG_TERM_BRANCH)))}",
-        )
+        what = f"driver {version} does not know this host's {row.name} GPU yet"
+        step = f"set {wanted_version(max(row.oldest, int(LONG_TERM_BRANCH)))}"
+        return Problem(what, f"{seen}: {row.oldest} is the first branch for it", step)
     return None
 
 
-def _mixed(found: Sequence[tuple[str, Generation]]) -> Problem | None:
-    """One set of kernel modules serves all GPUs of a host: with an old one and a new one there may be none."""
-    old = next((one for one in found if one[1].modules == "proprietary"), None)
-    new = next((one for one in found if one[1].modules == "open"), None)
-    if old is None or new is None:
-        return None
-    return Problem(
-        f"no driver serves a {old[1].name} and a {new[1].name} GPU in one host",
-        f"10de:{old[0]} needs proprietary kernel modules, 10de:{new[0]} has open ones alone",
-        "take one of them out, or bind it to vfio-pci for a virtual machine",
-    )
-
-
-def _module_problems(found: Sequence[tuple[str, Generation]], version: str, asked: str) -> tuple[Problem, ...]:
-    kind = module_type([device_id for device_id, _ in found], version, asked)
-    problems = []
-    for device_id, row in found:
-        if kind in ("open", "proprietary") and row.modules not in ("both", kind):
-            problems.append(
-                Problem(
-                    f"{kind} kernel modules can't drive this host's {row.name} GPU",
-                    f"PCI device 10de:{device_id} has {row.modules} ones alone",
-                    f"set gpuprov_kernel_module_type: {row.modules}, or leave it out",
-                )
-            )
+def _version_problems(kind: str, version: str) -> tuple[Problem, ...]:
     if kind == "open" and version_numbers(version) < _OPEN_SINCE:
-        problems.append(
-            Problem(
-                f"driver {version} has no open kernel modules for these GPUs",
-                "they came with 515.43.04",
-                f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}",
-            )
-        )
+        what = f"driver {version} has no open kernel modules for these GPUs"
+        return (Problem(what, "they came with 515.43.04", f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}"),)
     if kind == "proprietary" and version_numbers(version) >= _OPEN_ONLY_SINCE:
-        problems.append(
-            Problem(
-                f"driver {version} has no proprietary kernel modules any more",
-                "620 was the first branch without",
-                f"set {wanted_version(LONG_TERM_BRANCH)}, or gpuprov_kernel_module_type: open where the GPUs can",
-            )
-        )
-    return tuple(problems)
+        what = f"driver {version} has no proprietary kernel modules any more"
+        step = f"set {wanted_version(LONG_TERM_BRANCH)}, or gpuprov_kernel_module_type: open where the GPUs can"
+        return (Problem(what, "620 was the first branch without", step),)
+    return ()
+
+
+def _kind_problems(gpus: Sequence[tuple[str, str, str]], asked: str, source: str) -> tuple[Problem, ...]:
+    """Return why one set of kernel modules, the requested or any, can't serve all GPUs of a host.
+
+    `gpus`: device id, name, modules as in Generation; `source`: what tells that.
+    """
+    closed, opened = ([one for one in gpus if one[2] == kind] for kind in ("proprietary", "open"))
+    if closed and opened:
+        what = f"this driver serves {closed[0][1]} and {opened[0][1]}, but not in one host"
+        seen = f"{source}: {_listed(closed)} proprietary modules alone, {_listed(opened)} open ones alone"
+        return (Problem(what, seen, "take one of them out, or bind it to vfio-pci for a virtual machine"),)
+    wrong = {"open": closed, "proprietary": opened}.get(asked)
+    if not wrong:
+        return ()
+    what, seen = f"{asked} kernel modules do not serve {wrong[0][1]}", f"{source}: {_listed(wrong)} {wrong[0][2]} ones"
+    return (Problem(what, f"{seen} alone", f"set gpuprov_kernel_module_type: {wrong[0][2]}, or leave it out"),)
+
+
+def _listed(gpus: Sequence[tuple[str, str, str]]) -> str:
+    return ", ".join(f"10de:{one[0]}" for one in gpus) + (" has" if len(gpus) == 1 else " have")
 
 
 _MEMBER = "supported-gpus/supported-gpus.json"
@@ -247,7 +158,12 @@ def read_supported_gpus(system: System, path: str, skip: int) -> Chips:
     try:
         with system.open(path) as file:
             start = _seek_payload(file, skip)
-            text = _by_zstd(system, path, skip) if start == _ZSTD else _by_tarfile(file, start)
+            if start != _ZSTD:
+                text = _by_tarfile(file, start)
+            elif system.which("zstd") is None:
+                return {}
+            else:
+                text = system.run(("sh", "-c", _FROM_ZSTD, "sh", str(skip), path), timeout=_SECONDS).stdout
     except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error):
         return {}
     return parse_chips(text)
@@ -279,12 +195,6 @@ def _by_tarfile(file: BinaryIO, start: bytes) -> str:
     return ""
 
 
-def _by_zstd(system: System, path: str, skip: int) -> str:
-    if system.which("zstd") is None:
-        return ""
-    return system.run(("sh", "-c", _FROM_ZSTD, "sh", str(skip), path), timeout=_SECONDS).stdout
-
-
 def parse_chips(text: str) -> Chips:
     """Return device id (four digits, lower case) → chip; none for an invalid list."""
     try:
@@ -311,48 +221,26 @@ def listed_module_type(device_ids: Sequence[str], chips: Chips, asked: str, othe
 
     A GPU that is not in the list has no restriction. Raises GpuprovError if no kind serves them all.
     """
-    known = {device_id: chips[device_id] for device_id in sorted(set(device_ids)) if device_id in chips}
-    problems = tuple(_legacy(device_id, chip) for device_id, chip in known.items() if chip.legacy_branch)
-    if problems:
-        raise GpuprovError.several(problems)
-    closed_only = [one for one in known.items() if not one[1].open_modules]
-    open_only = [one for one in known.items() if not one[1].proprietary_modules]
-    if closed_only and open_only:
-        raise GpuprovError(
-            f"this driver serves {closed_only[0][1].name} and {open_only[0][1].name}, but not in one host",
-            f"its supported-gpus.json: {_listed(closed_only)} proprietary modules alone, "
-            f"{_listed(open_only)} open ones alone",
-            "take one of them out, or bind it to vfio-pci for a virtual machine",
-        )
-    wrong = {"open": closed_only, "proprietary": open_only}.get(asked, [])
-    if wrong:
-        other = "proprietary" if asked == "open" else "open"
-        raise GpuprovError(
-            f"{asked} kernel modules do not serve {wrong[0][1].name}",
-            f"the driver's supported-gpus.json: {_listed(wrong)} {other} ones alone",
-            f"set gpuprov_kernel_module_type: {other}, or leave it out",
-        )
-    if asked != "auto":
-        return asked
-    return "proprietary" if closed_only else "open" if open_only else otherwise
+    if found := listed_problems(device_ids, chips, asked):
+        raise GpuprovError.several(found)
+    kinds = {_kind_of(chips[one]) for one in device_ids if one in chips} - {"both"}
+    return asked if asked != "auto" else next(iter(kinds), otherwise)
 
 
 def listed_problems(device_ids: Sequence[str], chips: Chips, asked: str) -> tuple[Problem, ...]:
     """Return why the listed driver can't serve these GPUs with the requested kernel modules."""
-    try:
-        listed_module_type(device_ids, chips, asked, "auto")
-    except GpuprovError as error:
-        return error.problems
-    return ()
+    known = {device_id: chips[device_id] for device_id in sorted(set(device_ids)) if device_id in chips}
+    gpus = [(device_id, chip.name, _kind_of(chip)) for device_id, chip in known.items()]
+    legacy = tuple(
+        Problem(
+            f"this driver no longer serves {chip.name}",
+            f"10de:{one} in its supported-gpus.json: legacy, branch {chip.legacy_branch} is the last for it",
+            f"set {wanted_version(chip.legacy_branch)}",
+        )
+        for one, chip in known.items() if chip.legacy_branch
+    )  # fmt: skip
+    return legacy or _kind_problems(gpus, asked, "the driver's supported-gpus.json")
 
 
-def _legacy(device_id: str, chip: Chip) -> Problem:
-    return Problem(
-        f"this driver no longer serves {chip.name}",
-        f"10de:{device_id} in its supported-gpus.json: legacy, branch {chip.legacy_branch} is the last for it",
-        f'set gpuprov_driver_version: "{chip.legacy_branch}"',
-    )
-
-
-def _listed(found: Sequence[tuple[str, Chip]]) -> str:
-    return ", ".join(f"10de:{device_id}" for device_id, _ in found) + (" has" if len(found) == 1 else " have")
+def _kind_of(chip: Chip) -> str:
+    return "both" if chip.open_modules and chip.proprietary_modules else "open" if chip.open_modules else "proprietary"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpuprov.core.commands import first_match
+from gpuprov.core.commands import Failure, failures, first_match
+from gpuprov.core.places import KEPT
 from gpuprov.packages.interface import Commands
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
@@ -24,7 +25,68 @@ _OPTION_SINCE = {
     "--skip-module-load": (550, 40, 7),
     "--kernel-module-type": (555, 42, 2),
 }
-_OLD_NAMES = {"--no-kernel-modules": "--no-kernel-module"}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """How a driver is installed from a .run file. `url`: where the file comes from; a path if it is on the host.
+
+    `has_libgl`: the distribution's own libGL is installed. `signing_key`, `signing_certificate`: for the modules.
+    """
+
+    version: str
+    url: str
+    sha256: str
+    architecture: str
+    kernel_modules: bool
+    module_type: str = "auto"
+    has_libgl: bool = False
+    signing_key: str = ""
+    signing_certificate: str = ""
+
+    @property
+    def kept_path(self) -> str:
+        """Where the file is kept for a later rollback."""
+        return f"{KEPT}/{self.version}.run"
+
+    def arguments(self, *, dkms: bool, temporary: str, log: str) -> tuple[str, ...]:
+        """Return the installer's arguments for an unattended installation.
+
+        `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again
+        without quotes, so that no path may hold blanks. Raises GpuprovError if the driver has no such modules.
+        """
+        found = ["--tmpdir", temporary, "--silent", "--no-questions", "--ui=none", f"--log-file-name={log}"]
+        if self.kernel_modules:
+            found += ["--dkms"] if dkms and self.knows("--dkms") else []
+            found += self._module_arguments()
+            if self.signing_key and self.signing_certificate:
+                found += [f"--module-signing-secret-key={self.signing_key}"]
+                found += [f"--module-signing-public-key={self.signing_certificate}"]
+        else:
+            option = "--no-kernel-modules"
+            found.append(option if self.knows(option) else "--no-kernel-module")
+        # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check
+        # fails on a missing libGL.so.1 even on a headless host, and with exit code 0.
+        if self.knows("--install-libglvnd"):
+            found.append("--no-install-libglvnd" if self.has_libgl else "--install-libglvnd")
+        return tuple(found)
+
+    def knows(self, option: str) -> bool:
+        """Say whether the installer of this version knows an option."""
+        return knows(self.version, option)
+
+    def _module_arguments(self) -> list[str]:
+        if self.module_type != "auto" and self.knows("--kernel-module-type"):
+            return [f"--kernel-module-type={self.module_type}"]
+        if self.module_type != "open":
+            return []
+        if self.knows("-m=kernel-open"):
+            return ["-m=kernel-open"]
+        raise GpuprovError(
+            f"driver {self.version} has no open kernel modules",
+            "they came with 470.42.01 (data-centre GPUs, 515 for all)",
+            "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version",
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +119,7 @@ def parse_header(text: str) -> Header:
             "check gpuprov_driver_url",
         )
     skip = _assigned(text, "skip")
-    return Header(found["version"], found["architecture"], label, int(skip) if skip.isdigit() else 0)
+    return Header(found["version"], found["architecture"], label, int(skip) if skip.isdecimal() else 0)
 
 
 def _assigned(text: str, name: str) -> str:
@@ -68,163 +130,6 @@ def _assigned(text: str, name: str) -> str:
 def knows(version: str, option: str) -> bool:
     """Say whether the installer of that version knows an option."""
     return version_numbers(version) >= _OPTION_SINCE.get(option, (0,))
-
-
-def install_arguments(
-    version: str,
-    *,
-    kernel_modules: bool,
-    module_type: str,
-    dkms: bool,
-    has_libgl: bool,
-    temporary: str,
-    log: str,
-    signing: tuple[str, str] = ("", ""),
-    keep_loaded: bool = False,
-    image_kernel: str = "",
-    without_systemd: bool = False,
-) -> tuple[str, ...]:
-    """Return the installer's arguments for an unattended installation.
-
-    `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
-    `keep_loaded`: another version is loaded, and stays so. `image_kernel`: build for that kernel of an image, and look
-    at nothing that the builder's machine runs or has loaded; `without_systemd`: no systemd runs.
-    `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
-    quotes, so that no path may hold blanks.
-    """
-    arguments = ["--tmpdir", temporary, "--silent", "--no-questions", "--ui=none", f"--log-file-name={log}"]
-    if not kernel_modules:
-        option = "--no-kernel-modules"
-        arguments.append(option if knows(version, option) else _OLD_NAMES[option])
-    if kernel_modules and dkms and knows(version, "--dkms"):
-        arguments.append("--dkms")
-    if kernel_modules and module_type != "auto":
-        arguments += _module_type(version, module_type)
-    if kernel_modules and all(signing):
-        arguments += [f"--module-signing-secret-key={signing[0]}", f"--module-signing-public-key={signing[1]}"]
-    if keep_loaded:
-        arguments += ["--allow-installation-with-running-driver", "--skip-module-load"]
-    if kernel_modules and image_kernel:
-        arguments += [f"--kernel-name={image_kernel}", "--no-nouveau-check", "--no-x-check"]
-        known = ("--skip-module-load", "--allow-installation-with-running-driver")
-        arguments += [option for option in known if knows(version, option)]
-    if without_systemd and knows(version, "--no-systemd"):
-        arguments.append("--no-systemd")
-    # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
-    # on a missing libGL.so.1 even on a headless host, and with exit code 0.
-    if knows(version, "--install-libglvnd"):
-        arguments.append("--no-install-libglvnd" if has_libgl else "--install-libglvnd")
-    return tuple(arguments)
-
-
-def _module_type(version: str, module_type: str) -> list[str]:
-    if knows(version, "--kernel-module-type"):
-        return [f"--kernel-module-type={module_type}"]
-    if module_type == "proprietary":
-        return []
-    if knows(version, "-m=kernel-open"):
-        return ["-m=kernel-open"]
-    raise GpuprovError(
-        f"driver {version} has no open kernel modules",
-        "they came with 470.42.01 (data-centre GPUs, 515 for all)",
-        "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version",
-    )
-
-
-# Messages of the installer, in its log or output, and their meaning. The first row that matches decides. Each: pattern,
-# what happened, what to do next; words in braces are the distribution's own commands.
-_FAILURES: tuple[tuple[str, str, str], ...] = (
-    (
-        r"Error in check ?sums|checksums? [0-9a-f]+ .*(differ|mismatch)",
-        "the .run file is damaged: its checksum is wrong",
-        "remove it and run the same command again; it is then downloaded again",
-    ),
-    (
-        r"Unable to find the development tool `(cc|gcc|make)`",
-        "there is no compiler on this host, and the kernel modules need one",
-        "{install} gcc make",
-    ),
-    (
-        r"Unable to find the kernel source tree|kernel source path '.*' does not exist",
-        "the headers of the running kernel are missing",
-        "install the headers of exactly `uname -r`; if no repository has them any more, update the kernel and reboot",
-    ),
-    (
-        r"Failed to install the kernel module through DKMS",
-        "DKMS could not build the kernel modules",
-        "the driver may be too old for this kernel, or the compiler not the kernel's own: see "
-        "/var/lib/dkms/nvidia/*/build/make.log, where the compiler says why",
-    ),
-    (
-        r"kernel module was not created|The nvidia kernel module was not",
-        "the kernel modules did not compile",
-        "the driver may be too old for this kernel, or the compiler not the kernel's own: see the log named above",
-    ),
-    (
-        r"nouveau.*(in use|loaded)|Nouveau kernel driver is currently in use",
-        "nouveau, the free driver, holds the GPU",
-        "rebuild the initramfs ({initramfs}) so that the new blacklist counts, reboot, then run the same command again",
-    ),
-    (
-        r"running an X server",
-        "an X server holds the GPU",
-        "stop the display manager (systemctl isolate multi-user.target), then run the same command again",
-    ),
-    (
-        r"appears to be already loaded in your kernel",
-        "another version of the driver is loaded and in use",
-        "stop what uses the GPU (fuser -v /dev/nvidia*), unload it (modprobe -r nvidia_uvm nvidia_drm nvidia_modeset "
-        "nvidia), then run the same command again",
-    ),
-    (
-        r"alternate driver installation|alternate method of installation",
-        "the distribution's own NVIDIA packages are installed; a .run over them would break both",
-        "use them (gpuprov_driver: preinstalled), or remove them first: {remove} '*nvidia*'",
-    ),
-    (
-        r"must be run as root",
-        "the installer was not run as root",
-        "run gpuprov as root",
-    ),
-    (
-        r"is not executable",
-        "the temporary directory is mounted noexec",
-        "remount it with exec, then run the same command again",
-    ),
-    (
-        r"unrecognized option",
-        "the installer does not know an option that its version should know",
-        "report this with the file's version",
-    ),
-    (
-        r"SIGBUS",
-        "the root file system filled up in the middle of the installation",
-        "make room (df -h; inodes: df -i), then run the same command again",
-    ),
-    (
-        r"Key was rejected by service|module verification failed|Required key not available",
-        "Secure Boot refused the kernel module: it is not signed with an enrolled key",
-        "set gpuprov_module_signing_key and gpuprov_module_signing_certificate to a key that is enrolled "
-        "(mokutil --list-enrolled), or switch Secure Boot off in the firmware",
-    ),
-    (
-        r"sanity check failed",
-        "the installation failed its own final check",
-        "see the log named above",
-    ),
-)  # fmt: skip
-_FAILED_BY_CODE = {
-    2: ("the .run file is damaged or no .run file at all", "remove it and run the same command again"),
-    15: (
-        "the .run file could not be unpacked: most likely the temporary directory is full",
-        "df -h shows which is full (inodes: df -i)",
-    ),
-    124: ("the installer did not come to an end in time", "see the log named above"),
-    135: (
-        "the root file system filled up in the middle of the installation",
-        "make room (df -h; inodes: df -i), then run again",
-    ),
-}
 
 
 def explain_failure(
@@ -240,16 +145,15 @@ def explain_failure(
     if returncode == 0 and not errors:
         return None
     said = f"{log}\n{output}"
-    found = first_match(_FAILURES, lambda row: row[0], said.splitlines(), re.IGNORECASE)
+    found = first_match("installer", said.splitlines(), re.IGNORECASE)
     if found is not None:
-        (_, what, next_step), line = found
+        row, line = found
         own = {"install": commands.install, "remove": commands.remove, "initramfs": initramfs}
-        return what, line.strip(), next_step.format(**own)
-    what, next_step = _FAILED_BY_CODE.get(
-        returncode, ("the driver's installer reported errors", "see the log named above")
-    )
+        return row.what, line.strip(), row.next_step.format(**own)
+    unknown = Failure("the driver's installer reported errors", "see the log named above")
+    row = next((one for one in failures("installer") if one.returncode == returncode), unknown)
     decisive = errors[0] if errors else (output.strip().splitlines() or [""])[-1]
-    return what, decisive.strip(), next_step
+    return row.what, decisive.strip(), row.next_step
 
 
 # nvidia-persistenced of the .run needs it and does not include it (packages.debian.org, packages.ubuntu.com).

@@ -1,23 +1,26 @@
-"""Kernel modules of the driver: what prevents them, what building them needs, for an image too, and their proof."""
+"""Kernel modules of the driver: what prevents them, what building them needs (DKMS; for an image too), their proof."""
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile
+from gpuprov.core.changes import Change, RemoveFile, Tell, WriteFile
 from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
 from gpuprov.facts.kernels import has_module
-from gpuprov.machine.distros import distribution_of, kernel_compiler, kernel_headers, next_kernel_headers
+from gpuprov.machine import distros
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages import known_repositories
+from gpuprov.packages.sources import repo_sections, text_of
 from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.spec import HostSpec
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.
 _BUILD_SECONDS = 3600
@@ -54,17 +57,18 @@ def packages(driver: DriverSource) -> tuple[str, ...]:
     facts, row = driver.facts, driver.facts.distribution
     if row is None or not driver.compiles:
         return ()
-    following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
+    following = distros.next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
     return (*headers(driver), *following, *row.build_packages)
 
 
 def headers(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages of the running kernel's headers, where modules are built; in an image, of all its kernels."""
     facts, row = driver.facts, driver.facts.distribution
-    if row is None or not driver.compiles:
-        return ()
+    runs = driver.has_installer and not driver.installs and facts.driver_loaded_version == driver.version != ""
+    if row is None or not driver.compiles or (runs and facts.image is None):
+        return ()  # to keep a driver that runs, nothing is built
     releases = [one.release for one in facts.image.kernels] if facts.image is not None else [facts.kernel.release]
-    return tuple(dict.fromkeys(name for release in releases for name in kernel_headers(row, release)))
+    return tuple(dict.fromkeys(name for release in releases for name in distros.kernel_headers(row, release)))
 
 
 def plan_signing(driver: DriverSource) -> tuple[Change, ...]:
@@ -99,11 +103,8 @@ def _prove_dkms(system: System, version: str, kernel: str) -> None:
     if states.get(kernel) == "installed":
         return
     if not states:
-        raise GpuprovError(
-            "the driver is not registered with DKMS: the next kernel upgrade would lose it",
-            status.evidence(),
-            f"dkms install nvidia/{version}",
-        )
+        what = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
+        raise GpuprovError(what, status.evidence(), f"dkms install nvidia/{version}")
     raise GpuprovError(
         f"DKMS knows the driver, but has not installed its modules for kernel {kernel}",
         status.stdout.strip(),
@@ -128,83 +129,154 @@ def questions(driver: DriverSource) -> tuple[str, ...]:
 
 def offer_problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what no repository has, or why the query failed; nothing if no repository was queried."""
-    facts = driver.facts
-    if facts.offers is None:
-        return ()
-    if facts.offers.problems:
-        return facts.offers.problems
+    facts, row, release = driver.facts, driver.facts.distribution, driver.facts.kernel.release
+    if facts.offers is None or facts.offers.problems:
+        return facts.offers.problems if facts.offers is not None else ()
     lacking = facts.offers.lacking(_lacking_headers(driver))
-    return (_no_headers(facts, lacking),) if lacking else ()
+    said = known_repositories.advice(row, release, facts.architecture) if row else None
+    what = said.meaning if said else f"no repository of this host has the headers of the running kernel {release}"
+    step = "boot the distribution's own kernel, or add the repository that this one came from"
+    seen = f"{facts.packages.manager} was asked for {', '.join(lacking)}"
+    return (Problem(what, seen, said.next_step if said else step),) if lacking else ()
 
 
 def _lacking_headers(driver: DriverSource) -> tuple[str, ...]:
     return driver.facts.package_manager.missing(driver.facts.packages, headers(driver))
 
 
-def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:
-    row, release = facts.distribution, facts.kernel.release
-    said = known_repositories.advice(row, release, facts.architecture) if row else None
-    return Problem(
-        said.meaning if said else f"no repository of this host has the headers of the running kernel {release}",
-        f"{facts.packages.manager} was asked for {', '.join(lacking)}",
-        said.next_step if said else "boot the distribution's own kernel, or add the repository that this one came from",
+# -- DKMS on distributions that do not package it ---------------------------------------------------------------------
+
+# Names of the repositories as EPEL's own package, Oracle, cloud images and SUSEConnect give them; not their sources,
+# debug packages, tests and EPEL's repository of Cisco's codec.
+_ENABLED_ALREADY = {
+    "EPEL": re.compile(r"(.*[_-])?epel", re.IGNORECASE),
+    "PackageHub": re.compile(r"(?!.*(debug|source)).*(package[-_ ]?hub|backports).*", re.IGNORECASE),
+}
+_REPOSITORY_FILES = re.compile(r"/etc/(yum\.repos\.d|zypp/repos\.d)/(?!gpuprov-)[^/]+\.repo")
+
+
+def dkms_packages(driver: DriverSource) -> tuple[str, ...]:
+    """Return DKMS if it is installed, or to be installed, from a repository besides the distribution's."""
+    facts = driver.facts
+    if not _needs_dkms(driver):
+        return ()
+    if facts.bundle is not None:
+        has_it = any(one.name == known_repositories.DKMS for one in facts.bundle.manifest.packages)
+        return (known_repositories.DKMS,) if has_it else ()
+    has_source = _has_dkms_source(facts) or dkms_source(driver) is not None
+    return (known_repositories.DKMS,) if has_source or known_repositories.DKMS in facts.packages.installed else ()
+
+
+def dkms_source(driver: DriverSource) -> distros.ExtraRepository | None:
+    """Return the repository to add for DKMS, None if the host has DKMS or its own repository with it.
+
+    A repository that gpuprov added stays, for DKMS's updates.
+    """
+    facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
+    if row is None or not spec.epel or not _needs_dkms(driver) or _has_dkms_source(facts):
+        return None
+    found = known_repositories.dkms_repository(row, facts.os.version, facts.architecture, spec)
+    ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
+    return found if ours or known_repositories.DKMS not in facts.packages.installed else None
+
+
+def dkms_problems(driver: DriverSource) -> tuple[Problem, ...]:
+    """Return why DKMS is unavailable although the driver's packages depend on it, or a named mirror can't be used."""
+    facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
+    if row is None or facts.bundle is not None or not _needs_dkms(driver) or dkms_packages(driver):
+        return ()
+    if not spec.epel:
+        here = f"{row.name} {row.version}"
+        what = f"NVIDIA's packages for {here} need DKMS, which is in {row.dkms_from}, and gpuprov_epel is false"
+        seen = "dkms is not installed, and no enabled repository of the host is one that has it"
+        step = (
+            "set gpuprov_epel: true (only dkms comes from there); or gpuprov_driver: runfile, which needs no DKMS; or "
+            "install dkms by hand"
+        )
+        return (Problem(what, seen, step),) if driver.depends_on_dkms else ()
+    if not (driver.depends_on_dkms or spec.epel_repository):
+        return ()
+    return (
+        Problem(
+            f"this gpuprov does not know the key of {row.dkms_from} for {row.name} {facts.os.version}",
+            f"no public source that tells its fingerprint was found; {row.dkms_from} has dkms",
+            f"enable {row.dkms_from} by hand (SUSE: SUSEConnect --product PackageHub/{facts.os.version}/"
+            f"{facts.architecture}); or set gpuprov_epel_repository, and gpuprov_epel_key_fingerprint to what "
+            "gpg --show-keys says of its key, fetched in a way that you trust",
+        ),
     )
+
+
+def dkms_note(driver: DriverSource) -> str:
+    """Return a warning if the next kernel would have no driver, or ""."""
+    row = driver.facts.distribution
+    if row is None or not driver.has_installer or not _needs_dkms(driver) or dkms_packages(driver):
+        return ""
+    other = f"enable {row.dkms_from}, or set gpuprov_epel_repository"
+    how = other if driver.spec.epel else "leave gpuprov_epel at true"
+    return f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, or {how}"
+
+
+def _needs_dkms(driver: DriverSource) -> bool:
+    """Say whether modules are built here that DKMS must also build for later kernels.
+
+    NVIDIA's packages for SUSE contain modules without DKMS. A site that names dkms among its packages has a source for
+    it.
+    """
+    row = driver.facts.distribution
+    if row is None or not row.dkms_from or known_repositories.DKMS in driver.spec.packages or not driver.compiles:
+        return False
+    return driver.has_installer or row.package_manager == "dnf"
+
+
+def _has_dkms_source(facts: HostFacts) -> bool:
+    row = facts.distribution
+    pattern = _ENABLED_ALREADY.get(row.dkms_from) if row is not None else None
+    if pattern is None:
+        return False
+    for path in filter(_REPOSITORY_FILES.fullmatch, facts.files):
+        with contextlib.suppress(configparser.Error):
+            # The names of the host's own enabled repositories, in brackets.
+            if any(pattern.fullmatch(name) for name, _ in repo_sections(text_of(facts.files[path]))):
+                return True
+    return False
 
 
 # -- images ---------------------------------------------------------------------------------------------------------
 
 
-def image_problems(driver: DriverSource) -> tuple[Problem, ...]:
-    """Return what an image lacks, or which facts about the machines of its copies are missing."""
+def image_problems(driver: DriverSource) -> Iterator[Problem]:
+    """Yield what an image lacks, or which facts about the machines of its copies are missing."""
     facts, spec = driver.facts, driver.spec
     if facts.image is None:
-        return ()
-    found = []
-    if driver.installs_modules:
-        found += _kernel_problems(facts, spec)
+        return
+    if driver.installs_modules and not facts.image.kernels:
+        yield Problem(
+            "there is no kernel in this image to build the driver's modules for",
+            "/lib/modules has no release whose vmlinuz is in /boot or beside its modules",
+            "install one first (Debian: apt-get install linux-image-$(dpkg --print-architecture)); or, where the "
+            "kernel comes from elsewhere and has the driver, set gpuprov_kernel_modules: none",
+        )
+    if driver.installs_modules and spec.kernel_module_type == "auto" and not spec.image_gpus:
+        yield Problem(
+            "which kernel modules the image needs is not said: open or proprietary",
+            "gpuprov_target is image; neither gpuprov_image_gpus nor gpuprov_kernel_module_type is set",
+            "set gpuprov_image_gpus to the GPUs that it will meet (ampere, [turing, ada], …), or "
+            "gpuprov_kernel_module_type: open or proprietary",
+        )
     if spec.fabric_manager == "auto" and spec.image_nvswitch is None and _WITH_SWITCHES & {*spec.image_gpus}:
-        found.append(_switches_not_said(spec))
+        yield Problem(
+            "whether the image will meet NVSwitches, and so needs the fabric manager, is not said",
+            f"gpuprov_target is image, gpuprov_image_gpus is {', '.join(spec.image_gpus)}, gpuprov_image_nvswitch is "
+            "not set",
+            "set gpuprov_image_nvswitch: true (HGX and DGX machines), or false",
+        )
     if spec.mig_layout:
-        found.append(
-            Problem(
-                "GPUs that are not here yet can't be divided by MIG",
-                "gpuprov_target is image, and gpuprov_mig_layout is set",
-                "leave gpuprov_mig_layout out; divide them on the machine: gpuprov install -e gpuprov_mig_layout=…",
-            )
+        yield Problem(
+            "GPUs that are not here yet can't be divided by MIG",
+            "gpuprov_target is image, and gpuprov_mig_layout is set",
+            "leave gpuprov_mig_layout out; divide them on the machine: gpuprov install -e gpuprov_mig_layout=…",
         )
-    return tuple(found)
-
-
-def _kernel_problems(facts: HostFacts, spec: HostSpec) -> list[Problem]:
-    found = []
-    if facts.image is not None and not facts.image.kernels:
-        found.append(
-            Problem(
-                "there is no kernel in this image to build the driver's modules for",
-                "/lib/modules has no release whose vmlinuz is in /boot or beside its modules",
-                "install one first (Debian: apt-get install linux-image-amd64); or, where the kernel comes from "
-                "elsewhere and has the driver, set gpuprov_kernel_modules: none",
-            )
-        )
-    if spec.kernel_module_type == "auto" and not spec.image_gpus:
-        found.append(
-            Problem(
-                "which kernel modules the image needs is not said: open or proprietary",
-                "gpuprov_target is image; neither gpuprov_image_gpus nor gpuprov_kernel_module_type is set",
-                "set gpuprov_image_gpus to the GPUs that it will meet (ampere, [turing, ada], …), or "
-                "gpuprov_kernel_module_type: open or proprietary",
-            )
-        )
-    return found
-
-
-def _switches_not_said(spec: HostSpec) -> Problem:
-    return Problem(
-        "whether the image will meet NVSwitches, and so needs the fabric manager, is not said",
-        f"gpuprov_target is image, gpuprov_image_gpus is {', '.join(spec.image_gpus)}, gpuprov_image_nvswitch is not "
-        "set",
-        "set gpuprov_image_nvswitch: true (HGX and DGX machines), or false",
-    )
 
 
 def plan_image(driver: DriverSource) -> tuple[Change, ...]:
@@ -225,20 +297,16 @@ class BuildModules(Change):
 
     # DKMS repeats an interrupted build; the undo of the driver removes its modules.
     undo_when_interrupted: ClassVar[bool] = False
+    key = "build the driver's modules for the image's kernels"
 
     def summary(self) -> str:
         return f"build the driver's modules for {', '.join(self.kernels)}; load none"
 
-    @property
-    def key(self) -> str:
-        return "build the driver's modules for the image's kernels"
-
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         for number, release in enumerate(self.kernels):
             if not _has_module(system, release):
                 tell(f"building modules for {release}", number, len(self.kernels))
                 _build(system, release)
-        return {}
 
 
 def _build(system: System, release: str) -> None:
@@ -265,6 +333,6 @@ def _has_module(system: System, release: str) -> bool:
 
 def build_environment(system: System) -> dict[str, str]:
     """Return the PATH with the compiler that built the running kernel first, if it is not the host's `gcc`."""
-    row = distribution_of(gather_os(system))
-    folder = kernel_compiler(row, system.kernel_release()) if row is not None else ""
+    row = distros.distribution_of(gather_os(system))
+    folder = distros.kernel_compiler(row, system.kernel_release()) if row is not None else ""
     return {"PATH": f"{folder}:{SYSTEM_PATH}"} if folder and system.exists(folder) else {}

@@ -9,19 +9,24 @@ Source: NVIDIA's Multi-Instance GPU User Guide. A layout is one text for all GPU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Tell, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.core.units import systemctl
+from gpuprov.driver.running_driver import MONITORS, active_units
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
 from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.models import Model
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import MODELS, rows
 from gpuprov.protocol.words import counted
 
 _ALL = "all-"
@@ -62,17 +67,11 @@ class DivideGpus(Change):
     layout: tuple[tuple[int, str], ...]
 
     undo_disturbs: ClassVar[bool] = True
-
-    @property
-    def disturbs(self) -> bool:
-        return True
+    disturbs = True
+    key = "divide GPUs by MIG"
 
     def summary(self) -> str:
         return "divide GPUs by MIG: " + "; ".join(f"GPU {index}: {text}" for index, text in self.layout)
-
-    @property
-    def key(self) -> str:
-        return "divide GPUs by MIG"
 
     def diff(self, system: System) -> str:
         now = {gpu.index: ",".join(gpu.instances) or gpu.current for gpu in gather_mig(system)}
@@ -87,11 +86,11 @@ class DivideGpus(Change):
         }
         return {"before": before}
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        for index, text in self.layout:
-            tell(f"GPU {index}: {text}", 0, 0)
-            _bring(system, index, text)
-        return {}
+    def apply(self, system: System, tell: Tell) -> None:
+        with _without_monitors(system, tell):
+            for index, text in self.layout:
+                tell(f"GPU {index}: {text}", 0, 0)
+                _bring(system, index, text)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -100,7 +99,22 @@ class DivideGpus(Change):
             # A GPU with MIG on and no instances corresponds to the empty text.
             done = gpu.current == "Enabled" and not gpu.instances if text == "" else is_right(text, gpu)
             if not done:
-                _bring(system, int(index), text)
+                with _without_monitors(system, tell_nobody):
+                    _bring(system, int(index), text)
+
+
+@contextlib.contextmanager
+def _without_monitors(system: System, tell: Tell) -> Iterator[None]:
+    """Stop DCGM and its exporter meanwhile: they have the GPUs open, which can't be divided then."""
+    units = active_units(system, MONITORS)
+    for unit in units:
+        systemctl(system, "stop", unit)
+    try:
+        yield
+    finally:
+        for unit in reversed(units):
+            if trouble := systemctl(system, "start", unit):
+                tell(f"{unit} did not start again: {trouble}", 0, 0)
 
 
 def _bring(system: System, index: int, text: str) -> None:
@@ -109,10 +123,11 @@ def _bring(system: System, index: int, text: str) -> None:
     if gpu.current not in ("Enabled", "Disabled"):
         if text == DISABLED:
             return
+        names = ", ".join(dict.fromkeys(model.name for model in rows(MODELS, "models", Model) if model.mig))
         raise GpuprovError(
             f"GPU {index} can't be divided: it has no MIG",
             f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}",
-            "take it out of gpuprov_mig_layout (disabled); MIG is in A30, A100, H100, H200, B200 and the like",
+            f"take it out of gpuprov_mig_layout (disabled); these have MIG: {names}",
         )
     if gpu.instances:
         for option in ("-dci", "-dgi"):
@@ -121,9 +136,8 @@ def _bring(system: System, index: int, text: str) -> None:
     profiles = profiles_of(text, _look(system, index)) if text else ()
     if text.startswith(_ALL) and not profiles:
         names = ", ".join(_look(system, index).most) or "none"
-        raise GpuprovError(
-            f"GPU {index} has no MIG profile {text[len(_ALL) :]}", f"{_SMI} mig -lgip: {names}", "choose one of these"
-        )
+        what = f"GPU {index} has no MIG profile {text[len(_ALL) :]}"
+        raise GpuprovError(what, f"{_SMI} mig -lgip: {names}", "choose one of these")
     if profiles:
         words = ("mig", "-i", str(index), "-cgi", ",".join(profiles), "-C")
         done = _smi(system, index, words, f"{','.join(profiles)} can't be made")
@@ -140,9 +154,8 @@ def _bring(system: System, index: int, text: str) -> None:
 def _look(system: System, index: int) -> MigGpu:
     found = next((gpu for gpu in gather_mig(system) if gpu.index == index), None)
     if found is None:
-        raise GpuprovError(
-            f"there is no GPU {index} to divide", f"{_SMI} {' '.join(_QUERY)}", f"{_SMI} -L shows which there are"
-        )
+        what = f"there is no GPU {index} to divide"
+        raise GpuprovError(what, f"{_SMI} {' '.join(_QUERY)}", f"{_SMI} -L shows which there are")
     return found
 
 
@@ -198,22 +211,12 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what prevents the division of the GPUs."""
-    if not spec.mig_layout:
-        return ()
-    if facts.kernel.container:
-        return (
-            Problem(
-                "GPUs are divided by the container host, not in a system container",
-                f"inside {facts.kernel.container}; gpuprov_mig_layout is set",
-                "leave gpuprov_mig_layout out here, and set it for the container host",
-            ),
-        )
+    if spec.mig_layout and facts.kernel.container:
+        what = "GPUs are divided by the container host, not in a system container"
+        step = "leave gpuprov_mig_layout out here, and set it for the container host"
+        return (Problem(what, f"inside {facts.kernel.container}; gpuprov_mig_layout is set", step),)
     if len(spec.mig_layout) > max(len(facts.gpus), 1):
-        return (
-            Problem(
-                f"gpuprov_mig_layout speaks of {counted(len(spec.mig_layout), 'GPU')}, this host has {len(facts.gpus)}",
-                ", ".join(gpu.bus_id for gpu in facts.gpus),
-                "give one text for all GPUs, or as many as there are",
-            ),
-        )
+        asked, there = counted(len(spec.mig_layout), "GPU"), len(facts.gpus)
+        what, seen = f"gpuprov_mig_layout speaks of {asked}, this host has {there}", (gpu.bus_id for gpu in facts.gpus)
+        return (Problem(what, ", ".join(seen), "give one text for all GPUs, or as many as there are"),)
     return ()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
@@ -40,13 +39,11 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     facts = driver.facts
     if not driver.installs_modules:
         return ()
-    files: tuple[tuple[str, bytes], ...] = ((BLACKLIST, _BLACKLIST_TEXT.encode()),)
+    files = {BLACKLIST: _BLACKLIST_TEXT.encode()}
     if facts.initramfs.dracut:
-        files += ((DRACUT_CONFIGURATION, _DRACUT_TEXT.encode()),)
-    found = {path: facts.files.get(path) for path, _ in files}
-    wrong = tuple(
-        (path, content) for path, content in files if (there := found[path]) is None or there.content != content
-    )
+        files[DRACUT_CONFIGURATION] = _DRACUT_TEXT.encode()
+    there = {path: found.content for path in files if (found := facts.files.get(path)) is not None}
+    wrong = tuple((path, text) for path, text in files.items() if there.get(path) != text)
     images = facts.initramfs.images
     stale = images if wrong else tuple(one for one in images if one.modified < facts.initramfs.configured)
     return (KeepNouveauOut(wrong, stale),) if wrong or stale else ()
@@ -59,14 +56,12 @@ class KeepNouveauOut(Change):
     files: tuple[tuple[str, bytes], ...]
     images: tuple[Image, ...]
 
+    key = "keep nouveau off the GPUs"
+
     def summary(self) -> str:
         kernels = ", ".join(image.kernel for image in self.images)
         rebuilt = f"; rebuild the initramfs of {kernels}" if kernels else ""
         return f"keep nouveau, nova_core and nova_drm off the GPUs ({BLACKLIST}){rebuilt}"
-
-    @property
-    def key(self) -> str:
-        return "keep nouveau off the GPUs"
 
     def diff(self, system: System) -> str:
         return "\n".join(text_diff(path, system.read_bytes(path), content) for path, content in self.files)
@@ -77,7 +72,7 @@ class KeepNouveauOut(Change):
             "images": [[image.kernel, image.path] for image in self.images],
         }
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         for path, content in self.files:
             system.make_directory(parent_of(path))
             system.write(path, content)
@@ -85,23 +80,18 @@ class KeepNouveauOut(Change):
             tell(f"rebuilding {image.path}", number, len(self.images))
             kernels.rebuild(system, image)
             _prove(system, image)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         for image in before["files"]:
             restore_path(system, image)
-        for image in _images(before["images"]):
+        for kernel, path in before["images"]:
             try:
-                kernels.rebuild(system, image)
+                kernels.rebuild(system, Image(kernel, path))
             except GpuprovError:
                 # A change that failed here failed for the same reason, which was reported already.
                 if outcome is not None:
                     raise
-
-
-def _images(rows: Sequence[Any]) -> tuple[Image, ...]:
-    return tuple(Image(str(kernel), str(path)) for kernel, path in rows)
 
 
 def _prove(system: System, image: Image) -> None:
@@ -121,6 +111,5 @@ def bound(gpus: Sequence[PciGpu]) -> tuple[str, ...]:
     """Return `GPU 0000:17:00.0 is bound to nouveau` for each GPU bound to one of these drivers."""
     # The PCI driver of the module nova_core calls itself NovaCore.
     drivers = {name.replace("_", "") for name in MODULES}
-    return tuple(
-        f"GPU {gpu.bus_id} is bound to {gpu.driver}" for gpu in gpus if gpu.driver.lower().replace("_", "") in drivers
-    )
+    taken = (gpu for gpu in gpus if gpu.driver.lower().replace("_", "") in drivers)
+    return tuple(f"GPU {gpu.bus_id} is bound to {gpu.driver}" for gpu in taken)

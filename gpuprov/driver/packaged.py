@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, NextAction, Tell
+from gpuprov.core.changes import Change, Json, Jsons, NextAction, Tell, tell_nobody
+from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled, running_driver
-from gpuprov.driver.source import DriverSource
+from gpuprov.facts.host import manager_on
 from gpuprov.packages import dpkg, failures
-from gpuprov.packages.apt_changes import InstallPackages
+from gpuprov.packages.apt_changes import InstallPackages, present, stays
 from gpuprov.packages.failures import finish_apt
-from gpuprov.packages.interface import LOCK_SECONDS, tell_nobody
-from gpuprov.packages.rpm_changes import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
-from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.packages.interface import DRIVER_PACKAGES, LOCK_SECONDS
+from gpuprov.packages.rpm import InstallRpmPackages, RpmManager, installed_rpms, package_name, run_rpm
+from gpuprov.packages.rpm_locks import gather_locks
+from gpuprov.protocol.errors import GpuprovError
 
 _INSTALL_SECONDS = 600
 _SIMULATE_SECONDS = 60
 _ARCHIVES = "/var/cache/apt/archives"
-# Names of the driver's packages in all branches and distributions (NVIDIA's Driver Installation Guide). They do not
-# match the container toolkit, nor the CUDA toolkit's libraries, many of which begin with libnv.
-_DRIVER_PACKAGES = re.compile(
-    r"(?!.*(container|docker))((lib|kmod-|dkms-|xserver-xorg-video-|firmware-|xorg-x11-)?nvidia|cuda-drivers|libcuda1|"
-    r"libnvcuvid|libnvoptix|libnvsdm|libxnvctrl|linux-(modules|objects|signatures)-nvidia)",
-    re.IGNORECASE,
-)
-
-
-_CHANGE = "change the driver's packages"
+_TOOLKIT = re.compile(r"(lib)?nvidia-container")
 
 
 def fits(version: str, wanted: str) -> bool:
@@ -39,47 +34,88 @@ def fits(version: str, wanted: str) -> bool:
     return re.match(rf"(\d+:)?{re.escape(wanted)}([.-]|$)", version) is not None
 
 
-class _Restoring(InstallPackages):
-    """A change of the driver's packages. Its undo installs their former versions again if apt can get them."""
+def driver_version(version: str) -> str:
+    """Return the driver's version in a package's: 535.309.01 of 535.309.01-0+deb12u1; "" if there is none."""
+    found = re.match(r"(?:\d+:)?(\d+(?:\.\d+)+)", version)
+    return found[1] if found else ""
+
+
+def _products(names: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """Return what packages belong to (the driver, the toolkit), each with the pattern of its packages."""
+    patterns = {"driver": DRIVER_PACKAGES, "toolkit": _TOOLKIT}
+    return {product: one for product, one in patterns.items() if any(map(one.match, names))}
+
+
+def _what(names: Collection[str]) -> str:
+    return f"the {' and '.join(_products(names)) or 'driver'}'s packages"
+
+
+class InstallDriverPackages(InstallPackages):
+    """A change of the driver's or the toolkit's packages.
+
+    Its undo installs their former versions again if apt can get them.
+    """
+
+    def way_back(self, system: System) -> tuple[str, ...]:
+        patterns = _products(self.names).values()
+        there = {name: version for name, version in present(system).items()
+                 if any(pattern.match(name) for pattern in patterns)}  # fmt: skip
+        if not there:
+            return ()
+        said = system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout
+        offered = {tuple(word.strip() for word in line.split("|")[:2]) for line in said.splitlines()}
+        lost = [f"{name}={version}" for name, version in there.items()
+                if (name.partition(":")[0], version) not in offered and not _cached(system, name, version)]  # fmt: skip
+        return _way_back(there, lost, _first_of(there))
+
+    @classmethod
+    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+        former = _former(system, before, outcome)
+        return (f"restores {_what(former)} ({_first_of(former)})",) if _words(system, former) else ()
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-        dpkg.repair(system, tell_nobody, lock_timeout)
-        words = _words(system, _former(system, before, outcome))
+        dpkg.repair(system, tell_nobody, lock_timeout, required=False)
+        former = _former(system, before, outcome)
+        words = _words(system, former)
         if words:
             command = ("install", "--allow-downgrades", "--purge", "--", *words)
             done = dpkg.run_apt(system, command, tell_nobody, lock_timeout=lock_timeout)
-            finish_apt(done, "the driver's former packages could not be installed again")
+            finish_apt(done, f"{_what(former)} could not be installed again in their former version")
+            _mark_used(system, words)
         super().undo(system, before, outcome)
-        if words:
+        if words and "driver" in _products(former):
             running_driver.load_installed(system)
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
-        former = _former(system, before, outcome)
-        return () if _words(system, former) else super().irreversible(system, before, outcome, earlier)
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
+        former, found = _former(system, before, outcome), outcome or cls.interrupted(system, before)
+        if not _words(system, former):
+            return super().irreversible(system, before, outcome, earlier)
+        return stays({name: one for name, one in found.get("changed", {}).items() if name not in former})
 
 
 def _former(system: System, before: Json, outcome: Json | None) -> dict[str, str]:
-    """Return name → version of the driver's packages that a change replaced or removed."""
-    here = {one.name: one.version for one in dpkg.query(system) if one.present}
+    """Return name → version of the driver's and the toolkit's packages that a change replaced or removed."""
+    here = present(system)
     changed = (outcome or InstallPackages.interrupted(system, before)).get("changed", {})
     return {
         name: version
         for name, version in before.get("versions", {}).items()
-        if _DRIVER_PACKAGES.match(name) and here.get(name) != version and (name not in here or name in changed)
+        if _products((name,)) and here.get(name) != version and (name not in here or name in changed)
     }
 
 
 def _words(system: System, former: Mapping[str, str]) -> tuple[str, ...]:
-    """Return apt's words for these versions, from repositories or apt's cache; empty if it can't get them all."""
+    """Return apt's words for these versions, from repositories or kept files; empty if it can't get them all."""
     by_version = tuple(f"{name}={version}" for name, version in former.items())
     by_file = tuple(_cached(system, *one) or f"{one[0]}={one[1]}" for one in former.items())
     for words in dict.fromkeys((by_version, by_file)):
-        simulated = ("apt-get", "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--")
+        simulated = (
+            "apt-get", "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades",
+            "--allow-change-held-packages", "install", "--",
+        )  # fmt: skip
         asked = system.run((*simulated, *words), timeout=_SIMULATE_SECONDS) if words else None
         if asked is not None and asked.ok and not foreign_removals(asked.stdout):
             return words
@@ -87,9 +123,55 @@ def _words(system: System, former: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _cached(system: System, name: str, version: str) -> str:
-    """Return the file that apt keeps of a package, "" if none."""
+    """Return the file that apt or gpuprov keeps of a package, "" if none."""
     start = f"{name.partition(':')[0]}_{version.replace(':', '%3a')}_"
-    return next((f"{_ARCHIVES}/{file}" for file in system.list_directory(_ARCHIVES) if file.startswith(start)), "")
+    files = (f"{_ARCHIVES}/{file}" for file in system.list_directory(_ARCHIVES))
+    return next((file for file in (*files, *_kept(system)) if file.rpartition("/")[2].startswith(start)), "")
+
+
+def _kept(system: System) -> tuple[str, ...]:
+    """Return the files of packages that gpuprov keeps."""
+    folders = (f"{KEPT_PACKAGES}/{one}" for one in system.list_directory(KEPT_PACKAGES))
+    return tuple(f"{folder}/{file}" for folder in folders for file in system.list_directory(folder))
+
+
+def keep(system: System, packages: Iterable[BundlePackage]) -> None:
+    """Keep the installed packages of the driver from the unpacked bundle, and the toolkit's with them.
+
+    No repository may have them, and an undo of both at once needs all.
+    """
+    manager = manager_on(system)
+    found = [one for one in packages if _products((one.name,)) and system.exists(f"{FOLDER}/{one.file}")]
+    there = manager.gather(system) if found else None
+    ours = [one for one in found if there and not manager.missing(there, (f"{one.name}={one.version}",))]
+    # Some (libnvidia-egl-*, kernel modules) have another version than the driver.
+    own = (driver_version(one.version) for one in ours if DRIVER_PACKAGES.match(one.name))
+    versions = [*filter(None, own)]
+    version = max(versions, key=versions.count, default="")
+    for one in ours if version else ():
+        system.make_directory(f"{KEPT_PACKAGES}/{version}", 0o700)
+        # As apt names a file in its cache, and rpm a package.
+        deb = f"{one.name}_{one.version.replace(':', '%3a')}_{one.architecture}.deb"
+        rpm = f"{one.name}-{one.version.rpartition(':')[2]}.{one.architecture}.rpm"
+        system.rename(f"{FOLDER}/{one.file}", f"{KEPT_PACKAGES}/{version}/{deb if manager.name == 'apt' else rpm}")
+
+
+def _mark_used(system: System, words: Iterable[str]) -> None:
+    """Make folders of kept packages that an undo has installed the newest: a later upgrade keeps them, not the undone.
+
+    Their time of change counts (retention.py).
+    """
+    for folder in {word.rpartition("/")[0] for word in words if word.startswith(f"{KEPT_PACKAGES}/")}:
+        with contextlib.suppress(GpuprovError, OSError):
+            system.write(f"{folder}/used", b"")
+            system.remove(f"{folder}/used")
+
+
+def _way_back(names: Collection[str], lost: Sequence[str], versions: str) -> tuple[str, ...]:
+    """Return how an undo restores the packages, or that it can't: nothing has those of `lost`."""
+    if lost:
+        return (f"way back: {_what(names)} can't be restored: no repository has {', '.join(lost)}",)
+    return (f"way back: {_what(names)}, by version ({versions})",)
 
 
 def _first_of(versions: Mapping[str, str]) -> str:
@@ -99,7 +181,7 @@ def _first_of(versions: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class _InstallInstead(_Restoring):
+class _InstallInstead(InstallDriverPackages):
     """An installation that removes the packages of `instead`."""
 
     instead: tuple[str, ...] = ()
@@ -108,9 +190,7 @@ class _InstallInstead(_Restoring):
         return {**super().capture(system), "instead": list(self.instead)}
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         gone = tuple(f"package {name} is not restored" for name in before["instead"])
         gone = () if _words(system, _former(system, before, outcome)) else gone
         return (*gone, *super().irreversible(system, before, outcome, earlier))
@@ -130,45 +210,35 @@ class SwitchPin(_InstallInstead):
         finish_apt(done, f"{', '.join(self.names)} could not be installed")
 
 
-@dataclass(frozen=True)
-class ChangeDriverPackages(_Restoring):
-    """Change the driver's packages to another version or branch, newer or older; apt's preferences are already set."""
+class ChangeDriver(Change):
+    """A change of the driver's packages to another version or branch, newer or older."""
 
-    wanted: str = ""
-
-    @property
-    def disturbs(self) -> bool:
-        return True
+    names: tuple[str, ...]
+    wanted: str
+    disturbs = True
+    key = "change the driver's packages"
 
     def summary(self) -> str:
-        return _change_to(self.wanted, self.names)
-
-    @property
-    def key(self) -> str:
-        return _CHANGE
-
-    def way_back(self, system: System) -> tuple[str, ...]:
-        there = {
-            one.name: one.version for one in dpkg.query(system) if one.present and _DRIVER_PACKAGES.match(one.name)
-        }
-        if not there:
-            return ()
-        said = system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout
-        offered = {tuple(word.strip() for word in line.split("|")[:2]) for line in said.splitlines()}
-        lost = [f"{name}={version}" for name, version in there.items()
-                if (name.partition(":")[0], version) not in offered and not _cached(system, name, version)]  # fmt: skip
-        if lost:
-            return (f"way back: the driver's packages can't be restored: no repository has {', '.join(lost)}",)
-        return (f"way back: the driver's packages, by version ({_first_of(there)})",)
-
-    @classmethod
-    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
-        former = _former(system, before, outcome)
-        return (f"restores the driver's packages ({_first_of(former)})",) if _words(system, former) else ()
+        return f"{self.key} to {self.wanted} ({', '.join(self.names)}); it is loaded next"
 
     def next_action(self, outcome: Json) -> NextAction:
         """The rest of the plan was made for the replaced driver."""
         return NextAction.PLAN_AGAIN
+
+    def _require_version(self, version: str, look: str) -> None:
+        if not fits(version, self.wanted):
+            raise GpuprovError(
+                f"the driver's packages are of {version or 'no driver'}, {self.wanted} is asked for",
+                "the package manager reported success; its repositories have nothing newer that fits",
+                f"{look} shows what there is: set gpuprov_driver_version to one of these",
+            )
+
+
+@dataclass(frozen=True)
+class ChangeDriverPackages(ChangeDriver, InstallDriverPackages):
+    """Do it with apt, whose preferences are already set."""
+
+    wanted: str = ""
 
     def _gone(self) -> tuple[str, ...]:
         """Return the packages that apt must remove, in apt's syntax (apt-get(8): with a trailing dash)."""
@@ -188,7 +258,8 @@ class ChangeDriverPackages(_Restoring):
         done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish_apt(done, f"the driver's packages could not be changed to {self.wanted}")
         versions = {one.name: one.version for one in dpkg.query(system)}
-        _require_version(versions.get(self.names[0], ""), self.wanted, f"apt-cache policy {self.names[0]}")
+        name = self.names[0].partition("=")[0]
+        self._require_version(versions.get(name, ""), f"apt-cache policy {name}")
 
 
 @dataclass(frozen=True)
@@ -216,115 +287,121 @@ class SwitchBranch(_InstallInstead, ChangeDriverPackages):
 def foreign_removals(said: str) -> tuple[str, ...]:
     """Return the packages that `apt-get --simulate` would remove and that do not belong to a driver."""
     names = re.findall(r"^Remv (\S+)", said, re.MULTILINE)
-    return tuple(name for name in names if not _DRIVER_PACKAGES.match(name))
+    return tuple(name for name in names if not DRIVER_PACKAGES.match(name))
 
 
 @dataclass(frozen=True)
-class ChangeDriverRpms(InstallRpmPackages):
+class InstallDriverRpms(InstallRpmPackages):
+    """The same with dnf and zypper."""
+
+    def way_back(self, system: System) -> tuple[str, ...]:
+        patterns = _products(self.names).values()
+        former = sorted(one for one in installed_rpms(system) if any(pattern.match(one) for pattern in patterns))
+        return _way_back(former, _not_offered(system, former), ", ".join(former)) if former else ()
+
+    @classmethod
+    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+        former = _former_rpms(system, before, outcome)
+        return (f"restores {_what(former)} ({', '.join(former)})",) if former else ()
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        former = _former_rpms(system, before, outcome)
+        if former:
+            manager, lock_timeout = _rpm_manager(system), before.get("lock_timeout", LOCK_SECONDS)
+            words = _rpm_words(system, former)
+            command = manager.exact(words, simulate=False)
+            done = run_rpm(system, command, tell_nobody, _INSTALL_SECONDS, lock_timeout)
+            what = f"{_what(former)} could not be installed again in their former version"
+            failures.finish_rpm(done, what, manager.good_codes)
+            _mark_used(system, words)
+        super().undo(system, before, outcome)
+        if "driver" in _products(former):
+            running_driver.load_installed(system)
+
+    @classmethod
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
+        lost = () if _former_rpms(system, before, outcome) else _gone_rpms(system, before, outcome)
+        return (f"{_what(lost)} stay at their version: no repository has those of before",) if lost else ()
+
+
+@dataclass(frozen=True)
+class ChangeDriverRpms(ChangeDriver, InstallDriverRpms):
     """Do the same with dnf, where the enabled stream determines the available versions. Nothing is removed."""
 
     wanted: str = ""
 
-    @property
-    def disturbs(self) -> bool:
-        return True
-
-    def summary(self) -> str:
-        return _change_to(self.wanted, self.names)
-
-    @property
-    def key(self) -> str:
-        return _CHANGE
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        before = installed_rpms(system)
-        names = sorted({package_name(one) for one in before if _DRIVER_PACKAGES.match(one)})
+    def _install(self, system: System, tell: Tell) -> None:
+        names = sorted({package_name(one) for one in installed_rpms(system) if DRIVER_PACKAGES.match(one)})
         # dnf(8): to the newest version in the enabled streams, even if it is older than the installed one.
         command = (self.program.name, "-y", *self.options, "distro-sync", *names)
         done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         failures.finish_rpm(done, f"the driver's packages could not be changed to {self.wanted}")
         version = self.program.gather(system).installed.get(self.names[0], "")
-        _require_version(version, self.wanted, f"{self.program.name} list --showduplicates {self.names[0]}")
-        self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
-        return {"added": sorted(added(before, installed_rpms(system)))}
-
-    def next_action(self, outcome: Json) -> NextAction:
-        """The rest of the plan was made for the replaced driver."""
-        return NextAction.PLAN_AGAIN
-
-    def _drop_stale(self, system: System, tell: Tell, driver: str) -> None:
-        """Remove compiled modules of another driver: their packages have different names, so no update removes them."""
+        self._require_version(version, f"{self.program.name} list --showduplicates {self.names[0]}")
+        # Packages of compiled modules have the driver's version in their names, so no update removes them.
+        driver = version.rpartition(":")[2].partition("-")[0]
         stale = sorted(one for one in installed_rpms(system) if precompiled.is_stale(package_name(one), driver))
         if stale:
             done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS, self.lock_timeout)
             failures.finish_rpm(done, f"{', '.join(stale)} could not be removed")
 
-    def way_back(self, system: System) -> tuple[str, ...]:
-        former = sorted(one for one in installed_rpms(system) if _DRIVER_PACKAGES.match(one))
-        if lost := _not_offered(system, former):
-            return (f"way back: the driver's packages can't be restored: no repository has {', '.join(lost)}",)
-        return (f"way back: the driver's packages, by version ({', '.join(former)})",) if former else ()
 
-    @classmethod
-    def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
-        former = _former_rpms(system, before)
-        return (f"restores the driver's packages ({', '.join(former)})",) if former else ()
+def restoring(changes: Sequence[Change], installed: Iterable[str]) -> tuple[Change, ...]:
+    """Return the changes, where an installation that replaces packages of driver or toolkit restores them."""
+    ours = {name for name in installed if _products((name,))}
 
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        former = _former_rpms(system, before)
-        if former:
-            lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-            done = run_rpm(system, (*_DNF, "-y", "install", *former), tell_nobody, _INSTALL_SECONDS, lock_timeout)
-            failures.finish_rpm(done, "the driver's former packages could not be installed again")
-        super().undo(system, before, outcome)
-        if former:
-            running_driver.load_installed(system)
+    def restores(change: Change) -> bool:
+        return any(name.partition("=")[0] in ours for name in getattr(change, "names", ()))
 
-    @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
-        if _former_rpms(system, before):
-            return ()
-        return ("the driver's packages stay at their version: no repository has those of before",)
+    kinds = {InstallRpmPackages: InstallDriverRpms, InstallPackages: InstallDriverPackages}
+    return tuple(kinds[type(one)](**vars(one)) if type(one) in kinds and restores(one) else one for one in changes)
 
 
-# Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
-_DNF = ("dnf", "--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False", "--allowerasing")
+def _rpm_manager(system: System) -> RpmManager:
+    manager = manager_on(system)
+    assert isinstance(manager, RpmManager)
+    return manager
 
 
-def _former_rpms(system: System, before: Json) -> tuple[str, ...]:
-    """Return the driver's packages that are gone since, if dnf can install all of them and removes no others for it."""
+def _gone_rpms(system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+    """Return the driver's and the toolkit's packages that the change replaced and that are not there."""
     there = installed_rpms(system)
-    former = tuple(one for one in before["installed"] if _DRIVER_PACKAGES.match(one) and one not in there)
+    replaced = (outcome or {}).get("replaced", before["installed"])
+    return tuple(one for one in replaced if _products((one,)) and one not in there)
+
+
+def _former_rpms(system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
+    """Return the same, if all of them can be had and no others go for it."""
+    former, manager = _gone_rpms(system, before, outcome), _rpm_manager(system)
     if not former or _not_offered(system, former):
         return ()
-    asked = system.run((*_DNF, "--assumeno", "install", *former), timeout=_SIMULATE_SECONDS)
-    removed = "".join(re.findall(r"^Removing.*:\n((?: .*\n)+)", asked.stdout, re.MULTILINE))
-    names = [line.split()[0] for line in removed.splitlines() if line[1:2] != " "]
-    resolved = "Operation aborted" in asked.stdout + asked.stderr
-    return former if resolved and all(_DRIVER_PACKAGES.match(name) for name in names) else ()
+    if {*map(package_name, former)} & gather_locks(system, manager.hold_tool(system)).held:
+        # The undo of the hold comes first; until then, nothing can be simulated.
+        return former
+    command = manager.exact(_rpm_words(system, former), simulate=True)
+    removed = manager.removed_by(system.run(command, timeout=_SIMULATE_SECONDS))
+    return former if removed is not None and all(map(DRIVER_PACKAGES.match, removed)) else ()
+
+
+def _rpm_words(system: System, packages: Sequence[str]) -> tuple[str, ...]:
+    """Return the packages (NAME-VERSION-RELEASE.ARCH), or their kept files if gpuprov keeps all of them."""
+    kept = {file.rpartition("/")[2].removesuffix(".rpm"): file for file in _kept(system)}
+    return tuple(map(kept.__getitem__, packages)) if {*packages} <= {*kept} else tuple(packages)
 
 
 def _not_offered(system: System, packages: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages (NAME-VERSION-RELEASE.ARCH) that no repository has."""
-    form = "%{name}-%{version}-%{release}.%{arch}\n"
-    asked = system.run((*_DNF[:2], "-q", "repoquery", "--qf", form, *packages), timeout=_SIMULATE_SECONDS)
-    return tuple(one for one in packages if one not in asked.stdout.split())
-
-
-def _change_to(wanted: str, names: tuple[str, ...]) -> str:
-    return f"{_CHANGE} to {wanted} ({', '.join(names)}); it is loaded next"
-
-
-def _require_version(version: str, wanted: str, look: str) -> None:
-    if not fits(version, wanted):
-        raise GpuprovError(
-            f"the driver's packages are of {version or 'no driver'}, {wanted} is asked for",
-            "the package manager reported success; its repositories have nothing newer that fits",
-            f"{look} shows what there is: set gpuprov_driver_version to one of these",
-        )
+    """Return the packages that neither a repository nor gpuprov has; all if no repository could be asked."""
+    manager = _rpm_manager(system)
+    if _rpm_words(system, packages) != tuple(packages):
+        return ()
+    try:
+        offered = manager.query(system, manager.unlocked(system), tuple(map(package_name, packages)), LOCK_SECONDS)
+    except GpuprovError:
+        return tuple(packages)
+    pairs = ((name, one) for name, found in offered.items() for one in found)
+    there = {f"{name}-{version}" for name, one in pairs for version in manager.version_names(one)}
+    return tuple(one for one in packages if one not in there)
 
 
 @dataclass(frozen=True)
@@ -343,11 +420,10 @@ class EnableStream(Change):
     def capture(self, system: System) -> Json:
         return {"before": self.before}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         if self.before:
             self._dnf(system, "reset", "nvidia-driver")
         self._dnf(system, "enable", f"nvidia-driver:{self.stream}")
-        return {}
 
     def _dnf(self, system: System, verb: str, name: str) -> None:
         command = ("dnf", "-y", "module", verb, name)
@@ -373,13 +449,16 @@ class LoadDriver(Change):
     def summary(self) -> str:
         return "load the driver's kernel modules (modprobe nvidia, nvidia-uvm)"
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         for module in ("nvidia", "nvidia-uvm"):
             done = system.run(("modprobe", module), timeout=120)
             if not done.ok:
+                # The last lines about NVIDIA's modules in the kernel's log.
+                lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
+                said = [line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:]
                 raise GpuprovError(
                     f"the kernel module {module} can't be loaded",
-                    f"{done.evidence(3)}\n{_kernel_says(system)}".strip(),
+                    "\n".join((done.evidence(3), *said)),
                     "dkms status shows whether it was built for this kernel; nouveau or another driver on the GPU: "
                     "lspci -k -d 10de:",
                 )
@@ -390,38 +469,3 @@ class LoadDriver(Change):
                 "/proc/driver/nvidia/version",
                 "reboot, so that the new modules are loaded; then run the same command again",
             )
-        return {}
-
-
-def _kernel_says(system: System) -> str:
-    """Return the last lines about NVIDIA's modules in the kernel's log."""
-    lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
-    return "\n".join([line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:])
-
-
-class PackagedDriver(DriverSource):
-    """A driver from packages on one host: NVIDIA's or the distribution's."""
-
-    def problems(self) -> tuple[Problem, ...]:
-        return running_driver.problems(self)
-
-    def run_file_problems(self) -> tuple[Problem, ...]:
-        """Return why packages can't be installed over a driver from a .run."""
-        if not self.facts.driver_installed_version or self.facts.driver_packaged:
-            return ()
-        return (
-            Problem(
-                f"driver {self.facts.driver_installed_version} on this host comes from a .run; packages would break "
-                "both",
-                "its libraries belong to no package",
-                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
-            ),
-        )
-
-    def plan(self) -> tuple[Change, ...]:
-        """Return the loading of a driver whose packages were just installed, or are installed and not loaded."""
-        # An image's modules are loaded when it boots.
-        if not self.brings_modules or self.facts.image is not None:
-            return ()
-        there, loaded = self.facts.driver_installed_version, self.facts.driver_loaded_version
-        return () if there and loaded else (LoadDriver(),)

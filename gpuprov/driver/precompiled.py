@@ -7,7 +7,7 @@ documentation.suse.com, "NVIDIA GPU driver on SLES", and the package nvidia-open
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuprov.driver import generations
@@ -54,8 +54,13 @@ class Precompiled:
 
 
 def kind_of(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the kind of modules that a driver from packages has on this host: open or proprietary."""
-    return generations.packaged_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
+    """Return the kind of modules that a driver from packages has on this host: open or proprietary.
+
+    If both work it is open, as NVIDIA recommends. Without a version it is the newest, which only the repository knows.
+    """
+    version = generations.newest_of(spec.driver_version) or "580.999"
+    kind = generations.module_type(facts.gpu_device_ids, version, spec.kernel_module_type)
+    return "open" if kind == "auto" else kind
 
 
 def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
@@ -78,10 +83,12 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     if row is None or not is_wanted(facts, spec) or _is_built(facts):
         return None
     kind = kind_of(facts, spec)
-    here = _found(row, facts, spec, kind, _versions(facts.packages.installed))
-    fitting = [one for one in here if _is_whole(facts, one)]
+    here = _found(row, facts, spec, kind, {name: text.split(" ") for name, text in facts.packages.installed.items()})
+    # The installed driver must match these modules, and not be a newer one beside old modules.
+    tops = [_upstream(facts.packages.installed[name]) for name in _TOP if name in facts.packages.installed]
+    fitting = [one for one in here if not tops or one.driver in tops]
     if not fitting and facts.offers is not None:
-        fitting = _found(row, facts, spec, kind, _plain(facts.offers.found))
+        fitting = _found(row, facts, spec, kind, facts.offers.found)
     served = [one for one in fitting if not generations.problems(facts.gpu_device_ids, one.driver, kind)]
     return max(served, key=lambda one: version_numbers(one.driver), default=None)
 
@@ -99,46 +106,31 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     return (f"kmod-nvidia-{'open-' if kind == 'open' else ''}[0-9]*-{running}",) if running else ()
 
 
-def problems(facts: HostFacts, spec: HostSpec, found: Precompiled | None) -> tuple[Problem, ...]:
-    """Return why compiled modules are unavailable although they are requested or in use; `found`: the chosen ones."""
-    lacking = () if found else _lacking_problems(facts, spec)
-    return (*_switch_problems(facts, spec), *lacking)
-
-
-def _switch_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """The two ways have packages that exclude each other, and dnf removes none by itself."""
-    built, in_use = _is_built(facts), _in_use(facts)
-    if not (built and spec.kernel_modules == "precompiled") and not (in_use and spec.kernel_modules == "build"):
-        return ()
-    wanted, there = ("compiled ones", built) if built else ("ones built here", in_use)
-    return (
-        Problem(
+def problems(facts: HostFacts, spec: HostSpec, found: Precompiled | None) -> Iterator[Problem]:
+    """Yield why compiled modules are unavailable although they are requested or in use; `found`: the chosen ones."""
+    built, in_use, asked = _is_built(facts), _in_use(facts), spec.kernel_modules
+    # The two ways have packages that exclude each other, and dnf removes none by itself.
+    if (built and asked == "precompiled") or (in_use and asked == "build"):
+        wanted, there = ("compiled ones", built) if built else ("ones built here", in_use)
+        yield Problem(
             f"this host's driver has other kernel modules than are asked for, which are {wanted}",
-            f"the package {there} is installed; gpuprov_kernel_modules: {spec.kernel_modules}",
+            f"the package {there} is installed; gpuprov_kernel_modules: {asked}",
             "gpuprov uninstall, then install again; or leave gpuprov_kernel_modules out",
-        ),
-    )
-
-
-def _lacking_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    asked, in_use = spec.kernel_modules == "precompiled", _in_use(facts)
-    if not (asked or in_use) or not is_wanted(facts, spec) or _is_built(facts):
-        return ()
+        )
+    needed = (asked == "precompiled" or in_use) and is_wanted(facts, spec) and not built
     names = questions(facts, spec)
-    if names and (facts.offers is None or facts.offers.problems):
-        # The repositories were not queried, or the failed query is reported instead.
-        return ()
-    branch = f" of branch {spec.driver_version}" if spec.driver_version else ""
-    kind, kernel = kind_of(facts, spec), facts.kernel.release
-    return (
-        Problem(
+    # Else the repositories were not queried, or the failed query is reported instead.
+    was_queried = not names or (facts.offers is not None and not facts.offers.problems)
+    if not found and needed and was_queried:
+        branch = f" of branch {spec.driver_version}" if spec.driver_version else ""
+        kind, kernel = kind_of(facts, spec), facts.kernel.release
+        yield Problem(
             f"no repository has {kind} kernel modules{branch} that are compiled for the running kernel {kernel}",
             f"in use is {in_use}" if in_use else f"looked for {', '.join(names) or 'none: nobody makes any'}",
             "boot a kernel that there are some for (dnf repoquery --disable-modular-filtering 'kmod-nvidia*'; zypper "
             "search -s 'nvidia-open-driver-G0*'); or gpuprov_kernel_modules: build, after a gpuprov uninstall where "
             "compiled ones are in use",
-        ),
-    )
+        )
 
 
 def module_package(installed: Iterable[str], release: str) -> str:
@@ -161,14 +153,12 @@ def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:
     if row is None or not _WITH_STREAMS.fullmatch(row.nvidia_repository) or facts.kernel.trusts_nvidia:
         return ()
     url = f"https://developer.download.nvidia.com/compute/cuda/repos/{row.nvidia_repository}/x86_64"
-    return (
-        Problem(
-            "Secure Boot is on, and this kernel does not trust the key that NVIDIA signs its compiled modules with",
-            "the EFI variable SecureBoot is 1, and /proc/keys has no key of NVIDIA's",
-            f"enrol it: curl -O {url}/NVIDIA2019-public_key.der; mokutil --import NVIDIA2019-public_key.der; reboot, "
-            "confirm at the console; or switch Secure Boot off in the firmware",
-        ),
+    what = "Secure Boot is on, and this kernel does not trust the key that NVIDIA signs its compiled modules with"
+    step = (
+        f"enrol it: curl -O {url}/NVIDIA2019-public_key.der; mokutil --import NVIDIA2019-public_key.der; reboot, "
+        "confirm at the console; or switch Secure Boot off in the firmware"
     )
+    return (Problem(what, "the EFI variable SecureBoot is 1, and /proc/keys has no key of NVIDIA's", step),)
 
 
 def is_stale(package: str, driver: str) -> bool:
@@ -190,14 +180,8 @@ def _is_built(facts: HostFacts) -> str:
     return next((name for name in sorted(facts.packages.installed) if _BUILT.fullmatch(name)), "")
 
 
-def _is_whole(facts: HostFacts, one: Precompiled) -> bool:
-    """Say whether the installed driver matches these modules, and is not a newer one beside old modules."""
-    versions = [_upstream(facts.packages.installed[name]) for name in _TOP if name in facts.packages.installed]
-    return not versions or one.driver in versions
-
-
 def _found(
-    row: Distribution, facts: HostFacts, spec: HostSpec, kind: str, packages: Mapping[str, tuple[str, ...]]
+    row: Distribution, facts: HostFacts, spec: HostSpec, kind: str, packages: Mapping[str, Sequence[str]]
 ) -> list[Precompiled]:
     """Return all drivers that have modules for the running kernel in these packages."""
     if row.package_manager == "zypper":
@@ -226,44 +210,34 @@ def _red_hat(row: Distribution, kernel: str, kind: str, names: Iterable[str]) ->
     ]
 
 
-def _suse(facts: HostFacts, kind: str, packages: Mapping[str, tuple[str, ...]]) -> list[Precompiled]:
+def _suse(facts: HostFacts, kind: str, packages: Mapping[str, Sequence[str]]) -> list[Precompiled]:
     """Return SUSE's choices: it signs open modules for all kernels of a service pack, which keep their interfaces."""
     kernel = _SUSE_KERNEL.fullmatch(facts.kernel.release)
     if kernel is None or kind != "open":
         return []
-    base = kernel["base"].replace("-", "_")
-    found = []
-    for group, prefer in _SUSE.items():
-        module, utils = _suse_module(group, kernel["flavour"]), f"nvidia-compute-utils-{group}"
-        for version in packages.get(module, ()):
+    base, found = kernel["base"].replace("-", "_"), []
+    versions = {name: [*map(_upstream, packages.get(name, ()))] for name in _suse_names(kernel["flavour"])}
+    for group in _SUSE:
+        prefer, module, utils = _suse_group(group, kernel["flavour"])
+        for version in versions[module]:
             built = _KMP_VERSION.fullmatch(version)
             if built is None or not re.match(rf"{re.escape(base)}(\.|$)", built["kernel"]):
                 continue
             driver = built["driver"]
-            if driver in packages.get(prefer, ()) and driver in packages.get(utils, ()):
+            if driver in versions[prefer] and driver in versions[utils]:
                 libraries = tuple(f"{name}={driver}" for name in (utils, "nvidia-persistenced", prefer))
                 found.append(Precompiled(driver, f"{module}={version}", libraries))
     return found
 
 
 def _suse_names(flavour: str) -> tuple[str, ...]:
-    return tuple(
-        name
-        for group, prefer in _SUSE.items()
-        for name in (prefer, _suse_module(group, flavour), f"nvidia-compute-utils-{group}")
-    )
+    return tuple(name for group in _SUSE for name in _suse_group(group, flavour))
 
 
-def _suse_module(group: str, flavour: str) -> str:
-    return f"nvidia-open-driver-{group}-signed-cuda-kmp-{flavour}"
-
-
-def _versions(installed: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-    return {name: tuple(map(_upstream, versions.split(" "))) for name, versions in installed.items()}
-
-
-def _plain(offered: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
-    return {name: tuple(map(_upstream, versions)) for name, versions in offered.items()}
+def _suse_group(group: str, flavour: str) -> tuple[str, str, str]:
+    """Return the package that chooses open modules, the modules' package and that of the libraries."""
+    module = f"nvidia-open-driver-{group}-signed-cuda-kmp-{flavour}"
+    return _SUSE[group], module, f"nvidia-compute-utils-{group}"
 
 
 def _upstream(version: str) -> str:

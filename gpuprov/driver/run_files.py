@@ -1,24 +1,43 @@
-"""NVIDIA's .run files: a site's mirror of them, their download, and checks before they run, CUDA's too."""
+"""NVIDIA's .run files: a site's mirror, their download, checks before they run (CUDA's too), and the way back to one.
+
+KEPT holds the files of the installed driver and of the one before it. RECORD says how the installed driver was
+installed; a journal keeps the record of the replaced one, so that its file can be fetched again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell, parent_of
-from gpuprov.core.download import fetch, fetch_small, trusted_sha256
-from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.cdi.discover import discover
+from gpuprov.core.changes import Change, Json, Tell, image_content, parent_of, tell_nobody
+from gpuprov.core.download import fetch, fetch_small, trusted_sha256, unreachable
+from gpuprov.core.journal import STATE_DIRECTORY, Entry
+from gpuprov.core.places import CACHE_DIRECTORY, KEPT
 from gpuprov.core.system import System
-from gpuprov.protocol import driver_releases
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.driver.installer import Installation
+from gpuprov.driver.running_driver import unload_for_undo, unload_unused
+from gpuprov.facts.driver import damage
+from gpuprov.protocol import tables
+from gpuprov.protocol.codec import WrongDataError, load
+from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.versions import version_numbers
 
 _LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
 _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"
+RECORD = f"{STATE_DIRECTORY}/driver.json"
+# Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
+INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"
+UNPACK = f"{CACHE_DIRECTORY}/unpack"
+# The installer's own record of the installed files.
+_INSTALLER_STATE = "/var/lib/nvidia/log"
+_UNINSTALL_SECONDS = 600
 
 
 def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
@@ -28,20 +47,26 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
     """
     if not spec.driver_mirror or spec.driver != "runfile" or spec.driver_url or not spec.driver_version:
         return spec
-    base, index = _places(spec.driver_mirror)
     if "." in spec.driver_version:
-        # NVIDIA's own order of files: a version that is asked for by its name needs no index.
-        return _with_file(spec, base, spec.driver_version, _nested(spec.driver_version, architecture), architecture)
-    found = parse_index(fetch_small(system, index).decode("utf-8", "replace"), architecture)
+        url = mirrored(spec.driver_mirror, spec.driver_version, architecture)
+        return _with_file(spec, spec.driver_version, url, architecture)
+    found = listed(system, spec, architecture)
     version = newest(spec.driver_version, found)
     if not version:
         branches = ", ".join(sorted({one.split(".")[0] for one in found})) or "none"
         raise GpuprovError(
-            f"the mirror {masked(index)} has no driver of branch {spec.driver_version}",
+            f"the mirror {masked(_places(spec.driver_mirror)[1])} has no driver of branch {spec.driver_version}",
             f"branches in its index: {branches}",
             "set gpuprov_driver_version to one of these, or gpuprov_driver_mirror to another mirror",
         )
-    return _with_file(spec, base, version, found[version], architecture)
+    return _with_file(spec, version, found[version], architecture)
+
+
+def listed(system: System, spec: HostSpec, architecture: str) -> Mapping[str, str]:
+    """Return version → URL of the drivers that the mirror's index lists. Raises GpuprovError if it can't be read."""
+    base, index = _places(spec.driver_mirror)
+    found = parse_index(fetch_small(system, index).decode("utf-8", "replace"), architecture)
+    return {version: f"{base}/{path}" for version, path in found.items()}
 
 
 def of_bundle(spec: HostSpec, version: str) -> HostSpec:
@@ -49,7 +74,7 @@ def of_bundle(spec: HostSpec, version: str) -> HostSpec:
     if not spec.driver_mirror or not spec.driver_version or "." in spec.driver_version:
         return spec
     matches = spec.driver_version in ("latest", version.split(".")[0])
-    return replace(spec, driver_version=version if matches else driver_releases.resolved(spec.driver_version))
+    return replace(spec, driver_version=version if matches else tables.resolved(spec.driver_version))
 
 
 def _places(mirror: str) -> tuple[str, str]:
@@ -60,14 +85,19 @@ def _places(mirror: str) -> tuple[str, str]:
     return mirror.rstrip("/"), f"{mirror.rstrip('/')}/"
 
 
+def mirrored(mirror: str, version: str, architecture: str) -> str:
+    """Return the URL of a release on a mirror that has NVIDIA's own order of files, which needs no index."""
+    return f"{_places(mirror)[0]}/{_nested(version, architecture)}"
+
+
 def _nested(version: str, architecture: str) -> str:
     return f"{version}/NVIDIA-Linux-{architecture}-{version}.run"
 
 
-def _with_file(spec: HostSpec, base: str, version: str, path: str, architecture: str) -> HostSpec:
+def _with_file(spec: HostSpec, version: str, url: str, architecture: str) -> HostSpec:
     # A known digest of NVIDIA's own file also applies to a mirror's copy.
-    digest = spec.driver_sha256 or driver_releases.known_sha256(version, architecture)
-    return replace(spec, driver_version=version, driver_url=f"{base}/{path}", driver_sha256=digest)
+    digest = spec.driver_sha256 or tables.known_sha256(version, architecture)
+    return replace(spec, driver_version=version, driver_url=url, driver_sha256=digest)
 
 
 def parse_index(text: str, architecture: str) -> Mapping[str, str]:
@@ -91,12 +121,9 @@ def _words(text: str) -> Iterator[str]:
 
 def newest(wanted: str, versions: Mapping[str, str]) -> str:
     """Return the newest version of a branch; for `latest` that of the long-term branch, or of all if it is missing."""
-    branch = driver_releases.LONG_TERM_BRANCH if wanted == "latest" else wanted
-    ordered = sorted(versions, key=version_numbers)
-    of_branch = [version for version in ordered if version.split(".")[0] == branch]
-    if not of_branch and wanted == "latest":
-        of_branch = ordered
-    return of_branch[-1] if of_branch else ""
+    branch = tables.LONG_TERM_BRANCH if wanted == "latest" else wanted
+    of_branch = [version for version in versions if version.split(".")[0] == branch]
+    return max(of_branch or (versions if wanted == "latest" else ()), key=version_numbers, default="")
 
 
 @dataclass(frozen=True)
@@ -119,7 +146,7 @@ class FetchRunfile(Change):
     def capture(self, system: System) -> Json:
         return {"path": self.path, "existed": system.exists(self.path)}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         digest = self.sha256 or trusted_sha256(system, self.url)
         if not digest:
             raise GpuprovError(
@@ -129,7 +156,6 @@ class FetchRunfile(Change):
             )
         system.make_directory(parent_of(self.path), 0o700)
         fetch(system, self.url, self.path, sha256=digest, tell=tell)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -167,3 +193,163 @@ def require_room(system: System, path: str, ratio: int, place: str, what: str) -
                 f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
                 f"make room: {system.df(folder)}",
             )
+
+
+# -- the way back to a replaced driver -------------------------------------------------------------------------------
+
+
+def installed(system: System, version: str) -> Installation | None:
+    """Return how the installed driver, of this version, was installed; None if gpuprov did not."""
+    return _parsed(system.read_bytes(RECORD), version)
+
+
+def former_of(before: Json) -> Installation | None:
+    """Return how the driver was installed that a journal's entry replaced, None if that is not known."""
+    image: Mapping[str, Any] = before.get("record") or {"kind": "missing"}
+    version = before.get("replaces", "")
+    return _parsed(image_content(image), version) or _parsed(json.dumps(before.get("by_hand")).encode(), version)
+
+
+def _parsed(content: bytes | None, version: str) -> Installation | None:
+    try:
+        former = load(Installation, json.loads(content or b""), trusted=True)
+    except (ValueError, WrongDataError):
+        return None
+    return former if former.version == version else None
+
+
+def sentence(system: System, version: str, former: Installation | None) -> tuple[str, bool]:
+    """Return how a rollback restores a driver, or why it can't, and which of both."""
+    if former is None:
+        return f"driver {version} can't be restored: gpuprov has no record of its installation, nor its file", False
+    if _is_kept(system, former):
+        return f"driver {version} from {former.kept_path}", True
+    if not former.url.startswith("/"):
+        file = former.url.removeprefix("file://")
+        gone = file != former.url and not system.exists(file)
+        lost = [f"there is no {file}"] if gone else [one.what for one in unreachable(system, (former.url,))]
+        told = f"driver {version} can't be restored: {lost[0]}" if lost else ""
+        return told or f"driver {version}, downloaded again from {masked(former.url)}", not lost
+    reason = "has changed" if system.status(former.kept_path) is not None else "is not kept"
+    return f"driver {version} can't be restored: its file, {former.kept_path}, {reason}", False
+
+
+def _is_kept(system: System, former: Installation) -> bool:
+    kept = system.status(former.kept_path)
+    return kept is not None and kept.kind == "file" and system.sha256(former.kept_path) == former.sha256
+
+
+def provide(system: System, former: Installation) -> None:
+    """Make sure that the kept file is there and is the one that was installed. Raises GpuprovError."""
+    if _is_kept(system, former):
+        return
+    system.make_directory(KEPT, 0o700)
+    system.remove(former.kept_path)
+    fetch(system, former.url, former.kept_path, sha256=former.sha256, tell=tell_nobody)
+
+
+def keep(system: System, path: str, former: Installation, *, content: bool, replaces: str, tell: Tell) -> None:
+    """Record how a driver was installed, and keep its file if `content`; of older ones, only that of `replaces` stays.
+
+    A file that can't be kept is reported, and fails no installation.
+    """
+    system.write(RECORD, f"{json.dumps(asdict(former))}\n".encode(), mode=0o600, owner=(0, 0))
+    try:
+        if content:
+            _keep_file(system, path, former)
+        stay = {former.kept_path, f"{KEPT}/{replaces}.run"} if content else set()
+        # An interrupted installation that is repeated replaces itself, or nothing: the driver before it was removed.
+        repeated = replaces == former.version or (content and not replaces)
+        for name in () if repeated else system.list_directory(KEPT):
+            if f"{KEPT}/{name}" not in stay:
+                system.remove(f"{KEPT}/{name}")
+    except (GpuprovError, OSError) as error:
+        told = error if isinstance(error, GpuprovError) else from_os_error("it can't be stored", error)
+        tell(f"the driver's file is not kept: {told.problems[0]}", 0, 0)
+        with contextlib.suppress(OSError):
+            system.remove(former.kept_path)
+
+
+def _keep_file(system: System, path: str, former: Installation) -> None:
+    system.make_directory(KEPT, 0o700)
+    if path.startswith(f"{CACHE_DIRECTORY}/"):
+        system.rename(path, former.kept_path)
+        return
+    system.remove(former.kept_path)
+    # A user could replace a file elsewhere: the digest of the copy counts.
+    copied = ("cp", "--reflink=auto", "--no-preserve=all", "--", path, former.kept_path)
+    system.require(copied, f"{path} can't be copied", timeout=600)
+    if system.sha256(former.kept_path) != former.sha256:
+        what = f"{path} has changed since it was installed"
+        raise GpuprovError(what, "", "put it in a folder that only root can write, install again")
+
+
+# -- undoing an installation -------------------------------------------------------------------------------------------
+
+
+def former_is_whole(system: System, before: Json, outcome: Json | None) -> bool:
+    """Say whether the replaced driver is complete: a failure came before it was touched, or it is restored already."""
+    if outcome is not None and not outcome.get("installed", True):
+        return True
+    former = before.get("replaces", "")
+    driver = discover(system)
+    if former in ("", before["version"]) or driver.library_version != former:
+        return False
+    mark = (system.read_text(INCOMPLETE_MARK) or "").strip()
+    # An installer that was cut off while it removed the former one.
+    if mark == before["version"] and former_of(before) is not None and damage(system, driver):
+        return False
+    return not mark if outcome is not None else mark != former
+
+
+def fetch_former(system: System, entries: Sequence[Entry], *, required: bool) -> None:
+    """Fetch the driver that the undo of these installations (latest first) restores, while the other one is there.
+
+    Raises GpuprovError if the download fails; where nothing can be had, as was said before, only if it is `required`.
+    """
+    former = former_of(entries[-1].before) if entries else None
+    touched = any(not former_is_whole(system, one.before, one.outcome) for one in entries)
+    if former is None or not touched or former.url.startswith("/"):
+        return
+    if required or sentence(system, former.version, former)[1]:
+        provide(system, former)
+
+
+def restorable(system: System, before: Json) -> Installation | None:
+    """Return the replaced driver, unloading the other one, if its file can be had; None if not, as said before.
+
+    Raises GpuprovError if the loaded driver has to be unloaded first and can't be.
+    """
+    former = former_of(before)
+    if former is None or not sentence(system, former.version, former)[1]:
+        return None
+    try:
+        provide(system, former)
+    except GpuprovError:
+        return None
+    # A driver that waited for a reboot was never loaded: the former one still is.
+    stays = discover(system).kernel_version == former.version and former.knows("--skip-module-load")
+    if former.kernel_modules and discover(system).kernel_version and not stays:
+        error = unload_for_undo(system)
+        if error is not None and not former.knows("--skip-module-load"):
+            raise error
+    return former
+
+
+def uninstall(system: System, before: Json) -> None:
+    """Run the installer's uninstaller; if its copy was not installed, use the .run."""
+    program, path = system.which("nvidia-uninstall"), before.get("path", "")
+    if program is not None:
+        command: tuple[str, ...] = (program, "--silent")
+    elif system.exists(_INSTALLER_STATE) and path and system.exists(path):
+        system.make_directory(UNPACK, 0o700)
+        command = ("sh", path, "--tmpdir", UNPACK, "--silent", "--uninstall")
+    else:
+        return
+    # A partial uninstallation leaves no driver: the next installation must not mistake it for one.
+    system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
+    system.run(command, timeout=_UNINSTALL_SECONDS)
+    system.remove_tree(UNPACK)
+    # In a system container the modules are the container host's.
+    if before.get("kernel_modules"):
+        unload_unused(system)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, NextAction, Tell
+from gpuprov.cdi.discover import discover, load_driver
+from gpuprov.core.changes import Change, Json, NextAction, Tell, tell_nobody
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.installer import knows
-from gpuprov.driver.load import load_driver
 from gpuprov.driver.source import DriverSource
+from gpuprov.engines.containers import stop_command
 from gpuprov.facts.boot import IN_USE_MARK, PERSISTENCE, REBOOT_ASKED, gather_reboot
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
+from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -29,6 +30,7 @@ MODULES = (
 )  # fmt: skip
 _STOP_SECONDS = 180
 _UNLOAD_SECONDS = 60
+Names = tuple[str, ...]
 # A process that was terminated may take this long to release its GPU.
 _LET_GO_SECONDS = 15
 
@@ -41,28 +43,32 @@ class Unloading:
     after a failed unload.
     """
 
-    version: str
-    modules: tuple[str, ...]
+    version: str = ""
+    modules: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     boot_id: str = ""
 
-    def lines(self) -> tuple[str, ...]:
+    @property
+    def meanwhile(self) -> str:
+        """What is stopped for it, as the end of a sentence, or ""."""
+        stops = ", ".join((*self.containers, *self.units))
+        return f"; stopped meanwhile: {stops}" if stops else ""
+
+    def __str__(self) -> str:
         """Return the actions, one line each, for users."""
         stopped = (*(f"container {name}" for name in self.containers), *self.units)
-        return (
-            *(f"stop {name} (started again afterwards)" for name in stopped),
-            *(f"unload {name}" for name in self.modules),
-        )
+        lines = [f"stop {name} (started again afterwards)" for name in stopped]
+        return "\n".join((*lines, *(f"unload {name}" for name in self.modules)))
 
 
-def unload(system: System, wanted: Unloading, tell: Tell) -> None:
-    """Stop the named units and containers and unload the modules.
-
-    Raises GpuprovError that names who still uses them.
-    """
-    _write_down(system, wanted)
+def stop_users(system: System, wanted: Unloading, tell: Tell) -> None:
+    """Stop the named units and containers; `start_all_again` starts them. Raises GpuprovError if one does not stop."""
+    # Added to the stored list: an earlier run may have been killed.
+    before = _stopped(system)
+    _write(system, (*before.modules, *wanted.modules), (*before.units, *wanted.units),
+           (*before.containers, *wanted.containers))  # fmt: skip
     if wanted.containers:
         tell(f"stopping {', '.join(wanted.containers)}", 0, 0)
         system.require(("docker", "stop", *wanted.containers), "containers that use the GPUs do not stop", "docker ps",
@@ -71,11 +77,28 @@ def unload(system: System, wanted: Unloading, tell: Tell) -> None:
         tell(f"stopping {unit}", 0, 0)
         system.require(("systemctl", "stop", unit), f"{unit} does not stop", f"systemctl status {unit}",
                        timeout=_STOP_SECONDS)  # fmt: skip
-    holders = _wait_for_holders(system, wanted.devices)
-    if holders:
+
+
+def still_held(system: System, devices: Names = (), minors: Collection[int] = ()) -> tuple[GpuHolder, ...]:
+    """Return who still has a GPU open after the time in which a process that was stopped lets go of it."""
+    deadline = system.now() + _LET_GO_SECONDS
+    while (holders := gather_holders(system, devices, minors=minors)) and system.now() < deadline:
+        system.sleep(0.5)
+    return holders
+
+
+def unload(system: System, wanted: Unloading, tell: Tell) -> None:
+    """Stop the named units and containers and unload the modules.
+
+    Raises GpuprovError that names who still uses them.
+    """
+    stop_users(system, wanted, tell)
+    if holders := still_held(system, wanted.devices):
         raise _in_use(wanted.version, holders)
     for name in wanted.modules:
-        _unload_module(system, name)
+        # A module may be unloaded together with the only one that needed it.
+        if system.exists(f"/sys/module/{name}"):
+            _unload_module(system, name)
 
 
 def _in_use(version: str, holders: Sequence[GpuHolder]) -> GpuprovError:
@@ -96,21 +119,14 @@ class ReloadDriver(Change):
     unloading: Unloading
     version: str
 
-    @property
-    def disturbs(self) -> bool:
-        return True
+    disturbs = True
+    key = "load the driver that is installed"
 
     def summary(self) -> str:
-        stops = ", ".join((*self.unloading.containers, *self.unloading.units))
-        meanwhile = f"; stopped meanwhile: {stops}" if stops else ""
-        return f"load driver {self.version} instead of {self.unloading.version}{meanwhile}"
-
-    @property
-    def key(self) -> str:
-        return "load the driver that is installed"
+        return f"load driver {self.version} instead of {self.unloading.version}{self.unloading.meanwhile}"
 
     def diff(self, system: System) -> str:
-        return "\n".join(self.unloading.lines())
+        return str(self.unloading)
 
     def apply(self, system: System, tell: Tell) -> Json:
         try:
@@ -128,53 +144,28 @@ class ReloadDriver(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Start again what was stopped: the earlier driver is no longer on the disk."""
-        start_all_again(system, lambda message, done, total: None)
+        start_all_again(system, tell_nobody)
 
 
-def _write_down(system: System, wanted: Unloading) -> None:
-    """Add to the stored list: an earlier run may have been killed."""
-    before = _stopped(system)
-    _write(
-        system,
-        Unloading(
-            "",
-            (*before.modules, *wanted.modules),
-            (*before.units, *wanted.units),
-            (*before.containers, *wanted.containers),
-        ),
-    )
-
-
-def _write(system: System, stopped: Unloading) -> None:
-    lists = {"modules": stopped.modules, "units": stopped.units, "containers": stopped.containers}
+def _write(system: System, modules: Names, units: Names, containers: Names) -> None:
+    lists = {"modules": modules, "units": units, "containers": containers}
     system.make_directory(STATE_DIRECTORY, 0o700)
     content = json.dumps({name: list(dict.fromkeys(values)) for name, values in lists.items()})
     system.write(STOPPED, f"{content}\n".encode(), mode=0o600)
 
 
 def _stopped(system: System) -> Unloading:
-    return _parse(system.read_text(STOPPED) or "")
+    return _parse(system.read_bytes(STOPPED) or b"")
 
 
-def _parse(text: str) -> Unloading:
+def _parse(content: bytes) -> Unloading:
     try:
-        found = json.loads(text)
-        return Unloading("", tuple(found["modules"]), tuple(found["units"]), tuple(found["containers"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return Unloading("", ())
-
-
-def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[GpuHolder, ...]:
-    deadline = system.now() + _LET_GO_SECONDS
-    while (holders := gather_holders(system, devices)) and system.now() < deadline:
-        system.sleep(0.5)
-    return holders
+        return load(Unloading, parse(content.decode("utf-8", "replace")), trusted=True)
+    except WrongDataError:
+        return Unloading()
 
 
 def _unload_module(system: System, name: str) -> None:
-    # A module may be unloaded together with the only one that needed it.
-    if not system.exists(f"/sys/module/{name}"):
-        return
     done = system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
     if not done.ok and system.exists(f"/sys/module/{name}"):
         lines = (system.read_text("/proc/modules") or "").splitlines()
@@ -211,7 +202,7 @@ def start_again(system: System, tell: Tell) -> None:
         done = system.run(("systemctl", "start", unit), timeout=_STOP_SECONDS)
         tell(f"{unit} runs again" if done.ok else f"{unit} did not start again: {done.evidence(2)}", 0, 0)
     if wanted.containers:
-        _write(system, Unloading("", (), (), wanted.containers))
+        _write(system, (), (), wanted.containers)
     else:
         system.remove(STOPPED)
 
@@ -236,32 +227,20 @@ class StartContainers(Change):
     names: tuple[str, ...]
 
     undo_when_interrupted: ClassVar[bool] = False
+    key = "start the containers again"
 
     def summary(self) -> str:
         return f"start again: {', '.join(self.names)}"
 
-    @property
-    def key(self) -> str:
-        return "start the containers again"
-
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
+        start_again(system, tell)  # units that a killed repair has stopped
         _start_containers(system, self.names, tell)
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Do nothing: the containers ran before."""
-
-
-def stopped_containers(content: bytes) -> tuple[str, ...]:
-    """Return the stopped containers that the stored list names."""
-    return _parse(content.decode("utf-8", "replace")).containers
 
 
 # In the order of stopping: clients, then their servers (units of NVIDIA's packages, and of dcgm-exporter's).
+MONITORS = ("dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service")
 UNITS = (
-    "dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service",
-    "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
+    *MONITORS, "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
     UNIT, PERSISTENCE,
 )  # fmt: skip
 # An alias of gdm, lightdm, sddm and all others (systemd.special(7): display-manager.service).
@@ -287,27 +266,28 @@ def is_other(facts: HostFacts) -> bool:
 def gather_running(system: System, facts: HostFacts) -> RunningDriver:
     """Return the users of the loaded driver; reads only, by four commands."""
     holders = gather_holders(system, _drm_nodes(facts))
-    names = (*UNITS, DISPLAY_MANAGER)
-    # `is-active` prints one word per unit, in order (systemctl(1)).
-    words = system.run(("systemctl", "is-active", *names)).stdout.split()
-    active = tuple(name for name, word in zip(names, words) if word in ("active", "activating", "reloading"))
+    active = active_units(system, (*UNITS, DISPLAY_MANAGER))
+    shown = ("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)
+    display = (system.run(shown).stdout.strip() or DISPLAY_MANAGER) if DISPLAY_MANAGER in active else ""
     return RunningDriver(
         version=facts.driver_loaded_version,
         modules=tuple(name for name in MODULES if name in facts.kernel.loaded_modules),
         units=tuple(name for name in active if name != DISPLAY_MANAGER),
         containers=_containers(system, facts, {one.container for one in holders}),
-        display_manager=_own_name(system) if DISPLAY_MANAGER in active else "",
+        display_manager=display,
         holders=holders,
     )
 
 
+def active_units(system: System, units: Names) -> Names:
+    """Return those of the units that are active or about to be."""
+    # `is-active` prints one word per unit, in order (systemctl(1)).
+    words = system.run(("systemctl", "is-active", *units)).stdout.split()
+    return tuple(name for name, word in zip(units, words) if word in ("active", "activating", "reloading"))
+
+
 def _drm_nodes(facts: HostFacts) -> tuple[str, ...]:
     return tuple(node.path for gpu in facts.driver.gpus for node in gpu.drm_nodes)
-
-
-def _own_name(system: System) -> str:
-    shown = system.run(("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)).stdout.strip()
-    return shown or DISPLAY_MANAGER
 
 
 def _containers(system: System, facts: HostFacts, holding: set[str]) -> Mapping[str, str]:
@@ -358,9 +338,14 @@ def way(driver: DriverSource) -> Way:
     facts, spec, running = driver.facts, driver.spec, driver.facts.running
     if running is None or not is_in_the_way(driver):
         return Way()
-    found = _obstacles(running, spec)
-    can_wait = _may_wait_for_a_reboot(driver)
-    if can_wait and (found or _could_not_unload(facts)):
+    containers = () if spec.stop_containers else tuple(sorted(running.containers.values()))
+    found = (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
+    # A new driver may wait on the disk for a reboot: its .run must be able to, or it be there already.
+    able = not driver.installs or knows(spec.driver_version, "--skip-module-load")
+    can_wait = not driver.replaces or (able and spec.reboot == "if-needed")
+    mark = facts.files.get(IN_USE_MARK)
+    could_not = mark is not None and mark.content.decode("utf-8", "replace").strip() == facts.reboot.boot_id
+    if can_wait and (found or could_not):
         return Way(keep_loaded=True)
     if found:
         return Way(obstacles=found)
@@ -377,43 +362,20 @@ def way(driver: DriverSource) -> Way:
     )
 
 
-def _may_wait_for_a_reboot(driver: DriverSource) -> bool:
-    """Say whether a new driver may wait on the disk for a reboot: its .run must be able to, or it be there already."""
-    if not driver.replaces:
-        return True
-    able = not driver.installs or knows(driver.spec.driver_version, "--skip-module-load")
-    return able and driver.spec.reboot == "if-needed"
-
-
-def _could_not_unload(facts: HostFacts) -> bool:
-    mark = facts.files.get(IN_USE_MARK)
-    return mark is not None and mark.content.decode("utf-8", "replace").strip() == facts.reboot.boot_id
-
-
-def _obstacles(running: RunningDriver, spec: HostSpec) -> tuple[str, ...]:
-    """Return a sentence for each user of the GPUs that may not, or can't, be stopped."""
-    containers = () if spec.stop_containers else tuple(sorted(running.containers.values()))
-    return (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
-
-
 def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
     """Return the processes that belong to nothing that may be stopped."""
     display = running.display_manager if spec.stop_display_manager else ""
-    found = []
-    for holder in running.holders:
-        ours = holder.container in running.containers or holder.unit in running.units
-        # Processes in a desktop session end with the display; if not, the unloading fails and names them.
-        desktop = display and not holder.container and holder.unit in ("", display)
-        if not ours and not desktop:
-            found.append(holder)
-    return tuple(found)
+    foreign = (one for one in running.holders if one.container not in running.containers)
+    # Processes in a desktop session end with the display; if not, the unloading fails and names them.
+    ending = {*running.units, *(("", display) if display else ())}
+    return tuple(one for one in foreign if one.unit not in (running.units if one.container else ending))
 
 
 def plan_containers(driver: DriverSource) -> tuple[Change, ...]:
     """Return the start of the containers that were or will be stopped for another driver, as the last change."""
     found = driver.facts.files.get(STOPPED)
     unloading = way(driver).unloading
-    names = (*(stopped_containers(found.content) if found else ()), *(unloading.containers if unloading else ()))
+    names = (*(_parse(found.content).containers if found else ()), *(unloading.containers if unloading else ()))
     return (StartContainers(tuple(dict.fromkeys(names))),) if names else ()
 
 
@@ -425,8 +387,8 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
         return ()
     steps = []
     if running.containers and not spec.stop_containers:
-        names = " ".join(sorted(running.containers.values()))
-        steps.append(f"docker stop {names}, or set gpuprov_stop_containers: true (they are started again)")
+        stop = stop_command(sorted(running.containers.values()))
+        steps.append(f"{stop}, or set gpuprov_stop_containers: true (they are started again)")
     if running.display_manager and not spec.stop_display_manager:
         steps.append(f"systemctl stop {running.display_manager}, or set gpuprov_stop_display_manager: true")
     # A display's own process is ended by its unit.
@@ -435,28 +397,22 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
         steps.append(f"end what holds the GPUs: kill {pids}")
     if spec.reboot != "if-needed":
         steps.append("or set gpuprov_reboot: if-needed, which leaves it to a reboot")
-    return (
-        Problem(
-            f"driver {running.version or '(unknown)'} is loaded and in use, so "
-            f"{spec.driver_version or 'another'} can't replace it",
-            "\n".join(found),
-            "; ".join(steps) or "end them, then run the same command again",
-        ),
-    )
+    other = spec.driver_version or "another"
+    what = f"driver {running.version or '(unknown)'} is loaded and in use, so {other} can't replace it"
+    return (Problem(what, "\n".join(found), "; ".join(steps) or "end them, then run the same command again"),)
 
 
 def unload_for_undo(system: System) -> GpuprovError | None:
     """Stop the driver's services and unload it. If a process uses it, start them again and return the error."""
-    words = system.run(("systemctl", "is-active", *UNITS)).stdout.split()
-    units = tuple(name for name, word in zip(UNITS, words) if word in ("active", "activating", "reloading"))
+    units = active_units(system, UNITS)
     modules = tuple(name for name in MODULES if system.exists(f"/sys/module/{name}"))
     # Before anything stops: CUDA programs end with the fabric manager.
     if others := tuple(one for one in gather_holders(system) if one.unit not in units):
         return _in_use(discover(system).kernel_version, others)
     try:
-        unload(system, Unloading(discover(system).kernel_version, modules, units), lambda message, done, total: None)
+        unload(system, Unloading(discover(system).kernel_version, modules, units), tell_nobody)
     except GpuprovError as error:
-        start_all_again(system, lambda message, done, total: None)
+        start_all_again(system, tell_nobody)
         return error
     return None
 
@@ -468,10 +424,19 @@ def load_installed(system: System) -> None:
         return
     if unload_for_undo(system) is None:
         load_driver(system)
-    start_all_again(system, lambda message, done, total: None)
-    if (loaded := discover(system).kernel_version) not in ("", installed):
-        reason = f"the kernel still runs driver {loaded}, installed is {installed}"
-        note_asked(system, gather_reboot(system).boot_id, (reason,))
+    start_all_again(system, tell_nobody)
+    note_other_driver(system, discover(system).kernel_version, installed)
+
+
+def other_driver_loaded(loaded: str, installed: str) -> str:
+    """Return the reboot reason for another loaded driver: NVML and CUDA refuse a different version (NVML error 18)."""
+    return f"the kernel still runs driver {loaded}, installed is {installed}"
+
+
+def note_other_driver(system: System, loaded: str, installed: str) -> None:
+    """Record that a reboot is requested if another driver than the installed one stays loaded."""
+    if loaded not in ("", installed):
+        note_asked(system, gather_reboot(system).boot_id, (other_driver_loaded(loaded, installed),))
 
 
 def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:

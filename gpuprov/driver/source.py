@@ -131,20 +131,15 @@ class DriverSource:
         """Return what prevents this host from getting its driver from here."""
         if self.spec.kernel_modules != "precompiled":
             return ()
-        return (
-            Problem(
-                "only packages bring kernel modules that are compiled already",
-                f"gpuprov_kernel_modules: precompiled, gpuprov_driver: {self.spec.driver}",
-                "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out",
-            ),
-        )
+        what = "only packages bring kernel modules that are compiled already"
+        seen = f"gpuprov_kernel_modules: precompiled, gpuprov_driver: {self.spec.driver}"
+        return (Problem(what, seen, "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out"),)
 
     def note(self) -> str:
         """Return a sentence about the kernel modules, or ""."""
         if self.brings_modules:
             return ""
-        container = self.facts.kernel.container
-        if container:
+        if container := self.facts.kernel.container:
             return f"inside {container}: the kernel and its driver are the container host's; libraries only"
         return "kernel modules are left alone, as asked; libraries only"
 

@@ -8,27 +8,18 @@ from typing import Any
 
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
-from gpuprov.engines import containerd, rancher
-from gpuprov.engines.docker_config import parse_config, without_runtimes
-from gpuprov.engines.docker_unit import UNIT, DockerUnit, dockerd_version, flag_values, gather_unit
-from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
-from gpuprov.engines.known import ENGINES
-from gpuprov.engines.runtime_entry import (
-    NVIDIA_RUNTIME,
-    Configuration,
-    ConfigureRequest,
-    FileEdit,
-    Reader,
-    RuntimeEntry,
-)
-from gpuprov.engines.toml import edited, emptied, matching, merged, read, read_toml, read_without_ours, table_at
-from gpuprov.protocol.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.engines import containerd
+from gpuprov.engines.docker_config import BOM, in_place, parse_config, without_member, without_runtimes
+from gpuprov.engines.docker_config import edited as edited_json
+from gpuprov.engines.docker_unit import dockerd_version, flag_values, gather_unit, runtime_flags_problem, text_of
+from gpuprov.engines.known import ENGINES, Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
+from gpuprov.engines.toml import edited, emptied, matching, merged, read, read_output, read_without_ours, table_at
+from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 # Where NVIDIA's tool writes; CRI-O reads every file of the folder, so both would count.
 _OTHERS_CRIO_DROP_IN = "/etc/crio/crio.conf.d/99-nvidia.toml"
-_RUNC_LIKE = ("runc", "crun")
 HOOK_FILE = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
 _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
@@ -36,22 +27,20 @@ _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
     parts = {
-        "docker": _docker, "crio": _crio, "podman": _podman,
-        "k3s": rancher.configuration, "rke2": rancher.configuration,
+        "docker": _docker, "crio": _by_toml, "podman": _by_toml,
+        "k3s": containerd.rancher_configuration, "rke2": containerd.rancher_configuration,
     }  # fmt: skip
     return parts.get(request.engine, containerd.configuration)(system, request)
 
 
 def usual_runtime(system: System) -> str:
     """Return the runtime's program: NVIDIA's if it is installed, else the bundled one, else where NVIDIA's will be."""
-    there = (path for path in (NVIDIA_RUNTIME, deploy.LAUNCHER_PATH) if system.exists(path))
-    return next(there, NVIDIA_RUNTIME)
+    return next(filter(system.exists, (RuntimeEntry().path, deploy.LAUNCHER_PATH)), RuntimeEntry().path)
 
 
 def usual_hook(system: System) -> str:
     """Return the hook's program, chosen like the runtime's."""
-    there = (path for path in (deploy.NVIDIA_HOOK_PATH, HOOK_PATH) if system.exists(path))
-    return next(there, deploy.NVIDIA_HOOK_PATH)
+    return next(filter(system.exists, (deploy.NVIDIA_HOOK_PATH, HOOK_PATH)), deploy.NVIDIA_HOOK_PATH)
 
 
 def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
@@ -60,11 +49,9 @@ def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -
     Raises GpuprovError for an engine that reads no such folder; podman and CRI-O do.
     """
     if engine not in ("podman", "crio"):
-        raise GpuprovError(
-            f"{engine} reads no OCI hooks from a folder", "", "--config-mode config-file", exit_code=ExitCode.USAGE
-        )
+        raise UsageError(f"{engine} reads no OCI hooks from a folder", "", "--config-mode config-file")
     path = path or HOOK_FILE
-    reload_command = "systemctl restart crio" if engine == "crio" else ""
+    reload_command = ENGINES[engine].reload_command
     before = system.read_bytes(path)
     after = _hook_json(program)
     if not unset:
@@ -82,19 +69,15 @@ def write(system: System, edits: tuple[FileEdit, ...]) -> None:
         if not edit.changes:
             continue
         try:
-            _write(system, edit)
+            if edit.after is None:
+                system.remove(edit.path)
+                continue
+            system.make_directory(parent_of(edit.path))
+            status = system.status(system.real_path(edit.path))
+            system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
         except OSError as error:
             hint = "put sudo before it" if isinstance(error, PermissionError) else ""
             raise from_os_error(f"{edit.path} can't be written", error, hint) from None
-
-
-def _write(system: System, edit: FileEdit) -> None:
-    if edit.after is None:
-        system.remove(edit.path)
-        return
-    system.make_directory(parent_of(edit.path))
-    status = system.status(system.real_path(edit.path))
-    system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
 
 
 def _hook_json(program: str) -> bytes:
@@ -121,37 +104,27 @@ def is_hook_for(content: bytes, program: str) -> bool:
 def _docker(system: Reader, request: ConfigureRequest) -> Configuration:
     """docker has no drop-ins. JSON has no comments: the runtime's name and program identify gpuprov's addition."""
     if request.drop_in:
-        raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
+        raise UsageError("docker has no drop-ins", request.drop_in, "--config FILE")
     unit, entry = gather_unit(system), request.runtime
     path = request.config or unit.config_path
-    content = system.read_bytes(path)
-    text = None if content is None else content.decode("utf-8", "surrogateescape")
+    text = text_of(system, path)
     found, wrong = parse_config(text, path, dockerd_version(system) if (text or "").startswith(BOM) else "")
     if wrong:
         raise GpuprovError.several(wrong)
-    after, notes = _without_docker_runtime(text, found, entry) if request.unset else (docker_runtime(text, entry), ())
-    if not request.unset and path == unit.config_path:
-        _require_no_flags(unit, entry, path)
+    notes: tuple[str, ...] = ()
+    if request.unset:
+        after, notes = _without_docker_runtime(text, found, entry)
+    else:
+        names = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
+        flags = [f"{name}={value}" for name in names for value in flag_values(unit.arguments, name)]
+        if path == unit.config_path and (wrong := runtime_flags_problem(path, flags)):
+            raise GpuprovError.several(wrong)
+        after = edited_json(text, entry, keep_arguments=True) or text
     # docker sets up devices by CDI when it starts.
     restart = "systemctl restart docker (this stops containers, unless live-restore is on)"
-    edit = FileEdit(path, content, None if after is None else after.encode("utf-8", "surrogateescape"))
+    before, content = (None if one is None else one.encode("utf-8", "surrogateescape") for one in (text, after))
+    edit = FileEdit(path, before, content)
     return Configuration((edit,), notes, restart if entry.cdi else "systemctl reload docker")
-
-
-def docker_runtime(text: str | None, entry: RuntimeEntry) -> str:
-    """Return daemon.json with the runtime; of one that is there, only the program changes. None is no file."""
-
-    def edit(plain: str) -> str:
-        there = table_at(json.loads(plain), "runtimes").get(entry.name)
-        if isinstance(there, Mapping):
-            plain = with_member(plain, ("runtimes", entry.name, "path"), entry.path)
-        else:
-            plain = with_member(plain, ("runtimes", entry.name), {"path": entry.path, "args": []})
-        if entry.set_default:
-            plain = with_member(plain, ("default-runtime",), entry.name)
-        return with_member(plain, ("features", "cdi"), True) if entry.cdi else plain
-
-    return in_place(text if text and text.strip() else "{}\n", edit)
 
 
 def _without_docker_runtime(
@@ -177,75 +150,44 @@ def _without_docker_runtime(
     return text if parse_config(text.lstrip(BOM))[0] else None, notes
 
 
-def _require_no_flags(unit: DockerUnit, entry: RuntimeEntry, path: str) -> None:
-    """Raise GpuprovError for conflicting flags: dockerd does not start with a directive as a flag and in its file."""
-    names = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
-    words = [f"{name}={value}" for name in names for value in flag_values(unit.arguments, name)]
-    if words:
-        raise GpuprovError(
-            f"docker's unit sets runtimes by a flag; with runtimes in {path} too it would not start",
-            f"systemctl show {UNIT}: {' '.join(words)}",
-            "move what the flag says into the file: systemctl edit --full docker",
-        )
-
-
-def _crio(system: Reader, request: ConfigureRequest) -> Configuration:
-    """CRI-O reads crio.conf, then every file of crio.conf.d by name, key by key (crio.conf.d(5)); CDI by default."""
-    main, target = _main_and_target(request)
-    reload_command = "systemctl restart crio"
+def _by_toml(system: Reader, request: ConfigureRequest) -> Configuration:
+    """CRI-O and podman read a main file, then every file of a folder by name, key by key (crio.conf.d(5))."""
+    entry, known = request.runtime, ENGINES[request.engine]
+    main = request.config or known.main
+    target = known.drop_in if request.drop_in is None else request.drop_in or main
     if request.unset:
-        return Configuration(emptied(system, main, target), (), reload_command)
+        return Configuration(emptied(system, main, target), (), known.reload_command)
+    notes: tuple[str, ...] = ()
+    if entry.cdi:
+        name = "CRI-O" if request.engine == "crio" else "podman"
+        notes = (f"{name} reads CDI specifications by itself: --cdi.enabled changes nothing",)
+    if request.engine == "podman":
+        # It lists a runtime's possible paths.
+        default = {"runtime": entry.name} if entry.set_default else {}
+        wanted: dict[str, Any] = {"engine": {**default, "runtimes": {entry.name: [entry.path]}}}
+        return Configuration((edited(system, target, wanted),), notes)
     others = (read(system, path) for path in matching(system, f"{parent_of(main)}/crio.conf.d/*") if path != target)
-    source = _crio_status(system, request) if request.from_command else merged(read(system, main), *others)
-    wanted = _crio_values(read_without_ours(system, target), request.runtime, source)
-    notes: tuple[str, ...] = (
-        ("CRI-O reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.runtime.cdi else ()
-    )
+    if request.from_command:
+        # Older releases have a separate program for that.
+        status = ((request.executable or "crio", "status", "config"), ("crio-status", "config"))
+        source = read_output(system, "CRI-O", *status)
+    else:
+        source = merged(read(system, main), *others)
+    wanted = _crio_values(read_without_ours(system, target), entry, source)
     if system.exists(_OTHERS_CRIO_DROP_IN) and target != _OTHERS_CRIO_DROP_IN:
         notes += (f"{_OTHERS_CRIO_DROP_IN} is there too; CRI-O reads it after {target}",)
-    return Configuration((edited(system, target, wanted),), notes, reload_command)
+    return Configuration((edited(system, target, wanted),), notes, known.reload_command)
 
 
 def _crio_values(found: Mapping[str, Any], entry: RuntimeEntry, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values to write into a file with content `found`; the entry's options are those of the default one."""
     there = table_at(source, "crio", "runtime")
     runtimes = table_at(there, "runtimes")
-    names = [one for one in (there.get("default_runtime"), *_RUNC_LIKE) if one and not str(one).startswith("nvidia")]
+    usual = (there.get("default_runtime"), *containerd.RUNC_LIKE)
+    names = [one for one in usual if one and not str(one).startswith("nvidia")]
     others = (runtimes[one] for one in names if one != entry.name and isinstance(runtimes.get(one), Mapping))
     is_there = isinstance(table_at(found, "crio", "runtime", "runtimes").get(entry.name), Mapping)
     copied: Mapping[str, Any] = {} if is_there else next(others, {})
     default = {"default_runtime": entry.name} if entry.set_default else {}
     own = {**copied, "runtime_path": entry.path, "runtime_type": "oci"}
     return {"crio": {"runtime": {**default, "runtimes": {entry.name: own}}}}
-
-
-def _main_and_target(request: ConfigureRequest) -> tuple[str, str]:
-    """Return the engine's main file, and the file that takes the runtime."""
-    known = ENGINES[request.engine]
-    main = request.config or known.main
-    return main, known.drop_in if request.drop_in is None else request.drop_in or main
-
-
-def _crio_status(system: Reader, request: ConfigureRequest) -> dict[str, object]:
-    """Return CRI-O's configuration from the running CRI-O; older releases have a separate program for that."""
-    command = (request.executable or "crio", "status", "config")
-    done = system.run(command, timeout=20)
-    if not done.ok:
-        done = system.run(("crio-status", "config"), timeout=20)
-    if not done.ok:
-        raise GpuprovError(
-            "CRI-O does not tell its configuration", done.evidence(4), "--config-source=file reads the files"
-        )
-    return read_toml(done.stdout, " ".join(command))
-
-
-def _podman(system: Reader, request: ConfigureRequest) -> Configuration:
-    """podman reads /etc/cdi itself (`podman run --device nvidia.com/gpu=all`), and lists a runtime's possible paths."""
-    main, target = _main_and_target(request)
-    if request.unset:
-        return Configuration(emptied(system, main, target))
-    entry = request.runtime
-    notes = ("podman reads CDI specifications by itself: --cdi.enabled changes nothing",) if entry.cdi else ()
-    default = {"runtime": entry.name} if entry.set_default else {}
-    wanted = {"engine": {**default, "runtimes": {entry.name: [entry.path]}}}
-    return Configuration((edited(system, target, wanted),), notes)

@@ -10,33 +10,20 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.changes import parent_of
-from gpuprov.engines.known import DISTRIBUTIONS, ENGINES
-from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
-from gpuprov.engines.toml import (
-    edited,
-    emptied,
-    matching,
-    merged,
-    read,
-    read_text,
-    read_toml,
-    read_without_ours,
-    table_at,
-    without_ours,
-)
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.engines import toml
+from gpuprov.engines.known import ENGINES, Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
+from gpuprov.protocol.errors import GpuprovError, UsageError
 
 MAIN, DROP_IN = ENGINES["containerd"].main, ENGINES["containerd"].drop_in
 # The CRI plugin's table. 1: docs/man/containerd-config.toml.5.md; 2 and 3: docs/cri/config.md in containerd.
 _PLUGIN = {1: "cri", 2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime"}
 _RUNTIME_TYPE = "io.containerd.runc.v2"
-_RUNC_LIKE = ("runc", "crun")
-_RELOAD_COMMAND = "systemctl restart containerd"
+RUNC_LIKE = ("runc", "crun")
 _Edits = tuple[FileEdit, ...]
 
 
@@ -63,7 +50,7 @@ def version_from_program(said: str) -> int:
 
 def plugin_table(found: Mapping[str, Any], version: int) -> Mapping[str, Any]:
     """Return the content of the CRI plugin's table."""
-    return table_at(found, "plugins", _PLUGIN[version])
+    return toml.table_at(found, "plugins", _PLUGIN[version])
 
 
 def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,22 +59,16 @@ def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
     `source` is the CRI plugin's table. The cgroup driver (SystemdCgroup) comes with it.
     """
     runtimes = _runtimes(source)
-    default = str(table_at(source, "containerd").get("default_runtime_name") or "")
-    names = [name for name in (default, *_RUNC_LIKE) if name and not name.startswith("nvidia")]
-    for name in names:
-        if isinstance(runtimes.get(name), Mapping):
-            return dict(runtimes[name])
-    return {"runtime_type": _RUNTIME_TYPE, "privileged_without_host_devices": False}
+    default = str(toml.table_at(source, "containerd").get("default_runtime_name") or "")
+    names = [name for name in (default, *RUNC_LIKE) if name and not name.startswith("nvidia")]
+    found = (dict(runtimes[name]) for name in names if isinstance(runtimes.get(name), Mapping))
+    return next(found, {"runtime_type": _RUNTIME_TYPE, "privileged_without_host_devices": False})
 
 
 def runtime_values(
-    found: Mapping[str, Any],
-    version: int,
-    entry: RuntimeEntry,
-    source: Mapping[str, Any],
-    *,
+    found: Mapping[str, Any], version: int, entry: RuntimeEntry, source: Mapping[str, Any], *,
     forgets_runc: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the values to write into a file with content `found`: the runtime, based on the default entry in `source`.
 
     An existing runtime of that name keeps its keys; only its program is set. `forgets_runc`: the default runtime would
@@ -109,13 +90,7 @@ def plugin_values(version: int, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runtimes(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    return table_at(table, "containerd", "runtimes")
-
-
-def relies_on_builtin_runc(table: Mapping[str, Any]) -> bool:
-    """Say whether the default runtime is the built-in runc, which no file names. `table` is the CRI plugin's."""
-    default = table_at(table, "containerd").get("default_runtime_name", "runc")
-    return default == "runc" and "runc" not in _runtimes(table)
+    return toml.table_at(table, "containerd", "runtimes")
 
 
 def with_version(version: int, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -134,10 +109,14 @@ def imports(found: Mapping[str, Any]) -> list[str]:
     return [str(one) for one in listed] if isinstance(listed, list) else []
 
 
+def _import_patterns(found: Mapping[str, Any], main: str) -> Iterator[str]:
+    """Return the main file's imports; relative ones start at its folder."""
+    return (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
+
+
 def is_imported(found: Mapping[str, Any], main: str, drop_in: str) -> bool:
-    """Say whether the main file already imports that drop-in. Relative patterns start at the main file's folder."""
-    patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
-    return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in patterns)
+    """Say whether the main file already imports that drop-in."""
+    return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in _import_patterns(found, main))
 
 
 # -- its files -------------------------------------------------------------------------------------------------------
@@ -167,7 +146,7 @@ class Files:
         everything = (self.found, *(found for _, found in self.imported))
         tables = [plugin_table(found, self.version) for found in everything]
         if self.merges:
-            return merged(*tables)
+            return toml.merged(*tables)
         return next((table for table in reversed(tables) if table), {})
 
     def source(self) -> Mapping[str, Any]:
@@ -178,54 +157,48 @@ class Files:
 
     def runtime_values(self, entry: RuntimeEntry, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values to write into the file with content `found`."""
-        forgets_runc = not self.merges and relies_on_builtin_runc(self.written())
+        written = self.written()
+        default = toml.table_at(written, "containerd").get("default_runtime_name", "runc")
+        # The built-in runc, which no file names.
+        forgets_runc = not self.merges and default == "runc" and "runc" not in _runtimes(written)
         return runtime_values(found, self.version, entry, self.source(), forgets_runc=forgets_runc)
 
 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return the edits that register the runtime in containerd's files, or remove it."""
-    distribution = DISTRIBUTIONS.get(request.engine)
+    known = ENGINES[request.engine]
     if request.unset:
         return _unset(system, request)
-    if distribution is not None:
-        request = replace(request, config=request.config or distribution.templates[2], drop_in=request.drop_in or "")
+    if known.cluster:
+        request = replace(request, config=request.config or known.templates[2], drop_in=request.drop_in or "")
         if not system.exists(request.config):
-            raise GpuprovError(
-                f"there is no {distribution.name} here", f"no {request.config}", "--config names its file"
-            )
+            raise GpuprovError(f"there is no {known.program} here", f"no {request.config}", "--config names its file")
     main = request.config or MAIN
-    _require_lasting(main)
+    if writer := next((name for name, one in ENGINES.items() if main == one.rendered), ""):
+        what = f"{main} is written by {writer} at every start: a change there would not last"
+        raise UsageError(what, "", f"gpuprov runtime configure --runtime {writer}")
     drop_in = DROP_IN if request.drop_in is None else request.drop_in
     files = read_files(system, request, main, drop_in)
     edits, notes = _edits(system, request, files, drop_in)
     if "cri" in map(str, files.found.get("disabled_plugins", ())):
         notes += (f"{main} has cri in disabled_plugins: Kubernetes can't use this containerd until that is taken out",)
-    return Configuration(edits, notes, distribution.reload_command if distribution else _RELOAD_COMMAND)
-
-
-def _require_lasting(main: str) -> None:
-    for one in DISTRIBUTIONS.values():
-        if main == one.rendered:
-            raise GpuprovError(
-                f"{main} is written by {one.name} at every start: a change there would not last",
-                "", f"gpuprov runtime configure --runtime {one.name}", exit_code=ExitCode.USAGE,
-            )  # fmt: skip
+    return Configuration(edits, notes, known.reload_command)
 
 
 def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: str) -> Files:
     """Read the main file and its imports, without gpuprov's, and query containerd's version and configuration."""
-    text = read_text(system, main) or ""
-    read_toml(text, main)  # an unreadable file is refused unchanged
-    found = read_toml(without_ours(text), main)
-    imported = tuple(
-        (path, read_without_ours(system, path)) for path in _imported(system, found, main) if path != drop_in
-    )
+    text = toml.read_text(system, main) or ""
+    toml.read_toml(text, main)  # an unreadable file is refused unchanged
+    found = toml.read_toml(toml.without_ours(text), main)
+    paths = (path for path in _imported(system, found, main) if path != drop_in)
+    imported = tuple((path, toml.read_without_ours(system, path)) for path in paths)
     # The host's own containerd has no information about microk8s's.
     usual = system.which("containerd") if request.engine == "containerd" else None
     program = request.executable or usual or "containerd"
     said = system.run((program, "--version"), timeout=20) if request.executable or usual else None
     by_program = version_from_program(said.stdout) if said and said.ok else 2
-    dumped = _dump(system, program, main) if request.from_command else None
+    dump = (program, "--config", main, "config", "dump")
+    dumped = toml.read_output(system, "containerd", dump) if request.from_command else None
     version = version_of(found, version_of(dumped, by_program) if dumped else by_program)
     if version == 1 and by_program >= 3:
         raise GpuprovError(
@@ -250,20 +223,13 @@ def written(system: Reader) -> Mapping[str, Any]:
 def imported(system: Reader, main: str) -> list[str]:
     """Return the files that the main file imports; none if it can't be parsed."""
     try:
-        return _imported(system, read(system, main), main)
+        return _imported(system, toml.read(system, main), main)
     except GpuprovError:
         return []
 
 
 def _imported(system: Reader, found: Mapping[str, Any], main: str) -> list[str]:
-    patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
-    return [path for pattern in patterns for path in matching(system, pattern)]
-
-
-def _dump(system: Reader, program: str, main: str) -> Mapping[str, Any]:
-    command = (program, "--config", main, "config", "dump")
-    done = system.require(command, "containerd does not tell its configuration", "--config-source=file reads the file")
-    return read_toml(done.stdout, " ".join(command))
+    return [path for pattern in _import_patterns(found, main) for path in toml.matching(system, pattern)]
 
 
 def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
@@ -283,48 +249,117 @@ def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str
         note = f"{one_file}: the runtime goes there, a drop-in would hide the rest of that table"
         return _in_place(system, request, files, holders[-1]), (note,)
     note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
-    edits = _by_drop_in(system, files, drop_in, merged(plugin_values(files.version, files.source()), wanted))
+    edits = _by_drop_in(system, files, drop_in, toml.merged(plugin_values(files.version, files.source()), wanted))
     return edits, (note, *_woken(system, edits, drop_in))
 
 
 def _in_place(system: Reader, request: ConfigureRequest, files: Files, path: str) -> _Edits:
     found = dict(((files.main, files.found), *files.imported))[path]
     wanted = files.runtime_values(request.runtime, found)
-    return (edited(system, path, wanted if found else with_version(files.version, wanted)),)
+    return (toml.edited(system, path, wanted if found else with_version(files.version, wanted)),)
 
 
 def _by_drop_in(system: Reader, files: Files, drop_in: str, wanted: dict[str, Any]) -> _Edits:
-    edit = edited(system, drop_in, with_version(files.version, wanted))
+    edit = toml.edited(system, drop_in, with_version(files.version, wanted))
     if is_imported(files.found, files.main, drop_in):
         return (edit,)
     listed = [*imports(files.found), import_pattern(drop_in)]
     root: dict[str, Any] = {} if files.found else {"version": files.version}
-    return (edit, edited(system, files.main, {**root, "imports": listed}))
+    return (edit, toml.edited(system, files.main, {**root, "imports": listed}))
 
 
 def _woken(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
     """Return a note about files in the drop-in's folder that were not read before, and now will be."""
     if not any(edit.changes for edit in edits[1:]):
         return ()
-    others = [path for path in matching(system, import_pattern(drop_in)) if path != drop_in]
+    others = [path for path in toml.matching(system, import_pattern(drop_in)) if path != drop_in]
     return (f"containerd will read {', '.join(others)} too, which no file has imported so far",) if others else ()
 
 
 def _unset(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return the edits that remove gpuprov's additions from the main file, its imports, the drop-in, the templates."""
-    distribution = DISTRIBUTIONS.get(request.engine)
-    if distribution is not None:
-        paths = [request.config] if request.config else list(distribution.templates.values())
-        paths += [request.drop_in] if request.drop_in else list(distribution.drop_in.values())
-        return Configuration(emptied(system, *paths), (), distribution.reload_command)
+    known = ENGINES[request.engine]
+    if known.cluster:
+        paths = [request.config] if request.config else list(known.templates.values())
+        paths += [request.drop_in] if request.drop_in else list(known.drop_ins.values())
+        return Configuration(toml.emptied(system, *paths), (), known.reload_command)
     main = request.config or MAIN
     drop_in = DROP_IN if request.drop_in is None else request.drop_in
-    found = read(system, main)
+    found = toml.read(system, main)
     imported = [path for path in _imported(system, found, main) if path != drop_in]
     neighbours = [path for path in imported if drop_in and parent_of(path) == parent_of(drop_in)]
     # Files that others have added beside the drop-in since then need the same import.
     files = (main, *imported, *([drop_in] if drop_in else []))
-    edits = emptied(system, *files, keep=("imports",) if neighbours else ())
+    edits = toml.emptied(system, *files, keep=("imports",) if neighbours else ())
     kept = neighbours and edits and import_pattern(drop_in) in imports(found)
     notes = (f"{main} keeps its import of {parent_of(drop_in)}: {', '.join(neighbours)} needs it",) if kept else ()
-    return Configuration(edits, notes, _RELOAD_COMMAND)
+    return Configuration(edits, notes, known.reload_command)
+
+
+# -- k3s and RKE2 ----------------------------------------------------------------------------------------------------
+# They write containerd's configuration themselves, from a template (https://docs.k3s.io/advanced#configuring-containerd).
+# Their own base adds runtimes that it finds at its start, `nvidia` among them, so a template must not write the same
+# table again: containerd could not read it and the node would go down.
+
+_BASE = '{{ template "base" . }}'
+
+
+def rancher_configuration(system: Reader, request: ConfigureRequest) -> Configuration:
+    """Return the edits that register the runtime in the files of a k3s or RKE2, or remove it."""
+    if request.unset:
+        return configuration(system, request)
+    name, known, runtime = request.engine, ENGINES[request.engine], request.runtime
+    rendered_text = toml.read_text(system, known.rendered)
+    if rendered_text is None and not request.config:
+        raise GpuprovError(
+            f"{name} has not written its containerd configuration yet, so nobody knows its version",
+            f"there is no {known.rendered}",
+            f"start {name} once, or name the template: --config {known.templates[3]}",
+        )
+    rendered = toml.read_toml(rendered_text or "", known.rendered)
+    version = version_of(rendered, 3 if "v3" in request.config.rpartition("/")[2] else 2)
+    source = plugin_table(rendered, version)
+    drop_in = known.drop_ins[version] if request.drop_in is None else request.drop_in
+    if version >= 3 and drop_in and is_imported(rendered, known.rendered, drop_in):
+        wanted = with_version(version, runtime_values({}, version, runtime, source))
+        return Configuration((toml.edited(system, drop_in, wanted),), (), known.reload_command)
+    template = request.config or known.templates[version]
+    text, own = toml.read_text(system, template), toml.read_without_ours(system, template)
+    if text is not None and 'template "base"' not in text:
+        wanted = runtime_values(own, version, runtime, source)
+        return Configuration((toml.edited(system, template, wanted),), (), known.reload_command)
+    if runtime.set_default and toml.table_at(source, "containerd").get("default_runtime_name") != runtime.name:
+        raise GpuprovError(
+            f"the default runtime is {name}'s own setting; its base template writes that table", "",
+            f"put `default-runtime: {runtime.name}` into /etc/rancher/{name}/config.yaml, then: {known.reload_command}",
+        )  # fmt: skip
+    has_ours = runtime.name in _runtimes(plugin_table(toml.read_toml(text or "", template), version))
+    path = _adds_itself(system, request, source, has_ours=has_ours)
+    if path == runtime.path:
+        # An earlier run's entry would be a second table of that name.
+        note = f"{name} has runtime {runtime.name} by itself, from its next start on at least: {path}"
+        return Configuration(toml.emptied(system, template), (note,), known.reload_command)
+    if path:
+        raise GpuprovError(
+            f"{name} itself adds a runtime {runtime.name}, of another program; a second would keep containerd from "
+            "starting",
+            f"{known.rendered}: {path}",
+            "give another name with --nvidia-runtime-name, or take that program away and restart",
+        )
+    # The base template writes the tables of these two.
+    wanted = runtime_values(own, version, replace(runtime, set_default=False, cdi=False), source)
+    no_cdi = runtime.cdi and not source.get("enable_cdi", version >= 3)
+    notes = (f"CDI is not enabled: the base template of {name} writes that table",) if no_cdi else ()
+    return Configuration((toml.edited(system, template, wanted, first=_BASE),), notes, known.reload_command)
+
+
+def _adds_itself(system: Reader, request: ConfigureRequest, source: Mapping[str, Any], *, has_ours: bool) -> str:
+    """Return the program of a runtime of that name that the base adds by itself, "" if it adds none."""
+    runtime = request.runtime
+    there = _runtimes(source).get(runtime.name)
+    if there is not None and not has_ours:
+        return str(there.get("options", {}).get("BinaryName") or "another one")
+    if runtime.name != RuntimeEntry().name:
+        return ""
+    # It looks for these at each start. The requested one exists by then, even if it does not yet.
+    return next((path for path in ENGINES[request.engine].detects if system.exists(path) or path == runtime.path), "")

@@ -5,15 +5,32 @@ Reader only.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 from gpuprov.core.system import System, sha256_of
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.runtime_hook import record
 
 _ENGINES = ("docker", "podman")
 _SECONDS = 20
 _STATE = "{{.Id}} {{.State.Running}}"
+# How swarm names the container of a service: slot or node, and the task.
+_SWARM_TASK = re.compile(r"(.+)\.(\d+|[a-z0-9]{25})\.[a-z0-9]{25}")
+
+
+def stop_command(names: Collection[str], engine: str = "docker") -> str:
+    """Return the commands that end containers of one host: swarm would start another one for a task that is stopped."""
+    tasks = [match for name in names if (match := _SWARM_TASK.fullmatch(name))]
+    others = [name for name in names if not _SWARM_TASK.fullmatch(name)]
+    commands = [f"{engine} stop {' '.join(others)}"] if others else []
+    # A global service can't be scaled; a node that is drained ends the tasks of every service.
+    if nodes := sorted({task[2] for task in tasks if not task[2].isdecimal()}):
+        commands.append(f"docker node update --availability drain {nodes[0]}")
+    elif services := sorted({f"{task[1]}=0" for task in tasks}):
+        commands.append(f"docker service scale {' '.join(services)}")
+    return " and ".join(commands)
 
 
 def decision_of(system: System, container: str) -> dict[str, Any]:
@@ -27,8 +44,7 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
             f"{engine} inspect {container}: State.Running is false",
             f"{engine} start {container}, then run this command again",
         )
-    found = _read(system, identifier) if identifier in known else None
-    if found is not None:
+    if identifier in known and (found := record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")):
         return found
     if engine:
         raise GpuprovError(
@@ -37,11 +53,10 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
             "it asked for no GPU, or the engine itself gave it devices by CDI: "
             f"{engine} inspect {container}",
         )  # fmt: skip
-    raise GpuprovError(
+    raise UsageError(
         f"there is no container {container} with GPUs on this host",
         f"kept in {record.FOLDER}: {', '.join(one[:12] for one in known) or 'none'}",
         "docker ps, or podman ps, shows names",
-        exit_code=ExitCode.USAGE,
     )
 
 
@@ -58,13 +73,7 @@ def _names(system: System) -> list[str]:
     try:
         return [name for name in system.list_directory(record.FOLDER) if record.is_name(name)]
     except PermissionError as error:
-        raise GpuprovError(
-            "what containers were given is for root to read", str(error), "put sudo before it", exit_code=ExitCode.USAGE
-        ) from None
-
-
-def _read(system: System, identifier: str) -> dict[str, Any] | None:
-    return record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")
+        raise UsageError("what containers were given is for root to read", str(error), "put sudo before it") from None
 
 
 def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str, bool]:
@@ -74,23 +83,19 @@ def _identifier(system: System, container: str, known: list[str]) -> tuple[str, 
     """
     if container in known:
         return container, "", False
-    for engine in _ENGINES:
-        if system.which(engine):
-            done = system.run((engine, "inspect", "--type", "container", "--format", _STATE, "--", container),
-                              timeout=_SECONDS)  # fmt: skip
-            words = done.stdout.split()
-            if done.ok and len(words) == 2:
-                return words[0], engine, words[1] == "true"
+    for engine in filter(system.which, _ENGINES):
+        asked = (engine, "inspect", "--type", "container", "--format", _STATE, "--", container)
+        done = system.run(asked, timeout=_SECONDS)
+        words = done.stdout.split()
+        if done.ok and len(words) == 2:
+            return words[0], engine, words[1] == "true"
     begun = [one for one in known if one.startswith(container)]
     return begun[0] if len(begun) == 1 else "", "", False
 
 
 # Not docker's image id: that depends on how a daemon stores images (with containerd's store it is another). In podman's
 # template the time is a value, which only JSON shows as docker does.
-_IDENTITY = {
-    "docker": "{{.Created}} {{json .RootFS.Layers}}",
-    "podman": "{{json .Created}} {{json .RootFS.Layers}}",
-}
+_IDENTITY = {"docker": "{{.Created}} {{json .RootFS.Layers}}", "podman": "{{json .Created}} {{json .RootFS.Layers}}"}
 
 
 def image_identity(system: System, reference: str, engine: str = "docker") -> str:

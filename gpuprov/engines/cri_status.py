@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from gpuprov.core.system import System
 
@@ -23,8 +24,8 @@ _END_STREAM, _ACK, _END_HEADERS, _PADDED = 1, 1, 4, 8
 _INITIAL_WINDOW_SIZE = 4
 _LARGEST_FRAME = 16384
 _CALL = (
-    (":method", "POST"), (":scheme", "http"), (":path", "/runtime.v1.RuntimeService/Status"),
-    (":authority", "localhost"), ("content-type", "application/grpc"), ("te", "trailers"),
+    (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/runtime.v1.RuntimeService/Status"),
+    (b":authority", b"localhost"), (b"content-type", b"application/grpc"), (b"te", b"trailers"),
 )  # fmt: skip
 # StatusRequest with verbose, its field 1.
 _VERBOSE = b"\x08\x01"
@@ -101,7 +102,8 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
 def _answer(connection: socket.socket) -> bytes:
     """Make the call; return the response message. Raises ValueError or OSError if there is none."""
     window = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _LARGEST)
-    headers = b"".join(_header(name, value) for name, value in _CALL)
+    # HPACK's plainest form (RFC 7541, 6.2.2): new names, not indexed, not compressed.
+    headers = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in _CALL)
     connection.sendall(
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         + _frame(_SETTINGS, 0, 0, window)
@@ -109,10 +111,10 @@ def _answer(connection: socket.socket) -> bytes:
         + _frame(_HEADERS, _END_HEADERS, _STREAM, headers)
         + _frame(_DATA, _END_STREAM, _STREAM, struct.pack(">BI", 0, len(_VERBOSE)) + _VERBOSE)
     )
-    data = b""
+    data, answer = b"", connection.makefile("rb")
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline and len(data) <= _LARGEST:
-        kind, flags, stream, payload = _next_frame(connection)
+        kind, flags, stream, payload = _next_frame(answer)
         if kind in (_SETTINGS, _PING) and not flags & _ACK:
             connection.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
         elif kind in (_GOAWAY, _RST_STREAM):
@@ -126,29 +128,17 @@ def _answer(connection: socket.socket) -> bytes:
     return data[5:]
 
 
-def _header(name: str, value: str) -> bytes:
-    """Return a header as HPACK's plainest form (RFC 7541, 6.2.2): a new name, not indexed, not compressed."""
-    return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-
-
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def _next_frame(connection: socket.socket) -> tuple[int, int, int, bytes]:
-    head = _exactly(connection, 9)
+def _next_frame(answer: BinaryIO) -> tuple[int, int, int, bytes]:
+    head = answer.read(9)
     length = int.from_bytes(head[:3], "big")
     if length > _LARGEST_FRAME:
         raise ValueError("a frame is larger than was agreed")
+    payload = answer.read(length)
+    if len(head) + len(payload) < 9 + length:
+        raise ValueError("the engine hung up")
     kind, flags, stream = struct.unpack(">BBI", head[3:])
-    return kind, flags, stream & 0x7FFFFFFF, _exactly(connection, length)
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        more = connection.recv(length - len(found))
-        if not more:
-            raise ValueError("the engine hung up")
-        found += more
-    return found
+    return kind, flags, stream & 0x7FFFFFFF, payload

@@ -10,19 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuprov.core.changes import Change
-from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
+from gpuprov.engines import docker_unit
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import DAEMON_JSON, edited, knows_cdi, needs_feature, parse_config
-from gpuprov.engines.docker_unit import (
-    UNIT,
-    DockerUnit,
-    dockerd_version,
-    flag_values,
-    gather_unit,
-    local_address,
-    refusal,
-)
+from gpuprov.engines.docker_unit import SOCKET, UNIT, DockerUnit
+from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 
@@ -44,6 +37,18 @@ RESTART_REFUSED = Problem(
     f"systemctl show {UNIT}: RefuseManualStop=yes",
     "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no in [Unit]",
 )
+SOCKET_MASKED = Problem(
+    f"docker must be restarted, and {SOCKET}, which it requires, is masked",
+    f"systemctl show {SOCKET}: LoadState=masked",
+    f"systemctl unmask {SOCKET}; systemctl restart {SOCKET} docker",
+)
+
+
+def restart_problem(unit: DockerUnit) -> Problem | None:
+    """Return why systemd would refuse to restart docker, or None."""
+    if unit.socket_masked:
+        return SOCKET_MASKED
+    return RESTART_REFUSED if unit.refuses_restart else None
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,11 @@ class DockerFacts:
         return parse_config(self.config_text, self.config_path, self.version)[0]
 
     @property
+    def restart_stops(self) -> bool:
+        """Whether a restart would stop containers."""
+        return bool(self.running_containers) and not self.live_restore
+
+    @property
     def is_unreachable(self) -> bool:
         """Whether systemd says that docker runs, but it does not respond to its client: nothing is known of it then."""
         return self.installed and not self.active and self.unit.active == "active"
@@ -92,11 +102,11 @@ def reach_local_docker(system: System) -> str:
     Neither DOCKER_HOST nor a context of docker's client may select another one. If systemd does not respond, both stay
     unchanged.
     """
-    unit = gather_unit(system)
+    unit = docker_unit.gather_unit(system)
     if not unit.load:
         return ""
-    config = parse_config(_text(system, unit.config_path), unit.config_path)[0]
-    address = local_address(unit, config.get("hosts"))
+    config = parse_config(docker_unit.text_of(system, unit.config_path), unit.config_path)[0]
+    address = docker_unit.local_address(unit, config.get("hosts"))
     system.environment["DOCKER_HOST"] = address
     return address
 
@@ -104,24 +114,25 @@ def reach_local_docker(system: System) -> str:
 def gather(system: System) -> DockerFacts:
     """Return the facts about docker, from one systemd query and two commands of docker's client."""
     installed = system.which("dockerd") is not None
-    unit = gather_unit(system)
+    unit = docker_unit.gather_unit(system)
     path = unit.config_path
+    status = system.status(system.real_path(path))
     facts = replace(
         _asked(system) if installed else DockerFacts(),
         installed=installed,
         snap=not installed and system.exists(_SNAP),
-        config_text=_text(system, path),
+        config_text=docker_unit.text_of(system, path),
         config_path=path,
-        config_kind=_kind(system.status(system.real_path(path))),
+        config_kind="" if status is None or status.kind == "file" else status.kind,
         unit=unit,
         address=system.environment.get("DOCKER_HOST", ""),
     )
     if not installed:
         return facts
     if not facts.active:
-        facts = replace(facts, version=dockerd_version(system))
-    if not facts.active or parse_config(facts.config_text, path, facts.version)[1] or facts.config_kind:
-        facts = replace(facts, refused=refusal(system, unit, path))
+        facts = replace(facts, version=docker_unit.dockerd_version(system))
+    if not facts.active or _file_problems(facts):
+        facts = replace(facts, refused=docker_unit.refusal(system, unit, path))
     return facts
 
 
@@ -137,16 +148,6 @@ def _asked(system: System) -> DockerFacts:
         return facts
     names = system.run(("docker", "ps", "--format", "{{.Names}}"), timeout=20).stdout
     return replace(facts, running_containers=tuple(sorted(names.split())))
-
-
-def _text(system: System, path: str) -> str | None:
-    content = system.read_bytes(path)
-    return None if content is None else content.decode("utf-8", "surrogateescape")
-
-
-def _kind(status: FileStatus | None) -> str:
-    """Return the kind of a path that is not a regular file, "" for a regular file or a missing one."""
-    return "" if status is None or status.kind == "file" else status.kind
 
 
 def parse_info(text: str) -> DockerFacts:
@@ -185,14 +186,11 @@ def problems(facts: DockerFacts, *, runtime_path: str = "", set_default: bool = 
         return parse_config(facts.config_text, facts.config_path)[1]
     found = (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, runtime_path, set_default))
     changes = plan(facts, runtime_path=runtime_path, set_default=set_default, cdi=True) if runtime_path else ()
-    if not found and facts.unit.refuses_restart and any(map(_restarts, changes)):
-        return (RESTART_REFUSED,)
-    return found
-
-
-def _restarts(change: Change) -> bool:
-    """Say whether a change restarts docker: systemd also refuses that of a docker that does not run."""
-    return isinstance(change, ReconfigureDocker) and not change.is_loaded and (change.restart or not change.runs)
+    # systemd also refuses the restart of a docker that does not run.
+    restarts = any(isinstance(one, ReconfigureDocker) and not one.is_loaded and (one.restart or not one.runs)
+                   for one in changes)  # fmt: skip
+    refused = restart_problem(facts.unit)
+    return (refused,) if refused and not found and restarts else found
 
 
 def _file_problems(facts: DockerFacts) -> tuple[Problem, ...]:
@@ -213,7 +211,7 @@ def not_a_file(facts: DockerFacts) -> Problem:
 
 def unreachable(facts: DockerFacts) -> Problem:
     """Return the problem of a docker that runs, by systemd, and does not answer its client."""
-    info = f"docker {f'--host {facts.address} ' if facts.address else ''}info"
+    info = f"docker {f'--host {shlex.quote(facts.address)} ' if facts.address else ''}info"
     return Problem(
         "docker runs, but does not answer: whether containers run is not known",
         f"systemctl show {UNIT}: active\n{info}: {facts.error or 'no answer'}",
@@ -236,7 +234,7 @@ def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
         return (MASKED,)
     if facts.is_unreachable:
         return (unreachable(facts),)
-    if facts.active and facts.unit.is_outdated and facts.running_containers and not facts.live_restore:
+    if facts.active and facts.unit.is_outdated and facts.restart_stops:
         one = outdated(facts)
         seen = f"{one.evidence}\nrunning containers: {', '.join(facts.running_containers)}"
         return (replace(one, evidence=seen, next_step=f"{one.next_step}  # this stops the containers"),)
@@ -247,23 +245,11 @@ def _flag_problems(facts: DockerFacts, runtime_path: str, set_default: bool) -> 
     """Return the problems of flags: dockerd does not start with the same directive as a flag and in its file."""
     words = [f"--add-runtime={name}={path}" for name, path in facts.unit.flag_runtimes.items()]
     is_default = not set_default or facts.default_runtime == "nvidia"
-    if not runtime_path or (_is_registered_by_flag(facts, "nvidia", runtime_path) and is_default):
+    if not runtime_path or (facts.unit.flag_runtimes.get("nvidia") == runtime_path and is_default):
         words = []
-    if set_default and (named := flag_values(facts.unit.arguments, "--default-runtime")) and named[-1] != "nvidia":
-        words.append(f"--default-runtime={named[-1]}")
-    if not words:
-        return ()
-    return (
-        Problem(
-            f"docker's unit sets runtimes by a flag; with runtimes in {facts.config_path} too it would not start",
-            f"systemctl cat docker: {' '.join(words)}",
-            "move what the flag says into the file: systemctl edit --full docker",
-        ),
-    )
-
-
-def _is_registered_by_flag(facts: DockerFacts, name: str, path: str) -> bool:
-    return facts.unit.flag_runtimes.get(name) == path
+    named = docker_unit.flag_values(facts.unit.arguments, "--default-runtime")[-1:] if set_default else ()
+    words += [f"--default-runtime={name}" for name in named if name != "nvidia"]
+    return docker_unit.runtime_flags_problem(facts.config_path, words)
 
 
 def plan(
@@ -281,24 +267,22 @@ def plan(
     `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`: docker can't
     run here (an image).
     """
-    if parse_config(facts.config_text, facts.config_path, facts.version)[1] or facts.config_kind:
+    if _file_problems(facts):
         return ()
-    by_flag = _is_registered_by_flag(facts, runtime_name, runtime_path)
-    text = edited(
-        facts.config_text,
+    by_flag = facts.unit.flag_runtimes.get(runtime_name) == runtime_path
+    entry = RuntimeEntry(
         runtime_name,
         "" if by_flag else runtime_path,
         set_default=set_default and not by_flag,
         cdi=cdi and cdi_is_to_be_set(facts),
-        drop=drop,
     )
-    restart = facts.live_restore or not facts.running_containers
+    text = edited(facts.config_text, entry, drop=drop)
+    restart = not facts.restart_stops
     cdi_waits = cdi and cdi_waits_for_restart(facts)
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
     # No restart is made for it if that would stop containers.
-    is_loaded = text is None and facts.active and loaded and not (cdi_waits and restart)
-    is_loaded = is_loaded if not offline else text is None
+    is_loaded = text is None and (offline or (facts.active and loaded and not (cdi_waits and restart)))
     if is_loaded and not facts.unit.is_disabled:
         return ()
     return (
@@ -344,7 +328,7 @@ def cdi_switched_off(facts: DockerFacts) -> str:
 def cdi_is_to_be_set(facts: DockerFacts) -> bool:
     """Say whether features.cdi is missing in docker's file."""
     # dockerd does not start with the same directive as a flag and in its file.
-    by_flag = flag_values(facts.unit.arguments, "--feature")
+    by_flag = docker_unit.flag_values(facts.unit.arguments, "--feature")
     missing = needs_feature(facts.version) and _cdi_setting(facts.config) is None
     return missing and not by_flag and not cdi_switched_off(facts)
 
@@ -357,8 +341,7 @@ def cdi_waits_for_restart(facts: DockerFacts) -> bool:
 
 def cdi_waits_for_containers(facts: DockerFacts) -> bool:
     """Say whether features.cdi is set but docker was not restarted since, because that would stop containers."""
-    restarts = facts.live_restore or not facts.running_containers
-    return cdi_waits_for_restart(facts) and not cdi_is_to_be_set(facts) and not restarts
+    return cdi_waits_for_restart(facts) and not cdi_is_to_be_set(facts) and facts.restart_stops
 
 
 def why_cdi_is_off(facts: DockerFacts) -> str:

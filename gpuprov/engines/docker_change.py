@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active, restart, systemctl
+from gpuprov.engines import docker_unit
 from gpuprov.engines.docker_config import DAEMON_JSON, VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
-from gpuprov.engines.docker_unit import UNIT, dockerd_version, flag_values, gather_unit, last_words, refusal
+from gpuprov.engines.docker_unit import UNIT
+from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 
 _BUILT_IN = "runc"
@@ -51,21 +53,17 @@ class ReconfigureDocker(Change):
     cdi_later: bool = False
     cdi_by_version: bool = False
 
-    @property
-    def key(self) -> str:
-        return "configure docker"
+    key = "configure docker"
 
     def summary(self) -> str:
         parts = [f"write {self.path}"] if self.content is not None else []
         parts += [f"enable {UNIT}"] if self.enable else []
         parts += [] if self.is_loaded else [self._taking_up()]
-        return " and ".join(parts) + self._cdi_summary()
-
-    def _cdi_summary(self) -> str:
+        said = " and ".join(parts)
         if self.cdi_by_version:
-            return f", with features.cdi if that is docker {VERSIONS_WITH_FEATURE}"
+            return f"{said}, with features.cdi if that is docker {VERSIONS_WITH_FEATURE}"
         later = "; `--device nvidia.com/gpu=…` works after docker's next restart, which would stop them"
-        return later if self.cdi_later else ""
+        return said + later if self.cdi_later else said
 
     def _taking_up(self) -> str:
         if not self.runs:
@@ -89,32 +87,29 @@ class ReconfigureDocker(Change):
         found: dict[str, Any] = {"file": capture_path(system, self.path), "was_active": is_active(system, UNIT)}
         return {**found, "was_disabled": True} if self.enable else found
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        if self.cdi_by_version and needs_feature(dockerd_version(system)):
+    def apply(self, system: System, tell: Tell) -> None:
+        if self.cdi_by_version and needs_feature(docker_unit.dockerd_version(system)):
             text = self.content if self.content is not None else system.read_text(self.path)
-            content = edited(text, self.runtime_name, "", set_default=False, cdi=True) or self.content
-            return replace(self, content=content, cdi_by_version=False).apply(system, tell)
+            content = edited(text, RuntimeEntry(path="", cdi=True)) or self.content
+            replace(self, content=content, cdi_by_version=False).apply(system, tell)
+            return
         before = self.capture(system)
         if self.content is not None:
-            self._validate(system)
+            if self.validates:
+                self._validate(system)
             self._write(system, before)
         if self.enable and (trouble := systemctl(system, "enable", UNIT)):
-            raise GpuprovError(
-                "docker can't be enabled, so it would not come up at boot", trouble, f"systemctl enable {UNIT}"
-            )
+            what = "docker can't be enabled, so it would not come up at boot"
+            raise GpuprovError(what, trouble, f"systemctl enable {UNIT}")
         if self.is_loaded:
-            return {}
+            return
         tell(f"{'restarting' if self.restart else 'reloading'} docker", 0, 0)
         since = system.clock()
-        trouble = self._take_up(system)
-        if trouble:
+        if trouble := self._reload_or_restart(system):
             raise self._gone_back(system, before, trouble, since)
-        return {}
 
     def _validate(self, system: System) -> None:
-        """Validate the new text with dockerd itself, if its version can (23.0 and later)."""
-        if not self.validates or self.content is None:
-            return
+        """Validate the new text with dockerd itself."""
         folder = system.temporary_directory("/run")
         try:
             system.write(f"{folder}/daemon.json", self._bytes(), mode=0o600)
@@ -138,7 +133,7 @@ class ReconfigureDocker(Change):
             next_step = f"lsattr {self.path} shows an immutable file (chattr -i)" if is_forbidden else ""
             raise from_os_error(f"{self.path} can't be written", error, next_step) from None
 
-    def _take_up(self, system: System) -> str:
+    def _reload_or_restart(self, system: System) -> str:
         """Make docker read the file; return what went wrong, or ""."""
         if is_active(system, UNIT) and self.reload:
             # A docker that rejects the file at a reload keeps its old configuration: so reload first.
@@ -171,7 +166,7 @@ class ReconfigureDocker(Change):
 
     def _gone_back(self, system: System, before: Json, trouble: str, since: int) -> GpuprovError:
         """Restore the old file and docker's state; return the error to raise."""
-        words = last_words(system, since) or trouble
+        words = docker_unit.last_words(system, since) or trouble
         if self.content is None:
             return GpuprovError(f"docker does not take up {self.path}", words, "journalctl -u docker -n 50")
         restore_path(system, before["file"])
@@ -181,14 +176,11 @@ class ReconfigureDocker(Change):
             what = f"docker failed to start with the new {self.path}"
             if "Operation refused" in trouble:
                 words, what = trouble, f"systemd does not restart docker with the new {self.path}"
-            return GpuprovError(
-                f"{what}; the old one is back and docker runs with it",
-                words,
-                "fix what docker names, then run the same command again",
-            )
+            what = f"{what}; the old one is back and docker runs with it"
+            return GpuprovError(what, words, "fix what docker names, then run the same command again")
         return GpuprovError(
             f"docker starts neither with the new {self.path} nor with the old one, which is back",
-            f"{words}\nwith the old file: {last_words(system, since) or back}",
+            f"{words}\nwith the old file: {docker_unit.last_words(system, since) or back}",
             "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came",
         )
 
@@ -209,7 +201,9 @@ class ReconfigureDocker(Change):
         if before.get("was_disabled"):
             systemctl(system, "disable", UNIT)
         if not before["was_active"]:
-            _stop(system)
+            # Stop a docker that did not run before; if that would stop containers, only reload it.
+            if is_active(system, UNIT):
+                systemctl(system, "reload" if docker_unit.restart_stops_containers(system) else "stop", UNIT)
         elif not (is_same and is_active(system, UNIT) and _runs_with_its_file(system)):
             trouble = _run_again(system, image["path"])
             # Do not repeat the messages of a failed change.
@@ -225,34 +219,22 @@ def _runs_with_its_file(system: System) -> bool:
 
     A user may have restored the file without restarting docker.
     """
-    unit = gather_unit(system)
-    content = system.read_bytes(unit.config_path)
-    text = None if content is None else content.decode("utf-8", "surrogateescape")
+    unit = docker_unit.gather_unit(system)
+    text = docker_unit.text_of(system, unit.config_path)
     done = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)
     try:
         info: Any = json.loads(done.stdout)
         loaded, default = set(info["Runtimes"] or ()), str(info["DefaultRuntime"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return True  # not reported
-    config, wrong = parse_config(text, unit.config_path, dockerd_version(system) if text else "")
+    config, wrong = parse_config(text, unit.config_path, docker_unit.dockerd_version(system) if text else "")
     if wrong:
         return True
-    by_flag = (*flag_values(unit.arguments, "--default-runtime"), "")
+    by_flag = (*docker_unit.flag_values(unit.arguments, "--default-runtime"), "")
     named = str(config.get("default-runtime") or by_flag[0] or _BUILT_IN)
     wanted = {*(config.get("runtimes") or {}), *unit.flag_runtimes}
-    return {name for name in loaded if not _is_built_in(name)} == {
-        name for name in wanted if not _is_built_in(name)
-    } and default == named
-
-
-def _is_built_in(name: str) -> bool:
-    return name == _BUILT_IN or name.startswith("io.containerd.")
-
-
-def _stop(system: System) -> None:
-    """Stop a docker that did not run before; if that would stop containers, only reload it."""
-    if is_active(system, UNIT):
-        systemctl(system, "reload" if _restart_stops_containers(system) else "stop", UNIT)
+    others = (name for name in loaded ^ wanted if name != _BUILT_IN and not name.startswith("io.containerd."))
+    return default == named and not any(others)
 
 
 def _run_again(system: System, path: str) -> str:
@@ -260,19 +242,14 @@ def _run_again(system: System, path: str) -> str:
     since = system.clock()
     if not is_active(system, UNIT):
         trouble = restart(system, UNIT)
-    elif _restart_stops_containers(system):
+    elif docker_unit.restart_stops_containers(system):
         # docker drops a runtime only at a restart: it may know it until then.
         trouble = systemctl(system, "reload", UNIT)
-    elif refusal(system, gather_unit(system), path):
+    elif docker_unit.refusal(system, docker_unit.gather_unit(system), path):
         # It ran with a file that would have prevented its start, and does so again.
         return ""
     else:
         trouble = restart(system, UNIT)
     if not trouble and not is_active(system, UNIT):
         trouble = f"systemctl is-active {UNIT}: no"
-    return (last_words(system, since) or trouble) if trouble else ""
-
-
-def _restart_stops_containers(system: System) -> bool:
-    asked = system.run(("docker", "info", "--format", "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"), timeout=20)
-    return asked.ok and asked.stdout.split()[:1] != ["0"] and "true" not in asked.stdout
+    return (docker_unit.last_words(system, since) or trouble) if trouble else ""

@@ -15,7 +15,7 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, is_active, systemctl
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.engines.docker_unit import UNIT
+from gpuprov.engines.docker_unit import UNIT, restart_stops_containers
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 
@@ -64,7 +64,7 @@ def plan(
         return ()
     wanted = {DROP_IN: (_DROP_IN_TEXT, 0o644), ENVIRONMENT: (environment_text(proxy), 0o600)} if proxy.url else {}
     there = {path: (files[path].content, files[path].mode) for path in (DROP_IN, ENVIRONMENT) if path in files}
-    restart = docker.active and in_use is not True and not _would_stop(docker)
+    restart = docker.active and in_use is not True and not docker.restart_stops
     if there == wanted and not (restart and in_use is False):
         return ()
     return (SetDockerProxy(proxy, restart=restart and not restarts),)
@@ -76,14 +76,10 @@ def warning(docker: DockerFacts, proxy: Proxy, *, in_use: bool | None) -> str:
         return ""
     if docker.config.get("proxies"):
         return f"{docker.config_path} names proxies of its own: docker uses these, not gpuprov_proxy"
-    if docker.active and in_use is False and _would_stop(docker):
+    if docker.active and in_use is False and docker.restart_stops:
         names = ", ".join(docker.running_containers)
         return f"docker uses the proxy after its next restart, which stops {names}: systemctl restart docker"
     return ""
-
-
-def _would_stop(docker: DockerFacts) -> bool:
-    return bool(docker.running_containers) and not docker.live_restore
 
 
 @dataclass(frozen=True)
@@ -96,9 +92,7 @@ class SetDockerProxy(Change):
     proxy: Proxy
     restart: bool = False
 
-    @property
-    def key(self) -> str:
-        return "set docker's proxy"
+    key = "set docker's proxy"
 
     def summary(self) -> str:
         what = f"write {DROP_IN}: docker uses the proxy {self.proxy.address}" if self.proxy.url else f"remove {DROP_IN}"
@@ -128,16 +122,14 @@ class SetDockerProxy(Change):
             system.make_directory(STATE_DIRECTORY, 0o700)
             system.write(before["backup"], system.read_bytes(ENVIRONMENT) or b"", mode=0o600)
         if self.proxy.url:
-            for path, content, mode in (
-                (ENVIRONMENT, environment_text(self.proxy), 0o600),
-                (DROP_IN, _DROP_IN_TEXT, 0o644),
-            ):
+            files = ((ENVIRONMENT, environment_text(self.proxy), 0o600), (DROP_IN, _DROP_IN_TEXT, 0o644))
+            for path, content, mode in files:
                 system.make_directory(parent_of(path))
                 system.write(path, content, mode=mode)
         else:
             system.remove(DROP_IN)
             system.remove(ENVIRONMENT)
-        _take_up(system, restart=self.restart)
+        _reload_units(system, restart=self.restart)
         return {"restarted": self.restart}
 
     @classmethod
@@ -154,9 +146,8 @@ class SetDockerProxy(Change):
                 if system.list_directory(folder):
                     break
                 system.remove(folder)
-        stops = system.run(("docker", "info", "--format", "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"), timeout=20)
-        safe = stops.ok and (stops.stdout.split()[:1] == ["0"] or "true" in stops.stdout)
-        _take_up(system, restart=safe and is_active(system, UNIT))
+        safe = restart_stops_containers(system) is False
+        _reload_units(system, restart=safe and is_active(system, UNIT))
 
 
 def _shown(content: bytes | None) -> bytes | None:
@@ -164,7 +155,7 @@ def _shown(content: bytes | None) -> bytes | None:
     return None if content is None else masked(content.decode("utf-8", "replace")).encode()
 
 
-def _take_up(system: System, *, restart: bool) -> None:
+def _reload_units(system: System, *, restart: bool) -> None:
     daemon_reload(system)
     if restart and (trouble := systemctl(system, "restart", UNIT)):
         raise GpuprovError("docker does not restart with its proxy", trouble, "journalctl -u docker -n 50")

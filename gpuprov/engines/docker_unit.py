@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
-from gpuprov.engines.runtime_entry import Reader
+from gpuprov.engines.known import Reader
 from gpuprov.protocol.errors import Problem
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -20,7 +20,7 @@ SOCKET = "docker.socket"
 _DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _PROPERTIES = (
     "Id,LoadState,ActiveState,Result,UnitFileState,MainPID,ExecStart,Environment,EnvironmentFiles,Listen,FragmentPath,"
-    "RefuseManualStop"
+    "RefuseManualStop,Requires"
 )
 _SECONDS = 20
 # Lines of docker's log that only report a stop or that it read its file, not why it failed.
@@ -39,7 +39,8 @@ class DockerUnit:
 
     `command`: what starts dockerd, variables expanded. `running`: the command line of the running dockerd, which may be
     older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts when it is
-    used. `refuses_restart`: RefuseManualStop, with which systemd also refuses a restart.
+    used. `refuses_restart`: RefuseManualStop; systemd also refuses a restart then. `socket_masked`: docker.socket is
+    masked, and docker.service requires it.
     """
 
     load: str = ""
@@ -51,6 +52,7 @@ class DockerUnit:
     socket: str = ""
     on_demand: bool = False
     refuses_restart: bool = False
+    socket_masked: bool = False
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -88,7 +90,8 @@ def gather_unit(system: Reader) -> DockerUnit:
         blocks = dict(parse_show(done.stdout)) if done.ok else {}
     unit, socket = blocks.get(UNIT, {}), blocks.get(SOCKET, {})
     environment = _environment(system, unit)
-    command = expanded(exec_start("".join(unit.get("ExecStart", ()))), environment)
+    started = re.findall(r"argv\[\]=(.*?) ; ignore_errors=", "".join(unit.get("ExecStart", ())))
+    command = expanded(_words(started[-1]) if started else (), environment)
     return DockerUnit(
         load=_one(unit, "LoadState"),
         enabled=_one(unit, "UnitFileState"),
@@ -99,6 +102,7 @@ def gather_unit(system: Reader) -> DockerUnit:
         socket=_one(socket, "Listen").partition(" ")[0],
         on_demand=_one(socket, "UnitFileState") == "enabled",
         refuses_restart=_one(unit, "RefuseManualStop") == "yes",
+        socket_masked=_one(socket, "LoadState") == "masked" and SOCKET in _one(unit, "Requires").split(),
     )
 
 
@@ -114,12 +118,6 @@ def parse_show(text: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
         if lines.get("Id"):
             found[lines["Id"][0]] = lines
     return found
-
-
-def exec_start(text: str) -> tuple[str, ...]:
-    """Return the words of the last command in `systemctl show`'s ExecStart; variables are not expanded yet."""
-    found = re.findall(r"argv\[\]=(.*?) ; ignore_errors=", text)
-    return _words(found[-1]) if found else ()
 
 
 def expanded(words: Iterable[str], environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -206,6 +204,26 @@ def last_words(system: System, since: int = 0) -> str:
     return decisive_lines(done.stdout)
 
 
+def runtime_flags_problem(path: str, flags: Sequence[str]) -> tuple[Problem, ...]:
+    """Return the problem of these flags: dockerd does not start with a directive as a flag and in its file."""
+    what = f"docker's unit sets runtimes by a flag; with runtimes in {path} too it would not start"
+    step = "move what the flag says into the file: systemctl edit --full docker"
+    return (Problem(what, f"systemctl show {UNIT}: {' '.join(flags)}", step),) if flags else ()
+
+
+def text_of(system: Reader, path: str) -> str | None:
+    """Return a file of docker's as `parse_config` takes it; None if it is missing."""
+    content = system.read_bytes(path)
+    return None if content is None else content.decode("utf-8", "surrogateescape")
+
+
+def restart_stops_containers(system: System) -> bool | None:
+    """Say whether a restart of docker stops containers that run now; None if docker does not respond."""
+    form = "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"
+    done = system.run(("docker", "info", "--format", form), timeout=_SECONDS)
+    return done.stdout.split()[:1] != ["0"] and "true" not in done.stdout if done.ok else None
+
+
 def failure(system: System) -> Problem | None:
     """Return the problem of a docker whose unit has failed, None for any other state."""
     unit = gather_unit(system)
@@ -267,11 +285,7 @@ def _running(system: Reader, pid: str) -> tuple[str, ...]:
     if not pid.isdecimal():
         return ()
     words = _read(system, f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
-    return tuple(words) if _is_dockerd(words) else ()
-
-
-def _is_dockerd(words: Sequence[str]) -> bool:
-    return any(word.rpartition("/")[2] == "dockerd" for word in words[:1])
+    return tuple(words) if words[0].rpartition("/")[2] == "dockerd" else ()
 
 
 def _read(system: Reader, path: str) -> str:

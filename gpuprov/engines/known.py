@@ -1,55 +1,93 @@
-"""The engines besides docker that gpuprov configures: their programs, units, files and sockets. Tables."""
+"""The engines that gpuprov configures: tables of their programs, units, files and sockets, and the parts of an edit.
+
+Also which of them a Kubernetes node has: a kubelet that uses an engine of the host, or a distribution with its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+
+NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """A Kubernetes distribution with a containerd of its own: its files, and what makes it read them.
+class RuntimeEntry:
+    """A runtime to register with an engine. `set_default` and `cdi` change nothing if they are False."""
 
-    It writes `rendered` at every start, from `templates` (by version) if any exist.
+    name: str = "nvidia"
+    path: str = NVIDIA_RUNTIME
+    set_default: bool = False
+    cdi: bool = False
+
+
+@dataclass(frozen=True)
+class ConfigureRequest:
+    """The options of one call of `gpuprov runtime configure`.
+
+    `engine` is docker, containerd, crio, podman, k3s, rke2 or microk8s. `config` is its main file, nothing for the
+    usual one. `drop_in` is None for the usual drop-in and nothing for none. `from_command` asks the engine for its
+    configuration instead of reading the files. `executable` is the engine's program, nothing for the one on the PATH.
     """
 
-    name: str
-    rendered: str
-    templates: Mapping[int, str]
-    drop_in: Mapping[int, str]
-    reload_command: str
+    engine: str
+    runtime: RuntimeEntry = RuntimeEntry()
+    config: str = ""
+    drop_in: str | None = None
+    from_command: bool = False
+    executable: str = ""
+    unset: bool = False
 
 
-def _rancher_distribution(name: str) -> Distribution:
-    folder = f"/var/lib/rancher/{name}/agent/etc/containerd"
-    unit = {"k3s": "k3s", "rke2": "rke2-server"}[name]
-    return Distribution(
-        name,
-        f"{folder}/config.toml",
-        {2: f"{folder}/config.toml.tmpl", 3: f"{folder}/config-v3.toml.tmpl"},
-        {2: f"{folder}/config.toml.d/99-nvidia.toml", 3: f"{folder}/config-v3.toml.d/99-nvidia.toml"},
-        f"systemctl restart {unit} (on an agent: {name}-agent)",
-    )
+@dataclass(frozen=True)
+class FileEdit:
+    """A file's content before and after; None means that there is no file."""
+
+    path: str
+    before: bytes | None
+    after: bytes | None
+
+    @property
+    def changes(self) -> bool:
+        return self.before != self.after
 
 
-# https://docs.k3s.io/advanced#configuring-containerd, https://docs.rke2.io/advanced, microk8s' args folder.
-DISTRIBUTIONS = {
-    "k3s": _rancher_distribution("k3s"),
-    "rke2": _rancher_distribution("rke2"),
-    "microk8s": Distribution(
-        "microk8s", "/var/snap/microk8s/current/args/containerd.toml",
-        {2: "/var/snap/microk8s/current/args/containerd-template.toml"}, {},
-        "snap restart microk8s.daemon-containerd",
-    ),
-}  # fmt: skip
+@dataclass(frozen=True)
+class Configuration:
+    """The effect of a call: files, notes for the user, and the command that makes the engine read them."""
+
+    edits: tuple[FileEdit, ...]
+    notes: tuple[str, ...] = ()
+    reload_command: str = ""
+
+
+class Reader(Protocol):
+    """The source for an engine's edits: a System, or the facts gathered from one."""
+
+    def exists(self, path: str) -> bool: ...
+    def read_bytes(self, path: str) -> bytes | None: ...
+    def list_directory(self, path: str) -> tuple[str, ...]: ...
+    def which(self, program: str) -> str | None: ...
+    def run(self, argv: Sequence[str], *, timeout: float = 60) -> Completed: ...
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KnownEngine:
-    """An engine's program, where it may lie beside the PATH, and what reads its files when it starts.
+    """A row of engines.json: an engine's program, its `places` beside the PATH, and what reads its files at its start.
 
-    `units`: for example a server's and an agent's; podman has none. `socket` is the engine's CRI socket. `cluster`: it
-    is a whole Kubernetes, so restarting it affects more than an engine.
+    `units`: for example a server's and an agent's; podman has none. `socket` is the engine's CRI socket.
+    A Kubernetes distribution has a containerd of its own, and writes `rendered` at every start, from `templates` (by
+    version) if any exist; `drop_ins`, also by version, are read besides. If one of `detects` exists, it adds a runtime
+    `nvidia` of the first.
     """
 
     program: str
@@ -57,42 +95,52 @@ class KnownEngine:
     main: str
     drop_in: str = ""
     socket: str = ""
+    reload_command: str = ""
     places: tuple[str, ...] = ()
-    cluster: bool = False
+    rendered: str = ""
+    templates: Mapping[int, str] = field(default_factory=dict)
+    drop_ins: Mapping[int, str] = field(default_factory=dict)
+    detects: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
         """The default unit if no other one is known to run; empty if there is none."""
         return self.units[0] if self.units else ""
 
-
-def _rancher(name: str, units: tuple[str, ...], places: tuple[str, ...]) -> KnownEngine:
-    distribution = DISTRIBUTIONS[name]
-    # RKE2 runs k3s's code, the socket's folder too.
-    socket = "/run/k3s/containerd/containerd.sock"
-    return KnownEngine(name, units, distribution.rendered, "", socket, places, cluster=True)
+    @property
+    def cluster(self) -> bool:
+        """Whether it is a whole Kubernetes, so that restarting it affects more than an engine."""
+        return bool(self.rendered)
 
 
-ENGINES: Mapping[str, KnownEngine] = {
-    "containerd": KnownEngine(
-        "containerd", ("containerd.service",), "/etc/containerd/config.toml", "/etc/containerd/conf.d/99-nvidia.toml",
-        "/run/containerd/containerd.sock",
-    ),
-    "crio": KnownEngine(
-        "crio", ("crio.service",), "/etc/crio/crio.conf", "/etc/crio/crio.conf.d/99-nvidia.conf",
-        "/var/run/crio/crio.sock",
-    ),
-    "podman": KnownEngine(
-        "podman", (), "/etc/containers/containers.conf", "/etc/containers/containers.conf.d/99-nvidia.conf"
-    ),
-    "k3s": _rancher("k3s", ("k3s.service", "k3s-agent.service"), ("/usr/local/bin/k3s", "/opt/bin/k3s")),
-    "rke2": _rancher(
-        "rke2", ("rke2-server.service", "rke2-agent.service"), ("/usr/local/bin/rke2", "/opt/rke2/bin/rke2")
-    ),
-    "microk8s": KnownEngine(
-        "microk8s", ("snap.microk8s.daemon-containerd.service",), DISTRIBUTIONS["microk8s"].templates[2],
-        socket="/var/snap/microk8s/common/run/containerd.sock", places=("/snap/bin/microk8s",), cluster=True,
-    ),
-}  # fmt: skip
+def _known(row: Mapping[str, Any]) -> KnownEngine:
+    lists = {key: tuple(row.get(key, ())) for key in ("units", "places", "detects")}
+    versions = ((key, row.get(key, {}).items()) for key in ("templates", "drop_ins"))
+    return KnownEngine(**{**row, **lists, **{key: {int(n): path for n, path in paths} for key, paths in versions}})
+
+
+# Of k3s and RKE2, which runs k3s's code: docs.k3s.io/advanced#configuring-containerd, pkg/agent/containerd/runtimes.go.
+_TABLE: Mapping[str, Mapping[str, Any]] = json.loads(pkgutil.get_data("gpuprov.engines", "engines.json") or b"")
+ENGINES: Mapping[str, KnownEngine] = {name: _known(row) for name, row in _TABLE.items()}
 # Engines of a host itself, in the order in which `gpuprov_docker: none` configures them.
 OF_THE_HOST = tuple(name for name, engine in ENGINES.items() if not engine.cluster)
+
+# -- Kubernetes nodes ------------------------------------------------------------------------------------------------
+
+KUBELET = "kubelet"
+# Where kubeadm puts its settings.
+KUBELET_CONFIG = "/var/lib/kubelet/config.yaml"
+# Programs, where packages (in /usr/bin) and the installers of k3s, RKE2 (tarball or rpm) and microk8s put them.
+_KUBERNETES = {
+    KUBELET: ("/usr/local/bin/kubelet",), **{name: one.places for name, one in ENGINES.items() if one.cluster},
+}  # fmt: skip
+
+
+def kubernetes_programs(system: System) -> tuple[str, ...]:
+    """Return which of kubelet, k3s, rke2 and microk8s are installed."""
+    return tuple(name for name, paths in _KUBERNETES.items() if any(map(system.exists, (f"/usr/bin/{name}", *paths))))
+
+
+def own_engines(found: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those that include their own containerd."""
+    return tuple(name for name in found if name != KUBELET)

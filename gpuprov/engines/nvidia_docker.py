@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Jsons, Tell
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, systemctl
 from gpuprov.protocol.errors import GpuprovError
@@ -33,7 +33,7 @@ class RemoveVolume(Change):
     def capture(self, system: System) -> Json:
         return {"name": self.name}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         # Without --force: docker itself refuses a volume that a container has taken since.
         done = system.run(("docker", "volume", "rm", "--", self.name), timeout=_SECONDS)
         if not done.ok and "no such volume" not in done.stderr.lower():
@@ -41,12 +41,9 @@ class RemoveVolume(Change):
                 f"docker can't remove volume {self.name}", done.evidence(4),
                 f"docker ps --all --filter volume={self.name}; then run the same command again",
             )  # fmt: skip
-        return {}
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         return (f"volume {before['name']} and its content are not restored",)
 
 
@@ -63,11 +60,10 @@ class StopPlugin(Change):
         was = {verb: system.run(("systemctl", f"is-{verb}", "--quiet", self.unit)).ok for verb in ("active", "enabled")}
         return {"unit": self.unit, **was}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         words = ("systemctl", "disable", "--now", self.unit)
         what = f"{self.unit} can't be stopped"
         system.require(words, what, f"systemctl status {self.unit}", timeout=_SECONDS)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -115,16 +111,14 @@ class RemoveFolder(Change):
             return {"path": self.path, "mode": None}
         return {"path": self.path, "mode": found.mode, "uid": found.uid, "gid": found.gid}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         if mounts := _mounts(system, self.path):
             raise GpuprovError(
                 f"{self.path} is not removed: another file system is mounted in it", f"mounted: {', '.join(mounts)}",
                 f"umount {' '.join(map(shlex.quote, reversed(mounts)))}; then run the same command again",
             )  # fmt: skip
-        found = system.status(self.path)
-        if found is not None and found.kind == "directory":
-            system.remove_tree(self.path)
-        return {}
+        # A link in its place stays.
+        system.remove_tree(self.path)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -133,9 +127,7 @@ class RemoveFolder(Change):
             system.run(("chown", f"{before['uid']}:{before['gid']}", str(before["path"])))
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         return (f"the content of {before['path']} is not restored",) if before["mode"] is not None else ()
 
 

@@ -1,7 +1,6 @@
 """The program `nvidia-docker`: gives `run` and `create` the GPUs, and becomes docker; every other call is docker's.
 
-Standard library only, with few imports, because it starts with each container. Its only effect on the host is that it
-pulls an image whose labels it must read, as docker would do next.
+Standard library only, with few imports, because it starts with each container. It changes nothing on the host.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any, NoReturn
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+    # Pairs of name (without hyphens) and value.
+    Options = list[tuple[str, str]]
 
 _DEVICES = "NVIDIA_VISIBLE_DEVICES"
-_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
-# The labels of nvidia-docker 1.
-_VOLUMES_LABEL = "com.nvidia.volumes.needed"
-_CUDA_LABEL = "com.nvidia.cuda.version"
-# docker's exit code if it can't start a container, and a shell's if a program is missing.
-_REFUSED, _NO_DOCKER = 125, 127
+# A shell's exit code if a program is missing.
+_NO_DOCKER = 127
 # docker stops reading options at the first word that is not one. What follows the image is the container's command, not
 # parsed. Sources: docker(1), docker-run(1), and pflag's rules for words such as `-itv/a:/b`.
 # docker's own options. An unknown one ends the parsing: the call goes to docker unchanged.
@@ -34,42 +32,25 @@ _RUN_FLAGS = frozenset(
 )  # fmt: skip
 
 
-class ContainerCall:
-    """A call of `run` or `create`.
+def container_call(words: Sequence[str]) -> tuple[int, Options] | None:
+    """Return a call of `run` or `create`, None for any other command. `words`: those after `docker`.
 
-    `docker_options` are the words before the command, `start` the number of words up to and including `run` or
-    `create`. `options` are the command's: pairs of name (without hyphens) and value. `image` is "" if there is none.
+    The number of words up to and including `run` or `create`, and the options before the image.
     """
-
-    __slots__ = ("docker_options", "image", "options", "start")
-
-    def __init__(self, words: Sequence[str], command: int, start: int) -> None:
-        self.docker_options = tuple(words[:command])
-        self.start = start
-        self.options, place = _options(words[start:], _RUN_FLAGS, None)
-        self.image = "".join(words[start + place : start + place + 1])
-
-    def values(self, *names: str) -> tuple[str, ...]:
-        """Return the values of the options of these names."""
-        return tuple(value for name, value in self.options if name in names)
-
-
-def container_call(words: Sequence[str]) -> ContainerCall | None:
-    """Return the call of `run` or `create` in the words after `docker`, None for any other command."""
     _, command = _options(words, _GLOBAL_FLAGS, _GLOBAL_VALUES)
     start = command + (words[command : command + 1] == ["container"])
-    return ContainerCall(words, command, start + 1) if words[start : start + 1] in (["run"], ["create"]) else None
+    if words[start : start + 1] not in (["run"], ["create"]):
+        return None
+    return start + 1, _options(words[start + 1 :], _RUN_FLAGS, None)[0]
 
 
-def _options(
-    words: Sequence[str], flags: frozenset[str], known: frozenset[str] | None
-) -> tuple[list[tuple[str, str]], int]:
+def _options(words: Sequence[str], flags: frozenset[str], known: frozenset[str] | None) -> tuple[Options, int]:
     """Return the options at the beginning, and the index of the first word after them.
 
     That index is behind the last word if an option is neither among `flags` nor among the `known` ones; None accepts
     all.
     """
-    found: list[tuple[str, str]] = []
+    found: Options = []
     place = 0
     while place < len(words) and words[place].startswith("-") and words[place] != "-":
         word = words[place]
@@ -103,33 +84,27 @@ def _in_word(word: str, flags: frozenset[str]) -> list[tuple[str, str | None]]:
     return found
 
 
-def gpu_words(call: ContainerCall, config: Mapping[str, Any], nv_gpu: str) -> list[str]:
-    """Return the words to add to a call. `config`: the image's, as docker has it; `nv_gpu`: the caller's NV_GPU.
+def _values(options: Options, *names: str) -> list[str]:
+    return [value for name, value in options if name in names]
 
-    A call that chooses its GPUs by docker's own flags is unchanged.
+
+def gpu_words(options: Options, nv_gpu: str) -> list[str]:
+    """Return the words to add to a call with these options. `nv_gpu`: the caller's NV_GPU.
+
+    A call that chooses its GPUs by docker's own flags, or asks for help, is unchanged.
     """
-    if call.values("gpus") or any(value.startswith("nvidia.com/gpu=") for value in call.values("device")):
+    if _values(options, "gpus", "help") or any(one.startswith("nvidia.com/gpu=") for one in _values(options, "device")):
         return []
-    labels, image = config.get("Labels") or {}, _names(config.get("Env") or ())
-    given = _given(call)
-    words = [] if call.values("runtime") else ["--runtime=nvidia"]
-    selected = ",".join(nv_gpu.replace(",", " ").split())
-    if _DEVICES not in given and (selected or _DEVICES not in image):
-        words.append(f"--env={_DEVICES}={selected or 'all'}")
-    # nvidia-docker 1 gave such images the whole driver.
-    if _VOLUMES_LABEL in labels and _CAPABILITIES not in given | image:
-        words.append(f"--env={_CAPABILITIES}=all")
-    cuda = str(labels.get(_CUDA_LABEL, "")).strip().lstrip("v").split(".")[:2]
-    if all(one.isascii() and one.isdigit() for one in cuda):
-        # The runtime compares it with the driver of its host, and heeds NVIDIA_DISABLE_REQUIRE.
-        words.append(f"--env=NVIDIA_REQUIRE_CUDA_LABEL=cuda>={'.'.join(cuda)}")
+    words = [] if _values(options, "runtime") else ["--runtime=nvidia"]
+    if not _sets_devices(options):
+        words.append(f"--env={_DEVICES}={','.join(nv_gpu.replace(',', ' ').split()) or 'all'}")
     return words
 
 
-def _given(call: ContainerCall) -> set[str]:
-    """Return the names of the variables that a call sets. A pipe of --env-file is docker's: it can be read once."""
-    lines = list(call.values("e", "env"))
-    for path in call.values("env-file"):
+def _sets_devices(options: Options) -> bool:
+    """Say whether a call itself chooses devices. A pipe of --env-file is docker's: it can be read once."""
+    lines = _values(options, "e", "env")
+    for path in _values(options, "env-file"):
         if not os.path.isfile(path):  # noqa: PTH113 (pathlib costs milliseconds)
             continue
         try:
@@ -137,11 +112,7 @@ def _given(call: ContainerCall) -> set[str]:
                 lines += file
         except OSError:
             continue  # docker says it next
-    return _names(lines)
-
-
-def _names(entries: Sequence[str]) -> set[str]:
-    return {entry.partition("=")[0].strip() for entry in entries}
+    return any(line.partition("=")[0].strip() == _DEVICES for line in lines)
 
 
 def main(words: list[str], own_path: str) -> NoReturn:
@@ -153,9 +124,9 @@ def main(words: list[str], own_path: str) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     docker = _docker(own_path)
     call = container_call(words)
-    if call is not None and call.image:
-        added = gpu_words(call, _image_config(docker, call), os.environ.get("NV_GPU", ""))
-        words = [*words[: call.start], *added, *words[call.start :]]
+    if call is not None:
+        start, options = call
+        words = [*words[:start], *gpu_words(options, os.environ.get("NV_GPU", "")), *words[start:]]
     try:
         os.execv(docker[0], (*docker, *words))
     except OSError as error:
@@ -171,27 +142,6 @@ def _docker(own_path: str) -> tuple[str, ...]:
         if os.path.isfile(path) and os.access(path, os.X_OK) and os.path.realpath(path) != own:  # noqa: PTH113
             return path, *more
     return _end(f"there is no program {first}", f"PATH={os.environ.get('PATH', '')}", "install docker, or set PATH")
-
-
-def _image_config(docker: tuple[str, ...], call: ContainerCall) -> Mapping[str, Any]:
-    """Return the image's configuration; pull it first, as docker would, and exit as docker does if that fails."""
-    import json
-    import subprocess
-
-    null = subprocess.DEVNULL
-    docker = (*docker, *call.docker_options)
-    inspect = (*docker, "inspect", "--type=image", "--format={{json .Config}}", call.image)
-    done = subprocess.run(inspect, stdin=null, capture_output=True, check=False)
-    if done.returncode and "never" not in call.values("pull"):
-        options = [f"--platform={value}" for value in call.values("platform")]
-        # Standard output belongs to the container.
-        output = 2
-        if call.values("q", "quiet"):
-            options, output = [*options, "--quiet"], null
-        if subprocess.run((*docker, "pull", *options, call.image), stdin=null, stdout=output, check=False).returncode:
-            sys.exit(_REFUSED)
-        done = subprocess.run(inspect, stdin=null, capture_output=True, check=False)
-    return json.loads(done.stdout) or {} if done.returncode == 0 else {}
 
 
 def _end(what: str, seen: str, then: str) -> NoReturn:

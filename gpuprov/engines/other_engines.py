@@ -14,9 +14,8 @@ from gpuprov.core import units
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
-from gpuprov.engines import kubernetes
-from gpuprov.engines.known import DISTRIBUTIONS, ENGINES, OF_THE_HOST, Distribution, KnownEngine
-from gpuprov.engines.runtime_entry import DETECTED_RUNTIMES, ConfigureRequest, FileEdit, RuntimeEntry
+from gpuprov.engines import known
+from gpuprov.engines.known import ENGINES, ConfigureRequest, FileEdit, KnownEngine, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -63,16 +62,13 @@ class EngineFacts:
         asks_version = tuple(argv) == (self.program, "--version") and bool(self.version)
         return Completed(tuple(argv), 0 if asks_version else NOT_FOUND, self.version if asks_version else "")
 
-    def require(self, argv: Sequence[str], what: str, next_step: str = "") -> Completed:
-        raise GpuprovError(what, f"not gathered: {' '.join(argv)}", next_step)
-
 
 def names(system: System, spec: HostSpec) -> tuple[str, ...]:
     """Return the engines that a specification covers: those that it names, else, without docker, the installed ones."""
     if spec.engines or spec.docker != "none":
         return spec.engines
     # Docker's containerd belongs to docker, even if docker is to be left alone.
-    others = (name for name in OF_THE_HOST if name != "containerd" or system.which("dockerd") is None)
+    others = (name for name in known.OF_THE_HOST if name != "containerd" or system.which("dockerd") is None)
     coming = _coming(spec)
     return tuple(name for name in others if name in coming or system.which(ENGINES[name].program) is not None)
 
@@ -104,8 +100,9 @@ def _gather(system: System, name: str) -> EngineFacts:
     paths = [engine.main]
     if engine.drop_in:
         paths += _in_folder(system, parent_of(engine.drop_in))
-    if engine.cluster:
-        paths += _of_a_distribution(system, DISTRIBUTIONS[name])
+    paths += filter(None, (engine.rendered, *engine.templates.values()))
+    for drop_in in engine.drop_ins.values():
+        paths += _in_folder(system, parent_of(drop_in))
     version = ""
     if name == "containerd":
         # Imported here: most hosts name no such engine, and the TOML editor costs as much as all of their facts.
@@ -116,29 +113,15 @@ def _gather(system: System, name: str) -> EngineFacts:
         said = system.run((program, "--version"), timeout=20)
         version = said.stdout if said.ok else ""
     files = {path: content for path in paths if (content := system.read_bytes(path)) is not None}
-    if engine.cluster:
-        # Programs that only need to exist.
-        files.update({path: b"" for path in DETECTED_RUNTIMES if system.exists(path)})
-    return EngineFacts(program, version, files, _unit(system, engine), _running(system, engine))
+    # Programs that only need to exist.
+    files.update({path: b"" for path in engine.detects if system.exists(path)})
+    # Of several units the running one counts, because server and agent differ.
+    active = (unit for unit in engine.units if units.is_active(system, unit)) if len(engine.units) > 1 else iter(())
+    return EngineFacts(program, version, files, next(active, engine.unit), _running(system, engine))
 
 
 def _in_folder(system: System, folder: str) -> list[str]:
     return [f"{folder}/{file}" for file in system.list_directory(folder)]
-
-
-def _of_a_distribution(system: System, distribution: Distribution) -> list[str]:
-    """Return the files that k3s, RKE2 or microk8s has for its containerd."""
-    folders = (parent_of(path) for path in distribution.drop_in.values())
-    drop_ins = (path for folder in folders for path in _in_folder(system, folder))
-    return [distribution.rendered, *distribution.templates.values(), *drop_ins]
-
-
-def _unit(system: System, engine: KnownEngine) -> str:
-    """Return the engine's unit: of several, the running one, because server and agent differ."""
-    if len(engine.units) < 2:
-        return engine.unit
-    active = (unit for unit in engine.units if units.is_active(system, unit))
-    return next(active, engine.unit)
 
 
 def _running(system: System, engine: KnownEngine) -> CriStatus | None:
@@ -166,56 +149,41 @@ def registrations(
 
 
 def _registration(name: str, facts: EngineFacts, entry: RuntimeEntry) -> Registration:
-    from gpuprov.engines import configure
+    from gpuprov.engines import configure, containerd
 
     try:
-        entry = replace(
-            entry, set_default=entry.set_default and name != "podman", cdi=name == "containerd" and _needs_cdi(facts)
-        )
+        # CDI must be enabled in containerd, unless a user has disabled it.
+        asks = name == "containerd" and _CDI_ON_REQUEST.search(facts.version)
+        cdi = bool(asks) and containerd.written(facts).get("enable_cdi") is not False
+        entry = replace(entry, set_default=entry.set_default and name != "podman", cdi=cdi)
         found = configure.configuration(facts, ConfigureRequest(name, entry))
     except GpuprovError as error:
         return Registration(problem=error.problems[0])
     return Registration(tuple(edit for edit in found.edits if edit.changes))
 
 
-def _needs_cdi(facts: EngineFacts) -> bool:
-    """Say whether CDI must be enabled in containerd, and no user has disabled it."""
-    if not _CDI_ON_REQUEST.search(facts.version):
-        return False
-    from gpuprov.engines import containerd
-
-    return containerd.written(facts).get("enable_cdi") is not False
-
-
 def problems(facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default: bool = False) -> tuple[Problem, ...]:
     """Return what prevents the registration of the runtime with these engines."""
     missing = tuple(
-        Problem(
-            f"{name} is not installed",
-            f"there is no {ENGINES[name].program} on the PATH",
-            f"install it, or take {name} out of gpuprov_engines",
-        )
-        for name, one in facts.items()
-        if not one.program
-    )
+        Problem(f"{name} is not installed", f"there is no {ENGINES[name].program} on the PATH",
+                f"install it, or take {name} out of gpuprov_engines")
+        for name, one in facts.items() if not one.program
+    )  # fmt: skip
     found = registrations(facts, runtime_path, set_default=set_default).values()
     return (*missing, *(one.problem for one in found if one.problem is not None))
 
 
 def kept_running(facts: Mapping[str, EngineFacts], of_kubernetes: Sequence[str], spec: HostSpec) -> frozenset[str]:
     """Return the engines that may not be restarted: pods or a cluster's API server depend on them."""
-    unnamed = set(facts).difference(spec.engines) if kubernetes.KUBELET in of_kubernetes else set()
+    unnamed = set(facts).difference(spec.engines) if known.KUBELET in of_kubernetes else set()
     clusters = {name for name in facts if ENGINES[name].cluster and not spec.restart_kubernetes}
     return frozenset(unnamed | clusters)
 
 
 def plan(
-    facts: Mapping[str, EngineFacts],
-    runtime_path: str,
-    kept: frozenset[str] = frozenset(),
-    *,
+    facts: Mapping[str, EngineFacts], runtime_path: str, kept: frozenset[str] = frozenset(), *,
     set_default: bool = False,
-) -> tuple[Change, ...]:
+) -> tuple[Change, ...]:  # fmt: skip
     """Return the changes of the engines' files; each restarts its engine, if it runs and is not one of the `kept`.
 
     An engine that runs without having read its files is also restarted.
@@ -259,16 +227,15 @@ class ConfigureEngine(Change):
         return f"configure {self.engine}"
 
     def summary(self) -> str:
-        known = ENGINES[self.engine]
-        name = (self.unit or known.unit).removesuffix(".service")
+        name = self._unit.removesuffix(".service")
         if not self.edits:
-            return f"restart {name}: it runs and has not read its files ({_goes_on(known)})"
+            return f"restart {name}: it runs and has not read its files ({self._fate()})"
         written = f"write {', '.join(edit.path for edit in self.edits)}"
         if not name:
             return written
         if not self.restart:
             return f"{written} ({name} serves Kubernetes and is not restarted: type systemctl restart {name})"
-        return f"{written} and restart {name} ({_goes_on(known)})"
+        return f"{written} and restart {name} ({self._fate()})"
 
     def diff(self, system: System) -> str:
         return "".join(text_diff(edit.path, system.read_bytes(edit.path), edit.after) for edit in self.edits)
@@ -279,7 +246,7 @@ class ConfigureEngine(Change):
         was_active = self.restart and units.is_active(system, self._unit)
         return {"engine": self.engine, "files": files, "was_active": was_active, "unit": self._unit}
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         from gpuprov.engines import configure
 
         before = self.capture(system)
@@ -288,15 +255,13 @@ class ConfigureEngine(Change):
         # A stopped engine reads its files at its next start.
         if before["was_active"]:
             tell(f"restarting {unit}", 0, 0)
-            trouble = _restart(system, unit)
-            if trouble:
+            if trouble := _restart(system, unit):
                 self.undo(system, before, None)
                 raise GpuprovError(
                     f"{self.engine} failed to start with its new configuration; the old one is back",
                     trouble,
                     f"fix what {self.engine} names, then run the same command again",
                 )
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -306,14 +271,14 @@ class ConfigureEngine(Change):
             # Journals of older versions name no unit.
             _restart(system, before.get("unit") or ENGINES[before["engine"]].unit)
 
+    def _fate(self) -> str:
+        # Containers are children of their shims or conmon, not of the engine: they keep running.
+        cluster = ENGINES[self.engine].cluster
+        return "its pods go on; an API server in it does not answer meanwhile" if cluster else "its containers go on"
+
     @property
     def _unit(self) -> str:
         return self.unit or ENGINES[self.engine].unit
-
-
-def _goes_on(known: KnownEngine) -> str:
-    # Containers are children of their shims or conmon, not of the engine: they keep running.
-    return "its pods go on; an API server in it does not answer meanwhile" if known.cluster else "its containers go on"
 
 
 def _restart(system: System, unit: str) -> str:
@@ -321,9 +286,6 @@ def _restart(system: System, unit: str) -> str:
     trouble = units.restart(system, unit)
     if not trouble and units.is_active(system, unit):
         return ""
-    lines = [
-        line
-        for line in units.log_of(system, unit, 20).splitlines()
-        if "error" in line.lower() or "fail" in line.lower()
-    ]
+    said = units.log_of(system, unit, 20).splitlines()
+    lines = [line for line in said if "error" in line.lower() or "fail" in line.lower()]
     return "\n".join(lines[-3:]) or trouble

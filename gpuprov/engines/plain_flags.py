@@ -56,7 +56,10 @@ def plain_flags(edits: Mapping[str, Any], multiarch: str) -> PlainFlags:
     `multiarch`: the library folder of Debian's images for this machine. Raises ValueError for a path that docker's
     flags can't express.
     """
-    devices = [_device(node) for node in edits.get("deviceNodes") or ()]
+    devices = [
+        Device(node.get("hostPath") or node["path"], node["path"], node.get("permissions") or _DEFAULT_ACCESS)
+        for node in edits.get("deviceNodes") or ()
+    ]
     mounts = list(_mounts(edits, multiarch))
     for path in (*(one for device in devices for one in (device.source, device.target)),
                  *(one for mount in mounts for one in (mount.source, mount.target))):  # fmt: skip
@@ -92,19 +95,17 @@ def shell_words(flags: PlainFlags) -> tuple[str, ...]:
 
 def compose(flags: PlainFlags, service: str) -> str:
     """Return a file for `docker compose -f compose.yaml -f FILE`, which adds the GPUs to a service."""
+    lists: dict[str, list[object]] = {
+        "devices": [f"{one.source}:{one.target}:{one.access}" for one in flags.devices],
+        "volumes": [{"type": "bind", "source": one.source, "target": one.target, "read_only": True}
+                    for one in flags.mounts],
+        "environment": list(flags.environment),
+        "group_add": list(map(str, flags.groups)),
+    }  # fmt: skip
     lines = ["services:", f"  {_yaml(service)}:"]
-    if flags.devices:
-        devices = (f"{one.source}:{one.target}:{one.access}" for one in flags.devices)
-        lines += ["    devices:", *(f"      - {_yaml(device)}" for device in devices)]
-    if flags.mounts:
-        lines.append("    volumes:")
-        for mount in flags.mounts:
-            entry = {"type": "bind", "source": mount.source, "target": mount.target, "read_only": True}
-            lines.append(f"      - {_yaml(entry)}")
-    if flags.environment:
-        lines += ["    environment:", *(f"      - {_yaml(entry)}" for entry in flags.environment)]
-    if flags.groups:
-        lines += ["    group_add:", *(f'      - "{group}"' for group in flags.groups)]
+    for name, entries in lists.items():
+        if entries:
+            lines += [f"    {name}:", *(f"      - {_yaml(entry)}" for entry in entries)]
     return "\n".join(lines) + "\n"
 
 
@@ -134,11 +135,6 @@ def _quoted(text: str) -> str:
     """Return a word of a setting that is a list of words; C's escapes count in quotes (systemd.syntax(7), QUOTING)."""
     escaped = "".join(_ESCAPED.get(one, one) for one in _unit(text))
     return f'"{escaped}"' if escaped != text or not _PLAIN_WORD.fullmatch(text) else text
-
-
-def _device(node: Mapping[str, Any]) -> Device:
-    access = node.get("permissions") or _DEFAULT_ACCESS
-    return Device(node.get("hostPath") or node["path"], node["path"], access)
 
 
 def _mounts(edits: Mapping[str, Any], multiarch: str) -> Iterator[Mount]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tomlkit
 from tomlkit.container import Container, OutOfOrderTableProxy
 from tomlkit.exceptions import ParseError, TOMLKitError
+from tomlkit.items import AoT, Table
 
-from gpuprov.engines.runtime_entry import FileEdit, Reader
+from gpuprov.engines.known import FileEdit, Reader
 from gpuprov.protocol.errors import GpuprovError
 
 _BEGIN = "# gpuprov begin: `gpuprov runtime configure --unset` takes this out"
@@ -37,8 +38,6 @@ _CHANGED_LINE = re.compile(
     r"(?P<old>lines \"[^\n]*\"|[^\n]*?)(?P<end>[ \t]*\r?)$",
     re.MULTILINE,
 )
-_HEADER = re.compile(r"^[ \t]*(\[[^\[\n][^\n]*?\])[ \t]*(?:#[^\n]*)?(?:\r?\n|\r?\Z)", re.MULTILINE)
-_VERSION = re.compile(r"^[ \t]*[\"']?version[\"']?[ \t]*=[^\n]*(?:\n|\Z)", re.MULTILINE)
 # A Go template (k3s, RKE2) has invalid TOML in whole lines and in values. They are read as comments and strings.
 _TEMPLATE_LINE = re.compile(r"^([ \t]*\{\{[^\n]*)$", re.MULTILINE)
 _TEMPLATE_VALUE = re.compile(r"(=[ \t]*)(\{\{[^'\n]*\}\})(?=[ \t\r]*$)", re.MULTILINE)
@@ -61,16 +60,24 @@ def read_text(system: Reader, path: str) -> str | None:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         column = error.start - content.rfind(b"\n", 0, error.start)
-        raise GpuprovError(
-            f"{path} is not UTF-8; it was left alone",
-            f"line {line}, column {column}",
-            "correct it, then run this again",
-        ) from None
+        what = f"{path} is not UTF-8; it was left alone"
+        raise GpuprovError(what, f"line {line}, column {column}", "correct it, then run this again") from None
 
 
 def read(system: Reader, path: str) -> dict[str, Any]:
     """Return the content of a file; empty if there is none."""
     return read_toml(read_text(system, path) or "", path)
+
+
+def read_output(system: Reader, name: str, *commands: tuple[str, ...]) -> dict[str, Any]:
+    """Return the configuration that an engine's command prints, the first that succeeds. Raises GpuprovError."""
+    evidence = ""
+    for command in commands:
+        done = system.run(command, timeout=20)
+        if done.ok:
+            return read_toml(done.stdout, " ".join(command))
+        evidence = evidence or done.evidence(4)
+    raise GpuprovError(f"{name} does not tell its configuration", evidence, "--config-source=file reads the files")
 
 
 def read_without_ours(system: Reader, path: str) -> dict[str, Any]:
@@ -181,37 +188,33 @@ def with_values(text: str | None, wanted: Mapping[str, Any], name: str, *, first
         return text
     base = without_ours(text or "")
     before = read_toml(base, name)
-    # Additions of earlier calls, perhaps for another runtime, stay.
-    tables = _tables(merged(difference(before, present), wanted))
-    changed = _with_changed_values(base, before, tables, name)
-    new_tables = []
-    for path, keys in tables:
-        missing = {key: value for key, value in keys.items() if key not in table_at(before, *path)}
-        place = _place_in_table(changed, path, before)
-        if place is not None:
-            changed = _with_lines(changed, place, missing)
-        elif missing:
-            new_tables.append((path, missing))
-    if new_tables:
-        changed = _with_block(changed, new_tables, new_file=text is None or is_only_ours(text), first=first)
+    # Additions of earlier calls, perhaps for another runtime, stay. An empty table, of a copied runtime, has no line.
+    wanted = difference({}, merged(difference(before, present), wanted))
+    document = _document(base, name)
     try:
-        right = read_toml(changed, name) == merged(before, *map(_nested, tables)) and without_ours(changed) == base
-    except GpuprovError:
+        indents = [(one.trivia, one.trivia.indent) for one in _headed(document)]
+        tables = _tables(_put_into(document, wanted) if before else wanted)
+        for trivia, indent in indents:  # tomlkit sets a blank line before the table that follows a new key
+            trivia.indent = indent
+        changed = _MASKED_VALUE.sub(r"\1", tomlkit.dumps(document)).replace(_MASK, "")
+        if not base.endswith("\n"):
+            changed = changed.removesuffix("\n")
+        if tables:
+            changed = _with_block(changed, tables, new_file=text is None or is_only_ours(text), first=first)
+        right = read_toml(changed, name) == merged(before, wanted) and without_ours(changed) == base
+    except (GpuprovError, TOMLKitError, ValueError, TypeError):
         right = False
     if not right:
-        raise _refused(name)
+        raise GpuprovError(
+            f"{name} can't be edited safely; it was left alone",
+            "one of its tables is written inline, or by dotted keys, and can't be added to line by line",
+            "write that table with a [header] of its own, or give another file with --drop-in-config",
+        )
     return changed
 
 
-def _nested(table: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
-    path, values = table
-    for name in reversed(path):
-        values = {name: values}
-    return values
-
-
 def _document(text: str, name: str) -> tomlkit.TOMLDocument:
-    """Return a text as a document of tomlkit, which finds some keys that stand twice only when values are asked for."""
+    """Return a text as a tomlkit document. Its `unwrap` finds duplicate keys that `parse` accepts."""
     try:
         document = tomlkit.parse(_TEMPLATE_VALUE.sub(rf"\1'''{_MASK}\2'''", _TEMPLATE_LINE.sub(rf"{_MASK}\1", text)))
         document.unwrap()
@@ -224,27 +227,29 @@ def _document(text: str, name: str) -> tomlkit.TOMLDocument:
     raise GpuprovError(f"{name} is not valid TOML; it was left alone", seen, "correct it, then run this again")
 
 
-def _with_changed_values(
-    text: str, before: Mapping[str, Any], tables: Sequence[tuple[Path, dict[str, Any]]], name: str
-) -> str:
-    """Return the text with the wanted values of existing keys changed, and the old value noted beside each."""
-    changes = [
-        (path, key, value)
-        for path, keys in tables
-        for key, value in keys.items()
-        if key in (there := table_at(before, *path)) and there[key] != value
-    ]
-    if not changes:
-        return text
-    if any(isinstance(table_at(before, *path)[key], Mapping) for path, key, _ in changes):
-        raise _refused(name)
-    document = _document(text, name)
-    for path, key, value in changes:
-        table: Any = document
-        for part in path:
-            table = table[part]
-        _change(table, key, value)
-    return _MASKED_VALUE.sub(r"\1", tomlkit.dumps(document)).replace(_MASK, "")
+def _headed(container: Any) -> Iterator[Table]:
+    """Return each table of a document."""
+    for _, one in container.body:
+        for table in one.body if isinstance(one, AoT) else [one] if isinstance(one, Table) else []:
+            yield table
+            yield from _headed(table.value)
+
+
+def _put_into(table: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Put values into the tables that have a header, with gpuprov's marks; return those of the other tables."""
+    others: dict[str, Any] = {}
+    for key, value in wanted.items():
+        if isinstance(value, Mapping):
+            if inner := _put_into(table[key], value) if key in table else value:
+                others[key] = inner
+        elif key not in table and isinstance(table, Table) and table.is_super_table():
+            others[key] = value
+        elif key not in table:
+            table[key] = new = tomlkit.item(value)
+            new.trivia.comment_ws, new.trivia.comment = "  ", _ADDED.strip()
+        elif table[key] != value:
+            _change(table, key, value)
+    return others
 
 
 def _change(table: Any, key: str, value: Any) -> None:
@@ -268,63 +273,11 @@ def _restored(found: re.Match[str]) -> str:
     return f"{found['head']}{old}{found['tail']}{found['end']}"
 
 
-def _place_in_table(text: str, path: Path, before: Mapping[str, Any]) -> int | None:
-    """Return where a line may be inserted in a table with its own header; None if it has none."""
-    if not path:
-        # Root keys stand before the first table: below the version, which every file with keys but version 1 has.
-        if not before:
-            return None
-        version = _VERSION.search(text)
-        return version.end() if version else 0
-    for header in _HEADER.finditer(text):
-        if path[-1] in header[1] and _path_of(header[1]) == path:
-            return header.end()
-    return None
-
-
-def _path_of(header: str) -> Path:
-    """Return the path in a table's header; a header alone is a whole file of nested, empty tables."""
-    path: list[str] = []
-    try:
-        found: Any = tomlkit.parse(header).unwrap()
-    except (TOMLKitError, ValueError):
-        return ()
-    while isinstance(found, dict) and found:
-        ((name, found),) = found.items()
-        path.append(name)
-    return tuple(path)
-
-
-def _with_lines(text: str, place: int, keys: Mapping[str, Any]) -> str:
-    lines = [f"{_assignment(key, value)}{_ADDED}" for key, value in keys.items()]
-    if not lines:
-        return text
-    if place and not text[:place].endswith("\n"):
-        return text[:place] + "".join(f"\n{line}" for line in lines) + text[place:]
-    ending = "\r\n" if text[:place].endswith("\r\n") else "\n"
-    header = text[:place].rstrip("\r\n").rpartition("\n")[2]
-    indent = header[: len(header) - len(header.lstrip())]
-    indent += "  " if indent else ""
-    return text[:place] + "".join(f"{indent}{line}{ending}" for line in lines) + text[place:]
-
-
-def _assignment(key: str, value: Any) -> str:
-    return tomlkit.dumps({key: value}).rstrip("\n")
-
-
 def _with_block(text: str, tables: list[tuple[Path, dict[str, Any]]], *, new_file: bool, first: str) -> str:
     new_file = new_file and not text
     parts = [first] if new_file and first else []
     for path, keys in tables:
         header = [f"[{'.'.join(tomlkit.key(name).as_string() for name in path)}]"] if path else []
-        parts.append("\n".join(header + [_assignment(key, value) for key, value in keys.items()]))
+        parts.append("\n".join([*header, tomlkit.dumps(keys).rstrip("\n")]))
     block = f"{_BEGIN_FILE if new_file else _BEGIN}\n" + "\n\n".join(parts) + f"\n{_END}\n"
     return f"{text}\n{block}" if text else block
-
-
-def _refused(name: str) -> GpuprovError:
-    return GpuprovError(
-        f"{name} can't be edited safely; it was left alone",
-        "one of its tables is written inline, or by dotted keys, and can't be added to line by line",
-        "write that table with a [header] of its own, or give another file with --drop-in-config",
-    )

@@ -7,14 +7,16 @@ import json
 import re
 import shlex
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Optional
 
-from gpuprov.cdi.discover import DriverFacts
-from gpuprov.cdi.nodes import NVIDIA_MAJOR, parse_devices
+from gpuprov.cdi.discover import NVIDIA_MAJOR, DriverFacts, parse_devices
+from gpuprov.core.files import NO_FILE
 from gpuprov.core.system import System
+from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import Commands
+from gpuprov.runtime_hook.driver_files import disagreement, next_step
 
 PRELOAD = "/etc/ld.so.preload"
 ENVIRONMENT = "/etc/environment"
@@ -61,15 +63,20 @@ class HidingLibrary:
 
     def way_out(self, commands: Commands) -> str:
         """Return the command after which the loader takes another library."""
+        word = self.reason.rpartition(" ")[2]
         if self.is_by_environment:
-            variable = self.reason.rpartition(" ")[2]
-            return f"sed -i '/^[[:space:]]*{variable}=/d' {ENVIRONMENT}  # then log in again"
+            return f"sed -i '/^[[:space:]]*{word}=/d' {ENVIRONMENT}  # then log in again"
         if self.reason.startswith(PRELOAD):
-            word = self.reason.rpartition(" ")[2]
-            return f"sed -i {shlex.quote(f's|{word}||')} {PRELOAD}"
+            return without_preload(word)
         if self.package:
             return f"{commands.remove} {self.package}; ldconfig"
         return f"rm {shlex.join(self.removable)}; ldconfig"
+
+
+def without_preload(word: str) -> str:
+    """Return the command that takes a library out of /etc/ld.so.preload; to sed, its name is only text."""
+    literal = re.sub(r"[][\\*^$|]", r"\\\g<0>", word)
+    return f"sed -i {shlex.quote(f's|{literal}||')} {PRELOAD}"
 
 
 def damage(system: System, driver: DriverFacts) -> str:
@@ -99,8 +106,8 @@ def _broken(system: System, path: str) -> str:
 _DEVICE = "/dev/nvidia"
 # docker-ID.scope, /docker/ID, cri-containerd-ID.scope, crio-ID.scope, libpod-ID.scope, /kubepods/…/ID: 64 digits.
 _CONTAINER = re.compile(r"/(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?(?=/|$)")
-# The outermost: a service may have cgroups of its own choice below.
-_UNIT = re.compile(r"/([^/]+\.service)(?=/|$)")
+# The outermost: a service may have cgroups of its own choice below, and an LXC container those of its own services.
+_UNIT = re.compile(r"(?:/[^/]+\.slice)*/([^/]+\.service)(?=/|$)")
 _USERS = "/user.slice/"
 _Numbers = set[tuple[int, Optional[int]]]
 _LONGEST_COMMAND = 100
@@ -136,17 +143,24 @@ class RunningDriver:
     holders: tuple[GpuHolder, ...]
 
 
-def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[GpuHolder, ...]:
+def gather_holders(
+    system: System, others: Iterable[str] = (), *, computing: bool = False, minors: Collection[int] = ()
+) -> tuple[GpuHolder, ...]:  # fmt: skip
     """Return the processes that have one of the driver's devices open or mapped; `others`: more device nodes.
+
+    `computing`: only those that may compute, for CUDA opens nvidia-uvm; programs that watch GPUs do not. `minors`: only
+    those that have one of these GPUs open.
 
     The device's number decides: any user can have a file named /dev/nvidia0 in a mount namespace of their own.
     """
     majors = parse_devices(system.read_text("/proc/devices") or "")
-    numbers: _Numbers = {(NVIDIA_MAJOR, None)}
-    numbers |= {(major, None) for name, major in majors.items() if name.startswith("nvidia")}
+    numbers: _Numbers = set() if computing else {(NVIDIA_MAJOR, None)}
+    ours = "nvidia-uvm" if computing else "nvidia"
+    numbers |= {(major, None) for name, major in majors.items() if name.startswith(ours)}
     nodes = (system.status(path) for path in others)
     numbers |= {(node.major, node.minor) for node in nodes if node is not None and node.kind == "char"}
-    pids = sorted(int(name) for name in system.list_directory("/proc") if name.isdigit())
+    numbers = {(NVIDIA_MAJOR, minor) for minor in minors} or numbers
+    pids = sorted(int(name) for name in system.list_directory("/proc") if name.isdecimal())
     found = (_holder(system, pid, numbers) for pid in pids if pid != system.own_pid())
     return tuple(one for one in found if one is not None)
 
@@ -194,7 +208,7 @@ def parse_cgroup(text: str) -> tuple[str, str]:
     """
     paths = [line.split(":", 2)[-1] for line in text.splitlines()]
     container = next(filter(None, (_CONTAINER.search(path.partition(_USERS)[0]) for path in paths)), None)
-    units = [found[1] for found in map(_UNIT.search, paths) if found]
+    units = [found[1] for found in map(_UNIT.match, paths) if found]
     return (units[-1] if units and not container else ""), (container[1] if container else "")
 
 
@@ -231,3 +245,55 @@ def version_in(system: System, folder: str) -> str:
         return str(json.loads(system.read_text(f"{folder}/version.json") or "")["cuda"]["version"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
+
+
+_INSTALLER_LOG = "/var/log/nvidia-installer.log"
+_APT_HISTORY = "/var/log/apt/history.log"
+_LOGS = {"/var/log/dpkg.log": "dpkg", "/var/log/dnf.rpm.log": "dnf", "/var/log/zypp/history": "zypper"}
+# dpkg: `upgrade NAME OLD NEW`; dnf: `SUBDEBUG Upgraded: NAME`, `Upgrade: NAME`; zypper: `|install|NAME|VERSION|`.
+_CHANGE = re.compile(
+    r"[ |](upgrade|install|Upgrade:?|Upgraded:|Installed:)[ |]"
+    r"(libnvidia|libcuda1|nvidia-|cuda-drivers|kmod-nvidia|xserver-xorg-video-nvidia)"
+)
+_TIME = re.compile(r"^(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)")
+
+
+def package_change(system: System) -> tuple[str, ...]:
+    """Return the last line about the driver in a package manager's log, as PATH:NUMBER:LINE; empty without one."""
+    for path in _LOGS:
+        last = ""
+        try:
+            with system.open(path) as file:
+                # Line by line: zypper's log may be large.
+                for number, content in enumerate(file, 1):
+                    line = content.decode("utf-8", "replace").rstrip("\n")
+                    last = f"{path}:{number}:{line}" if _CHANGE.search(line) else last
+        except NO_FILE:
+            continue
+        return (last,) if last else ()
+    return ()
+
+
+def since(system: System, version: str) -> str:
+    """Return ` since apt upgraded them (DATE)` if a log says that this version came so, else ""."""
+    for line in package_change(system) if version else ():
+        path, _, text = re.split(r":(\d+):", line, maxsplit=1)
+        when = _TIME.match(text)
+        if when and re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", text.split()[-1]):
+            by = "apt" if _LOGS[path] == "dpkg" and system.exists(_APT_HISTORY) else _LOGS[path]
+            did = "upgraded" if "pgrade" in text else "installed"
+            return f" since {by} {did} them ({when[1]} {when[2]})"
+    log = system.read_text(_INSTALLER_LOG) or ""
+    created = re.search(r"^creation time: (.+)$", log, re.MULTILINE)
+    if version and created and f"installer version: {version}\n" in log:
+        return f" since NVIDIA's installer wrote them ({created[1].strip()})"
+    return ""
+
+
+def version_difference(system: System, driver: DriverFacts) -> str:
+    """Return how the driver's files and the loaded module differ, since when, and what to do; "" if they agree."""
+    files, module = driver.library_version, driver.kernel_version
+    if not files or not module or files == module:
+        return ""
+    step = next_step(module, container=bool(gather_kernel(system).container))
+    return f"{disagreement(files, module, since(system, files))}: {step}"

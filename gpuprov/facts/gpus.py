@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.core.system import System
+from gpuprov.machine.pci import gather_gpus, own_ids
+from gpuprov.protocol.models import Fabric, fabric_of
+from gpuprov.protocol.words import counted
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def gather_mig(system: System) -> tuple[MigGpu, ...]:
 def parse_modes(text: str) -> tuple[tuple[int, str, str], ...]:
     """Return (index, current mode, pending mode) of each GPU from `nvidia-smi --query-gpu=…`."""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
-    return tuple((int(row[0]), row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit())
+    return tuple((int(row[0]), row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdecimal())
 
 
 def parse_instances(text: str) -> Mapping[int, tuple[str, ...]]:
@@ -86,19 +89,44 @@ def parse_profiles(text: str) -> Mapping[int, Mapping[str, int]]:
     return found
 
 
+DCGM_UNIT, DCGM_EXPORTER = "nvidia-dcgm.service", "nvidia-dcgm-exporter.service"
+_DCGM_PROGRAM = "/usr/bin/nv-hostengine"
+
+
+@dataclass(frozen=True)
+class DcgmFacts:
+    """Which of DCGM's units are enabled, and which are active."""
+
+    enabled: tuple[str, ...] = ()
+    active: tuple[str, ...] = ()
+
+
+def gather_dcgm(system: System) -> DcgmFacts:
+    """Return the facts; four commands, and none on a machine without DCGM."""
+    if not system.exists(_DCGM_PROGRAM):
+        return DcgmFacts()
+    verbs, names = ("is-enabled", "is-active"), (DCGM_UNIT, DCGM_EXPORTER)
+    found = [tuple(one for one in names if system.run(("systemctl", verb, "--quiet", one)).ok) for verb in verbs]
+    return DcgmFacts(*found)
+
+
 # PCI Code and ID Assignment Specification: 0680 is a bridge of another kind; NVIDIA's are its NVSwitches.
 _NVIDIA_VENDOR, _BRIDGE_CLASS = "0x10de", "0x0680"
 # From B200 on the switches hide behind network adapters, whose vital product data says so (NVIDIA's driver container).
 _ADAPTERS, _SWITCH_MANAGEMENT = "/sys/class/infiniband", b"SW_MNG"
 UNIT = "nvidia-fabricmanager.service"
 _PROGRAM = "nv-fabricmanager"
+# Kernel modules that it needs before it starts.
+FABRIC_MODULES = "/etc/modules-load.d/gpuprov-fabric.conf"
 
 
 @dataclass(frozen=True)
 class FabricFacts:
     """`switches`: bus ids of NVSwitches, or names of the adapters before them, which `nvlsm` has to manage (`managed`).
 
-    `version`: of the fabric manager's program, "" if there is none; `active`, `enabled`: its unit.
+    `version`: of the fabric manager's program, "" if there is none; `active`, `enabled`: its unit. `rack`: the switches
+    are a rack's, which IMEX uses; no fabric manager runs here. `hidden`: the evidence that the GPUs are a whole board's
+    with switches, of which none is in sight; "" if there may be none.
     """
 
     switches: tuple[str, ...] = ()
@@ -106,6 +134,8 @@ class FabricFacts:
     version: str = ""
     active: bool = False
     enabled: bool = False
+    rack: bool = False
+    hidden: str = ""
 
 
 def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts:
@@ -113,32 +143,36 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
 
     `managed`: the system is an image for machines with switches; whether adapters stand before them.
     """
-    if managed is not None:
-        return _fabric_facts(system, ("to come",), managed=managed)
-    adapters = tuple(name for name in system.list_directory(_ADAPTERS) if _manages_switches(system, name))
-    switches = (*_switches(system), *adapters)
-    return _fabric_facts(system, switches, managed=bool(adapters)) if switches else FabricFacts()
-
-
-def _fabric_facts(system: System, switches: tuple[str, ...], *, managed: bool) -> FabricFacts:
+    switches: tuple[str, ...] = ("to come",)
+    fabrics: list[Fabric] = []
+    if managed is None:
+        fabrics = [fabric for one in own_ids(gather_gpus(system)) if (fabric := fabric_of(one))]
+        if any(not one.manager for one in fabrics):
+            return FabricFacts(rack=True)
+        adapters = tuple(name for name in system.list_directory(_ADAPTERS) if _manages_switches(system, name))
+        switches, managed = (*_switches(system), *adapters), bool(adapters)
+    if not switches:
+        return FabricFacts(hidden=_hidden(system, fabrics))
     told = system.run((_PROGRAM, "--version"), timeout=20)
-    return FabricFacts(
-        switches,
-        managed,
-        parse_version(told.stdout + told.stderr),
-        system.run(("systemctl", "is-active", "--quiet", UNIT)).ok,
-        system.run(("systemctl", "is-enabled", "--quiet", UNIT)).ok,
-    )
+    active, enabled = (system.run(("systemctl", verb, "--quiet", UNIT)).ok for verb in ("is-active", "is-enabled"))
+    return FabricFacts(switches, managed, parse_version(told.stdout + told.stderr), active, enabled)
+
+
+def _hidden(system: System, fabrics: Sequence[Fabric]) -> str:
+    whole = next((one for one in fabrics if one.board and fabrics.count(one) >= one.board), None)
+    if whole is None:
+        return ""
+    missing = [name for name in whole.modules if not system.exists(f"/sys/module/{name}")]
+    loaded = f"; not loaded: {', '.join(missing)}" if missing else ""
+    joined = counted(len(fabrics), "GPU")
+    return f"{joined} that NVSwitches join; no bridge of NVIDIA's, no adapter in {_ADAPTERS}{loaded}"
 
 
 def _switches(system: System) -> tuple[str, ...]:
     base = "/sys/bus/pci/devices"
-    return tuple(
-        bus_id
-        for bus_id in system.list_directory(base)
-        if (system.read_text(f"{base}/{bus_id}/vendor") or "").strip() == _NVIDIA_VENDOR
-        and (system.read_text(f"{base}/{bus_id}/class") or "").startswith(_BRIDGE_CLASS)
-    )
+    nvidias = (bus_id for bus_id in system.list_directory(base)
+               if (system.read_text(f"{base}/{bus_id}/vendor") or "").strip() == _NVIDIA_VENDOR)  # fmt: skip
+    return tuple(one for one in nvidias if (system.read_text(f"{base}/{one}/class") or "").startswith(_BRIDGE_CLASS))
 
 
 def _manages_switches(system: System, adapter: str) -> bool:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
-from gpuprov.cdi.other_devices import specifications
+from gpuprov.cdi.generate import other_specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
-from gpuprov.engines import docker_proxy, kubernetes
+from gpuprov.engines import docker_proxy, known
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
@@ -22,18 +22,19 @@ from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot
 from gpuprov.facts.boot import IN_USE_MARK, BootFacts, RebootFacts, gather_boot, gather_reboot
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, CudaFacts, HidingLibrary, RunningDriver, damage, gather_cuda
-from gpuprov.facts.gpus import Chips, FabricFacts, MigGpu, gather_fabric
+from gpuprov.facts.gpus import FABRIC_MODULES, Chips, DcgmFacts, FabricFacts, MigGpu, gather_dcgm, gather_fabric
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
 from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, InitramfsFacts, gather_initramfs
 from gpuprov.facts.leftovers import NVIDIA_DOCKER, Leftovers, gather_leftovers
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
-from gpuprov.machine.pci import PciGpu, gather_gpus
+from gpuprov.machine.pci import PciGpu, gather_gpus, own_ids
 from gpuprov.packages import retired
 from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.sources import PinnedOut
+from gpuprov.protocol.codec import as_json
 from gpuprov.repos import RPM_KEYS
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -52,6 +53,7 @@ _MANAGED_FILES = (
     BLACKLIST,
     DKMS_SIGNING,
     PREFERENCES,
+    FABRIC_MODULES,
     DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
@@ -87,6 +89,7 @@ class HostFacts:
     sentence each. `clock`: seconds since 1970. `bundle`: replaces the network, if the installation has one. `running`:
     the loaded driver and its users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is
     requested. `offers`: what the repositories have of the packages that a plan depends on, if they were queried.
+    `upgrade`: whether the user asks for the newest driver of the branch that packages hold.
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
@@ -122,9 +125,11 @@ class HostFacts:
     bundle: BundleFacts | None = None
     running: RunningDriver | None = None
     fabric: FabricFacts = field(default_factory=FabricFacts)
+    dcgm: DcgmFacts = field(default_factory=DcgmFacts)
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
+    upgrade: bool = False
     docker_proxy_in_use: bool | None = None
     served: Chips = field(default_factory=dict)
     driver_damage: str = ""
@@ -152,7 +157,7 @@ class HostFacts:
         """The PCI device ids of the GPUs, which identify their generations; for an image, those of future GPUs."""
         if self.image is not None:
             return self.image.device_ids
-        return tuple(gpu.device_id for gpu in self.gpus)
+        return own_ids(self.gpus)
 
     @property
     def driver_installed_version(self) -> str:
@@ -185,7 +190,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         reboot=gather_reboot(system),
         gpus=gather_gpus(system),
         driver=driver,
-        other_specifications=specifications(system),
+        other_specifications=other_specifications(system),
         driver_packaged=driver_package(packages),
         packages=packages,
         docker=docker,
@@ -200,11 +205,12 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         displays=gather_displays(system),
         clock=system.clock(),
         fabric=gather_fabric(system),
+        dcgm=gather_dcgm(system),
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
-        kubernetes=kubernetes.gather(system),
+        kubernetes=known.kubernetes_programs(system),
         leftovers=gather_leftovers(system, packages, docker, manager_of(distribution_of(os))),
     )
 
@@ -282,7 +288,7 @@ def gather_downloads(system: System) -> Mapping[str, str]:
 
 def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     """Return the facts as JSON values: only the paths of files, only the number of installed packages."""
-    data: dict[str, Any] = _plain(facts)
+    data: dict[str, Any] = as_json(facts)
     data["files"] = sorted(facts.files)
     del data["served"]
     for name, engine in facts.engines.items():
@@ -290,15 +296,3 @@ def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     data["other_specifications"] = sorted(facts.other_specifications)
     data["packages"] = {"manager": facts.packages.manager, "installed": len(facts.packages.installed)}
     return data
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return value

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpuprov.cdi import other_devices
-from gpuprov.cdi.generate import PATH
+from gpuprov.cdi.generate import OTHER_PATHS, PATH
 from gpuprov.core.places import REMEMBERED
 from gpuprov.core.system import System
 from gpuprov.machine.machine import Kernel
@@ -15,8 +14,9 @@ from gpuprov.protocol.errors import GpuprovError
 
 # The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.
 _MODULE = re.compile(r"(?:^|/)(nvidia(?:-current|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
-# Version, the distribution's number, flavour: 6.1.0-13-amd64, 6.12.48+deb13-cloud-amd64, 6.5.0-1014-aws.
-_FLAVOUR = re.compile(r"\d[^-]*(?:-\d[^-]*)?-([a-z].*)")
+# Version, the distribution's number, flavour: 6.1.0-13-amd64, 6.12.48+deb13-cloud-amd64, 6.5.0-1014-aws; Red Hat's,
+# behind the architecture: 5.14.0-427.el9.aarch64+64k.
+_FLAVOUR = re.compile(r".*\.(?:x86_64|aarch64)\+([a-z0-9-]+)|\d[^-]*(?:-\d[^-]*)?-([a-z].*)")
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def newest(kernels: Iterable[InstalledKernel], running: str) -> InstalledKernel 
 def flavour(release: str) -> str:
     """Return `amd64` of 6.1.0-13-amd64; nothing where releases name none (RHEL's 5.14.0-427.el9.x86_64)."""
     found = _FLAVOUR.fullmatch(release)
-    return found[1] if found else ""
+    return found[1] or found[2] if found else ""
 
 
 def _order(release: str) -> tuple[tuple[int, str], ...]:
     parts = re.findall(r"\d+|[a-z]+", release)
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
 def fault(
@@ -75,24 +75,16 @@ def fault(
     `headers`: packages with this kernel's headers; `missing`: those that bring headers with later kernels; `dkms`: DKMS
     builds the module; `compiled`: the package that would bring it, where modules are precompiled.
     """
+    lack, build = f"kernel {kernel.release} has no NVIDIA module", f"dkms autoinstall -k {kernel.release}"
     if compiled:
-        lack = (
-            f"kernel {kernel.release} has no NVIDIA module: install {compiled}, or boot an older one until there is one"
-        )
-        return "" if kernel.module else lack
-    install = f"install {' '.join(headers)}" if headers else "install its headers"
+        return "" if kernel.module else f"{lack}: install {compiled}, or boot an older one until there is one"
     if not kernel.module and not kernel.headers:
-        return (
-            f"kernel {kernel.release} has no NVIDIA module, and no headers to build one: {install}"
-            f"; dkms autoinstall -k {kernel.release}"
-        )
+        install = f"install {' '.join(headers) or 'its headers'}"
+        return f"{lack}, and no headers to build one: {install}; {build}"
     if not kernel.module and dkms:
-        return f"kernel {kernel.release} has no NVIDIA module: dkms autoinstall -k {kernel.release}; dkms status"
+        return f"{lack}: {build}; dkms status"
     if not kernel.module:
-        return (
-            f"kernel {kernel.release} has no NVIDIA module, and DKMS does not build it: boot it, then run the .run "
-            "again with dkms installed"
-        )
+        return f"{lack}, and DKMS does not build it: boot it, then run the .run again with dkms installed"
     if dkms and missing:
         return f"the kernel after {kernel.release} will come without headers: install {' '.join(missing)}"
     return ""
@@ -149,21 +141,15 @@ def gather_initramfs(system: System) -> InitramfsFacts:
 def gather_images(system: System) -> tuple[Image, ...]:
     """Return the images of installed kernels, by name; rescue and crash-dump images have no modules of their own."""
     kernels = set(system.list_directory("/lib/modules"))
-    found = []
-    for name in system.list_directory(_BOOT):
-        kernel = kernel_of(name)
-        status = system.status(f"{_BOOT}/{name}")
-        if kernel in kernels and status is not None:
-            found.append(Image(kernel, f"{_BOOT}/{name}", status.modified))
-    return tuple(found)
+    found = ((name, system.status(f"{_BOOT}/{name}")) for name in system.list_directory(_BOOT))
+    return tuple(Image(kernel, f"{_BOOT}/{name}", status.modified)
+                 for name, status in found if status and (kernel := kernel_of(name)) in kernels)  # fmt: skip
 
 
 def kernel_of(name: str) -> str:
     """Return the kernel that an image's file name names, nothing for another file."""
-    for before, after, _ in _FAMILIES:
-        if name.startswith(before) and name.endswith(after):
-            return name[len(before) : len(name) - len(after)]
-    return ""
+    ends = ((before, after) for before, after, _ in _FAMILIES if name.startswith(before) and name.endswith(after))
+    return next((name[len(before) : len(name) - len(after)] for before, after in ends), "")
 
 
 def rebuild_command(system: System, image: Image) -> tuple[str, ...]:
@@ -256,7 +242,7 @@ def newest_kernel(system: System) -> str:
 
 def gather_identity(system: System) -> tuple[str, ...]:
     """Return the files that identify this machine or its GPUs: copies must not have them."""
-    found = [path for path in (*_SECRETS, PATH, REMEMBERED, *other_devices.PATHS) if system.status(path) is not None]
+    found = [path for path in (*_SECRETS, PATH, REMEMBERED, *OTHER_PATHS) if system.status(path) is not None]
     machine_id = (system.read_bytes(MACHINE_ID) or b"").strip()
     if machine_id not in (b"", _UNINITIALIZED):
         found.append(MACHINE_ID)

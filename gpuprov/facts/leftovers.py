@@ -81,22 +81,17 @@ class Leftovers:
         return bool(self.files or self.unit or self.folder)
 
 
-def old_packages(installed: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the installed packages of nvidia-docker 1 and 2, with the toolkit that they have brought."""
-    return (*retired.retired_packages(installed), *retired.old_toolkit(installed))
-
-
 def gather_leftovers(system: System, packages: PackageFacts, docker: DockerFacts, manager: PackageManager) -> Leftovers:
     """Return the remains without querying docker; a host without them needs only a check of a few paths."""
-    names = old_packages(packages.installed)
+    names = retired.old_packages(packages.installed)
     # gpuprov has a command of this name, too.
-    there = [
-        path for path in _FILES if system.status(path) and b"gpuprov" not in (system.read_start(path, 4096) or b"")
-    ]
-    folder = system.status(FOLDER)
+    there = [one for one in _FILES if system.status(one) and b"gpuprov" not in (system.read_start(one, 4096) or b"")]
+    folder, unit = system.status(FOLDER), ""
+    if any(path.endswith(UNIT) for path in there):
+        unit = "active" if system.run(("systemctl", "is-active", UNIT), timeout=_SECONDS).ok else "inactive"
     return Leftovers(
         files=tuple(manager.unowned(system, there)) if there else (),
-        unit=_unit(system) if any(path.endswith(UNIT) for path in there) else "",
+        unit=unit,
         folder=folder is not None and folder.kind == "directory",
         has_settings=system.exists(NVIDIA_SETTINGS_PATH),
         dead_runtimes=tuple(name for name, path in _runtimes(docker) if not _is_program(system, path)),
@@ -115,7 +110,7 @@ def with_docker(
     on_disk = tuple(name for name in system.list_directory("/var/lib/docker/volumes") if _VOLUME.match(name))
     if not docker.active:
         return replace(found, unseen=on_disk)
-    if not (always or on_disk or found.has_plugin or old_packages(packages.installed)):
+    if not (always or on_disk or found.has_plugin or retired.old_packages(packages.installed)):
         return replace(found, volumes=())
     try:
         return _told_by_docker(system, found)
@@ -163,20 +158,12 @@ def _containers(system: System) -> list[tuple[str, ...]]:
     return sorted(tuple(line.lstrip("/").split(" ", 3)) for line in done.stdout.splitlines())
 
 
-def _unit(system: System) -> str:
-    return "active" if system.run(("systemctl", "is-active", UNIT), timeout=_SECONDS).ok else "inactive"
-
-
 def _runtimes(docker: DockerFacts) -> list[tuple[str, str]]:
     """Return docker's runtimes, besides `nvidia`, that run a program of NVIDIA's: name, path."""
     runtimes = docker.config.get("runtimes") or {}
     paths = {name: str(one.get("path") or "") for name, one in runtimes.items() if isinstance(one, Mapping)}
-    return [(name, path) for name, path in paths.items() if name != "nvidia" and is_nvidias(path)]
-
-
-def is_nvidias(path: str) -> bool:
-    """Say whether a runtime's program is one of NVIDIA's, by its name."""
-    return path.rpartition("/")[2].startswith("nvidia-container-")
+    theirs = (name for name, path in paths.items() if path.rpartition("/")[2].startswith("nvidia-container-"))
+    return [(name, paths[name]) for name in theirs if name != "nvidia"]
 
 
 def _is_program(system: System, path: str) -> bool:
@@ -192,9 +179,5 @@ def _users(system: System, docker: DockerFacts) -> Mapping[str, tuple[str, ...]]
         named = dict.fromkeys(match[0] for line in lines for match in _PROGRAM.finditer(line))
         if named:
             found[path] = tuple(named)
-    living = {
-        f"{docker.config_path}, runtime {name}": (path,)
-        for name, path in _runtimes(docker)
-        if _is_program(system, path)
-    }
-    return {**found, **living}
+    living = ((name, path) for name, path in _runtimes(docker) if _is_program(system, path))
+    return {**found, **{f"{docker.config_path}, runtime {name}": (path,) for name, path in living}}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuprov.core.changes import FileFact
+from gpuprov.core.changes import FileFact, file_digest
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.boot import UNITS
@@ -57,8 +57,8 @@ def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[s
     has_folder = bool(folder) and (status := system.status(folder)) is not None and status.kind == "directory"
     return WatchFacts(
         files=found,
-        program=_digest(system, PROGRAM),
-        agent=_digest(system, agent_path) if metrics and agent_path else "",
+        program=file_digest(system, PROGRAM),
+        agent=file_digest(system, agent_path) if metrics and agent_path else "",
         agent_path=agent_path,
         link=link.target if link is not None else "",
         folders=(folder,) if has_folder else (),
@@ -80,8 +80,3 @@ def _file(system: System, path: str) -> FileFact | None:
     if status is None or content is None:
         return None
     return FileFact(content, status.mode, status.uid, status.gid)
-
-
-def _digest(system: System, path: str) -> str:
-    status = system.status(path)
-    return system.sha256(path) if status is not None and status.kind == "file" else ""

@@ -8,8 +8,10 @@ Python's own .pyc files beside the sources, 0.1 s). The folder belongs to root a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import pkgutil
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 import gpuprov
-from gpuprov.core.disk import make_user_folder
+from gpuprov.core.files import make_user_folder, write_whole
 from gpuprov.protocol.errors import GpuprovError
 
 _CLONE = Path(gpuprov.__file__).resolve().parents[1]
@@ -37,89 +39,6 @@ _HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py", "verify
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 _CACHE = "~/.cache/gpuprov"
 
-_STARTER = '''\
-"""Starts gpuprov's {name}: unpacks this zip once, then runs from there."""
-
-import os
-import sys
-
-if sys.version_info < (3, 9):
-    sys.exit("gpuprov needs Python 3.9 or later\\n  seen: %s is Python %d.%d\\n  next: install a newer Python (Ubuntu "
-             "20.04: apt-get install python3.9; RHEL 8: dnf install python3.12), then name it: sudo python3.9 %s"
-             % (sys.executable, sys.version_info[0], sys.version_info[1], sys.argv[0]))
-
-DIGEST = "{digest}"
-PLACE = "/var/cache/gpuprov" if os.geteuid() == 0 else os.path.expanduser("~/.cache/gpuprov")
-
-
-def unpacked():
-    """Return the folder with the modules, ours alone, or the zip itself where no folder can be had."""
-    folder = os.path.join(PLACE, "{name}-" + DIGEST)
-    archive = os.path.dirname(os.path.abspath(__file__))
-    try:
-        if is_below_others(PLACE):
-            return archive
-        os.makedirs(PLACE, mode=0o700, exist_ok=True)
-        if is_ours(PLACE) and (is_ours(folder) or unpack(archive, folder)):
-            os.utime(folder)  # marks its use: folders in use are kept
-            return folder
-    except OSError:
-        pass  # a full or read-only disk: slower, but it runs
-    return archive
-
-
-def is_ours(path):
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.geteuid() and found.st_mode & 0o170022 == 0o040000
-
-
-def is_below_others(path):
-    """Say whether another user could swap the folder: below his home, or writable by a group, or a relative path."""
-    if not os.path.isabs(path):
-        return True
-    above = os.path.dirname(os.path.realpath(path))
-    while not os.path.exists(above):
-        above = os.path.dirname(above)
-    while True:
-        found = os.stat(above)
-        mode = found.st_mode
-        by_group = mode & 0o1020 == 0o20 and found.st_gid not in (0, os.geteuid())
-        if found.st_uid not in (0, os.geteuid()) or mode & 0o1002 == 0o2 or by_group:
-            return True
-        if above == "/":
-            return False
-        above = os.path.dirname(above)
-
-
-def unpack(archive, folder):
-    import shutil
-    import tempfile
-    import time
-    import zipfile
-
-    for name in os.listdir(PLACE):
-        old = os.path.join(PLACE, name)
-        is_old = name.startswith(("{name}-", ".{name}-")) and time.time() - os.lstat(old).st_mtime > 30 * 86400
-        if is_old and is_ours(old):
-            shutil.rmtree(old, ignore_errors=True)
-    made = tempfile.mkdtemp(prefix=".{name}-", dir=PLACE)
-    try:
-        with zipfile.ZipFile(archive) as file:
-            file.extractall(made)
-        os.rename(made, folder)
-    except OSError:
-        shutil.rmtree(made, ignore_errors=True)
-        return is_ours(folder)  # another run was faster
-    except Exception as error:  # what zipfile and zlib raise for a file that was cut or changed
-        shutil.rmtree(made, ignore_errors=True)
-        sys.exit("%s is damaged\\n  seen: %s\\n  next: copy or download it again" % (archive, error))
-    return True
-
-
-'''
 AGENT_START = """\
 sys.path[0] = unpacked()
 from gpuprov.agent.agent import main  # noqa: E402
@@ -198,8 +117,12 @@ def main_program(name: str, start: str, files: dict[str, bytes]) -> tuple[bytes,
     It unpacks the zip into a folder NAME-DIGEST, the same for the same files. Then it runs `start`, code that calls
     `unpacked()`.
     """
-    text = (_STARTER + start).replace("{name}", name)
-    digest = _digest_of(text, files)
+    starter = pkgutil.get_data("gpuprov.fleet", "starter.py.template") or b""
+    text = (starter.decode() + start).replace("{name}", name)
+    made = hashlib.sha256(text.encode())
+    for path, content in sorted(files.items()):
+        made.update(f"{path}\0{len(content)}\0".encode() + content)
+    digest = made.hexdigest()
     return text.replace("{digest}", digest).encode(), digest
 
 
@@ -243,14 +166,12 @@ def files_of(wheel: bytes) -> Iterator[tuple[str, bytes]]:
     """Give name and content of a wheel's files that a zipapp contains: modules and data, METADATA, licences."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         for name in archive.namelist():
-            if not name.endswith("/") and _is_taken(PurePosixPath(name)):
+            path = PurePosixPath(name)
+            taken = travels(path) and path.suffix not in (".c", ".pyx", ".h") and not path.parts[0].endswith(".data")
+            if path.parts[0].endswith(".dist-info"):
+                taken = path.name == "METADATA" or bool(_LICENCE.match(path.name))
+            if taken and not name.endswith("/"):
                 yield name, archive.read(name)
-
-
-def _is_taken(path: PurePosixPath) -> bool:
-    if path.parts[0].endswith(".dist-info"):
-        return path.name == "METADATA" or bool(_LICENCE.match(path.name))
-    return travels(path) and path.suffix not in (".c", ".pyx", ".h") and not path.parts[0].endswith(".data")
 
 
 def _own_files() -> Iterator[tuple[str, bytes]]:
@@ -278,20 +199,8 @@ def travels(path: PurePath) -> bool:
     return path.suffix not in (".pyc", ".so", ".pyi") and "__pycache__" not in path.parts and path.name != "py.typed"
 
 
-def _digest_of(main: str, files: dict[str, bytes]) -> str:
-    digest = hashlib.sha256(main.encode())
-    for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
 def _keep(path: Path, content: bytes) -> None:
     """Store the result for the next run; an unwritable cache only costs time."""
-    try:
+    with contextlib.suppress(OSError):
         make_user_folder(path.parent)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(content)
-        temporary.chmod(0o600)
-        temporary.replace(path)
-    except OSError:
-        pass
+        write_whole(path, content, 0o600, None)

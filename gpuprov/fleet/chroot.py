@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pkgutil
 import re
 import signal
-import stat
 import sys
 import tempfile
 import threading
@@ -36,83 +36,8 @@ _NO_PYTHON = 77
 _LOCKS = "/run"
 _LOOK_SECONDS = 0.2
 _BUNDLE = "/run/gpuprov.bundle"
-# $1: the root; $2: the agent; $3: the bundle, or nothing; $4: where its resolv.conf leads, or nothing; $5: the
-# builder's own Python; $6: what it runs; then the image's Pythons.
-# Of the builder's devices it gets those that every program may use, so that nothing there is done to its disks or GPUs.
-# What is the kernel's, or the builder's, is read-only or a copy: programs of the image run as root, and a sysctl of
-# theirs, a module, a chmod of /dev/null or a new resolv.conf would be the builder's.
-# Debian's maintainer scripts ask invoke-rc.d to start what they have installed.
-_ENTER = r"""
-set -eu
-put() { mount --bind "$1" "$2"; mount -o remount,bind,ro "$2"; }
-root=$1 agent=$2 bundle=$3 resolver=$4 builder=$5 change_root=$6; shift 6
-# It would lead to the builder's docker.
-unset DOCKER_HOST
-mount --rbind "$root" "$root"
-cd "$root"
-mount -t proc proc proc
-for place in sys sysrq-trigger irq bus fs; do
-    if [ -e "proc/$place" ]; then put "proc/$place" "proc/$place"; fi
-done
-put /sys sys
-mount -t tmpfs -o mode=0755 tmpfs dev
-for node in null zero full random urandom tty; do : > "dev/$node"; put "/dev/$node" "dev/$node"; done
-mkdir dev/pts dev/shm
-mount -t devpts -o newinstance,ptmxmode=0666,mode=0620 devpts dev/pts
-mount -t tmpfs -o mode=1777 tmpfs dev/shm
-ln -s pts/ptmx dev/ptmx
-ln -s /proc/self/fd dev/fd
-ln -s /proc/self/fd/0 dev/stdin; ln -s /proc/self/fd/1 dev/stdout; ln -s /proc/self/fd/2 dev/stderr
-mount -t tmpfs -o mode=0755 tmpfs run
-mkdir run/lock
-cp "$agent" run/gpuprov-agent.pyz
-if [ -n "$bundle" ]; then : > run/gpuprov.bundle; put "$bundle" run/gpuprov.bundle; fi
-if [ -n "$resolver" ] && [ -e /etc/resolv.conf ]; then
-    case $resolver in run/*) mkdir -p "${resolver%/*}"; : > "$resolver" ;; esac
-    cp /etc/resolv.conf run/gpuprov-resolv.conf
-    mount --bind run/gpuprov-resolv.conf "$resolver"
-fi
-if [ -f usr/sbin/invoke-rc.d ] && [ ! -L usr/sbin/invoke-rc.d ]; then
-    printf '#!/bin/sh\nexit 0\n' > run/start-nothing
-    chmod 755 run/start-nothing
-    mount --bind run/start-nothing usr/sbin/invoke-rc.d
-fi
-exec "$builder" -I -c "$change_root" "$@"
-"""
-# After pivot_root(2) the builder's files are in no mount of this namespace; a program can leave a chroot and would find
-# them. No program of the image runs before that, or with the dropped capabilities. Nothing is imported after.
-_CHANGE_ROOT = """
-import ctypes, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-def call(function, *arguments):
-    if function(*arguments) < 0:
-        sys.exit(f"{function.__name__}{arguments}: {os.strerror(ctypes.get_errno())}")
-PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
-MNT_DETACH, PR_CAPBSET_DROP = 2, 24
-SYS_MODULE, SYS_RAWIO, SYS_TIME = 16, 17, 25
-call(libc.syscall, PIVOT_ROOT, b".", b".")
-call(libc.umount2, b".", MNT_DETACH)
-os.chdir("/")
-for capability in (SYS_MODULE, SYS_RAWIO, SYS_TIME):
-    call(libc.prctl, PR_CAPBSET_DROP, capability, 0, 0, 0)
-CHECK = "import sys; sys.exit(sys.version_info < (3, 9))"
-for name in sys.argv[1:]:
-    for folder in [""] if name.startswith("/") else os.environ["PATH"].split(":"):
-        path = os.path.join(folder, name)
-        if not os.access(path, os.X_OK):
-            continue
-        child = os.fork()
-        if not child:
-            try:
-                os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
-                os.execv(path, [path, "-I", "-c", CHECK])
-            except OSError as error:
-                os.write(2, f"{path}: {error.strerror}\\n".encode())
-                os._exit(77)
-        if os.waitpid(child, 0)[1] == 0:
-            os.execv(path, [path, "-I", "/run/gpuprov-agent.pyz"])
-sys.exit(77)
-"""
+_ENTER = (pkgutil.get_data("gpuprov.fleet", "chroot.sh") or b"").decode()
+_CHANGE_ROOT = (pkgutil.get_data("gpuprov.fleet", "change_root.py.template") or b"").decode()
 
 
 @contextlib.contextmanager
@@ -137,7 +62,11 @@ def _passing_on(stop: Callable[[], bool]) -> Iterator[None]:
 
 def _agents() -> list[int]:
     """Return the first processes inside: the children of this process's unshare(1)."""
-    return [inside for child in _children(os.getpid()) for inside in _children(child) if _is_unshare(child)]
+    found: list[int] = []
+    for child in _children(os.getpid()):
+        with contextlib.suppress(OSError):
+            found += _children(child) if Path(f"/proc/{child}/comm").read_text() == "unshare\n" else ()
+    return found
 
 
 def _children(pid: int) -> list[int]:
@@ -146,12 +75,6 @@ def _children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (task / "children").read_text().split())
     return found
-
-
-def _is_unshare(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text() == "unshare\n"
-    return False
 
 
 def run_in_root(
@@ -204,7 +127,6 @@ def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) ->
 
 
 def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovError:
-    """Return why the run in a root file system ended without a result."""
     foreign = next((line for line in done.stderr.splitlines() if "Exec format error" in line), "")
     if done.returncode == _NO_PYTHON and foreign:
         return GpuprovError(
@@ -228,7 +150,7 @@ def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovE
 def _examined(root: str) -> str:
     """Return the real path of a root. Raises GpuprovError for an invalid one: mounts must not leave it."""
     path = os.path.realpath(root)
-    wrong = [name for name in _FOLDERS if not _is_directory(f"{path}/{name}")]
+    wrong = [one.name for one in (Path(path, name) for name in _FOLDERS) if one.is_symlink() or not one.is_dir()]
     # A bind mount of this machine's root has another path.
     own = not wrong and Path(path).samefile("/")
     if own or wrong:
@@ -248,7 +170,7 @@ def _examined(root: str) -> str:
 def _running_in(path: str, proc: Path = Path("/proc")) -> str:
     """Return the first process of a container whose root this is, nothing where none runs; a chroot's shell is none."""
     for place in proc.iterdir():
-        if not place.name.isdigit():
+        if not place.name.isdecimal():
             continue
         with contextlib.suppress(OSError):
             ids = re.search(r"^NSpid:.*\t1$", (place / "status").read_text(), re.MULTILINE)
@@ -278,13 +200,6 @@ def _locked(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _is_directory(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
 
 
 def _resolver(root: str) -> str:

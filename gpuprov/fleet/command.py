@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.agent.result import HostResult
-from gpuprov.fleet.batches import Rollout, parse_rollout
-from gpuprov.fleet.history import Run, moment, new_identifier, save
-from gpuprov.fleet.host_command import HostCommands, parse_host_commands, require_safe_hosts
-from gpuprov.fleet.inventory import read_extra_vars, read_inventory
-from gpuprov.fleet.options import Options
+from gpuprov.fleet.history import Run, drivers_by_gpus, moment, new_identifier, save
+from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read_inventory, site_words
+from gpuprov.fleet.options import FLAG, Options
+from gpuprov.fleet.rolling import HostCommands, Rollout, parse_host_commands, parse_rollout, require_safe_hosts
 from gpuprov.fleet.standard_streams import say
-from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.protocol.errors import ExitCode, Problem, UsageError, from_os_error, worst
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import masked
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from gpuprov.fleet.agent_build import Agent
     from gpuprov.fleet.progress import Progress
 
-_NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")
+_NEEDS_ROOT = ("install", "verify", "accept", "doctor", "rollback", "uninstall")
 # The next command: after a successful installation, and after a failed verification.
 _FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
@@ -41,10 +40,18 @@ _PIPE_WIDTH = 160
 
 def run_command(options: Options) -> ExitCode:
     """Run the command and print its results. Raises GpuprovError for an invalid call."""
-    if options.command == "doctor" and (options.check or options.diff) and not options.fix:
-        raise UsageError("--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix")
+    needing = {"--check": options.check, "--diff": options.diff, "--allow": options.allow, "--window": options.window,
+               "--before-host": options.before_host}  # fmt: skip
+    if options.command == "doctor" and any(needing.values()) and not options.fix:
+        named = " and ".join(name for name, given in needing.items() if given)
+        raise UsageError(f"{named} need --fix", "without --fix, doctor changes nothing", "add --fix")
+    allow = tuple(word.strip() for word in options.allow.split(",")) if options.allow else ()
+    if unknown := set(allow) - {"reset", "reboot"}:
+        raise UsageError(f"--allow does not know {min(unknown)!r}", options.allow, "--allow reset, or reset,reboot")
     commands = parse_host_commands(options.before_host, options.after_host, options.host_command_timeout)
-    rollout = parse_rollout(options.serial, options.max_fail, options.canary)
+    rollout = parse_rollout(
+        options.serial, options.max_fail, options.canary, options.window, rollback=options.rollback_on_failure
+    )
     if options.detailed_exitcode and not options.check:
         raise UsageError("--detailed-exitcode needs --check", "", "add --check")
     for file in filter(None, (options.report, options.metrics)):
@@ -54,26 +61,81 @@ def run_command(options: Options) -> ExitCode:
     require_safe_hosts(commands, inventory.hosts)
     request = Request(
         options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
-        remember=options.remember, arguments=options.arguments,
+        allow=allow, remember=options.remember, upgrade=options.upgrade,
+        arguments={"minutes": options.minutes} if options.command == "accept" else options.arguments,
+        fleet_drivers=drivers_by_gpus(options.hosts) if options.hosts and options.command == "install" else {},
     )  # fmt: skip
+    if options.command == "accept":
+        from gpuprov.fleet import accepted
+
+        accepted.signature(b"", options.sign)  # a key that can't sign is reported before the GPUs work for minutes
     now, begun = time.time(), time.monotonic()
     results, ended_by = _run(options, inventory.hosts, request, rollout, commands)
-    if options.command == "doctor":
+    if options.command == "doctor" or (options.command == "install" and options.hosts):
         results = _with_whole_commands(results, options)
+    earlier = {}
+    if options.command == "accept":
+        earlier = accepted.kept()
+        results = accepted.compared(results, earlier, options.hosts)
     run = Run(
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
         options.check, options.hosts, options.limit, ended_by=ended_by,
     )  # fmt: skip
     conclude(options, run, inventory.hosts, _next_command(options))
+    if options.command == "accept":
+        try:
+            for path in accepted.keep(run, earlier, options.sign, _passwords(options, inventory.hosts)):
+                say(f"kept: {path}", err=True)
+        except OSError as error:
+            raise from_os_error("the results are not kept for the next comparison", error) from None
     drifted = options.detailed_exitcode and any(one.changed for one in results)
     return worst((run.exit_code, ExitCode.WOULD_CHANGE if drifted else ExitCode.DONE))
 
 
+def inspect_hosts(options: Options) -> tuple[HostResult, ...]:
+    """Return the facts of hosts for another command, which has a table of them on standard error."""
+    from gpuprov.fleet.report import print_report
+
+    console = make_console(stderr=True)
+    results, ended_by = _run(
+        options, inventory_of(options).hosts, Request("facts"), Rollout(), HostCommands(), console
+    )  # fmt: skip
+    print_report(console, "facts", results, check=False, next_command="", verbose=False, ended_by=ended_by)
+    if ended_by:
+        raise SystemExit(int(ended_by))
+    return results
+
+
 def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_command: str) -> None:
     """Store a finished run, print its report, and write its page and its metrics if requested."""
-    _keep(run, options, targets)
-    _report(options, run, next_command)
-    _write_metrics(options, run)
+    from gpuprov.fleet.report import print_report, summary, write_metrics, write_page
+
+    # In an image's own disk it would be stored in the image.
+    if not any(target.connection == "local" and target.spec.target == IMAGE for target in targets):
+        try:
+            save(run, _passwords(options, targets))
+        except OSError as error:
+            say(f"warning: the run is not kept for `gpuprov report`: {error}", err=True)
+    console = make_console()
+    if options.json:
+        console.file.write(json.dumps(summary(run), separators=(",", ":")) + "\n")
+    else:
+        print_report(
+            console, run.command, run.results, check=run.check, next_command=next_command,
+            verbose=options.verbose, ended_by=run.ended_by, inventory=run.inventory,
+        )  # fmt: skip
+    if options.report:
+        write_page(run, options.report)
+    if options.metrics:
+        try:
+            write_metrics(run, options.metrics, time.time())
+        except OSError as error:
+            raise from_os_error(f"the metrics {options.metrics} were not written", error) from None
+
+
+def _passwords(options: Options, targets: Sequence[HostTarget]) -> tuple[str, ...]:
+    passwords = [secret for target in targets for secret in (target.password, target.become_password)]
+    return (*passwords, options.password, options.become_password)
 
 
 def require_writable(path: str) -> None:
@@ -88,25 +150,13 @@ def require_writable(path: str) -> None:
         raise UsageError(f"{path} cannot be written", str(error), "name another file") from None
 
 
-def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
-    """Put the run into the history; a failure to store it does not affect the run."""
-    if any(target.connection == "local" and target.spec.target == IMAGE for target in targets):
-        # It would be stored in the image.
-        return
-    passwords = [secret for target in targets for secret in (target.password, target.become_password)]
-    try:
-        save(run, (*passwords, options.password, options.become_password))
-    except OSError as error:
-        say(f"warning: the run is not kept for `gpuprov report`: {error}", err=True)
-
-
 def _checked_bundle(options: Options) -> tuple[str, str]:
     """Return the bundle's absolute path and its digest: a bad one is refused before any host is contacted."""
     if not options.bundle:
         if options.bundle_key:
             raise UsageError("--bundle-key needs --bundle", "", "add --bundle FILE")
         return "", ""
-    from gpuprov.bundle.check import checked
+    from gpuprov.bundle.open import checked
     from gpuprov.fleet.standard_streams import percentage
 
     path = str(Path(options.bundle).absolute())
@@ -120,10 +170,13 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
 def inventory_of(options: Options) -> Inventory:
     """Return the hosts that the options choose, with the command line's additions; warnings go to standard error."""
-    if options.root and options.before_host:
-        raise UsageError(
-            "--before-host is for hosts that run", f"--root {options.root} is an image", "leave --before-host out",
-        )  # fmt: skip
+    for option, given in (
+        ("--before-host", options.before_host),
+        ("--rollback-on-failure", options.rollback_on_failure),
+    ):
+        if options.root and given:
+            what = f"{option} is for hosts that run"
+            raise UsageError(what, f"--root {options.root} is an image", f"leave {option} out")
     if options.root and options.hosts:
         raise UsageError("--root is a folder of this machine", "", "leave --hosts out")
     if options.hosts:
@@ -135,7 +188,7 @@ def inventory_of(options: Options) -> Inventory:
         )
     else:
         _require_local_call_to_make_sense(options)
-        here = read_extra_vars(options.extra_vars)
+        here = read_extra_vars((*(() if options.root else site_words()), *options.extra_vars))
         if options.root:
             here = replace(here, name=options.root, connection="chroot", address=options.root)
         inventory = Inventory((here,))
@@ -175,35 +228,35 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
 
 
 def _run(
-    options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout, commands: HostCommands
-) -> tuple[tuple[HostResult, ...], ExitCode | None]:
+    options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout, commands: HostCommands,
+    console: Console | None = None,
+) -> tuple[tuple[HostResult, ...], ExitCode | None]:  # fmt: skip
     """Return the results, and the exit code of the signal that ended the run."""
     from gpuprov.fleet.run import Fleet, RunSettings
 
-    console = make_console()
+    console = console or make_console()
     settings = RunSettings(
-        _agent,
-        options,
-        lambda text: console.print(line(text)) if not options.json else say(text, err=True),
-        rollout,
-        commands,
-    )
+        _agent, options,
+        lambda text: console.print(line(text), soft_wrap=True) if not options.json else say(text, err=True),
+        rollout, commands, _command_line(options),
+    )  # fmt: skip
     progress = make_progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
         fleet = Fleet(settings)
         return fleet.run(targets, request, progress), fleet.ended_by
 
 
-def make_console() -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """Return the console for human-readable output."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    make = functools.partial(Console, stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = make()
     if console.is_terminal:
         # With NO_COLOR rich would keep bold: disable that too.
-        return Console(highlight=False, markup=False, emoji=False, color_system=None) if console.no_color else console
+        return make(color_system=None) if console.no_color else console
     # A pipe has no window width; rich would wrap tables at 80 columns.
-    return Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    return make(width=_PIPE_WIDTH)
 
 
 def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
@@ -215,33 +268,6 @@ def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> P
     if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
         return LiveTable(console, hosts, verbose=options.verbose, diff=options.diff)
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
-
-
-def _report(options: Options, run: Run, next_command: str) -> None:
-    from gpuprov.fleet.report import print_report, summary, write_page
-
-    console = make_console()
-    if options.json:
-        import json
-
-        console.file.write(json.dumps(summary(run), separators=(",", ":")) + "\n")
-    else:
-        print_report(
-            console, run.command, run.results, check=run.check, next_command=next_command,
-            verbose=options.verbose, ended_by=run.ended_by,
-        )  # fmt: skip
-    if options.report:
-        write_page(run, options.report)
-
-
-def _write_metrics(options: Options, run: Run) -> None:
-    if options.metrics:
-        from gpuprov.fleet.report import write_metrics
-
-        try:
-            write_metrics(run, options.metrics, time.time())
-        except OSError as error:
-            raise from_os_error(f"the metrics {options.metrics} were not written", error) from None
 
 
 def _next_command(options: Options) -> str:
@@ -257,22 +283,42 @@ def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:
     return (*words, "--limit", limit) if limit else words
 
 
+def _command_line(options: Options) -> str:
+    """Return the command of this run; of -e only what is no password, as pages and stored runs have it."""
+    words = ["gpuprov", options.command]
+    for one in fields(options):
+        value = getattr(options, one.name)
+        if one.name == "extra_vars":
+            words += _shown_variables(options)
+        elif FLAG in one.metadata and value != one.default:
+            for part in value if isinstance(value, tuple) else (value,):
+                words += [one.metadata[FLAG], *([] if part is True else [str(part)])]
+    words += [word for name, value in options.overrides for word in ("-e", f"gpuprov_{name}={value}")]
+    return shlex.join(words) + _left_out(options)
+
+
+def _shown_variables(options: Options) -> list[str]:
+    """Return the words of -e that are no passwords; Ansible's own variables may be."""
+    shown = [
+        one for one in options.extra_vars
+        if one.startswith("@") or (re.match(r"gpuprov_\w+=", one) and masked(one) == one)
+    ]  # fmt: skip
+    return [word for variable in shown for word in ("-e", variable)]
+
+
+def _left_out(options: Options) -> str:
+    return " -e …" if len(_shown_variables(options)) < 2 * len(options.extra_vars) else ""
+
+
 def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
-    """Return the doctor's results with complete `gpuprov install` commands: a host does not know its inventory."""
+    """Return the results with complete `gpuprov install` commands: a host does not know its inventory."""
+
+    def whole(problem: Problem, host: str) -> Problem:
+        hosts = _hosts_words(options, host if options.hosts else "")
+        words = shlex.join(("gpuprov", "install", *hosts, *_shown_variables(options))) + _left_out(options)
+        return replace(problem, next_step=re.sub(r"\bgpuprov install\b", lambda _: words, problem.next_step))
+
     return tuple(
-        replace(result, problems=tuple(_whole(problem, options, result.host) for problem in result.problems))
+        replace(result, problems=tuple(whole(problem, result.host) for problem in result.problems))
         for result in results
     )
-
-
-def _may_be_shown(variable: str) -> bool:
-    """Say whether a word of -e may be shown in a page and in stored runs: Ansible's own variables may be passwords."""
-    return variable.startswith("@") or (bool(re.match(r"gpuprov_\w+=", variable)) and masked(variable) == variable)
-
-
-def _whole(problem: Problem, options: Options, host: str) -> Problem:
-    shown = [variable for variable in options.extra_vars if _may_be_shown(variable)]
-    extra = tuple(word for variable in shown for word in ("-e", variable))
-    words = shlex.join(("gpuprov", "install", *_hosts_words(options, host if options.hosts else ""), *extra))
-    words += " -e …" if len(shown) < len(options.extra_vars) else ""
-    return replace(problem, next_step=re.sub(r"\bgpuprov install\b", lambda _: words, problem.next_step))

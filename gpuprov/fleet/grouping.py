@@ -34,8 +34,12 @@ class Cause:
 def causes(results: Iterable[HostResult]) -> tuple[Cause, ...]:
     """Return the problems and failed checks of all hosts by cause and next step, the most frequent first."""
     groups: dict[tuple[str, str], list[tuple[str, Problem]]] = {}
-    for host, problem in _problems(results):
-        key = (_of_any_host(problem.what, host), _of_any_host(problem.next_step, host))
+    found = [(host, _of_any_host(problem.what, host), problem) for host, problem in _problems(results)]
+    # A command that names several hosts (--hosts a,b,) is the same for all of them as it is.
+    same = collections.Counter((what, problem.next_step) for _, what, problem in found)
+    for host, what, problem in found:
+        step = problem.next_step
+        key = (what, step if same[what, step] > 1 else _of_any_host(step, host))
         groups.setdefault(key, []).append((host, problem))
     made = (_cause(key, members) for key, members in groups.items())
     return tuple(sorted(made, key=lambda cause: -len(cause.hosts)))
@@ -80,37 +84,20 @@ _NONE = "none"
 _OF_GPU = re.compile(r"([0-9]{1,3}): ([\w.+, -]+)")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """One kind of version over the fleet: the usual one with its number of hosts, and the others with theirs."""
-
-    name: str
-    usual: str
-    count: int
-    others: tuple[tuple[str, tuple[str, ...]], ...]
+Spread = tuple[str, list[tuple[str, list[str]]]]
 
 
-def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
-    """Return how versions spread over the hosts that reported theirs; empty if fewer than two did."""
+def spreads(results: Sequence[HostResult]) -> list[Spread]:
+    """Return (name, versions) of all that hosts reported, each version with its hosts, that of most hosts first."""
     reporting = [result for result in machines(results) if result.versions]
-    if len(reporting) < 2:
-        return ()
-    names = dict.fromkeys((*_ORDER, *(name for result in reporting for name in result.versions)))
-    return tuple(_spread(name, reporting) for name in names if any(result.versions.get(name) for result in reporting))
-
-
-def _spread(name: str, results: Sequence[HostResult]) -> Spread:
-    (usual, first), *others = hosts_by_version(name, results)
-    return Spread(name, usual, len(first), tuple(others))
-
-
-def hosts_by_version(name: str, results: Iterable[HostResult]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the versions of one thing, each with the hosts that have it, that of most hosts first."""
-    hosts: dict[str, list[str]] = collections.defaultdict(list)
-    for result in results:
-        hosts[str(result.versions.get(name) or _NONE)].append(result.host)
-    ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
-    return [(version, tuple(names)) for version, names in ordered]
+    found = []
+    for name in dict.fromkeys((*_ORDER, *(name for result in reporting for name in result.versions))):
+        hosts: dict[str, list[str]] = collections.defaultdict(list)
+        for result in reporting:
+            hosts[str(result.versions.get(name) or _NONE)].append(result.host)
+        if any(result.versions.get(name) for result in reporting):
+            found.append((name, sorted(hosts.items(), key=lambda item: -len(item[1]))))
+    return found
 
 
 def mig_instances(text: str) -> dict[int, tuple[str, ...]]:
@@ -124,11 +111,6 @@ DRAIN_STATES = {
     "drained": ("still drained", "bold yellow"),
     "undrained": ("undrained", "green"),
 }
-
-
-def state_of(drain: Drain) -> str:
-    """Return the text of a drain's state."""
-    return DRAIN_STATES[drain.state][0]
 
 
 def command_of(drain: Drain) -> str:
@@ -169,7 +151,12 @@ def folded(names: Iterable[str]) -> list[tuple[str, int]]:
             rows[-1].append(name)
         else:
             rows.append([name])
-    return [one for row in rows for one in _folded_row(row)]
+    found: list[tuple[str, int]] = []
+    for row in rows:
+        (before, first, after), (_, last, _) = _parts(row[0]), _parts(row[-1])
+        few = len(row) < _SHORTEST_ROW
+        found += [(one, 1) for one in row] if few else [(f"{before}[{first}:{last}]{after}", len(row))]
+    return found
 
 
 def _follows(one: str, other: str) -> bool:
@@ -183,13 +170,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     label, dot, domain = name.partition(".")
     found = _NUMBERED.fullmatch(label)
     return (found.group(1), found.group(2), found.group(3) + dot + domain) if found else (name, "", "")
-
-
-def _folded_row(row: list[str]) -> list[tuple[str, int]]:
-    if len(row) < _SHORTEST_ROW:
-        return [(name, 1) for name in row]
-    (before, first, after), (_, last, _) = _parts(row[0]), _parts(row[-1])
-    return [(f"{before}[{first}:{last}]{after}", len(row))]
 
 
 def shortened(text: str, *, lines: int = 20, columns: int = 400) -> str:

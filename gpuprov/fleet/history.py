@@ -6,31 +6,35 @@ for the passwords of the run and for passwords in URLs.
 
 from __future__ import annotations
 
-import calendar
 import collections
+import contextlib
+import itertools
 import json
-import math
 import os
 import re
+import shlex
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from gpuprov import __version__
-from gpuprov.agent.result import HostResult, overall_exit_code
-from gpuprov.core.disk import make_user_folder, write_whole
-from gpuprov.protocol import codec
+from gpuprov.agent.result import HostResult, machines, overall_exit_code
+from gpuprov.core.files import make_user_folder, write_whole
+from gpuprov.fleet.grouping import listed
+from gpuprov.protocol import codec, tables
+from gpuprov.protocol.advisories import DRIVER, vulnerabilities
 from gpuprov.protocol.codec import WrongDataError
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, memory_problem
+from gpuprov.protocol.events import ChosenDriver, MaybeChosen
 from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.versions import version_numbers
 
 MOST_RUNS = 50
 _FORMAT = 2  # Format 1 had other names of a check's fields
-# Names of earlier versions, without Z, are in the local time of then.
-_IDENTIFIER = re.compile(r"(\d{8}T\d{6})(Z?)-\d+")
+_IDENTIFIER = re.compile(r"\d{8}T\d{6}Z?-\d+")
 _HIDDEN = "•••"
 _SHORTEST_SECRET = 4  # shorter ones would mask half of every sentence
 _LONGEST_TEXT = 20_000
@@ -62,12 +66,8 @@ class Run:
         return overall_exit_code(self.results, self.ended_by)
 
 
-def folder() -> Path:
-    """Return the folder of stored runs."""
-    return _state("runs")
-
-
-def _state(name: str) -> Path:
+def state_folder(name: str = "runs") -> Path:
+    """Return a folder of what gpuprov stores of this user's runs, by default that of their results."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return (Path(state) / "gpuprov" / name).expanduser()
 
@@ -77,17 +77,6 @@ def new_identifier(now: float) -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{os.getpid()}"
 
 
-def _order(identifier: str) -> tuple[float, str]:
-    """Return what runs are sorted by: the time of their name, or that of their file if the name is in local time."""
-    found = _IDENTIFIER.fullmatch(identifier)
-    if found is not None and found[2]:
-        return calendar.timegm(time.strptime(found[1], "%Y%m%dT%H%M%S")), identifier
-    try:
-        return (folder() / f"{identifier}.json").stat().st_mtime, identifier
-    except OSError:
-        return 0.0, identifier
-
-
 def moment(now: float) -> str:
     """Return a time as ISO 8601 has it, local, with its offset."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
@@ -95,13 +84,14 @@ def moment(now: float) -> str:
 
 def save(run: Run, secrets: Iterable[str] = ()) -> Path:
     """Write the run, readable by its user only, and delete the oldest beyond 50. Raises OSError on failure."""
-    place = folder()
+    place = state_folder()
     make_user_folder(place)
     place.chmod(0o700)
     path = place / f"{run.identifier}.json"
     text = json.dumps(without_secrets(to_json(run), secrets), ensure_ascii=False, separators=(",", ":"))
     write_whole(path, text.encode("utf-8", "replace"), 0o600, None)
-    for old in identifiers()[MOST_RUNS:]:
+    # A clock that was set back, or a name in local time, may make this run the oldest.
+    for old in [one for one in identifiers() if one != run.identifier][MOST_RUNS - 1 :]:
         (place / f"{old}.json").unlink(missing_ok=True)
     return path
 
@@ -109,10 +99,10 @@ def save(run: Run, secrets: Iterable[str] = ()) -> Path:
 def identifiers() -> list[str]:
     """Return the stored runs, the latest first."""
     try:
-        names = [path.stem for path in folder().glob("*.json")]
+        names = [path.stem for path in state_folder().glob("*.json")]
     except OSError:
         return []
-    return sorted(filter(_IDENTIFIER.fullmatch, names), key=_order, reverse=True)
+    return sorted(filter(_IDENTIFIER.fullmatch, names), reverse=True)
 
 
 def load(identifier: str = "") -> Run:
@@ -122,15 +112,15 @@ def load(identifier: str = "") -> Run:
     if not known:
         raise UsageError(
             "no run is kept here",
-            f"{folder()} holds none",
+            f"{state_folder()} holds none",
             "each run of install, verify, doctor, facts, rollback and uninstall is",
         )
     if not found or (identifier and identifier not in found and len(found) > 1):
         what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"
         raise UsageError(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
-    path = folder() / f"{found[0]}.json"
+    path = state_folder() / f"{found[0]}.json"
     try:
-        return from_json(json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite))
+        return from_json(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}"
@@ -143,7 +133,7 @@ def before(run: Run) -> Run | None:
     A check and an installation are two kinds.
     """
     for identifier in identifiers():
-        if _order(identifier) < _order(run.identifier):
+        if identifier < run.identifier:
             try:
                 found = load(identifier)
             except GpuprovError:
@@ -153,10 +143,69 @@ def before(run: Run) -> Run | None:
     return None
 
 
-def _finite(text: str) -> float:
-    """Return a number, 0 for an invalid one: earlier versions stored any value that a host sent."""
-    number = float(text)
-    return number if math.isfinite(number) else 0.0
+@dataclass(frozen=True)
+class _HostChoice:
+    host: str
+    exit_code: ExitCode
+    choice: MaybeChosen = None
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What a run says of drivers; all of it takes seconds to load for a thousand hosts."""
+
+    command: str
+    results: tuple[_HostChoice, ...]
+    check: bool = False
+    inventory: tuple[str, ...] = ()
+    limit: str = ""
+
+
+def latest_choices(inventory: tuple[str, ...] | None = None) -> dict[str, ChosenDriver]:
+    """Return host → the driver that gpuprov chose in its last stored installation, over any inventory or this one."""
+    latest: dict[str, ChosenDriver | None] = {}
+    for identifier in identifiers():
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            data = json.loads((state_folder() / f"{identifier}.json").read_bytes())
+            run = codec.load(_Choices, data, trusted=True)
+            if (run.command, run.check) == ("install", False) and inventory in (None, run.inventory):
+                done = {one.host: one.choice for one in run.results if one.exit_code == ExitCode.DONE}
+                latest = {**done, **latest}
+                if inventory is not None and not run.limit and len(done) == len(run.results):
+                    break
+    return {host: choice for host, choice in latest.items() if choice}
+
+
+def drivers_by_gpus(inventory: tuple[str, ...]) -> dict[str, str]:
+    """Return GPU models → the driver's version that most hosts of an inventory with these have."""
+    latest = latest_choices(inventory).values()
+    counts = collections.Counter((one.gpus, one.version) for one in latest if one.can_be_named)
+    return {gpus: version for (gpus, version), _ in reversed(counts.most_common())}
+
+
+def driver_choices(results: Sequence[HostResult], inventory: Sequence[str]) -> list[str]:
+    """Return a sentence for each driver that gpuprov chose; where hosts with the same GPUs differ, a command too."""
+    hosts: dict[ChosenDriver, list[str]] = collections.defaultdict(list)
+    versions: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for result in machines(results):
+        if one := result.choice:
+            hosts[one].append(result.host)
+            versions[one.gpus].update([one.version] if one.can_be_named else ())
+    found = [f"driver {one.version} on {listed(names)}: {one.why}" for one, names in hosts.items()]
+    place = inventory[0].rpartition("/")[0] if inventory and "," not in inventory[0] else ""
+    file = f"{place or '.'}/group_vars/{'GROUP' if len(versions) > 1 else 'gpu_hosts'}.yml"
+    where = [word for source in inventory for word in ("--hosts", source)]
+    table = tables.table(tables.RELEASES)
+    # A host can send any version.
+    releases = {*table["newest"].values(), *itertools.chain(*table["sha256"].values())}
+    for gpus, several in versions.items():
+        if len(several) > 1:
+            sound = {one for one in several if one in releases and not vulnerabilities(DRIVER, one)}
+            best = max(several, key=lambda one: (one in sound, several[one], version_numbers(one)))
+            words = ("gpuprov", "options", *where, "-e", f"gpuprov_driver_version={best}", "--write", file)
+            command = shlex.join(words)
+            found.append(f"hosts with {gpus} differ in the driver; for one version: {command}")
+    return found
 
 
 def to_json(run: Run) -> dict[str, Any]:
@@ -232,8 +281,10 @@ def _of_host(old: HostResult, new: HostResult) -> Iterator[tuple[str, str]]:
 
 def write_log(error: BaseException) -> Problem:
     """Write the traceback into ~/.local/state/gpuprov/log and return the message for the user."""
+    if problem := memory_problem(error):
+        return problem
     what = f"internal error: {type(error).__name__}"
-    path = _state("log") / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
+    path = state_folder("log") / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
         make_user_folder(path.parent)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -7,18 +7,19 @@ an unknown key is refused unless the user allows it, and a changed one always.
 from __future__ import annotations
 
 import base64
+import collections
 import fnmatch
 import functools
 import hashlib
 import hmac
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuprov.core.disk import make_user_folder
+from gpuprov.core.files import make_user_folder
 from gpuprov.protocol.errors import Problem
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
@@ -50,53 +51,32 @@ def known_hosts_name(host: str, port: int) -> str:
     return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One line of a known_hosts file, its key not yet decoded."""
-
-    number: int
-    patterns: str
-    key_type: str
-    key: str
-    revoked: bool
+# Keys by name, so that a thousand hosts need not search a thousand lines each; those with patterns or hashed names.
+_File = tuple[Mapping[str, list[KnownKey]], list[tuple[str, KnownKey]]]
 
 
-@dataclass(frozen=True)
-class _File:
-    """A known_hosts file, indexed so that a thousand hosts need not search a thousand lines each."""
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, name: str, _changed: int, _size: int) -> _File:
+    """Return a file with the given modification time and size, which serve to detect a change; `name`: for places.
 
-    by_name: Mapping[str, tuple[_Line, ...]]
-    # Lines with patterns or hashed names: each must be tried.
-    others: tuple[_Line, ...]
-
-
-def _keys_for(file: _File, name: str, path: str) -> tuple[KnownKey, ...]:
-    """Return the keys that a known_hosts file has for `name`; invalid lines are skipped."""
-    lines = (*file.by_name.get(name.lower(), ()), *(line for line in file.others if _names(line.patterns, name)))
-    found = []
-    for line in sorted(lines, key=lambda line: line.number):
-        try:
-            key = base64.b64decode(line.key, validate=True)
-        except ValueError:
-            continue
-        found.append(KnownKey(line.key_type, key, f"{path}:{line.number}", line.revoked))
-    return tuple(found)
-
-
-def _arranged(text: str) -> _File:
-    by_name: dict[str, tuple[_Line, ...]] = {}
-    others: list[_Line] = []
-    for number, words in enumerate(map(str.split, text.splitlines()), 1):
+    Invalid lines are skipped.
+    """
+    by_name: dict[str, list[KnownKey]] = collections.defaultdict(list)
+    others: list[tuple[str, KnownKey]] = []
+    for number, words in enumerate(map(str.split, path.read_text("utf-8", "replace").splitlines()), 1):
         marker = words.pop(0) if words and words[0].startswith("@") else ""
         if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
             continue
-        line = _Line(number, words[0], words[1], words[2], bool(marker))
-        if words[0].startswith("|") or set(words[0]) & set("*?!"):
-            others.append(line)
+        try:
+            key = KnownKey(words[1], base64.b64decode(words[2], validate=True), f"{name}:{number}", bool(marker))
+        except ValueError:
             continue
-        for name in set(words[0].lower().split(",")):
-            by_name[name] = (*by_name.get(name, ()), line)
-    return _File(by_name, tuple(others))
+        if words[0].startswith("|") or set(words[0]) & set("*?!"):
+            others.append((words[0], key))
+            continue
+        for one in set(words[0].lower().split(",")):
+            by_name[one].append(key)
+    return by_name, others
 
 
 def _names(patterns: str, name: str) -> bool:
@@ -108,15 +88,11 @@ def _names(patterns: str, name: str) -> bool:
             return hmac.compare_digest(made, base64.b64decode(digest))
         except ValueError:
             return False
-    parts = patterns.lower().split(",")
-    if any(part.startswith("!") and _glob(part[1:], name) for part in parts):
-        return False
-    return any(_glob(part, name) for part in parts)
-
-
-def _glob(pattern: str, name: str) -> bool:
     # In OpenSSH's patterns a bracket is literal (`[host]:port`), in fnmatch it begins a class.
-    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+    parts = patterns.lower().replace("[", "[[]").split(",")
+    if any(part.startswith("!") and fnmatch.fnmatchcase(name, part[1:]) for part in parts):
+        return False
+    return any(fnmatch.fnmatchcase(name, part) for part in parts)
 
 
 def fingerprint(key: bytes) -> str:
@@ -147,19 +123,15 @@ class KnownHosts:
                 file.write(line if not text or text.endswith("\n") else "\n" + line)
 
 
-def _keys_in(path: str, name: str) -> Iterable[KnownKey]:
+def _keys_in(path: str, name: str) -> list[KnownKey]:
     place = Path(path).expanduser()
     try:
         found = place.stat()
-        return _keys_for(_read(place, found.st_mtime_ns, found.st_size), name, path)
+        by_name, others = _read(place, path, found.st_mtime_ns, found.st_size)
     except OSError:
-        return ()
-
-
-@functools.lru_cache(maxsize=16)
-def _read(path: Path, _changed: int, _size: int) -> _File:
-    """Return a file with the given modification time and size; both only serve to detect a change."""
-    return _arranged(path.read_text("utf-8", "replace"))
+        return []
+    keys = [*by_name.get(name.lower(), ()), *(key for patterns, key in others if _names(patterns, name))]
+    return sorted(keys, key=lambda key: int(key.place.rpartition(":")[2]))
 
 
 class KeyCheck:
@@ -174,42 +146,34 @@ class KeyCheck:
         """Return if the server may be trusted; raises HostKeyRefusedError otherwise."""
         offered, key_type = key.asbytes(), key.get_name()
         known = self.known.keys(self.name)
-        if any(entry.revoked and entry.key == offered for entry in known):
-            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "host key revoked"))
-        if any(entry.key == offered for entry in known):
+        same = [entry for entry in known if entry.key == offered]
+        is_revoked = any(entry.revoked for entry in same)
+        if same and not is_revoked:
             return
+        offers = f"it offers {key_type} {fingerprint(offered)}"
         if known:
-            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "host key changed"))
+            places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
+            raise HostKeyRefusedError(Problem(
+                f"{self.name}: host key {'revoked' if is_revoked else 'changed'}: the host was reinstalled, or someone "
+                "is intercepting the connection", "\n".join((offers, *places)),
+                f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f {known[0].place.rsplit(':', 1)[0]}, "
+                f"then run again with {ACCEPT_OPTION}",
+            ))  # fmt: skip
+        files = self.known.user_files
         if not self.accept_new:
-            raise HostKeyRefusedError(_unknown(self.name, key_type, offered, self.known))
+            raise HostKeyRefusedError(Problem(
+                f"the host key of {self.name} is unknown",
+                f"{offers}\nlooked in {', '.join((*files, *self.known.system_files))}",
+                f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host, then run again with "
+                f"{ACCEPT_OPTION}, which stores it in {files[0]}",
+            ))  # fmt: skip
         try:
             self.known.store(self.name, key_type, offered)
         except OSError as error:
-            raise HostKeyRefusedError(
-                Problem(
-                    f"the host key of {self.name} can't be stored", str(error),
-                    "name a file that can be written, by UserKnownHostsFile in ansible_ssh_common_args",
-                )
-            ) from None  # fmt: skip
-
-
-def _unknown(name: str, key_type: str, key: bytes, known: KnownHosts) -> Problem:
-    return Problem(
-        f"the host key of {name} is unknown",
-        f"it offers {key_type} {fingerprint(key)}\nlooked in {', '.join((*known.user_files, *known.system_files))}",
-        f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host, then run again with "
-        f"{ACCEPT_OPTION}, which stores it in {known.user_files[0]}",
-    )
-
-
-def _refused(name: str, key_type: str, key: bytes, known: Sequence[KnownKey], what: str) -> Problem:
-    places = "\n".join(f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
-    file = known[0].place.rsplit(":", 1)[0]
-    return Problem(
-        f"{name}: {what}: the host was reinstalled, or someone is intercepting the connection",
-        f"it offers {key_type} {fingerprint(key)}\n{places}",
-        f"if the host was reinstalled: ssh-keygen -R '{name}' -f {file}, then run again with {ACCEPT_OPTION}",
-    )
+            raise HostKeyRefusedError(Problem(
+                f"the host key of {self.name} can't be stored", str(error),
+                "name a file that can be written, by UserKnownHostsFile in ansible_ssh_common_args",
+            )) from None  # fmt: skip
 
 
 def preferred_key_types(known: Sequence[KnownKey], supported: Sequence[str]) -> tuple[str, ...]:

@@ -1,22 +1,27 @@
-"""Read Ansible inventories with ansible-core itself, as HostTargets; never connects to a host.
+"""HostTarget, one host: how to reach it and its desired state; read from Ansible's inventories, without connecting.
 
-ansible-core costs half a second to import, so every import of it stands inside a function.
+ansible-core itself reads them. It costs half a second to import, and the one-file program does not have it: every
+import of it stands inside a function, and extra variables (-e) that need no Ansible are read here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.fleet import one_file
-from gpuprov.fleet.extra_vars import plain_extra_vars, require_files
+from gpuprov.core.system import System
+from gpuprov.fleet import options
 from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
+    TOO_DEEP,
     Wrong,
     ansible_error,
     ansible_output,
@@ -25,29 +30,153 @@ from gpuprov.fleet.inventory_messages import (
     ask_ansible,
     clean,
     explained,
-    path_hint,
+    hint_for,
     reason_of,
-    vault_hint,
     with_origins,
 )
-from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
-from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
-from gpuprov.protocol.spec import spec_from_variables
+from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError, from_os_error
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec, has_long_number, spec_from_variables
 from gpuprov.protocol.spec_fields import PREFIX
 
+
+@dataclass(frozen=True)
+class HostTarget:
+    """One host. Empty text and a port of None mean: as ~/.ssh/config, or SSH's own default, says.
+
+    `ssh_options` are (keyword, value) pairs in ssh_config(5)'s words; `ssh_config_file` stands in for the user's and
+    the system's files, as `ssh -F` does. `python` is the interpreter that the inventory names. Passwords never show
+    in repr.
+    """
+
+    name: str
+    spec: HostSpec
+    address: str = ""
+    port: int | None = None
+    user: str = ""
+    identity_file: str = ""
+    ssh_options: tuple[tuple[str, str], ...] = ()
+    ssh_config_file: str = ""
+    password: str = field(default="", repr=False)
+    become: bool = True
+    become_password: str = field(default="", repr=False)
+    connection: str = "ssh"
+    python: str = ""
+
+    @property
+    def ssh_configuration(self) -> SshConfiguration:
+        """What ssh(1) makes of its configuration files and of this host's options."""
+        login = (("User", self.user), ("Port", str(self.port or "")))
+        options = (*((name, value) for name, value in login if value), *self.ssh_options)
+        return SshConfiguration(self.address, options, self.ssh_config_file)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The hosts of a run, in the inventory's order, and warnings about them."""
+
+    hosts: tuple[HostTarget, ...]
+    warnings: tuple[str, ...] = ()
+
+
+# Variables of this machine; those of -e win over them.
+SITE_FILE = "/etc/gpuprov/site.yml"
+_VALUE = r"""(?:"[^"\\]*"|'[^'\\]*'|[^\s"'\\]*)"""
+_PAIR = re.compile(rf"([A-Za-z_]\w*)=({_VALUE})", re.ASCII)
+_PAIRS = re.compile(rf"\s*(?:{_PAIR.pattern}(?:\s+|$))+", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_TEMPLATE = re.compile(r"\{[{%#]")
+_NOT_PLAIN = "neither key=value, JSON nor YAML; templates and vaults need the whole gpuprov, which has Ansible"
+_MARKED = ("__ansible_vault", "__ansible_unsafe")
+
+
+def require_files(words: Sequence[str]) -> None:
+    """Raise GpuprovError if -e names a missing file, or one that is no text; Ansible's own messages mislead."""
+    for word in words:
+        path = Path(word[1:]).expanduser()
+        if not word.startswith("@"):
+            continue
+        if not path.is_file():
+            raise UsageError(
+                f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}", EXTRA_VARS_HINT,
+            )  # fmt: skip
+        try:
+            path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{word[1:]} is not text in UTF-8, so it has no variables", str(error),
+                f"write it as YAML, or move it away: mv {word[1:]} {word[1:]}.old",
+            ) from None  # fmt: skip
+        except OSError as error:
+            raise from_os_error(f"{word[1:]} can't be read", error) from None
+
+
+def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return the variables set by -e, and "" or the first word that only Ansible can read.
+
+    Such words have templates, vaults or mistakes, or need Ansible's settings. Raises GpuprovError (exit code 2) for
+    them in the one-file program.
+    """
+    found: dict[str, Any] = {}
+    for word in filter(None, words):
+        values = _read(word)
+        # ansible.cfg may ask for dictionaries to be merged.
+        if values is None or any(isinstance(found.get(name), dict) for name in values):
+            if options.one_file:
+                raise UsageError(
+                    "the extra variables cannot be read", f"-e {masked(word)}\n{_NOT_PLAIN}", EXTRA_VARS_HINT,
+                )  # fmt: skip
+            return {}, word
+        found |= values
+    return found, ""
+
+
+def _read(word: str) -> dict[str, Any] | None:
+    if word.startswith("@"):
+        try:
+            text = Path(word[1:]).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
+        return _mapping(text)
+    if word.startswith(("{", "[")):
+        return _mapping(word)
+    if _TEMPLATE.search(word) or word.startswith(("/", ".")) or not _PAIRS.fullmatch(word):
+        return None
+    return {name: value.strip("\"'") if value[:1] in "\"'" else value for name, value in _PAIR.findall(word)}
+
+
+def _mapping(text: str) -> dict[str, Any] | None:
+    """Return a JSON or YAML mapping of plain values, or None."""
+    import yaml
+
+    try:
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = yaml.safe_load(text)
+        named = isinstance(values, dict) and all(isinstance(name, str) and _NAME.fullmatch(name) for name in values)
+        return values if named and _is_plain(values) else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(name not in _MARKED and _is_plain(name) and _is_plain(one) for name, one in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return not _TEMPLATE.search(value) if isinstance(value, str) else isinstance(value, (bool, int, float, type(None)))
+
+
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
-_PYTHON = re.compile(r"[A-Za-z0-9/._+-]+")
+_PYTHON = re.compile(r"[A-Za-z0-9/._+-]*")
 _ADDRESS = re.compile(r"[\w.:%-]+")
 _TRUE = frozenset((True, 1, "true", "yes", "on", "1", "y", "t"))
 
 
 def read_inventory(
-    sources: Sequence[str],
-    *,
-    limit: str = "",
-    extra_vars: Sequence[str] = (),
-    vault_password_file: str = "",
+    sources: Sequence[str], *, limit: str = "", extra_vars: Sequence[str] = (), vault_password_file: str = ""
 ) -> Inventory:
     """Return the hosts that the sources (files, directories, `a,b,` lists) and the limit name.
 
@@ -55,7 +184,7 @@ def read_inventory(
     Raises GpuprovError (exit code 2) for an unreadable source, and for wrong or unknown gpuprov_ variables of all hosts
     at once.
     """
-    one_file.require_whole_program("--hosts")
+    options.require_whole_program("--hosts")
     for source in sources:
         _require_there(source)
     require_files(extra_vars)
@@ -64,7 +193,7 @@ def read_inventory(
             hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, output)
         except ansible_error() as error:
             raise UsageError(
-                "Ansible cannot read the inventory", explained(error), vault_hint(str(error)) or ask_ansible(sources[0])
+                "Ansible cannot read the inventory", explained(error), hint_for(str(error)) or ask_ansible(sources[0])
             ) from None
     targets, warnings = _targets(hosts, sources, extra_names)
     return Inventory(targets, tuple(dict.fromkeys((*ansible_warnings(output), *warnings))))
@@ -81,23 +210,54 @@ def _require_there(source: str) -> None:
         )
 
 
+def site_words() -> tuple[str, ...]:
+    """Return the word for -e that reads this machine's own variables, none if it has none.
+
+    Raises GpuprovError (exit code 2) for what is no file of text that root alone can write, and for a wrong variable.
+    """
+    system, folder = System(), SITE_FILE.rpartition("/")[0]
+    there = system.status(SITE_FILE)
+    if there is None or os.geteuid() != 0:
+        return ()
+    for path, kind, found in ((folder, "directory", system.status(folder)), (SITE_FILE, "file", there)):
+        if found and found.kind not in (kind, "link"):
+            step = f"move it away: mv {path} {path}.old; then write the variables to a file: {SITE_FILE}"
+            raise UsageError(f"{path} is not an ordinary {kind}", f"it is: {found.kind}", step)
+        if found and (found.kind != kind or found.uid != 0 or found.mode & 0o022):
+            seen = f"{path} is a {found.kind} of user {found.uid} with mode {found.mode:o}"
+            step = f"chown root:root {folder} {SITE_FILE}; chmod go-w {folder} {SITE_FILE}; neither may be a link"
+            raise UsageError(f"others than root could change {SITE_FILE}, so it is not used", seen, step)
+    word = f"@{SITE_FILE}"
+    require_files((word,))
+    lines = Path(SITE_FILE).read_bytes().splitlines()
+    if all(one.partition(b"#")[0].strip() in (b"", b"---") for one in lines):
+        return ()  # Ansible refuses a file of comments alone, as `gpuprov options --write` makes it
+    spec_from_variables(plain_extra_vars((word,))[0], SITE_FILE)
+    return (word,)
+
+
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
     """Return this machine as the only host, described by extra variables. Raises GpuprovError (exit code 2)."""
+    return replace(target_from_variables("localhost", variables_of(extra_vars)), connection="local")
+
+
+def variables_of(extra_vars: Sequence[str]) -> Mapping[str, Any]:
+    """Return the variables that words of -e set, templates resolved. Raises GpuprovError (exit code 2)."""
     require_files(extra_vars)
-    values: Mapping[str, Any]
     values, other = plain_extra_vars(extra_vars)
     if other:
-        from ansible.parsing.dataloader import DataLoader
         from ansible.template import Templar
 
         with ansible_temporary_folder(), ansible_output():
             try:
-                loader = DataLoader()
+                loader = _new_loader()
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
-                raise UsageError("Ansible cannot read the extra variables", explained(error), EXTRA_VARS_HINT) from None
-    return replace(target_from_variables("localhost", values), connection="local")
+                raise UsageError(
+                    "Ansible cannot read the extra variables", explained(error), hint_for(str(error)) or EXTRA_VARS_HINT
+                ) from None
+    return values
 
 
 def _load(
@@ -105,11 +265,11 @@ def _load(
 ) -> tuple[list[tuple[str, Mapping[str, Any]]], frozenset[str]]:
     """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
-    from ansible.parsing.dataloader import DataLoader
     from ansible.template import Templar
+    from ansible.vars.manager import VariableManager
 
     _find_plugins()
-    loader = DataLoader()
+    loader = _new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
     places = [_expanded(source) if "," in source else str(Path(source).absolute()) for source in sources]
@@ -119,10 +279,11 @@ def _load(
         if not manager.parse_source(place):
             reason = reason_of(source, output[before:])
             raise UsageError(
-                f"Ansible cannot read the inventory {source}", reason, path_hint(reason) or ask_ansible(source)
+                f"Ansible cannot read the inventory {source}", reason, hint_for(reason) or ask_ansible(source)
             )
     manager.reconcile_inventory()
-    variables = _variable_manager(loader, manager, extra_vars)
+    _load_extra_vars(loader, extra_vars)  # they reach the manager through Ansible's global command line
+    variables = VariableManager(loader=loader, inventory=manager)
     if not manager.get_hosts():
         raise UsageError(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)
@@ -164,33 +325,46 @@ def _find_plugins() -> None:
     init_plugin_loader([])
 
 
-def _variable_manager(loader: Any, manager: Any, extra_vars: Sequence[str]) -> Any:
-    """Return Ansible's VariableManager; -e reaches it through its global command line."""
-    from ansible.vars.manager import VariableManager
+_DEEPEST = 100
 
-    _load_extra_vars(loader, extra_vars)
-    return VariableManager(loader=loader, inventory=manager)
+
+def _new_loader() -> Any:
+    """Return Ansible's reader of YAML and JSON, which refuses deep nesting: libyaml overflows the stack by it."""
+    import yaml
+    from ansible.parsing.dataloader import DataLoader
+
+    class ShallowLoader(DataLoader):  # type: ignore[misc]
+        def load(self, data: Any, *words: Any, **options: Any) -> Any:
+            with contextlib.suppress(yaml.YAMLError):
+                depth = 0
+                text = bytes(data) if isinstance(data, bytes) else str.encode(data, errors="replace")
+                for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                    depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                    if depth > _DEEPEST:
+                        raise ansible_error()(f"{TOO_DEEP}: at most {_DEEPEST} levels are read")
+            return super().load(data, *words, **options)
+
+    return ShallowLoader()
 
 
 def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
+    import ansible.template
     from ansible import context
     from ansible.module_utils.common.collections import ImmutableDict
     from ansible.utils.vars import load_extra_vars
 
-    context.CLIARGS = ImmutableDict(extra_vars=tuple(map(_trusted(), extra_vars)))
+    # ansible-core requires this since 2.19 of texts whose templates may be resolved.
+    trusted: Callable[[str], str] = getattr(ansible.template, "trust_as_template", str)
+    context.CLIARGS = ImmutableDict(extra_vars=tuple(map(trusted, extra_vars)))
     load_extra_vars.extra_vars = None  # Ansible caches the first answer for the life of the process
-    loaded: dict[str, Any] = load_extra_vars(loader=loader)
+    try:
+        loaded: dict[str, Any] = load_extra_vars(loader=loader)
+    except ansible_error():
+        context.CLIARGS = ImmutableDict(extra_vars=())
+        raise
     if "_raw_params" in loaded:  # Ansible also accepts words without "=", and drops them
         raise UsageError("-e takes key=value, JSON or @file.yml", repr(loaded["_raw_params"]), EXTRA_VARS_HINT)
     return loaded
-
-
-def _trusted() -> Callable[[str], str]:
-    """Return a text whose templates may be resolved; ansible-core requires this since 2.19."""
-    import ansible.template
-
-    trust: Callable[[str], str] = getattr(ansible.template, "trust_as_template", str)
-    return trust
 
 
 def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], Any]) -> dict[str, Any]:
@@ -206,6 +380,8 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
                         explained(error),
                         f"correct {name} in the inventory",
                     ) from None
+    if wrong := [name for name, value in resolved.items() if has_long_number(value)]:
+        raise UsageError(f"{host}: {wrong[0]} has a number of more than 64 bits", "", f"correct {wrong[0]}")
     return resolved
 
 
@@ -245,27 +421,45 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
     method = _first(values, "ansible_become_method") or "sudo"
     if become_user != "root" or method.rsplit(".", 1)[-1] != "sudo":
         raise UsageError(
-            f"gpuprov becomes root by sudo, not {become_user} by {method}",
-            "ansible_become_user, _method",
+            f"gpuprov becomes root by sudo, not {become_user} by {method}", "ansible_become_user, _method",
             "take both out of the inventory, or set them to root and sudo",
-        )
+        )  # fmt: skip
+    address = _first(values, "ansible_host", "ansible_ssh_host") or name
+    port = _first(values, "ansible_port", "ansible_ssh_port")
+    user = _first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER")
+    connection = _first(values, "ansible_connection") or "ssh"
+    known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
+    python = _first(values, "ansible_python_interpreter")
+    python = "" if python.startswith("auto") else python
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    for text, is_valid, what, next_step in (
+        # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
+        (address, _ADDRESS.fullmatch(address) and address.count(":") != 1,
+         "ansible_host is neither a name nor an address", "user and port go into ansible_user and ansible_port"),
+        (port, is_port or not port, "ansible_port is not a port number", "a number from 1 to 65535; default: 22"),
+        # Another line would be another keyword to ssh.
+        (user, user.isprintable(), "ansible_user is no name of a user", "correct ansible_user"),
+        (connection, known, "ansible_connection must be ssh or local", "leave it out: ssh is the default"),
+        (python, _PYTHON.fullmatch(python), "ansible_python_interpreter is not the path of a program",
+         "a path such as /usr/bin/python3, or leave it out"),
+    ):  # fmt: skip
+        if not is_valid:
+            raise UsageError(what, repr(text), next_step)
     return HostTarget(
         name=name,
         spec=spec_from_variables(values),
-        address=_address(_first(values, "ansible_host", "ansible_ssh_host") or name),
-        port=_port(_first(values, "ansible_port", "ansible_ssh_port")),
-        user=_user(_first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER")),
+        address=address,
+        port=int(port) if port else None,
+        user=user,
         identity_file=_first(values, "ansible_ssh_private_key_file", "ansible_private_key_file")
         or _configured("DEFAULT_PRIVATE_KEY_FILE"),
         ssh_options=arguments.options,
         ssh_config_file=arguments.config_file,
         password=_first(values, "ansible_password", "ansible_ssh_pass", "ansible_ssh_password"),
         become=str(values.get("ansible_become", True)).lower() in _TRUE,
-        become_user=become_user,
         become_password=_first(values, "ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
-        connection=_connection(_first(values, "ansible_connection") or "ssh"),
-        python=_python(_first(values, "ansible_python_interpreter")),
-        origin=str(values.get("inventory_file") or ""),
+        connection=known,
+        python=python,
     )
 
 
@@ -290,48 +484,6 @@ def _ssh_arguments(values: Mapping[str, Any]) -> SshArguments:
 
 def _first(values: Mapping[str, Any], *names: str) -> str:
     return next((str(values[name]) for name in names if values.get(name) not in (None, "")), "")
-
-
-def _address(text: str) -> str:
-    # It becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
-    if not _ADDRESS.fullmatch(text) or text.count(":") == 1:
-        raise UsageError(
-            "ansible_host is neither a name nor an address",
-            repr(text),
-            "user and port go into ansible_user and ansible_port",
-        )
-    return text
-
-
-def _user(text: str) -> str:
-    """Return a login's name. Raises GpuprovError (exit code 2) for one that would be another keyword to ssh."""
-    if not text.isprintable():
-        raise UsageError("ansible_user is no name of a user", repr(text), "correct ansible_user")
-    return text
-
-
-def _port(text: str) -> int | None:
-    if text and not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise UsageError("ansible_port is not a port number", repr(text), "a number from 1 to 65535; default: 22")
-    return int(text) if text else None
-
-
-def _connection(text: str) -> str:
-    known = _CONNECTIONS.get(text.rsplit(".", 1)[-1])
-    if known is None:
-        raise UsageError("ansible_connection must be ssh or local", repr(text), "leave it out: ssh is the default")
-    return known
-
-
-def _python(text: str) -> str:
-    if text.startswith("auto") or not text:
-        return ""
-    if not _PYTHON.fullmatch(text):
-        raise UsageError(
-            "ansible_python_interpreter is not the path of a program", repr(text),
-            "a path such as /usr/bin/python3, or leave it out",
-        )  # fmt: skip
-    return text
 
 
 def _configured(name: str) -> str:

@@ -31,7 +31,8 @@ def ansible_output() -> Iterator[list[str]]:
     output: list[str] = []
     display = Display()
     columns, display.columns = display.columns, _UNWRAPPED
-    display.display = lambda msg, *_, **__: output.append(_marked(str(msg)))
+    # The prefix that marks a warning stays.
+    display.display = lambda msg, *_, **__: output.append(_WARNING * (_WARNING in str(msg)) + clean(str(msg)))
     try:
         yield output
     finally:
@@ -53,6 +54,9 @@ def ansible_temporary_folder() -> Iterator[None]:
             del os.environ["ANSIBLE_LOCAL_TEMP"]
 
 
+TOO_DEEP = "nested too deep"
+
+
 def ansible_error() -> type[Exception]:
     from ansible.errors import AnsibleError
 
@@ -63,12 +67,6 @@ def ansible_error() -> type[Exception]:
 def ansible_warnings(output: Sequence[str]) -> list[str]:
     """Return Ansible's own warnings: invalid groups, skipped files, names that match no host."""
     return [clean(line) for line in output if line.startswith(_WARNING)]
-
-
-def _marked(text: str) -> str:
-    """Return Ansible's output, keeping the prefix that identifies a warning."""
-    cleaned = clean(text)
-    return f"{_WARNING}{cleaned}" if _WARNING in text else cleaned
 
 
 def clean(text: str) -> str:
@@ -101,13 +99,12 @@ def reason_of(source: str, output: Sequence[str]) -> str:
     return "\n".join(filter(None, (chosen[-1], place))) if chosen else "\n".join(lines)
 
 
-def path_hint(text: str) -> str:
-    """Return what to do about a path that the locale can't express; "" for another error."""
-    return "export LC_ALL=C.UTF-8, then run the same command again" if "codec can't encode" in text else ""
-
-
-def vault_hint(text: str) -> str:
-    """Return what to do about a vault that Ansible can't open; "" for another error."""
+def hint_for(text: str) -> str:
+    """Return what to do about a path that the locale can't express, deep nesting or a vault; "" for another error."""
+    if "codec can't encode" in text:
+        return "export LC_ALL=C.UTF-8, then run the same command again"
+    if TOO_DEEP in text:
+        return "write it with fewer lists and dictionaries inside each other"
     if "Decryption failed" in text or "found that could decrypt" in text:
         return "the vault password is wrong: correct the file of --vault-password-file, or name another one"
     return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
@@ -179,16 +176,11 @@ def _places(
 
 
 def _texts(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for path in sorted(set(_files(sources))):
-        if path.is_file() and path.stat().st_size < _TOO_LARGE:
-            yield str(path), path.read_text("utf-8", "replace")
-
-
-def _files(sources: Sequence[str]) -> Iterator[Path]:
+    files: set[Path] = set()
     for source in map(Path, sources):
         folder = source if source.is_dir() else source.parent
-        yield source
-        if source.is_dir():
-            yield from source.glob("*")
-        for kind in ("group_vars", "host_vars"):
-            yield from (folder / kind).rglob("*")
+        kinds = [path for kind in ("group_vars", "host_vars") for path in (folder / kind).rglob("*")]
+        files |= {source, *kinds, *(source.glob("*") if source.is_dir() else ())}
+    for path in sorted(files):
+        if path.is_file() and path.stat().st_size < _TOO_LARGE:
+            yield str(path), path.read_text("utf-8", "replace")

@@ -5,6 +5,10 @@ click alone is imported here, so that `--help` answers at once; gpuprov.cli make
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,11 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from gpuprov import __version__
+from gpuprov.protocol.errors import UsageError
+from gpuprov.protocol.request import MOST_MINUTES
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTION = "option"
+FLAG = "flag"
 _COMMANDS = "commands"
+# True in the program `gpuprov-host.pyz`, set by its first lines (tools/host_program.py).
+one_file = False
 # The fields that choose hosts.
 INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
+DRIVERS = ("runfile", "packages", "distribution", "preinstalled")
 
 if TYPE_CHECKING:
     _Type = click.ParamType[str]
@@ -53,7 +65,18 @@ def _require_text(context: click.Context, parameter: click.Parameter, value: str
     return value or ""
 
 
-def _option(*flags: str, default: Any = None, commands: tuple[str, ...] = (), **settings: Any) -> Any:
+def pairs(option: str, texts: tuple[str, ...], form: re.Pattern[str], example: str) -> dict[str, str]:
+    """Return name → value of an option that is given as NAME=VALUE; `form` has a group for each of the two."""
+    found = {}
+    for text in texts:
+        pair = form.fullmatch(text)
+        if pair is None:
+            raise click.BadParameter(f"{text!r}: give {example}", param_hint=option)
+        found[pair[1]] = pair[2]
+    return found
+
+
+def _option(flags: str, help: str, commands: tuple[str, ...] = (), *, default: Any = None, **settings: Any) -> Any:  # noqa: A002
     """Return a field with its click option: a flag, several values, a text or a number. `commands`: none means all."""
     make = text_option if default is None and not {"is_flag", "multiple"} & set(settings) else click.option
     if default is not None:
@@ -61,23 +84,34 @@ def _option(*flags: str, default: Any = None, commands: tuple[str, ...] = (), **
     value = default or (False if "is_flag" in settings else () if "multiple" in settings else "")
 
     def made(name: str, other_help: str | None = None) -> Callable[[_Command], _Command]:
-        return make(name, *flags, **{**settings, "help": other_help or settings["help"]})
+        return make(name, *flags.split(), **settings, help=other_help or help)
 
-    return field(default=value, metadata={_OPTION: made, _COMMANDS: commands})
+    return field(default=value, metadata={_OPTION: made, _COMMANDS: commands, FLAG: flags.split()[0]})
+
+
+_flag = functools.partial(_option, is_flag=True)
+_seconds = functools.partial(_option, metavar="SECONDS")
+_CHANGING = ("install", "rollback", "uninstall")
+_PASSWORDS = (
+    click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
+    click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
+)
 
 
 @dataclass(frozen=True)
 class SshSettings:
     """What all connections have in common."""
 
-    accept_new_host_keys: bool = _option(
-        "--accept-new-host-keys", is_flag=True,
-        help="Store host keys seen for the first time; changed keys are still refused.",
-    )  # fmt: skip
-    connect_timeout: float = _option(
-        "--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10.0,
-        help="How long to wait for a connection.",
-    )  # fmt: skip
+    accept_new_host_keys: bool = _flag(
+        "--accept-new-host-keys", "Store host keys seen for the first time; changed keys are still refused."
+    )
+    connect_timeout: float = _seconds(
+        "--connect-timeout", "How long to wait for a connection.", type=click.FloatRange(0.1, 600), default=10.0
+    )
+
+
+# Their fields.
+CONNECTION_FIELDS = tuple(SshSettings.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -86,90 +120,87 @@ class RunOptions:
 
     command: str
     hosts: tuple[str, ...] = _option(
-        "--hosts", type=FILE, metavar="INVENTORY", multiple=True,
-        help="An Ansible inventory: file, directory or `a,b,`. Default: this machine.",
+        "--hosts", "An Ansible inventory: file, directory or `a,b,`. Default: this machine.", type=FILE,
+        metavar="INVENTORY", multiple=True,
     )  # fmt: skip
-    limit: str = _option("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
+    limit: str = _option("--limit -l", "Only hosts that match, as Ansible's --limit.", metavar="PATTERN")
     extra_vars: tuple[str, ...] = _option(
-        "--extra-vars", "-e", metavar="VAR", multiple=True,
+        "--extra-vars -e", "key=value, JSON or @file.yml; wins over the inventory.",
         # `cuda` has another -e: docker run's.
-        commands=("install", "verify", "doctor", "facts", "rollback", "uninstall"),
-        help="key=value, JSON or @file.yml; wins over the inventory.",
+        (*_CHANGING, "verify", "doctor", "health", "accept", "facts"), metavar="VAR", multiple=True,
     )  # fmt: skip
-    vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
-    image: bool = _option(
-        "--image", is_flag=True, commands=("install", "rollback", "uninstall"),
-        help="Treat this machine's disk as an image; no GPU is needed.",
-    )  # fmt: skip
+    vault_password_file: str = _option("--vault-password-file", "The password of encrypted variables.", type=FILE)
+    image: bool = _flag("--image", "Treat this machine's disk as an image; no GPU is needed.", _CHANGING)
     root: str = _option(
-        "--root", type=FOLDER, metavar="DIR", commands=("install", "verify", "doctor", "rollback", "uninstall"),
-        help="Work in an image's root file system, mounted at DIR; implies --image.",
+        "--root", "Work in an image's root file system, mounted at DIR; implies --image.",
+        (*_CHANGING, "verify", "doctor"), type=FOLDER, metavar="DIR",
     )  # fmt: skip
-    check: bool = _option(
-        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
-        help="Show what would change; change nothing.",
+    check: bool = _flag("--check -C --dry-run", "Show what would change; change nothing.", (*_CHANGING, "doctor"))
+    diff: bool = _flag("--diff -D", "Show the changes to files; with -v in full.", (*_CHANGING, "doctor"))
+    fix: bool = _flag("--fix", "Fix what gpuprov can fix, then check again.", ("doctor",))
+    allow: str = _option(
+        "--allow", "With --fix: what a GPU's repair may do to this host.", ("doctor",), metavar="reset,reboot"
+    )
+    remember: bool = _flag("--remember", "Record the present GPUs as the expected ones.", ("verify",))
+    minutes: int = _option(
+        "--minutes", "How long accept may take.", ("accept",),
+        metavar="N", type=click.IntRange(1, MOST_MINUTES), default=10,
     )  # fmt: skip
-    diff: bool = _option(
-        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
-        help="Show the changes to files; with -v in full.",
+    sign: str = _option("--sign", "Sign each result with this key of your gpg.", ("accept",), metavar="KEYID")
+    upgrade: bool = _flag(
+        "--upgrade", "Install the driver that is recommended now, of packages the branch's newest, not the kept one.",
+        ("install",),
     )  # fmt: skip
-    fix: bool = _option(
-        "--fix", is_flag=True, commands=("doctor",),
-        help="Fix what gpuprov can fix, then check again.",
-    )  # fmt: skip
-    remember: bool = _option(
-        "--remember", is_flag=True, commands=("verify",),
-        help="Take the GPUs that are there now as all that should be there.",
-    )  # fmt: skip
-    detailed_exitcode: bool = _option(
-        "--detailed-exitcode", is_flag=True, commands=("install",),
-        help="With --check: exit code 5 if something would change.",
-    )  # fmt: skip
+    detailed_exitcode: bool = _flag(
+        "--detailed-exitcode", "With --check: exit code 5 if something would change.", ("install",)
+    )
     bundle: str = _option(
-        "--bundle", type=FILE, commands=("install",),
-        help="Install from this file of `gpuprov bundle create` alone, without a network.",
+        "--bundle", "Install from this file of `gpuprov bundle create` alone, without a network.", ("install",),
+        type=FILE,
     )  # fmt: skip
     bundle_key: str = _option(
-        "--bundle-key", metavar="FINGERPRINT", commands=("install",), help="The key that must have signed the bundle."
+        "--bundle-key", "The key that must have signed the bundle.", ("install",), metavar="FINGERPRINT"
     )
-    forks: int = _option(
-        "--forks", metavar="N", type=click.IntRange(1, 1000), default=20, help="How many hosts at a time."
-    )
+    forks: int = _option("--forks", "How many hosts at a time.", metavar="N", type=click.IntRange(1, 1000), default=20)
     serial: str = _option(
-        "--serial", metavar="N|N%|1,5,20%",
-        help="Process hosts in batches of this size, as Ansible's serial.",
-    )  # fmt: skip
-    max_fail: str = _option(
-        "--max-fail", metavar="N|N%", help="Begin no further host once more hosts of a batch failed."
+        "--serial", "Process hosts in batches of this size, as Ansible's serial.", metavar="N|N%|1,5,20%"
     )
+    max_fail: str = _option("--max-fail", "Begin no further host once more hosts of a batch failed.", metavar="N|N%")
     canary: str = _option(
-        "--canary", metavar="HOST|N",
-        help="Process these hosts, or the first N, before all others, and stop if one fails.",
+        "--canary", "Process these hosts, or the first N, before all others, and stop if one fails.", metavar="HOST|N"
+    )
+    window: str = _option(
+        "--window", "Begin no host outside of it: 'Sat 02:00-06:00', 'Mon-Fri 22:00-04:00 Europe/Berlin'.",
+        (*_CHANGING, "doctor"),
+        metavar="DAYS TIMES [ZONE]",
     )  # fmt: skip
+    rollback_on_failure: bool = _flag(
+        "--rollback-on-failure", "Verify each changed host; roll it back if its changes or verify fail.", ("install",)
+    )
     before_host: str = _option(
-        "--before-host", metavar="COMMAND", commands=("install", "rollback", "uninstall"),
-        help="Run this here, without a shell, before a change that stops containers: 'kubectl drain {host}'.",
+        "--before-host", "Run this here, without a shell, before a change that stops containers: "
+        "'kubectl drain {host}'.", (*_CHANGING, "doctor"), metavar="COMMAND",
     )  # fmt: skip
     after_host: str = _option(
-        "--after-host", metavar="COMMAND", commands=("install", "rollback"),
-        help="Run this once a drained host is verified: 'kubectl uncordon {host}'.",
+        "--after-host", "Run this once a drained host is verified: 'kubectl uncordon {host}'.",
+        ("install", "rollback", "doctor"), metavar="COMMAND",
     )  # fmt: skip
-    host_command_timeout: float = _option(
-        "--host-command-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=1800.0,
-        commands=("install", "rollback", "uninstall"), help="Time limit of each of these two commands.",
+    host_command_timeout: float = _seconds(
+        "--host-command-timeout", "Time limit of each of these two commands.", (*_CHANGING, "doctor"),
+        type=click.FloatRange(0.1), default=1800.0,
     )  # fmt: skip
     # Longer than the longest command on a host may be quiet (packages/apt_changes.py: 3900).
-    host_timeout: float = _option(
-        "--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500.0,
-        help="Give up on a host that sends nothing for this long.",
+    host_timeout: float = _seconds(
+        "--host-timeout", "Give up on a host that sends nothing for this long.", type=click.FloatRange(0.1),
+        default=4500.0,
     )  # fmt: skip
-    bootstrap_python: bool = _option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none.")
-    report: str = _option("--report", type=FILE, metavar="FILE.html", help="Also write the results as one HTML page.")
+    bootstrap_python: bool = _flag("--bootstrap-python", "Install Python on hosts that have none.")
+    report: str = _option("--report", "Also write the results as one HTML page.", type=FILE, metavar="FILE.html")
     metrics: str = _option(
-        "--metrics", type=FILE, metavar="FILE.prom", help="Also write metrics for node_exporter's textfile collector."
+        "--metrics", "Also write metrics for node_exporter's textfile collector.", type=FILE, metavar="FILE.prom"
     )
-    json: bool = _option("--json", is_flag=True, help="Print events as JSON lines, a summary last.")
-    verbose: bool = _option("--verbose", "-v", is_flag=True, help="Show more.")
+    json: bool = _flag("--json", "Print events as JSON lines, a summary last.")
+    verbose: bool = _flag("--verbose -v", "Show more.")
     password: str = field(default="", repr=False)
     become_password: str = field(default="", repr=False)
     overrides: tuple[tuple[str, str], ...] = ()
@@ -187,24 +218,59 @@ class Options(SshSettings, RunOptions):
 def options_of(command: str) -> Callable[[_Command], _Command]:
     """Return what gives a click command its options; they arrive under the names of the fields."""
     ours = [one for one in fields(Options) if _OPTION in one.metadata]
-    return _giving([one for one in ours if command in (one.metadata[_COMMANDS] or (command,))])
+    names = (one.name for one in ours if command in (one.metadata[_COMMANDS] or (command,)))
+    return named_options(*names, passwords=True)
 
 
-def options_of_hosts() -> Callable[[_Command], _Command]:
-    """Return what gives a click command the options that choose hosts, and those of the connections to them."""
-    known = {one.name: one for one in fields(Options)}
-    return _giving([known[name] for name in (*INVENTORY_FIELDS, *SshSettings.__annotations__)])
+def named_options(*names: str, passwords: bool = False, **helps: str) -> Callable[[_Command], _Command]:
+    """Return what gives a click command the options of these names; `helps` replaces the help of some."""
+    chosen = [one for one in fields(Options) if one.name in names]
+    options = (*(one.metadata[_OPTION](one.name, helps.get(one.name)) for one in chosen), *_PASSWORDS * passwords)
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def options_of_inventories(help_of_hosts: str) -> Callable[[_Command], _Command]:
-    """Return what gives a click command those options that choose hosts and their variables."""
-    return _giving([one for one in fields(Options) if one.name in INVENTORY_FIELDS], hosts=help_of_hosts)
+def made_options(command: str, options: dict[str, Any], **others: Any) -> Options:
+    """Return the Options that a click command's arguments make; with -k and -K, ask for the passwords."""
+    passwords: dict[str, Any] = {
+        "password": _asked("SSH password", wanted=options.pop("ask_pass")),
+        "become_password": _asked("sudo password", wanted=options.pop("ask_become_pass")),
+    }
+    return Options(command, **others, **passwords, **options)
 
 
-def _giving(chosen: list[Any], **helps: str) -> Callable[[_Command], _Command]:
-    def give(command: _Command) -> _Command:
-        for one in reversed(chosen):
-            command = one.metadata[_OPTION](one.name, helps.get(one.name))(command)
-        return command
+def _asked(what: str, *, wanted: bool) -> str:
+    """Return a password typed at the terminal or, without one, the next line of standard input.
 
-    return give
+    Raises GpuprovError (exit code 2) if there is neither.
+    """
+    if not wanted:
+        return ""
+    if _has_terminal():
+        return str(click.prompt(what, hide_input=True, err=True))
+    line = sys.stdin.readline() if sys.stdin else ""
+    if not line:
+        raise UsageError(
+            f"there is nobody to ask for the {what}",
+            "no terminal, and nothing more on standard input",
+            "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault",
+        )
+    return line.rstrip("\n")
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def require_whole_program(what: str) -> None:
+    """Raise GpuprovError (exit code 2) in the one-file program: `what` needs Ansible, SSH or gpuprov's own packages."""
+    if one_file:
+        raise UsageError(
+            f"{what} needs the whole gpuprov",
+            "this is the one-file program, which serves the machine it runs on: it has no Ansible and no SSH",
+            f"on a machine with Python 3.11 or later: pip install gpuprov-{__version__}-py3-none-any.whl (of the same "
+            "release), or `make setup` in a clone; then run the same command there",
+        )  # fmt: skip

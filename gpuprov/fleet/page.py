@@ -6,31 +6,24 @@ This module says what stands on the page (numbers, names, the shapes of drawings
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import pkgutil
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from gpuprov.agent.result import MIG, HostResult, hosts_by_vulnerability, machines
-from gpuprov.agent.site_tables import advisories_table
-from gpuprov.fleet.grouping import (
-    causes,
-    command_of,
-    drained,
-    hosts_by_version,
-    listed,
-    mig_instances,
-    shortened,
-    state_of,
-)
-from gpuprov.fleet.history import Run, differences
+from gpuprov.agent.site_tables import user_table
+from gpuprov.fleet.grouping import DRAIN_STATES, causes, command_of, drained, listed, mig_instances, shortened, spreads
+from gpuprov.fleet.history import Run, differences, driver_choices
 from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import CheckDone, PlannedChange
+from gpuprov.protocol.events import PlannedChange
+from gpuprov.protocol.tables import ADVISORIES
 from gpuprov.protocol.versions import count_in
 from gpuprov.protocol.words import counted, plain
 
@@ -41,44 +34,63 @@ _MOST_DETAILED = 60  # so many have a row each, whatever came of them
 _MOST_ROWS = 150  # of hosts that are not done; the page stays below 1 MB
 _MOST_PLANS = 30
 _MOST_BINS = 24
-
-
-def _template(name: str) -> str | None:
-    """Return a template beside this module, which may lie in an archive."""
-    content = pkgutil.get_data("gpuprov.fleet", name)
-    return None if content is None else content.decode()
+_MOST_DRAWN = 16
+_SLICES = 7  # of a GPU, as MIG divides it: 1g is one of them
+# Colour never stands alone: each state has its word, and in the grid its width.
+_STATES = {"done": "good", "reboot needed": "warn", "failed": "bad", "refused": "bad", "unreachable": "bad",
+           "not run": "none", "stopped": "warn", "degraded": "warn", "unfit": "bad"}  # fmt: skip
+_CHECK_STATES = {"ok": "good", "failed": "bad", "skipped": "warn"}
+_FEW_HOSTS = 12  # so many have their names, and a bar for the time of each
+_SOME_HOSTS = 150  # more have smaller squares
+_SQUARE = 10  # units of the drawings
 
 
 def render(run: Run, before: Run | None = None) -> str:
     """Return the page; the same runs give the same bytes. `before` is the run to compare with."""
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined, finalize=_shown, keep_trailing_newline=True,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_shown,
+        keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {"counted": counted, "duration": _duration, "listed": _listed}
+    environment.filters |= {
+        "counted": counted, "duration": _duration, "listed": lambda names, most=_MOST_NAMED: listed(names, most),
+        "steps": _steps, "kind": lambda word: _STATES[word],
+        "check_kind": lambda status: _CHECK_STATES.get(status, "bad"),
+    }  # fmt: skip
     results = run.results
-    rows = _rows(results)
-    return environment.get_template("page.html.j2").render(
+    rows = [one for one in results if len(results) <= _MOST_DETAILED or one.exit_code != ExitCode.DONE][:_MOST_ROWS]
+    with_row = set(map(id, rows))
+    others: dict[str, list[str]] = collections.defaultdict(list)
+    for one in results:
+        if id(one) not in with_row:
+            others[one.word].append(one.host)
+    counts = collections.Counter(result.word for result in results)
+    versions = dict(spreads(results))
+    template = (pkgutil.get_data("gpuprov.fleet", "page.html.j2") or b"").decode()
+    return environment.from_string(template).render(
         run=run,
         title=f"gpuprov {run.command}{' --check' if run.check else ''}",
         where=(", ".join(run.inventory) or "this machine") + (f", limited to {run.limit}" if run.limit else ""),
-        states=_states(results),
-        hosts=counted(len(results), "host"),
-        grid=make_grid(results),
+        states=[(word, counts[word]) for word in _STATES if counts[word]],
+        grid=_grid(results),
         causes=causes(results),
-        vulnerabilities=hosts_by_vulnerability(results, rows_of(advisories_table())),
+        vulnerabilities=hosts_by_vulnerability(results, rows_of(user_table(ADVISORIES))),
         drains=drained(results),
-        state_of=state_of,
+        choices=driver_choices(results, run.inventory)[:_MOST_PLANS],
+        drain_states=DRAIN_STATES,
         command_of=command_of,
-        versions=_versions(results),
-        durations=_durations(results),
+        reporting=sum(bool(result.versions) for result in machines(results)),
+        # All that differs, or could.
+        versions=[(name, versions[name]) for name in _VERSION_NAMES if name in versions],
+        most_versions=_MOST_VERSIONS,
+        durations=_durations([result for result in results if result.begun]),
         gpus=_gpus(results),
         plans=_plans(results) if run.check else (),
         before=before,
         changes=differences(before, run) if before else (),
         rows=rows,
-        others=_others(results, rows),
-    )
+        step_counts=_step_counts,
+        others=others,
+    )  # fmt: skip
 
 
 def _shown(value: object) -> object:
@@ -86,199 +98,13 @@ def _shown(value: object) -> object:
     return value if isinstance(value, (Markup, int, float)) else shortened(plain(value))
 
 
-def _listed(names: Iterable[str], most: int = _MOST_NAMED) -> str:
-    return listed(names, most)
-
-
 def _duration(seconds: float) -> str:
     """Return `4.2 s`, `3 min 20 s`."""
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
-@dataclass(frozen=True)
-class State:
-    """How many hosts ended in a word; `x` and `width` are its part of the bar, in percent."""
-
-    word: str
-    kind: str
-    count: int
-    x: float
-    width: float
-
-
-def _states(results: Sequence[HostResult]) -> tuple[State, ...]:
-    counts = collections.Counter(result.word for result in results)
-    made: list[State] = []
-    x = 0.0
-    for word, kind in STATES.items():
-        if counts[word]:
-            width = 100 * counts[word] / len(results)
-            made.append(State(word, kind, counts[word], round(x, 3), round(width, 3)))
-            x += width
-    return tuple(made)
-
-
-# -- versions, GPUs, durations ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One value and the hosts that have it; `width` is their part of all hosts, in percent."""
-
-    value: str
-    hosts: tuple[str, ...]
-    width: float
-    is_usual: bool = False
-
-
-def _versions(results: Sequence[HostResult]) -> tuple[tuple[str, tuple[Bar, ...], int], ...]:
-    """Return (name, bars, how many versions have no bar) of all that differs, or could."""
-    reporting = [result for result in machines(results) if result.versions]
-    names = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in reporting)]
-    found = []
-    for name in names:
-        bars = [
-            Bar(value, hosts, round(100 * len(hosts) / len(reporting), 2), number == 0)
-            for number, (value, hosts) in enumerate(hosts_by_version(name, reporting))
-        ]
-        found.append((name, tuple(bars[:_MOST_VERSIONS]), len(bars[_MOST_VERSIONS:])))
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class GpuLayout:
-    """Hosts with the same GPUs: `gpus` holds, for each, its MIG instances as (profile, x, width) of its drawing."""
-
-    count: str
-    gpus: tuple[tuple[tuple[str, float, float], ...], ...]
-    mig: str
-    hosts: tuple[str, ...]
-
-
-_MOST_DRAWN = 16
-_SLICES = 7  # of a GPU, as MIG divides it: 1g is one of them
-
-
-def _gpus(results: Sequence[HostResult]) -> tuple[GpuLayout, ...]:
-    hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for result in machines(results):
-        if result.versions.get("gpus"):
-            hosts[result.versions["gpus"], result.versions.get(MIG, "")].append(result.host)
-    found = []
-    for (count, mig), names in sorted(hosts.items(), key=lambda item: -len(item[1])):
-        instances = mig_instances(mig)
-        number = min(count_in(count) or 0, _MOST_DRAWN)
-        gpus = tuple(_slices(instances.get(index, ())) for index in range(number))
-        found.append(GpuLayout(count, gpus, mig, tuple(names)))
-    return tuple(found[:_MOST_VERSIONS])
-
-
-def _slices(profiles: Sequence[str]) -> tuple[tuple[str, float, float], ...]:
-    """Return how MIG instances fill a GPU that is 28 units wide: `3g.40gb` takes three sevenths."""
-    found = []
-    x = 0.0
-    for profile in profiles[:_SLICES]:
-        digits = profile.partition("g")[0]
-        number = count_in(digits)
-        width = 4.0 * min(1 if number is None else number, _SLICES)
-        found.append((profile, x, round(width - 0.8, 1)))
-        x += width
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class Durations:
-    """How long hosts took: a bar for each of few hosts, a histogram of many; `bins` are (label, count, height)."""
-
-    few: tuple[tuple[str, float, float], ...]
-    bins: tuple[tuple[str, int, float], ...]
-    shortest: float
-    median: float
-    longest: float
-    slowest: str
-
-
-def _durations(results: Sequence[HostResult]) -> Durations | None:
-    began = [result for result in results if result.begun]
-    if not began:
-        return None
-    slowest = max(began, key=lambda result: result.seconds)
-    seconds = [result.seconds for result in began]
-    shortest, longest = min(seconds), slowest.seconds
-    few: tuple[tuple[str, float, float], ...] = ()
-    bins: tuple[tuple[str, int, float], ...] = ()
-    if len(began) <= FEW_HOSTS:
-        few = tuple((one.host, one.seconds, round(100 * one.seconds / (longest or 1), 2)) for one in began)
-    else:
-        bins = _bins(seconds, shortest, longest)
-    return Durations(few, bins, shortest, statistics.median(seconds), longest, slowest.host)
-
-
-def _bins(seconds: Sequence[float], shortest: float, longest: float) -> tuple[tuple[str, int, float], ...]:
-    number = min(_MOST_BINS, max(6, math.isqrt(len(seconds))))
-    width = (longest - shortest) / number or 1.0
-    counts = [0] * number
-    for value in seconds:
-        counts[min(int((value - shortest) / width), number - 1)] += 1
-    most = max(counts)
-    return tuple(
-        (f"{_duration(shortest + width * index)} to {_duration(shortest + width * (index + 1))}", count,
-         round(100 * count / most, 2))
-        for index, count in enumerate(counts)
-    )  # fmt: skip
-
-
-# -- plans and hosts -------------------------------------------------------------------------------------------------
-
-
-def _plans(results: Sequence[HostResult]) -> tuple[tuple[tuple[PlannedChange, ...], tuple[str, ...]], ...]:
-    """Return each plan with the hosts that it is for, those of most hosts first."""
-    hosts: dict[tuple[tuple[str, str], ...], tuple[tuple[PlannedChange, ...], list[str]]] = {}
-    for result in results:
-        key = tuple((change.step, change.summary) for change in result.plan)
-        if not result.has_failed:
-            hosts.setdefault(key, (result.plan, []))[1].append(result.host)
-    ordered = sorted(hosts.values(), key=lambda item: -len(item[1]))
-    return tuple((plan, tuple(names)) for plan, names in ordered[:_MOST_PLANS])
-
-
-@dataclass(frozen=True)
-class Row:
-    """One host with all that came of it."""
-
-    result: HostResult
-    kind: str
-    checks: tuple[tuple[CheckDone, str], ...]
-    steps: tuple[tuple[str, str], ...]
-
-    @property
-    def has_more(self) -> bool:
-        result = self.result
-        return bool(self.checks or self.steps or result.versions or result.problems)
-
-
-def _rows(results: Sequence[HostResult]) -> tuple[Row, ...]:
-    """Return the hosts that have a row: all of few, of many those that are not done."""
-    chosen = [result for result in results if len(results) <= _MOST_DETAILED or result.exit_code != ExitCode.DONE]
-    return tuple(
-        Row(
-            result,
-            STATES[result.word],
-            tuple((check, CHECK_STATES.get(check.status, "bad")) for check in result.checks),
-            tuple((step, _step_counts(result, step)) for step in steps_of(result)),
-        )
-        for result in chosen[:_MOST_ROWS]
-    )
-
-
-def _others(results: Sequence[HostResult], rows: Sequence[Row]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """Return (word, kind, hosts) of those that have no row."""
-    with_row = {id(row.result) for row in rows}
-    hosts: dict[str, list[str]] = collections.defaultdict(list)
-    for result in results:
-        if id(result) not in with_row:
-            hosts[result.word].append(result.host)
-    return tuple((word, STATES[word], tuple(names)) for word, names in hosts.items())
+def _steps(result: HostResult) -> dict[str, None]:
+    return dict.fromkeys([change.step for change in result.plan] + [made.step for made in result.made])
 
 
 def _step_counts(result: HostResult, step: str) -> str:
@@ -290,48 +116,94 @@ def _step_counts(result: HostResult, step: str) -> str:
     return f"{len(ended)} of {max(planned, len(made))}{time}"
 
 
-# Colour never stands alone: each state has its word, and in the grid its width.
-STATES = {"done": "good", "reboot needed": "warn", "failed": "bad", "refused": "bad", "unreachable": "bad",
-           "not run": "none", "stopped": "warn"}  # fmt: skip
-CHECK_STATES = {"ok": "good", "failed": "bad", "skipped": "warn"}
-FEW_HOSTS = 12  # so many have their names, and a bar for the time of each
-_SOME_HOSTS = 150  # more have smaller squares
-_SQUARE = 10  # units of the drawings
+# -- GPUs, durations, plans, other hosts -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Column:
-    """One host of the grid: `paths` are (kind, path data) of its squares, from the top."""
-
-    host: str
-    sentence: str
-    paths: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """One column for each host and one square for each of `names`; `size` is a class of the page."""
-
-    names: tuple[str, ...]
-    size: str
-    height: int
-    racks: tuple[tuple[str, tuple[Column, ...]], ...]
+def _gpus(results: Sequence[HostResult]) -> list[tuple[str, str, list[str], list[list[tuple[str, float, float]]]]]:
+    """Return (number of GPUs, MIG layout, hosts, slices of each GPU's drawing) of hosts with the same GPUs."""
+    hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for result in machines(results):
+        if result.versions.get("gpus"):
+            hosts[result.versions["gpus"], result.versions.get(MIG, "")].append(result.host)
+    ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))[:_MOST_VERSIONS]
+    found = []
+    for (count, mig), names in ordered:
+        instances = mig_instances(mig)
+        number = min(count_in(count) or 0, _MOST_DRAWN)
+        found.append((count, mig, names, [_slices(instances.get(index, ())) for index in range(number)]))
+    return found
 
 
-def make_grid(results: Sequence[HostResult]) -> Grid:
-    """Return the grid of a run."""
+def _slices(profiles: Sequence[str]) -> list[tuple[str, float, float]]:
+    """Return (profile, x, width) of MIG instances on a GPU 28 units wide: `3g.40gb` takes three sevenths."""
+    found = []
+    x = 0.0
+    for profile in profiles[:_SLICES]:
+        number = count_in(profile.partition("g")[0])
+        width = 4.0 * min(1 if number is None else number, _SLICES)
+        found.append((profile, x, round(width - 0.8, 1)))
+        x += width
+    return found
+
+
+def _durations(began: Sequence[HostResult]) -> dict[str, Any]:
+    """Return how long hosts took: a bar for each of few hosts, a histogram (label, count, height) of many."""
+    if not began:
+        return {}
+    slowest = max(began, key=lambda result: result.seconds)
+    seconds = [result.seconds for result in began]
+    many = len(began) > _FEW_HOSTS
+    return {
+        "few": () if many else [(one.host, one.seconds, 100 * one.seconds / (slowest.seconds or 1)) for one in began],
+        "bins": _bins(seconds, min(seconds), slowest.seconds) if many else (),
+        "shortest": min(seconds), "median": statistics.median(seconds), "longest": slowest.seconds,
+        "slowest": slowest.host,
+    }  # fmt: skip
+
+
+def _bins(seconds: Sequence[float], shortest: float, longest: float) -> list[tuple[str, int, float]]:
+    number = min(_MOST_BINS, max(6, math.isqrt(len(seconds))))
+    width = (longest - shortest) / number or 1.0
+    counts = collections.Counter(min(int((value - shortest) / width), number - 1) for value in seconds)
+    most = max(counts.values())
+    return [
+        (f"{_duration(shortest + width * index)} to {_duration(shortest + width * (index + 1))}", counts[index],
+         round(100 * counts[index] / most, 2))
+        for index in range(number)
+    ]  # fmt: skip
+
+
+def _plans(results: Sequence[HostResult]) -> list[tuple[tuple[PlannedChange, ...], list[str]]]:
+    """Return each plan with the hosts that it is for, those of most hosts first."""
+    hosts: dict[tuple[tuple[str, str], ...], tuple[tuple[PlannedChange, ...], list[str]]] = {}
+    for result in results:
+        key = tuple((change.step, change.summary) for change in result.plan)
+        if not result.has_failed:
+            hosts.setdefault(key, (result.plan, []))[1].append(result.host)
+    return sorted(hosts.values(), key=lambda item: -len(item[1]))[:_MOST_PLANS]
+
+
+# -- the grid --------------------------------------------------------------------------------------------------------
+
+
+def _grid(results: Sequence[HostResult]) -> dict[str, Any]:
+    """Return the grid of a run: a column for each host, a square for each of `names`; `size` is a class of the page.
+
+    `racks` holds (name, columns), and a column (host, sentence, paths): (kind, path data) of its squares, from the top.
+    """
     checks = dict.fromkeys(check.name for result in results for check in result.checks)
-    steps = dict.fromkeys(step for result in results for step in steps_of(result))
+    steps = dict.fromkeys(step for result in results for step in _steps(result))
     names = ("result", *checks, *steps)
-    size = "few" if len(results) <= FEW_HOSTS else "some" if len(results) <= _SOME_HOSTS else "many"
-    by_rack: dict[str, list[Column]] = {}
+    by_rack: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = collections.defaultdict(list)
     racks = _racks([result.host for result in results])
     for result in results:
-        kinds = [STATES[result.word], *(_check_state(result, name) for name in checks),
+        states = {check.name: _CHECK_STATES.get(check.status, "bad") for check in reversed(result.checks)}
+        kinds = [_STATES[result.word], *(states.get(name, "none") for name in checks),
                  *(_step_state(result, step) for step in steps)]  # fmt: skip
-        by_rack.setdefault(racks(result.host), []).append(Column(result.host, _sentence(result), _paths(kinds)))
-    made = tuple((name, tuple(columns)) for name, columns in by_rack.items())
-    return Grid(names, size, _SQUARE * len(names), made)
+        reason = f": {result.reason}" if result.exit_code != ExitCode.DONE and result.reason else ""
+        by_rack[racks(result.host)].append((result.host, f"{result.word}{reason}", _paths(kinds)))
+    size = "few" if len(results) <= _FEW_HOSTS else "some" if len(results) <= _SOME_HOSTS else "many"
+    return {"names": names, "size": size, "height": _SQUARE * len(names), "racks": list(by_rack.items())}
 
 
 def _racks(hosts: Sequence[str]) -> Callable[[str], str]:
@@ -346,26 +218,15 @@ def _racks(hosts: Sequence[str]) -> Callable[[str], str]:
     return rack if named_by_rack else lambda host: ""
 
 
-def _paths(kinds: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _paths(kinds: Sequence[str]) -> list[tuple[str, str]]:
     """Return each kind's squares as one path of vertical strokes, which the page's style dashes into squares."""
-    paths: dict[str, str] = {}
+    paths: dict[str, str] = collections.defaultdict(str)
     begin = 0
-    for end in range(1, len(kinds) + 1):
-        if end == len(kinds) or kinds[end] != kinds[begin]:
-            length = _SQUARE * (end - begin) - 1
-            paths[kinds[begin]] = f"{paths.get(kinds[begin], '')}M5 {_SQUARE * begin}v{length}"
-            begin = end
-    return tuple(paths.items())
-
-
-def _sentence(result: HostResult) -> str:
-    reason = result.reason if result.exit_code != ExitCode.DONE else ""
-    return f"{result.word}: {reason}" if reason else result.word
-
-
-def _check_state(result: HostResult, name: str) -> str:
-    found = next((check.status for check in result.checks if check.name == name), None)
-    return "none" if found is None else CHECK_STATES.get(found, "bad")
+    for kind, squares in itertools.groupby(kinds):
+        number = len(list(squares))
+        paths[kind] += f"M5 {_SQUARE * begin}v{_SQUARE * number - 1}"
+        begin += number
+    return list(paths.items())
 
 
 def _step_state(result: HostResult, step: str) -> str:
@@ -374,8 +235,3 @@ def _step_state(result: HostResult, step: str) -> str:
         return "bad"
     planned = any(change.step == step for change in result.plan)
     return "good" if made else "warn" if planned else "none"
-
-
-def steps_of(result: HostResult) -> dict[str, None]:
-    """Return the steps that were planned or begun on a host, in their order."""
-    return dict.fromkeys([change.step for change in result.plan] + [made.step for made in result.made])

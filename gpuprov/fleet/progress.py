@@ -9,7 +9,7 @@ import collections
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,53 +20,39 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from gpuprov.protocol import events
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import (
-    SCHEMA,
-    CauseFound,
-    ChangeDone,
-    ChangeProgress,
-    ChangeStarted,
-    CheckDone,
-    Event,
-    Finished,
-    Note,
-    Planned,
-    PlannedChange,
-    Started,
-    to_line,
-)
 from gpuprov.protocol.words import counted, one_line, plain
 
 
 class Progress(Protocol):
     """Receives the events of all hosts, from any thread."""
 
-    def __call__(self, host: str, event: Event) -> None: ...
+    def __call__(self, host: str, event: events.Event) -> None: ...
 
 
-def words_for(event: Event, *, verbose: bool) -> str:
+def words_for(event: events.Event, *, verbose: bool) -> str:
     """Return the line for an event; empty if there is nothing to show."""
-    if isinstance(event, Note):
+    if isinstance(event, events.Note):
         if event.level == "debug" and not verbose:
             return ""
         return event.message if event.level in ("info", "debug") else f"{event.level}: {event.message}"
-    if isinstance(event, ChangeStarted):
+    if isinstance(event, events.ChangeStarted):
         return f"[{event.index}/{event.total}] {event.summary}"
-    if isinstance(event, CheckDone):
+    if isinstance(event, events.CheckDone):
         # The report at the end has the reason, with evidence and next step.
         return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason and verbose else "")
-    if isinstance(event, Finished):
+    if isinstance(event, events.Finished):
         return _ending(event)
-    if isinstance(event, ChangeProgress) and verbose:
+    if isinstance(event, events.ChangeProgress) and verbose:
         return event.message
-    if isinstance(event, ChangeDone) and verbose:
+    if isinstance(event, events.ChangeDone) and verbose:
         return f"{event.key}: done in {event.seconds:.1f} s"
     return ""
 
 
-def _ending(event: Finished, *, examined: bool = False) -> str:
-    """Return how a run ended. `examined`: the doctor found causes, which is not a failure of the run."""
+def _ending(event: events.Finished, *, examined: bool = False) -> str:
+    """Return how a run ended. `examined`: doctor or health found something, which is not a failure of the run."""
     if event.problems and not (examined and event.summary):
         return f"failed: {event.problems[0].what}"
     return event.summary or ("done" if event.exit_code == ExitCode.DONE else f"ended with exit code {event.exit_code}")
@@ -79,8 +65,8 @@ class JsonLines:
         self._console = console
         self._lock = threading.Lock()
 
-    def __call__(self, host: str, event: Event) -> None:
-        line = f'{{"schema":{SCHEMA},"host":{json.dumps(host)},{to_line(event)[1:]}'
+    def __call__(self, host: str, event: events.Event) -> None:
+        line = f'{{"schema":{events.SCHEMA},"host":{json.dumps(host)},{events.to_line(event)[1:]}'
         with self._lock:
             self._console.file.write(line + "\n")
             self._console.file.flush()
@@ -96,14 +82,14 @@ class PlainLines:
         self._plans = Plans(diff=diff, whole=verbose)
         self._examined: set[str] = set()
 
-    def __call__(self, host: str, event: Event) -> None:
+    def __call__(self, host: str, event: events.Event) -> None:
         words = words_for(event, verbose=self._verbose)
         with self._lock:
-            if isinstance(event, CauseFound):
+            if isinstance(event, (events.CauseFound, events.HealthFound)):
                 self._examined.add(host)
-            elif isinstance(event, Finished):
+            elif isinstance(event, events.Finished):
                 words = _ending(event, examined=host in self._examined)
-            if isinstance(event, Planned):
+            if isinstance(event, events.Planned):
                 self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
             elif words:
                 self._console.print(Text(f"{plain(host)}: {one_line(words)}"), soft_wrap=True)
@@ -115,9 +101,9 @@ class Plans:
     def __init__(self, *, diff: bool, whole: bool = False) -> None:
         self._diff = diff
         self._whole = whole
-        self._shown: dict[tuple[PlannedChange, ...], str] = {}
+        self._shown: dict[tuple[events.PlannedChange, ...], str] = {}
 
-    def text(self, host: str, changes: tuple[PlannedChange, ...]) -> Text:
+    def text(self, host: str, changes: tuple[events.PlannedChange, ...]) -> Text:
         """Return the plan of one host."""
         if not changes:
             return Text(f"{plain(host)}: nothing to change")
@@ -132,15 +118,12 @@ class Plans:
                 length = counted(change.diff.count("\n") + 1, "line")
                 lines.append(Text(f"      {length} of diff: add -v to see them", "dim"))
             elif self._diff and change.diff:
-                lines += [Text("      ") + line for line in coloured_diff(change.diff)]
+                styled = ((line, _DIFF_STYLES.get(line[:1], "dim")) for line in plain(change.diff).splitlines())
+                lines += [Text.assemble("      ", line) for line in styled]
         return Text("\n").join(lines)
 
 
-def coloured_diff(diff: str) -> Iterable[Text]:
-    """Yield the lines of a unified diff in the usual colours."""
-    styles = {"+": "green", "-": "red", "@": "cyan"}
-    for line in plain(diff).splitlines():
-        yield Text(line, styles.get(line[:1], "dim"))
+_DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 @dataclass
@@ -176,7 +159,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
         self._console = console
         self._rows = {host: _Row() for host in hosts}
         self._plans = Plans(diff=diff, whole=verbose)
-        self._verbose = verbose
+        self._diff = diff
         self._lock = threading.Lock()
         self._live = Live(
             console=console, get_renderable=self._table, refresh_per_second=8, transient=True, redirect_stderr=False
@@ -191,7 +174,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
     ) -> None:
         self._live.stop()
 
-    def __call__(self, host: str, event: Event) -> None:
+    def __call__(self, host: str, event: events.Event) -> None:
         with self._lock:
             row = self._rows.setdefault(host, _Row())
             row.begun = row.begun or time.monotonic()
@@ -199,27 +182,28 @@ class LiveTable(AbstractContextManager["LiveTable"]):
             above = self._above(host, event)
         # Outside of this class's lock: rich holds its own lock when it calls `_table`, which takes this one.
         if above is not None:
-            self._console.print(above, soft_wrap=True)
+            self._console.print(above, soft_wrap=self._diff)
 
-    def _above(self, host: str, event: Event) -> Text | None:
-        """Return what scrolls by above the table."""
-        if isinstance(event, Planned) and event.changes:
+    def _above(self, host: str, event: events.Event) -> Text | None:
+        if isinstance(event, events.Planned) and event.changes:
             return self._plans.text(host, event.changes)
-        if isinstance(event, Note) and event.level == "warning":
-            return Text(f"{plain(host)}: {one_line(event.message)}", "yellow")
+        # One host's plan and its reasons are read before its changes; many hosts' would hide the table.
+        if isinstance(event, events.Note) and (
+            event.level == "warning" or (event.level, len(self._rows)) == ("info", 1)
+        ):
+            return Text(f"{plain(host)}: {one_line(event.message)}", "yellow" if event.level == "warning" else "")
         return None
 
     def _table(self) -> RenderableType:
         with self._lock:
             visible = self._visible()
             table = _fitted([_cells(host, row) for host, row in visible], self._console.width, many=len(self._rows) > 1)
-            return Group(table, self._counts()) if len(self._rows) > 1 else table
-
-    def _counts(self) -> Text:
-        states = collections.Counter(row.state for row in self._rows.values())
+            states = collections.Counter(row.state for row in self._rows.values())
+        if len(self._rows) < 2:
+            return table
         styles = {"done": "green", "failed": "red", "at work": "", "waiting": "dim"}
         parts = [Text(f"{states[state]} {state}", style) for state, style in styles.items() if states[state]]
-        return Text(" · ", no_wrap=True).join(parts)
+        return Group(table, Text(" · ", no_wrap=True).join(parts))
 
     def _visible(self) -> Sequence[tuple[str, _Row]]:
         """Return the rows that fit on the screen; where not all do, a third at most to the latest failed."""
@@ -239,10 +223,12 @@ _LEAST_MESSAGE = 12
 
 def _cells(host: str, row: _Row) -> tuple[Text, Text, Text, Text, Text]:
     seconds = (row.ended or time.monotonic()) - row.begun if row.begun else 0
+    done, total = row.part
+    percent = f"{100 * done // total:3} % " if total > 0 else ""
     return (
         Text(plain(host)), Text(f"{row.index}/{row.total}" if row.total else ""),
         Text(f"{seconds:.0f}" if row.begun else ""), Text(one_line(row.step), row.style),
-        Text(one_line(f"{_percent(row.part)}{row.message}"), "dim"),
+        Text(one_line(f"{percent}{row.message}"), "dim"),
     )  # fmt: skip
 
 
@@ -266,31 +252,26 @@ def _fitted(rows: Sequence[Sequence[Text]], width: int, *, many: bool) -> Table:
     return table
 
 
-def _percent(part: tuple[int, int]) -> str:
-    done, total = part
-    return f"{100 * done // total:3} % " if total > 0 else ""
-
-
-def _update(row: _Row, event: Event) -> None:
+def _update(row: _Row, event: events.Event) -> None:
     row.style, row.part = "", (0, 0)
-    if isinstance(event, Started):
+    if isinstance(event, events.Started):
         row.step, row.message = event.command, ""
-    elif isinstance(event, Planned):
+    elif isinstance(event, events.Planned):
         row.total, row.message = len(event.changes), ""
-    elif isinstance(event, ChangeStarted):
+    elif isinstance(event, events.ChangeStarted):
         row.step, row.index, row.total, row.message = event.summary, event.index, event.total, ""
-    elif isinstance(event, ChangeProgress):
+    elif isinstance(event, events.ChangeProgress):
         row.message, row.part = event.message, (event.done, event.total)
-    elif isinstance(event, CheckDone):
+    elif isinstance(event, events.CheckDone):
         row.step = event.name
-    elif isinstance(event, CauseFound):
+    elif isinstance(event, (events.CauseFound, events.HealthFound)):
         row.examined = True
-    elif isinstance(event, Note) and event.level == "debug":
+    elif isinstance(event, events.Note) and event.level == "debug":
         row.step = event.message
-    elif isinstance(event, Note):
+    elif isinstance(event, events.Note):
         row.message = event.message
-    elif isinstance(event, Finished):
+    elif isinstance(event, events.Finished):
         row.ended, row.message = time.monotonic(), ""
         row.step = _ending(event, examined=row.examined)
-        row.failed = event.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
+        row.failed = event.exit_code not in (ExitCode.DONE, ExitCode.DEGRADED, ExitCode.REBOOT_NEEDED)
         row.style = "red" if row.failed else "green"

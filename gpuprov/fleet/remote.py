@@ -52,16 +52,10 @@ def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: fl
 
 
 def stream(
-    connection: Connection,
-    command: str,
-    on_line: Callable[[str], None],
-    *,
-    stdin: Iterable[bytes] = (),
-    answer: Callable[[str], Iterable[bytes] | None] | None = None,
-    timeout: float | None = None,
-    most: int = _MOST_OUTPUT,
-    later: Later | None = None,
-) -> Completed:
+    connection: Connection, command: str, on_line: Callable[[str], None], *, stdin: Iterable[bytes] = (),
+    answer: Callable[[str], Iterable[bytes] | None] | None = None, timeout: float | None = None,
+    most: int = _MOST_OUTPUT, later: Later | None = None,
+) -> Completed:  # fmt: skip
     """Run a command and pass each line of its stdout to `on_line` as it arrives; `stderr` in the result is its tail.
 
     `stdin` is an iterable, so it may exceed memory; with `later` it stays open. `answer` sees each line of stderr and
@@ -119,15 +113,10 @@ def _exit_code(connection: Connection, channel: Any) -> int:
     if not channel.status_event.wait(ACCEPTANCE_SECONDS):
         return CONNECTION_LOST
     code = int(channel.recv_exit_status())
-    if code < 0:
-        return KILLED if _is_alive(connection) else CONNECTION_LOST
-    return code
-
-
-def _is_alive(connection: Connection) -> bool:
-    """Say whether the connection outlived its command; its thread may be about to end."""
-    connection.transport.join(0.5)
-    return bool(connection.transport.is_active())
+    if code >= 0:
+        return code
+    connection.transport.join(0.5)  # its thread may be about to end
+    return KILLED if connection.transport.is_active() else CONNECTION_LOST
 
 
 def _write(channel: Any, pieces: Iterable[bytes], *, last: bool) -> None:

@@ -15,31 +15,33 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.agent.metrics import MADE, PENDING, metrics_text
-from gpuprov.agent.result import HostResult, fact, hosts_by_vulnerability, machines, overall_exit_code
-from gpuprov.agent.site_tables import advisories_table
-from gpuprov.core.disk import write_whole
-from gpuprov.fleet import history
-from gpuprov.fleet.grouping import (
-    DRAIN_STATES,
-    Spread,
-    causes,
-    command_of,
-    drained,
-    listed,
-    shortened,
-    spreads,
-    still_drained,
+from gpuprov.agent.result import (
+    MADE,
+    PENDING,
+    HostResult,
+    fact,
+    hosts_by_vulnerability,
+    machines,
+    metrics_text,
+    overall_exit_code,
 )
+from gpuprov.agent.site_tables import user_table
+from gpuprov.core.files import write_whole
+from gpuprov.fleet import history
+from gpuprov.fleet.grouping import DRAIN_STATES, causes, command_of, drained, listed, shortened, spreads, still_drained
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.standard_streams import say_text
-from gpuprov.protocol.advisories import rows_of
+from gpuprov.protocol.advisories import Vulnerabilities, rows_of
+from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import SCHEMA, CheckDone
+from gpuprov.protocol.tables import ADVISORIES
+from gpuprov.protocol.versions import count_in
 from gpuprov.protocol.words import counted, one_line, plain
 
+_YELLOW = (ExitCode.REBOOT_NEEDED, ExitCode.DEGRADED)
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
-           "not run": "yellow", "stopped": "yellow"}  # fmt: skip
+           "not run": "yellow", "stopped": "yellow", "degraded": "yellow", "unfit": "red"}  # fmt: skip
 # What ended the run, at the end of its last line.
 _SIGNALS = {
     None: "", ExitCode.INTERRUPTED: "; ended by Ctrl-C", ExitCode.TERMINATED: "; ended by SIGTERM",
@@ -54,7 +56,7 @@ _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 
 def print_report(
     console: Console, command: str, results: Sequence[HostResult], *, check: bool, next_command: str, verbose: bool,
-    ended_by: ExitCode | None = None,
+    ended_by: ExitCode | None = None, inventory: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Print all results of a run; the last line summarises them."""
     parts: list[RenderableType] = []
@@ -63,45 +65,43 @@ def print_report(
     if any(result.checks for result in results):
         table = _checks_table if verbose or len(results) <= _MOST_SIDE_BY_SIDE else _checks_count_table
         parts.append(table(results))
+    if len(results) == 1 and results[0].made:
+        parts.append(_durations(results[0]))
     if len(results) > 1 and (command != "facts" or overall_exit_code(results) != ExitCode.DONE):
         short = len(results) > _MOST_ROWS and not verbose
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += _drains_table(results, verbose=verbose)
-    parts += _versions_table(spreads(results))
+    parts += _versions_table(results)
+    choices = "\n".join(shortened(one_line(one)) for one in history.driver_choices(results, inventory))
+    # A run of one host has just said it.
+    parts += [Text(choices)] if choices and (len(results) > 1 or not next_command) else []
     parts += _vulnerabilities_table(results)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))  # a long line of JSON is copied whole
         console.print()
     console.print(problems_text(results), soft_wrap=True, end="")
     worst = overall_exit_code(results, ended_by)
-    style = "green" if worst == ExitCode.DONE else "yellow" if worst == ExitCode.REBOOT_NEEDED else "red"
+    style = "green" if worst == ExitCode.DONE else "yellow" if worst in _YELLOW else "red"
     line = (
         last_line(command, results, check=check, next_command=next_command)
         + still_drained(results)
         + _SIGNALS.get(ended_by, "")
     )
     console.print(Text(line, style), soft_wrap=True)
+    if command == "install" and not check and worst == ExitCode.DONE and [one.host for one in results] == ["localhost"]:
+        found = results[0]
+        if "docker" in [one.step for one in found.made] and found.versions.get("gpus", "0") != "0":
+            console.print(_TO_TRY, soft_wrap=True)
 
 
-def summary_json(
-    command: str, results: Sequence[HostResult], ended_by: ExitCode | None = None
-) -> dict[str, Any]:  # fmt: skip
+_TO_TRY = """
+docker run --rm --gpus all ubuntu nvidia-smi
+docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all ubuntu nvidia-smi"""
+
+
+def summary_json(command: str, results: Sequence[HostResult], ended_by: ExitCode | None = None) -> dict[str, Any]:
     """Return the last object of `--json`: the exit code of the run, and the result of each host."""
-    hosts = [
-        {
-            "host": result.host,
-            "exit_code": int(result.exit_code),
-            "result": result.word,
-            "changed": result.changed,
-            "seconds": result.seconds,
-            "summary": result.summary,
-            "problems": [asdict(problem) for problem in result.problems],
-            "versions": dict(result.versions),
-            "same_as": result.same_as,
-            "drain": asdict(result.drain) if result.drain else None,
-        }
-        for result in results
-    ]
+    hosts = [{**{name: as_json(getattr(one, name)) for name in _SUMMARISED}, "result": one.word} for one in results]
     return {
         "schema": SCHEMA,
         "event": "Summary",
@@ -109,11 +109,18 @@ def summary_json(
         "exit_code": int(overall_exit_code(results, ended_by)),
         "hosts": hosts,
         "causes": [asdict(cause) for cause in causes(results)],
-        "holes": [
-            {**asdict(one), "score": one.score, "hosts": hosts}
-            for one, hosts in hosts_by_vulnerability(results, rows_of(advisories_table()))
-        ],
+        "holes": [{**asdict(one), "score": one.score, "hosts": hosts} for one, hosts in _vulnerable(results)],
     }
+
+
+_SUMMARISED = (
+    "host", "exit_code", "changed", "seconds", "summary", "problems", "versions", "same_as", "drain", "rolled_back",
+    "choice",
+)  # fmt: skip
+
+
+def _vulnerable(results: Sequence[HostResult]) -> tuple[tuple[Vulnerabilities, tuple[str, ...]], ...]:
+    return hosts_by_vulnerability(results, rows_of(user_table(ADVISORIES)))
 
 
 def _table(*names: str, right: Sequence[str] = (), fold: bool = False) -> Table:
@@ -128,11 +135,20 @@ def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
     changes = "would change" if foreseen else "changes"
     table = _table("host", "result", changes, "seconds", "reason", right=(changes, "seconds"))
     for result in results:
+        # The choice of a driver has a line of its own, for all hosts.
+        reason = result.reason.partition("; driver ")[0] if result.choice else result.reason
         table.add_row(
             Text(plain(result.host)), Text(result.word, _STYLES[result.word]), str(result.changed),
-            f"{result.seconds:.1f}", Text(shortened(one_line(result.reason))),
+            f"{result.seconds:.1f}", Text(shortened(one_line(reason))),
         )  # fmt: skip
     return table
+
+
+def _durations(result: HostResult) -> Text:
+    seconds: dict[str, float] = {}
+    for one in result.made:
+        seconds[one.step] = seconds.get(one.step, 0.0) + (one.seconds or 0.0)
+    return Text(" · ".join(f"{one_line(step) or 'other'} {number:.1f} s" for step, number in seconds.items()), "dim")
 
 
 def _count_table(results: Sequence[HostResult]) -> Table:
@@ -150,24 +166,25 @@ def _count_table(results: Sequence[HostResult]) -> Table:
     return table
 
 
-def _versions_table(found: Sequence[Spread]) -> list[Table]:
-    """Return the versions that the hosts run; hosts with other versions are named."""
-    if not found:
+def _versions_table(results: Sequence[HostResult]) -> list[Table]:
+    """Return the versions that the hosts run; hosts with other versions are named. Empty if fewer than two told."""
+    if sum(bool(result.versions) for result in machines(results)) < 2:
         return []
     table = _table("", "on most hosts", "hosts", "exceptions", right=("hosts",))
-    for spread in found:
-        others = "; ".join(f"{shortened(one_line(version), columns=80)}: {listed(map(plain, hosts))}"
-                           for version, hosts in spread.others[:_MOST_NAMED])  # fmt: skip
-        left_out = len(spread.others) - _MOST_NAMED
-        more = f"; {counted(left_out, 'more version')}" if left_out > 0 else ""
-        usual = shortened(one_line(spread.usual), columns=80)
-        table.add_row(Text(plain(spread.name)), Text(usual), str(spread.count), Text(others + more, "yellow"))
+    for name, ((usual, first), *rest) in spreads(results):
+        others = [f"{_short(version)}: {listed(map(plain, hosts))}" for version, hosts in rest[:_MOST_NAMED]]
+        if len(rest) > _MOST_NAMED:
+            others.append(counted(len(rest) - _MOST_NAMED, "more version"))
+        table.add_row(Text(plain(name)), Text(_short(usual)), str(len(first)), Text("; ".join(others), "yellow"))
     return [table]
 
 
+def _short(text: str) -> str:
+    return shortened(one_line(text), columns=80)
+
+
 def _vulnerabilities_table(results: Sequence[HostResult]) -> list[Table]:
-    """Return the known security holes of the installed versions, and their hosts."""
-    found = hosts_by_vulnerability(results, rows_of(advisories_table()))
+    found = _vulnerable(results)
     if not found:
         return []
     table = _table("known security holes in", "worst score", "NVIDIA bulletins", "fixed in", "hosts")
@@ -180,7 +197,6 @@ def _vulnerabilities_table(results: Sequence[HostResult]) -> list[Table]:
 
 
 def _drains_table(results: Sequence[HostResult], *, verbose: bool) -> list[Table]:
-    """Return a table of the drains; empty if no host was drained."""
     rows = drained(results)
     if not rows:
         return []
@@ -228,7 +244,7 @@ def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
     elif detailed and found.status == "ok":
         cell.append(f" {one_line(found.in_container or found.on_host)}", "dim")
     elif detailed and found.status == "skipped" and found.reason:
-        cell.append(f": {shortened(one_line(found.reason), columns=80)}", "dim")
+        cell.append(f": {_short(found.reason)}", "dim")
     return cell
 
 
@@ -299,6 +315,10 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     changes = counted(sum(result.changed for result in results), "change")
     if command == "verify":
         return f"{hosts} ready: {_seen_by_containers(results)}"
+    if command == "health":
+        return f"{hosts} healthy: {counted(sum(count_in(one.versions.get('gpus', '')) or 0 for one in results), 'GPU')}"
+    if command == "accept":
+        return f"{hosts} accepted: {counted(sum(len(one.measured) for one in results), 'GPU')} measured"
     if command == "facts":
         return f"facts of {hosts}"
     if command == "doctor":
@@ -312,18 +332,12 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     return f"{hosts} {_PARTICIPLES[command]}: {changes}{follow_up}"
 
 
-def _summed(numbers: Sequence[int]) -> str:
-    """Return `2 + 4`, of many hosts the sum."""
-    return " + ".join(map(str, numbers)) if len(numbers) <= _MOST_SIDE_BY_SIDE else str(sum(numbers))
-
-
 _ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.checks, after the engine's
 _CHANGED = {False: "made", True: "would be made"}
 _FAILED_ON = {"doctor": "causes found on", "cuda": "wrong on"}
 _PARTICIPLES = {
-    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy", "cuda": "right",
-    "rollback": "rolled back",
-    "uninstall": "uninstalled",
+    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy", "health": "healthy",
+    "accept": "accepted",     "cuda": "right", "rollback": "rolled back", "uninstall": "uninstalled",
 }  # fmt: skip
 
 
@@ -333,7 +347,8 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
     if counts and len(counts) == len(results):
         engines = dict.fromkeys(check.engine for result in results for check in result.checks if _has_counted(check))
         named = f" ({', '.join(filter(None, engines))})" if any(engines) else ""
-        return f"containers see {counted(_summed(counts), 'GPU')}{named}"
+        summed = " + ".join(map(str, counts)) if len(counts) <= _MOST_SIDE_BY_SIDE else str(sum(counts))
+        return f"containers see {counted(summed, 'GPU')}{named}"
     checks = [check for result in results for check in result.checks]
     good = sum(check.status == "ok" for check in checks)
     skipped = sum(check.status == "skipped" for check in checks)
@@ -359,8 +374,9 @@ def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> Non
     console.print(Text(f"run {run.identifier}: {_call(run)}, {run.began}, {run.seconds:.0f} s", "bold"), soft_wrap=True)
     console.print()
     print_report(
-        console, run.command, run.results, check=run.check, next_command="", verbose=verbose, ended_by=run.ended_by
-    )
+        console, run.command, run.results, check=run.check, next_command="", verbose=verbose, ended_by=run.ended_by,
+        inventory=run.inventory,
+    )  # fmt: skip
 
 
 def show_list(console: Console, *, as_json: bool) -> None:
@@ -417,7 +433,7 @@ def write_metrics(run: Run, path: str, ended: float) -> None:
     The collector that reads them has another account.
     """
     text = metrics_text(
-        run.command, run.results, rows_of(advisories_table()), ended=ended, seconds=run.seconds,
+        run.command, run.results, rows_of(user_table(ADVISORIES)), ended=ended, seconds=run.seconds,
         changes=PENDING if run.check else MADE,
     )  # fmt: skip
     write_whole(Path(path).expanduser(), text.encode(), 0o644, (os.geteuid(), os.getegid()))

@@ -10,29 +10,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuprov.agent import same_machine
+from gpuprov.agent import probe
 from gpuprov.agent.agent import StopFlag
+from gpuprov.agent.probe import local_host_keys, local_machine
 from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
-from gpuprov.agent.same_machine import local_host_keys, local_machine
 from gpuprov.agent.site_tables import for_request
+from gpuprov.agent.window import Window
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import run_agent
-from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.chroot import run_in_root
+from gpuprov.fleet.drain_record import DrainKeeper, DrainRecord, left_records
 from gpuprov.fleet.grouping import listed
-from gpuprov.fleet.host_command import HostCommands
+from gpuprov.fleet.history import new_identifier
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.rolling import Rolling
+from gpuprov.fleet.rolling import Batch, HostCommands, Rolling, Rollout, install_or_roll_back, make_batches
 from gpuprov.fleet.ssh import close, connected, wait_for_boot
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.events import (
-    Finished,
-    Note,
-    Sink,
-)
+from gpuprov.protocol.events import Finished, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import spec_to_json
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
 _LOOK_SECONDS = 0.2
-# Runs one host; a parameter, so that the fan-out can be tested without SSH.
 RunHost = Callable[[HostTarget, Sink], None]
 
 
@@ -55,6 +52,7 @@ class RunSettings:
     """Settings of a run over hosts besides the hosts and the request.
 
     `build` returns the agent; it is called once, and only if a host is reached by SSH. `output` prints a sentence.
+    `again` is the command of this run, `clock` returns seconds since the epoch.
     """
 
     build: Callable[[], Agent]
@@ -62,6 +60,8 @@ class RunSettings:
     output: Callable[[str], None] = lambda _: None
     rollout: Rollout = field(default_factory=Rollout)
     commands: HostCommands = field(default_factory=HostCommands)
+    again: str = "run the same command again"
+    clock: Callable[[], float] = time.time
 
 
 class Fleet:
@@ -78,6 +78,8 @@ class Fleet:
         self.ended_by: ExitCode | None = None
         # Why no further host starts; None while hosts may start.
         self.stopped: Problem | None = None
+        # Set by `run` if a host's agent does not run in this process.
+        self._agent: Agent
         self._connections: set[Any] = set()
         # Each asks the agent of one host to stop unless a change has begun.
         self._looking: set[Callable[[], None]] = set()
@@ -89,6 +91,12 @@ class Fleet:
         self._same_as: dict[str, str] = {}
         self._drains: dict[str, Drain] = {}
         self._rebooted: set[str] = set()
+        # When hosts may begin; None: at any time.
+        self._window: Window | None = None
+        self._closed: Problem | None = None
+        # Hosts that an earlier run left drained: their turn has begun.
+        self._left: dict[str, Drain] = {}
+        self._keep_drain: Callable[[str, Drain], None] = lambda host, drain: None
 
     def interrupt(self, code: ExitCode = ExitCode.INTERRUPTED) -> None:
         """Start no further host; at the second call, close the connections of running ones."""
@@ -112,33 +120,35 @@ class Fleet:
         for call in calls:  # each in a thread: closing waits for the connection's own
             threading.Thread(target=call, daemon=True).start()
 
-    def run_host(self, request: Request, agent: Callable[[], Agent]) -> RunHost:
-        """Return the function that runs the request on one host."""
+    def run_host(self, request: Request, target: HostTarget, sink: Sink) -> None:
+        """Run the request on one host. Raises GpuprovError."""
+        wanted = request_for(target, request, alone=self._alone)
+        if target.connection == "local":
+            self._claim(target.name, local_machine(System()), local_host_keys(System()) | {"local"}, wanted, sink)
+        if target.connection == "chroot":
+            stop = self._is_interrupted if self._here else self._is_cut
+            run_in_root(target.address, wanted, self._agent, sink, stop)
+            return
 
-        def run(target: HostTarget, sink: Sink) -> None:
-            wanted = request_for(target, request, alone=self._alone)
+        def carry_out(one: Request, events: Sink) -> Finished:
             if target.connection == "local":
-                self._claim(target.name, local_machine(System()), local_host_keys(System()) | {"local"}, wanted, sink)
-            if target.connection == "chroot":
-                stop = self._is_interrupted if self._here else self._is_cut
-                run_in_root(target.address, wanted, agent(), sink, stop)
-                return
+                return self._run_here(target, one, events)
+            return self._through_reboots(target, one, wanted, events)
 
-            def carry_out(one: Request, events: Sink) -> Finished:
-                if target.connection == "local":
-                    return self._run_here(target, one, events)
-                return self._through_reboots(target, one, wanted, agent(), events)
+        rollback = self.settings.rollout.rollback and wanted.command == "install" and not wanted.check
+        if not self.settings.commands.before:
+            sink(install_or_roll_back(wanted, sink, carry_out) if rollback else carry_out(wanted, sink))
+            return
 
-            if not self.settings.commands.before:
-                sink(carry_out(wanted, sink))
-                return
-            rolling = Rolling(
-                target, self.settings.commands, lambda drain: self._drains.update({target.name: drain}),
-                lambda: self.stopped, lambda: self.interruptions,
-            )  # fmt: skip
-            sink(rolling.run(wanted, sink, carry_out))
+        def keep(drain: Drain) -> None:
+            self._drains[target.name] = drain
+            self._keep_drain(target.name, drain)
 
-        return run
+        rolling = Rolling(
+            target, self.settings.commands, keep, lambda: self.stopped, lambda: self.interruptions, rollback,
+            self._left.get(target.name),
+        )  # fmt: skip
+        sink(rolling.run(wanted, sink, carry_out))
 
     def _is_cut(self) -> bool:
         return self.interruptions > 1
@@ -176,9 +186,7 @@ class Fleet:
 
             yield hold_ask
 
-    def _through_reboots(
-        self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink
-    ) -> Finished:
+    def _through_reboots(self, target: HostTarget, request: Request, claims: Request, sink: Sink) -> Finished:
         """Run the request, again after each reboot that it needs; return the last event, with all changes.
 
         After the last reboot allowed the host is told to reboot no more: it ends with exit code 3 and says why.
@@ -187,7 +195,7 @@ class Fleet:
         for reboots in range(1 + _MOST_REBOOTS):
             if reboots == _MOST_REBOOTS:
                 request = replace(request, spec={**request.spec, "reboot": "never"})
-            finished = self._run_agent(target, request, claims, agent, sink)
+            finished = self._run_agent(target, request, claims, sink)
             finished = replace(finished, changed=finished.changed + made)
             if not finished.left_boot:
                 break
@@ -197,7 +205,7 @@ class Fleet:
             wait_for_boot(target, self.settings.options, finished.left_boot, self._is_cut)
         return finished
 
-    def _run_agent(self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink) -> Finished:
+    def _run_agent(self, target: HostTarget, request: Request, claims: Request, sink: Sink) -> Finished:
         """Run the request over one connection; return its last event, all others go to the sink.
 
         `claims` is the whole run's request: examining its plan must also find a machine with two names.
@@ -209,7 +217,7 @@ class Fleet:
             if self.interruptions > 1:
                 raise _left()
             return run_agent(
-                connection, target, request, agent, sink, stoppable=stoppable,
+                connection, target, request, self._agent, sink, stoppable=stoppable,
                 bootstrap_python=self.settings.options.bootstrap_python,
                 host_timeout=self.settings.options.host_timeout,
                 claim=lambda machine: self._claim(target.name, machine, _host_keys(connection), claims, sink),
@@ -225,14 +233,14 @@ class Fleet:
         if other == name:
             return
         if not keys & known:
-            sink(Note(same_machine.unproven(name, other), "warning"))
+            sink(Note(probe.unproven_note(name, other), "warning"))
             return
         self._same_as[name] = other
         if request.changes_the_host:
             raise GpuprovError.several(
-                (same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE
+                (probe.same_machine_problem(name, other, machine),), exit_code=ExitCode.USAGE
             )  # fmt: skip
-        sink(Note(same_machine.sentence(name, other), "warning"))
+        sink(Note(f"{name} is the same machine as {other}: it is counted once", "warning"))
 
     @contextlib.contextmanager
     def _held(self, where: set[Any]) -> Iterator[Callable[[Any], None]]:
@@ -253,9 +261,11 @@ class Fleet:
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
         batches = make_batches(targets, self.settings.rollout)
-        agent = self.settings.build() if any(target.connection != "local" for target in targets) else None
-        run_host = self.run_host(request, lambda: _present(agent))
+        if any(target.connection != "local" for target in targets):
+            self._agent = self.settings.build()
+        run_host = functools.partial(self.run_host, request)
         results: dict[str, HostResult] = {}
+        self._window = self.settings.rollout.window if request.changes_the_host else None
         self._alone = len(targets) == 1
         self._here = self._alone and targets[0].connection != "ssh" and not self.settings.commands.before
         forks = max(1, min(self.settings.options.forks, len(targets)))
@@ -265,7 +275,9 @@ class Fleet:
             signal.SIGTERM: lambda _: self._cut_off(ExitCode.TERMINATED),
             signal.SIGHUP: lambda _: self._cut_off(ExitCode.HUNG_UP),
         }
-        with signals_handled(handlers), ThreadPoolExecutor(max_workers=forks) as pool:
+        with (
+            self._recorded(batches, request), signals_handled(handlers), ThreadPoolExecutor(max_workers=forks) as pool,
+        ):  # fmt: skip
             for batch in batches:
                 if batch.name and self.stopped is None:
                     self.settings.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
@@ -289,14 +301,46 @@ class Fleet:
                 with self._lock:
                     failed.append(target.name)
                     if batch.most_failed is not None and len(failed) > batch.most_failed:
-                        self.stopped = self.stopped or _too_many_failed(batch, failed)
+                        self.stopped = self.stopped or Problem(
+                            f"not run: too many hosts failed before it ({batch.name or 'the run'})",
+                            f"{len(failed)} of {counted(len(batch.targets), 'host')} failed, at most "
+                            f"{batch.most_failed} may",
+                            "fix what failed, then run the same command again: hosts that are done change nothing",
+                        )
             return result
 
         return run_one
 
+    @contextlib.contextmanager
+    def _recorded(self, batches: Sequence[Batch], request: Request) -> Iterator[None]:
+        """Record who is drained, and take over what earlier runs over the same inventory left drained."""
+        if request.command not in ("install", "rollback", "uninstall") and not request.fix:
+            yield
+            return
+        settings = self.settings
+        inventory = tuple(one if "," in one else str(Path(one).resolve()) for one in settings.options.hosts)
+        order = {batch.name: tuple(target.name for target in batch.targets) for batch in batches}
+        hosts = {name for names in order.values() for name in names}
+        left = left_records(inventory)
+        for sentence in (line for record in left for line in record.sentences(hosts)):
+            settings.output(sentence)
+        if not settings.commands.before or request.check:
+            yield
+            return
+        self._left = {name: drain for record in left for name, drain in record.drains.items()}
+        window = settings.rollout.window.text if settings.rollout.window else ""
+        run = new_identifier(settings.clock())
+        keeper = DrainKeeper(DrainRecord(run, settings.again, inventory, order, window), left, settings.output)
+        self._keep_drain = keeper.keep
+        yield
+        keeper.end()
+
     def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
-        if self.stopped is not None:
-            return HostResult(target.name, ExitCode.FAILED, problems=(self.stopped,), begun=False)
+        problem = self.stopped
+        if problem is None and self._window is not None and target.name not in self._left:
+            problem = self._closed = self._closed or self._window.closed(self.settings.clock(), self.settings.again)
+        if problem is not None:
+            return HostResult(target.name, ExitCode.FAILED, problems=(problem,), begun=False)
         recorder = Recorder(target.name, sink)
         # A host has been told these; it may print them.
         events = secret_free(recorder, spec_to_json(target.spec), (target.password, target.become_password))
@@ -328,7 +372,10 @@ class Fleet:
 
 @contextlib.contextmanager
 def signals_handled(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[None]:
-    """Call these meanwhile, with the signal's number, instead of raising an exception anywhere in the main thread."""
+    """Call these functions for signals during the block, with the signal's number; in the main thread only.
+
+    Without them a signal raises an exception anywhere in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -352,7 +399,8 @@ def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request
     """
     here = target.connection == "local"
     spec = replace(target.spec, reboot="never") if here and not alone else target.spec
-    return replace(request, spec=spec_to_json(spec), caller_returns=not here, tables=for_request(spec))
+    allow = tuple(one for one in request.allow if alone or not here or one != "reboot")
+    return replace(request, spec=spec_to_json(spec), allow=allow, caller_returns=not here, tables=for_request(spec))
 
 
 def _host_keys(connection: Connection) -> frozenset[str]:
@@ -369,45 +417,23 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
     """Run the request on this machine, in this process; return its last event, all others go to the sink."""
     from gpuprov.agent.run import run_request
 
+    if request.command == "install" and request.spec.get("watch", "off") != "off":
+        # The host keeps the agent. The one-file program has no sources to build it from: the plan says what is missing.
+        with contextlib.suppress(GpuprovError, ImportError):
+            from gpuprov.fleet.agent_build import stored_agent
+
+            request = replace(request, agent=str(stored_agent()))
     last: list[Finished] = []
     run_request(
-        _with_agent(request), lambda event: last.append(event) if isinstance(event, Finished) else sink(event),
+        request, lambda event: last.append(event) if isinstance(event, Finished) else sink(event),
         stop_requested=stop_requested,
     )  # fmt: skip
     return last[-1]
 
 
-def _with_agent(request: Request) -> Request:
-    """Return the request with the agent's file, if the host keeps it (gpuprov_watch) and it can be built here.
-
-    The one-file program has no sources to build it from: the plan then says what is missing.
-    """
-    if request.command != "install" or request.spec.get("watch", "off") == "off":
-        return request
-    with contextlib.suppress(GpuprovError, ImportError):
-        from gpuprov.fleet.agent_build import stored_agent
-
-        return replace(request, agent=str(stored_agent()))
-    return request
-
-
-def _present(agent: Agent | None) -> Agent:
-    assert agent is not None
-    return agent
-
-
 def _left() -> GpuprovError:
     next_step = "the agent on the host continues; run the same command again to get its result"
     return GpuprovError("left by Ctrl-C while it ran", "", next_step)
-
-
-def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:
-    where = batch.name or "the run"
-    return Problem(
-        f"not run: too many hosts failed before it ({where})",
-        f"{len(failed)} of {counted(len(batch.targets), 'host')} failed, at most {batch.most_failed} may",
-        "fix what failed, then run the same command again: hosts that are done change nothing",
-    )
 
 
 _ONCE = "no further host begins, and a drain ends; hosts whose changes have begun finish (Ctrl-C again leaves them)"

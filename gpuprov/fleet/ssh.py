@@ -15,19 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuprov.fleet import remote
-from gpuprov.fleet.host_keys import (
-    SYSTEM_FILES,
-    USER_FILES,
-    HostKeyRefusedError,
-    KeyCheck,
-    KnownHosts,
-    known_hosts_name,
-    preferred_key_types,
-)
+from gpuprov.fleet import host_keys, remote
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
-from gpuprov.fleet.ssh_config import SshConfiguration
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 
 if TYPE_CHECKING:
@@ -63,7 +53,11 @@ def connected(
     try:
         with explained(target, connection, settings):
             connection.open()
-            _notice_silence(connection)
+            # A dead connection breaks after a minute instead of hanging until TCP gives up.
+            connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
+            if hasattr(connection.transport.sock, "setsockopt"):
+                sock = connection.transport.sock
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
         yield connection
     finally:
         close(connection)
@@ -76,16 +70,16 @@ def make_connection(target: HostTarget, settings: SshSettings) -> Connection:
     # paramiko's own log would print tracebacks between the lines of a table; its exceptions have the reasons.
     logging.getLogger("paramiko").propagate = False
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
-    config = Config(ssh_config=SshConfiguration(target))
+    config = Config(ssh_config=target.ssh_configuration)
+    credentials: dict[str, Any] = {}
+    if target.identity_file:
+        credentials["key_filename"] = [str(Path(target.identity_file).expanduser())]
+    if target.password:
+        credentials["password"] = target.password
     connection = Connection(
-        target.address,
-        user=target.user or None,
-        port=target.port,
-        config=config,
-        gateway=_gateway(config, target.address, settings),
-        connect_timeout=settings.connect_timeout,
-        connect_kwargs=_credentials(target),
-    )
+        target.address, target.user or None, target.port, config=config, connect_kwargs=credentials,
+        gateway=_gateway(config, target.address, settings), connect_timeout=settings.connect_timeout,
+    )  # fmt: skip
     _check_key(connection, settings)
     return connection
 
@@ -114,32 +108,23 @@ def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
     return through
 
 
-def _credentials(target: HostTarget) -> dict[str, Any]:
-    credentials: dict[str, Any] = {}
-    if target.identity_file:
-        credentials["key_filename"] = [str(Path(target.identity_file).expanduser())]
-    if target.password:
-        credentials["password"] = target.password
-    return credentials
-
-
 def _check_key(connection: Connection, settings: SshSettings) -> None:
     """Replace Fabric's check of the server's key, which accepts every key, with gpuprov's."""
     options = connection.ssh_config
     # An alias stands in known_hosts without a port (ssh_config(5), HostKeyAlias).
-    name = options.get("hostkeyalias") or known_hosts_name(connection.host, connection.port)
-    files = tuple(options.get("userknownhostsfile", " ".join(USER_FILES)).split())
-    known = KnownHosts(files, SYSTEM_FILES)
+    name = options.get("hostkeyalias") or host_keys.known_hosts_name(connection.host, connection.port)
+    files = tuple(options.get("userknownhostsfile", " ".join(host_keys.USER_FILES)).split())
+    known = host_keys.KnownHosts(files, host_keys.SYSTEM_FILES)
     checking = options.get("stricthostkeychecking", "").lower()
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
-    connection.client.set_missing_host_key_policy(KeyCheck(known, name, accept_new=accept_new))
+    connection.client.set_missing_host_key_policy(host_keys.KeyCheck(known, name, accept_new=accept_new))
 
     def transport(sock: Any, **settings: Any) -> Any:
         from paramiko import Transport
 
         made = Transport(sock, **settings)
         security = made.get_security_options()
-        security.key_types = preferred_key_types(known.keys(name), security.key_types)
+        security.key_types = host_keys.preferred_key_types(known.keys(name), security.key_types)
         # paramiko compares the code of every other cipher's packets byte by byte in Python: half of what a
         # connection costs, measured with a thousand of them.
         security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
@@ -161,13 +146,6 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
 
 
-def _notice_silence(connection: Connection) -> None:
-    """Make a dead connection break after a minute instead of hanging until TCP gives up."""
-    connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
-    if hasattr(connection.transport.sock, "setsockopt"):
-        connection.transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
-
-
 def close(connection: Connection) -> None:
     """Close a connection and those that it goes through, from any thread; errors no longer matter."""
     gateway = connection.gateway
@@ -178,13 +156,9 @@ def close(connection: Connection) -> None:
 
 
 def wait_for_boot(
-    target: HostTarget,
-    settings: SshSettings,
-    left_boot: str,
-    given_up: Callable[[], bool],
-    *,
+    target: HostTarget, settings: SshSettings, left_boot: str, given_up: Callable[[], bool], *,
     patience: float = BOOT_SECONDS,
-) -> None:
+) -> None:  # fmt: skip
     """Return once the host is up in another boot than `left_boot`, docker and all.
 
     Raises GpuprovError, exit code 4, if it does not come back in `patience` seconds or the run is stopped.
@@ -197,8 +171,10 @@ def wait_for_boot(
             with connected(target, settings) as connection:
                 command = "cat /proc/sys/kernel/random/boot_id"
                 boot_id = remote.run(connection, command, timeout=_COMMAND_SECONDS).stdout.strip()
-                if boot_id not in ("", left_boot) and _is_up(connection):
-                    return
+                if boot_id not in ("", left_boot):
+                    state = remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.strip()
+                    if state in _UP:
+                        return
                 seen = "it answers, and is still in the boot before" if boot_id else seen
         except GpuprovError as error:
             seen = f"{error.problems[0].what}: {error.problems[0].evidence}"
@@ -208,11 +184,6 @@ def wait_for_boot(
         "look at its console; once it is up, run the same command again: it goes on where it stopped",
         exit_code=ExitCode.UNREACHABLE,
     )
-
-
-def _is_up(connection: Connection) -> bool:
-    """Wait for the end of the boot and say whether the host responds."""
-    return remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.strip() in _UP
 
 
 # -- why it failed -----------------------------------------------------------------------------------------------------
@@ -236,15 +207,21 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
 
     try:
         yield
-    except HostKeyRefusedError as error:
+    except host_keys.HostKeyRefusedError as error:
         problem = error.problem
     except Exception as error:
-        hop = _failing_hop(connection)
+        hop = connection  # or the jump host on the way that was not reached
+        while hop.gateway and not isinstance(hop.gateway, str) and not hop.gateway.is_connected:
+            hop = hop.gateway
         place = f"{'the jump host ' if hop is not connection else ''}{hop.host} port {hop.port}"
         if isinstance(error, AuthenticationException):
             problem = _authentication_problem(target, hop, error)
         elif isinstance(error, ChannelException):
-            problem = _beyond_the_jump_host(hop, error)
+            gateway = hop.gateway
+            problem = Problem(
+                f"the jump host {gateway.host} port {gateway.port} can't reach {hop.host} port {hop.port}", str(error),
+                f"try on the jump host: nc -zv {hop.host} {hop.port}; its sshd must allow it (AllowTcpForwarding)",
+            )  # fmt: skip
         elif isinstance(hop.gateway, str) and not isinstance(error, socket.gaierror):
             problem = _proxy_problem(hop, settings, error)
         elif isinstance(error, SSHException) and not isinstance(error, ProxyCommandFailure):
@@ -264,35 +241,14 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
     raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
 
 
-def _failing_hop(connection: Connection) -> Connection:
-    """Return the connection itself, or the jump host on the way that was not reached."""
-    hop = connection
-    while hop.gateway and not isinstance(hop.gateway, str) and not hop.gateway.is_connected:
-        hop = hop.gateway
-    return hop
-
-
-def _beyond_the_jump_host(hop: Connection, error: Exception) -> Problem:
-    gateway = hop.gateway
-    return Problem(
-        f"the jump host {gateway.host} port {gateway.port} can't reach {hop.host} port {hop.port}", str(error),
-        f"try on the jump host: nc -zv {hop.host} {hop.port}; its sshd must allow it (AllowTcpForwarding)",
-    )  # fmt: skip
-
-
 def _proxy_problem(hop: Connection, settings: SshSettings, error: Exception) -> Problem:
     """Return why the connection through a ProxyCommand failed, with the command's own error if any."""
     transport = hop.client.get_transport()
     process = getattr(getattr(transport, "sock", None), "process", None)
-    spoke = transport is not None and transport.remote_version
-    seen = [f"ProxyCommand {hop.gateway}"]
-    if process is None:
-        ended, output = "can't be started", str(error)
-    else:
-        ended, output = _end_of(process, settings)
-    if spoke:
+    ended, output = _end_of(process, settings) if process is not None else ("can't be started", str(error))
+    if transport is not None and transport.remote_version:
         ended, output = "broke the connection", output or str(error)
-    seen += [line for line in output.splitlines() if line.strip()][-4:]
+    seen = [f"ProxyCommand {hop.gateway}", *[line for line in output.splitlines() if line.strip()][-4:]]
     return Problem(
         f"{hop.host} port {hop.port} cannot be reached: its ProxyCommand {ended}", "\n".join(seen),
         f"try it by hand: {hop.gateway} < /dev/null",
@@ -303,15 +259,14 @@ def _end_of(process: subprocess.Popen[bytes], settings: SshSettings) -> tuple[st
     """Return how the command ended, and its complaints."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_PROXY_SECONDS)
-    if process.returncode in (None, -signal.SIGTERM):  # paramiko ends it when it gives up
+    code = process.returncode
+    if code in (None, -signal.SIGTERM):  # paramiko ends it when it gives up
         return f"says nothing within {settings.connect_timeout:g} s", ""
     output = b""
     with contextlib.suppress(OSError, ValueError):
         output = process.stderr.read(4000) if process.stderr is not None else b""
-    code = process.returncode
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}", output.decode(
-        "utf-8", "replace"
-    )
+    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return ended, output.decode("utf-8", "replace")
 
 
 def _handshake_problem(
@@ -351,16 +306,12 @@ def _reasons(error: Exception) -> str:
     return "\n".join(dict.fromkeys(getattr(one, "strerror", None) or str(one) for one in errors.values()))
 
 
-def _named_keys(target: HostTarget, hop: Connection) -> tuple[str, ...]:
-    """Return the keys that the inventory and the SSH configuration name for the host."""
-    configured = hop.ssh_config.get("identityfile", ()) if hop.ssh_config is not None else ()
-    of_target = (target.identity_file,) if target.identity_file and hop.original_host == target.address else ()
-    return tuple(dict.fromkeys((*of_target, *configured)))
-
-
 def _authentication_problem(target: HostTarget, hop: Connection, error: Exception) -> Problem:
     place = f"{hop.host} port {hop.port}"
-    faults = [(key, fault) for key in _named_keys(target, hop) if (fault := key_fault(key))]
+    # The keys that the inventory and the SSH configuration name.
+    of_target = (target.identity_file,) if target.identity_file and hop.original_host == target.address else ()
+    named = (*of_target, *(hop.ssh_config.get("identityfile", ()) if hop.ssh_config is not None else ()))
+    faults = [(key, fault) for key in dict.fromkeys(named) if (fault := key_fault(key))]
     tried = list(hop.connect_kwargs.get("key_filename", ()))
     evidence = [str(error), *(f"{key}: {fault}" for key, fault in faults)]
     if hop.connect_kwargs.get("look_for_keys", True):
@@ -368,10 +319,8 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
     if "password" in hop.connect_kwargs:
         tried.append("the password")
     evidence.append(f"tried {', '.join(tried) or 'nothing'}")
-    what, step = (
-        f"{place} refuses to log in {hop.user}",
-        ("set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k"),
-    )
+    what = f"{place} refuses to log in {hop.user}"
+    step = "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k"
     if faults:
         key, fault = faults[0]
         what = f"{place}: the key {key} can't be read: {fault}"

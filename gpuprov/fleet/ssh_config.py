@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,16 +90,15 @@ class SshConfiguration:
     The inventory's options bind the host alone, its configuration file all of them: just as with ssh(1).
     """
 
-    target: HostTarget
+    address: str
+    options: tuple[tuple[str, str], ...] = ()
+    file: str = ""
 
     def lookup(self, host: str) -> SSHConfigDict:
         """Return the options for a host. Raises GpuprovError (exit code 2) if ssh refuses its configuration."""
         from paramiko import SSHConfig
 
-        one = self.target
-        login = (("User", one.user), ("Port", str(one.port or "")))
-        options = (*((name, value) for name, value in login if value), *one.ssh_options) if host == one.address else ()
-        lines = _answers(host, options, one.ssh_config_file)
+        lines = _answers(host, self.options if host == self.address else (), self.file)
         # paramiko replaces what ssh leaves to its later steps: ~, %h, %p and %r in keys and in ProxyCommand.
         found = SSHConfig.from_text("\n".join(("Host *", *lines))).lookup(host)
         # In a name it would take the network interface of fe80::1%hsi0 for such a placeholder.
@@ -120,7 +118,10 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
         return tuple(f"{keyword} {value}" for keyword, value in options)
     path = file if file in ("", "none") else str(Path(file).expanduser().absolute())
     named = ("-F", path) if path else ()
-    words = ("ssh", "-G", "-T", *named, *(_option(*one) for one in options), "--", host)
+    # A name or a path may have blanks.
+    quoted = {(key, value) for key, value in options if key in ("User", "IdentityFile") and '"' not in value}
+    given = (f'-o{one[0]}="{one[1]}"' if one in quoted else f"-o{one[0]}={one[1]}" for one in options)
+    words = ("ssh", "-G", "-T", *named, *given, "--", host)
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False)
         failure = f"exit code {done.returncode}\n{done.stderr.decode('utf-8', 'replace')}" if done.returncode else ""
@@ -136,12 +137,6 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
     # Its keys are in the home directory that ssh takes, whatever HOME says.
     begin, place = "identityfile ~/", f"identityfile {_home()}/"
     return tuple(line.replace(begin, place) if line.startswith(begin) else line for line in lines if line not in unset)
-
-
-def _option(keyword: str, value: str) -> str:
-    """Return ssh's argument; a name or a path may have blanks."""
-    quoted = keyword in ("User", "IdentityFile") and '"' not in value
-    return f'-o{keyword}="{value}"' if quoted else f"-o{keyword}={value}"
 
 
 def _home() -> str:

@@ -7,15 +7,17 @@ containers may hold control sequences, which must not reach the terminal.
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
-from gpuprov.protocol.errors import from_os_error
+from gpuprov.protocol.errors import UsageError, from_os_error
 from gpuprov.protocol.words import line, plain
 
 
@@ -102,3 +104,16 @@ def standard_input(what: str) -> bytes:
     if sys.stdin.isatty():
         say(f"reading {what} from standard input; Ctrl-D ends it", err=True)
     return sys.stdin.buffer.read()
+
+
+def object_text(path: str, what: str, hint: str) -> str:
+    """Return the text of a file (`-`: standard input) that holds a JSON object; raises GpuprovError (exit code 2)."""
+    evidence = "it is no object"
+    try:
+        content = standard_input(f"a {what}") if path == "-" else Path(path).read_bytes()
+        text = content.decode("utf-8", "replace")
+        if isinstance(json.loads(text), dict):
+            return text
+    except (OSError, ValueError, RecursionError) as error:
+        evidence = str(error)
+    raise UsageError(f"{'standard input' if path == '-' else path} holds no {what}", evidence, hint)

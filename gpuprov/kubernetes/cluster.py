@@ -1,20 +1,108 @@
-"""Parse the API server's nodes, pods and events with limits: its text is not trusted. Pure."""
+"""The cluster: the user's own kubectl, and the API server's nodes, pods and events, parsed with limits.
+
+Each call of kubectl has a time limit and bounded output, and a sentence for each way that it fails. Calls use the API's
+paths (`--raw`): no discovery, no cache on disk, the same with each release of kubectl. kubectl gets the user's
+environment, because kubeconfig files run programs of the user's. A Ctrl-C does not reach it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from gpuprov.core.commands import Completed, Failure, first_match, run_command
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import one_line
+
+_SECONDS = 40
+_REQUEST_SECONDS = 30
+# More than a list of 5,000 nodes, Kubernetes' limit; a server that never ends must not fill our memory.
+_MOST_BYTES = 128 << 20
+_LONGEST_LINE = 600
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """How kubectl is called: its program, and which cluster of which kubeconfig, empty for kubectl's own choice.
+
+    The methods raise GpuprovError, and `doing` completes its first line.
+    """
+
+    context: str = ""
+    kubeconfig: str = ""
+    program: str = "kubectl"
+
+    def get(self, path: str, *, doing: str) -> Any:
+        """Return the JSON at a path of the API."""
+        text = self.text(path, doing=doing)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise GpuprovError(
+                f"{doing}: the answer is invalid JSON", one_line(text[:_LONGEST_LINE]), "kubectl cluster-info",
+                exit_code=ExitCode.UNREACHABLE,
+            ) from None  # fmt: skip
+
+    def text(self, path: str, *, doing: str) -> str:
+        """Return the content at a path of the API."""
+        return _succeeded(self.run(("get", "--raw", path)), doing).stdout
+
+    def has(self, path: str, *, doing: str) -> bool:
+        """Say whether there is an object at a path of the API."""
+        done = self.run(("get", "--raw", path))
+        return "(NotFound)" not in done.stderr and _succeeded(done, doing).ok
+
+    def create(self, path: str, content: Any, *, doing: str) -> None:
+        """Create an object."""
+        _succeeded(self.run(("create", "--raw", path, "-f", "-"), json.dumps(content).encode()), doing)
+
+    def delete(self, path: str, *, doing: str) -> None:
+        """Delete the object, or all objects, at a path of the API, with 5 seconds to end."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 5}
+        _succeeded(self.run(("delete", "--raw", path, "-f", "-"), json.dumps(body).encode()), doing)
+
+    def run(self, words: tuple[str, ...], stdin: bytes = b"") -> Completed:
+        """Run kubectl to its end or its time limit; a failure is a value."""
+        chosen = (
+            *((f"--kubeconfig={self.kubeconfig}",) if self.kubeconfig else ()),
+            *((f"--context={self.context}",) if self.context else ()),
+            f"--request-timeout={_REQUEST_SECONDS}s",
+        )
+        return run_command(
+            (self.program, *chosen, *words), timeout=_SECONDS, stdin=stdin, env=os.environ, on_line=None,
+            folder=None, most=_MOST_BYTES,
+        )  # fmt: skip
+
+
+def _succeeded(done: Completed, doing: str) -> Completed:
+    if not done.ok:
+        raise failure(done, doing)
+    return done
+
+
+def failure(done: Completed, doing: str) -> GpuprovError:
+    """Return the meaning of a failed call of kubectl."""
+    # Without credentials kubectl prompts for a name on stdout, and no one answers.
+    lines = (*done.stderr.splitlines(), *done.stdout[:_LONGEST_LINE].splitlines()[:1])
+    said = [one_line(line)[:_LONGEST_LINE] for line in lines if line.strip()] or ["(silent)"]
+    row, line = first_match("kubectl", said) or (Failure("kubectl failed", "kubectl cluster-info"), said[-1])
+    seen = f"`{' '.join((Path(done.argv[0]).name, *done.argv[1:]))}` exited {done.returncode}\n{line}"
+    return GpuprovError(f"{doing}: {row.what}", seen, row.next_step, exit_code=row.exit_code)
+
+
+# -- the API server's answers: their text is not trusted ---------------------------------------------------------------
 
 # Whole GPUs, MIG devices of the strategy `mixed`, and both when they are shared under a name of their own.
 _RESOURCE = re.compile(r"nvidia\.com/(gpu|mig-[0-9a-z.]{1,40}(\.me)?(\+me)?)(\.shared)?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _COUNT = re.compile(r"\d{1,5}")
-_LONGEST = 300
+_LONGEST_TEXT = 300
 _MOST_EVENTS = 5
 _DONE = ("Succeeded", "Failed")
 # Set by NVIDIA's GPU feature discovery, and by Node Feature Discovery or by hand.
@@ -61,7 +149,7 @@ class PodState:
         return self.phase in _DONE
 
 
-def text(value: Any, longest: int = _LONGEST) -> str:
+def text(value: Any, longest: int = _LONGEST_TEXT) -> str:
     """Return a text of the API server as one line without control characters, cut at `longest`."""
     if not isinstance(value, str):
         return ""

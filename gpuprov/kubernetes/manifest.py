@@ -17,21 +17,14 @@ Object = dict[str, Any]
 RUNTIME_CLASS = "nvidia"
 # Values of the plugin's DEVICE_LIST_STRATEGY, by the name that people give.
 STRATEGIES = {"environment": "envvar", "cdi": "cdi-cri"}
-_NEEDS = {
-    "environment": "the engine's runtime handler `nvidia`: gpuprov's runtime or NVIDIA's toolkit",
-    "cdi": "Kubernetes 1.29, containerd 1.7 or CRI-O 1.24 with CDI, and NVIDIA's toolkit (nvidia-cdi-hook)",
-}
 _PRESENT = "nvidia.com/gpu.present"
 _NAMESPACES = {"plugin": "kube-system", "dra": "dra-driver-nvidia-gpu"}
-# Release notes of kubernetes-sigs/dra-driver-nvidia-gpu v0.4.1, section Helm install, and the chart's values.yaml.
-_DRA_CHART = "oci://registry.k8s.io/dra-driver-nvidia/charts/dra-driver-nvidia-gpu"
-_DRA_VERSION = "0.4.1"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def objects() -> dict[str, Any]:
     """Return objects.yaml, by the names that it gives."""
-    found: dict[str, Any] = yaml.safe_load(pkgutil.get_data(__package__, "objects.yaml") or b"")
+    found: dict[str, Any] = yaml.safe_load(pkgutil.get_data("gpuprov.kubernetes", "objects.yaml") or b"")
     return found
 
 
@@ -70,7 +63,14 @@ def manifest(choice: Choice) -> Manifest:
     """Return the manifest of a choice. Raises GpuprovError (exit code 2) for an invalid one."""
     place = choice.namespace or _NAMESPACES[choice.mode]
     require_namespace(place)
-    return _dra(choice, place) if choice.mode == "dra" else _plugin(choice, place)
+    selector = ",".join(f"{key}={value}" for key, value in choice.node_selector.items()) or f"{_PRESENT}=true"
+    things = objects()
+    image = things["device-plugin"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    words = {"place": place, "selector": selector, "version": image.rpartition(":")[2]}
+    notes = things["notes"]["dra" if choice.mode == "dra" else choice.strategy].format(**words).splitlines()
+    shown = (line for line in notes if choice.test_pod or "pod/gpuprov-test" not in line)
+    made = [things["claim"]] if choice.mode == "dra" else _plugin(choice, place)
+    return Manifest(tuple(shown), (*made, *_test_pod(choice)))
 
 
 def require_namespace(name: str) -> None:
@@ -82,30 +82,7 @@ def require_namespace(name: str) -> None:
         )  # fmt: skip
 
 
-def _plugin(choice: Choice, place: str) -> Manifest:
-    daemon_set = _daemon_set(choice, place)
-    made = [objects()["runtime-class"], daemon_set, *_test_pod(choice)]
-    # kube-system is there. The plugin mounts folders of the host, which only `privileged` allows.
-    if place != "kube-system":
-        labels = {"pod-security.kubernetes.io/enforce": "privileged"}
-        made.insert(0, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": place, "labels": labels}})
-    version = daemon_set["spec"]["template"]["spec"]["containers"][0]["image"].rpartition(":")[2]
-    selector = ",".join(f"{key}={value}" for key, value in choice.node_selector.items()) or f"{_PRESENT}=true"
-    needs = f"Each node needs {_NEEDS[choice.strategy]}."
-    return Manifest(
-        (
-            f"NVIDIA's device plugin {version}, strategy {choice.strategy}. {needs}",
-            "",
-            "  kubectl apply -f FILE",
-            f"  kubectl label node NODE {selector}      nodes that Node Feature Discovery has not labelled",
-            *(("  kubectl logs pod/gpuprov-test           one GPU",) if choice.test_pod else ()),
-            "  gpuprov verify --kubernetes",
-        ),
-        tuple(made),
-    )
-
-
-def _daemon_set(choice: Choice, place: str) -> Object:
+def _plugin(choice: Choice, place: str) -> list[Object]:
     things = objects()
     made: Object = things["device-plugin"]
     made["metadata"]["namespace"] = place
@@ -124,7 +101,10 @@ def _daemon_set(choice: Choice, place: str) -> Object:
     if choice.node_selector:
         del pod["affinity"]
         pod["nodeSelector"] = dict(choice.node_selector)
-    return made
+    # kube-system is there. The plugin mounts folders of the host, which only `privileged` allows.
+    metadata = {"name": place, "labels": {"pod-security.kubernetes.io/enforce": "privileged"}}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
+    return [*([namespace] if place != "kube-system" else []), things["runtime-class"], made]
 
 
 def _test_pod(choice: Choice) -> list[Object]:
@@ -139,22 +119,3 @@ def _test_pod(choice: Choice) -> list[Object]:
         del resources["limits"]["nvidia.com/gpu"]
         resources["claims"] = [{"name": "gpu"}]
     return [made]
-
-
-def _dra(choice: Choice, place: str) -> Manifest:
-    return Manifest(
-        (
-            f"Claims of GPUs by DRA, for Kubernetes 1.34 and later, with NVIDIA's DRA driver {_DRA_VERSION}.",
-            "",
-            f"  helm install dra-driver-nvidia-gpu {_DRA_CHART} \\",
-            f"    --version {_DRA_VERSION} -n {place} --create-namespace \\",
-            "    --set nvidiaDriverRoot=/ --set gpuResourcesEnabledOverride=true",
-            "  kubectl apply -f FILE",
-            *(("  kubectl logs pod/gpuprov-test",) if choice.test_pod else ()),
-            "",
-            "The chart brings the DeviceClass gpu.nvidia.com and its own CDI hook. Each node needs an engine with CDI",
-            f"and the label {_PRESENT}=true or Node Feature Discovery's.",
-            "The DRA driver and the device plugin must not serve GPUs on the same node.",
-        ),
-        (objects()["claim"], *_test_pod(choice)),
-    )

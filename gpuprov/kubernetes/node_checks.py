@@ -11,13 +11,12 @@ from typing import Union
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.checks.outcome import all_gpus_check
-from gpuprov.core.commands import NOT_FOUND, Completed
+from gpuprov.core.commands import NOT_FOUND, Completed, first_match
 from gpuprov.core.system import System
 from gpuprov.fleet.grouping import listed
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node, PodState
-from gpuprov.kubernetes.kubectl import Meaning, meaning
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, Finished, Note
 from gpuprov.protocol.words import counted, one_line
@@ -56,30 +55,23 @@ def host_lists(
 
     Once `stopped`, no further host is asked.
     """
+    from gpuprov.fleet.agent_run import RemoteSystem
+    from gpuprov.fleet.ssh import connected
 
     def ask(target: HostTarget) -> HostList:
-        return (
-            GpuprovError("the host was not asked", "the run was stopped before", "run the same command again")
-            if stopped()
-            else _host_list(target, options)
-        )
+        if stopped():
+            return GpuprovError("the host was not asked", "the run was stopped before", "run the same command again")
+        try:
+            if target.connection == "local":
+                return host_list(System().run(_SMI, timeout=_SECONDS))
+            with connected(target, options) as connection:
+                return host_list(RemoteSystem(connection, target).run(_SMI, timeout=_SECONDS))
+        except GpuprovError as error:
+            return error
 
     with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
         found = pool.map(ask, targets)
         return {target.name: one for target, one in zip(targets, found)}
-
-
-def _host_list(target: HostTarget, options: Options) -> HostList:
-    from gpuprov.fleet.remote_system import RemoteSystem
-    from gpuprov.fleet.ssh import connected
-
-    try:
-        if target.connection == "local":
-            return host_list(System().run(_SMI, timeout=_SECONDS))
-        with connected(target, options) as connection:
-            return host_list(RemoteSystem(connection, target).run(_SMI, timeout=_SECONDS))
-    except GpuprovError as error:
-        return error
 
 
 def host_list(done: Completed) -> HostList:
@@ -100,7 +92,7 @@ def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
         lambda node: node.name == target.name,
         lambda node: address in node.addresses or target.name in node.addresses,
         # Not of addresses, which some clusters have as names.
-        lambda node: not short.isdigit() and node.name.partition(".")[0] == short,
+        lambda node: not short.isdecimal() and node.name.partition(".")[0] == short,
     )
     for test in tests:
         found = [node for node in nodes if test(node)]
@@ -112,23 +104,6 @@ def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
 _LONGEST = 400
 _MOST_SHOWN = 5
 _MISSING = re.compile(r"executable file not found|no such file or directory", re.IGNORECASE)
-# In waiting reasons and events.
-_CAUSES = (
-    Meaning(r"ImagePull|InvalidImageName|ErrImage", "the node can't pull the test pod's image",
-            "give an image that the node can pull: --image IMAGE"),
-    Meaning(r"RuntimeHandler|no runtime for|runtime handler", "the node's engine does not know the runtime nvidia",
-            "gpuprov install -e '{gpuprov_engines: [containerd]}', and restart the engine"),
-    Meaning(r"unresolvable CDI|CDI device injection",
-            "the node's engine can't resolve the device plugin's CDI devices",
-            "use `--strategy environment` of gpuprov kubernetes manifest, or install NVIDIA's toolkit on the node"),
-    Meaning(r"Insufficient nvidia\.com|UnexpectedAdmissionError|OutOfnvidia",
-            "the node's GPUs are in use by other pods",
-            "kubectl get pods -A --field-selector spec.nodeName=NODE; run it again later"),
-    Meaning(r"Insufficient (cpu|memory|pods)|Too many pods", "the node has no room for the test pod",
-            "kubectl describe node NODE"),
-    Meaning(r"Evicted|Preempt|NodeLost|NodeShutdown|Terminated", "the node ended the test pod",
-            "kubectl describe node NODE"),
-)  # fmt: skip
 
 
 def not_started(state: PodState, events: Iterable[str], seconds: float) -> Problem:
@@ -137,7 +112,7 @@ def not_started(state: PodState, events: Iterable[str], seconds: float) -> Probl
     evidence = "\n".join(lines) or f"phase {state.phase or 'unknown'}"
     if state.phase == "removed":
         return Problem("the test pod was removed while it ran", "\n".join(lines), "kubectl get events -A")
-    if found := meaning(_CAUSES, lines):
+    if found := first_match("pod", lines):
         return Problem(found[0].what, evidence, found[0].next_step)
     if state.waiting not in ("", "ContainerCreating", "PodInitializing"):
         return Problem(f"the test pod can't start: {state.waiting}", evidence, "kubectl describe node NODE")
@@ -156,7 +131,7 @@ def ended(state: PodState, events: Iterable[str], printed: str, *, by_class: boo
         how = "" if by_class else "the cluster has no runtime class nvidia (gpuprov kubernetes manifest); "
         cure = f"{how}look at the node: gpuprov verify --hosts INVENTORY; give an image with glibc: --image IMAGE"
         return Problem("the pod has no nvidia-smi: the runtime gave it no driver files", evidence, cure)
-    if state.exit_code is None and (found := meaning(_CAUSES, lines)):
+    if state.exit_code is None and (found := first_match("pod", lines)):
         return Problem(found[0].what, evidence, found[0].next_step)
     code = "" if state.exit_code is None else f" with exit code {state.exit_code}"
     return Problem(f"nvidia-smi in the pod failed{code}", evidence, "gpuprov doctor --hosts INVENTORY")

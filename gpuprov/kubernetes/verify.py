@@ -1,26 +1,35 @@
-"""The proof that a cluster's pods have its nodes' GPUs: a pod on each node, all at once, removed however it ends."""
+"""`gpuprov verify --kubernetes`: a pod on each node proves that pods have its GPUs. All run at once and are removed."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import secrets
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from gpuprov.agent.result import HostResult, HostSink
-from gpuprov.kubernetes import cluster
-from gpuprov.kubernetes.cluster import Node, PodState
-from gpuprov.kubernetes.kubectl import Kubectl
-from gpuprov.kubernetes.manifest import RUNTIME_CLASS, Object, objects
-from gpuprov.kubernetes.node_checks import ALL, FREE, REMOVED, HostList, NodeChecks, ended, not_started, parse_list
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.agent.result import HostResult, HostSink, Recorder
+from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
+from gpuprov.fleet.grouping import listed
+from gpuprov.fleet.history import Run, moment, new_identifier
+from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.options import Options
+from gpuprov.fleet.run import signals_handled
+from gpuprov.fleet.standard_streams import say
+from gpuprov.kubernetes import cluster, node_checks
+from gpuprov.kubernetes.cluster import Kubectl, Node, PodState
+from gpuprov.kubernetes.manifest import RUNTIME_CLASS, Object, objects, require_namespace
+from gpuprov.kubernetes.node_checks import HostList, NodeChecks
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
+from gpuprov.protocol.events import Finished
 from gpuprov.protocol.words import counted
 
 NAME = "gpuprov-verify"
 INSTANCE = "app.kubernetes.io/instance"
+Chosen = tuple[Node, "HostList | None"]
 
 
 @dataclass(frozen=True)
@@ -146,16 +155,14 @@ class Trial:
             if not left:
                 break
             if time.monotonic() > deadline:
-                return {name: self._still_there(name) for name in left}
+                seen = f"its removal was accepted, and was not finished in {_REMOVAL_SECONDS} s: the node may be down"
+                place = self.wanted.namespace
+                return {
+                    name: Problem(f"the pod {place}/{name} is still there", seen, f"kubectl get pod -n {place} {name}")
+                    for name in left
+                }
             time.sleep(self.wanted.interval)
         return {}
-
-    def _still_there(self, name: str) -> Problem:
-        return Problem(
-            f"the pod {self.wanted.namespace}/{name} is still there",
-            f"its removal was accepted, and was not finished in {_REMOVAL_SECONDS} s: the node may be down",
-            f"kubectl get pod -n {self.wanted.namespace} {name}",
-        )
 
     def _states(self, looks: int = _MOST_LOOKS) -> Mapping[str, PodState]:
         """Return the run's pods by name; repeats a look that fails. Raises GpuprovError after so many."""
@@ -176,8 +183,7 @@ def all_nodes(kubectl: Kubectl) -> tuple[Node, ...]:
 
 
 def verify_nodes(
-    kubectl: Kubectl, chosen: Sequence[tuple[Node, HostList | None]], wanted: Wanted, stopped: Callable[[], bool],
-    sink: HostSink,
+    kubectl: Kubectl, chosen: Sequence[Chosen], wanted: Wanted, stopped: Callable[[], bool], sink: HostSink
 ) -> tuple[HostResult, ...]:  # fmt: skip
     """Verify nodes, each with what its host lists if that was asked; return one result for each, in their order."""
     nodes = [NodeChecks(node, host, sink) for node, host in chosen]
@@ -192,7 +198,7 @@ def verify_nodes(
     finally:
         left = trial.close()
     for one in able:
-        if not {ALL, FREE} & one.done:
+        if not {node_checks.ALL, node_checks.FREE} & one.done:
             one.fail(one.pod_check, unfinished)
         one.removed(left.get(one.pod), created=one.pod in trial.pods)
     return tuple(one.result() for one in nodes)
@@ -230,15 +236,14 @@ def _resources(kubectl: Kubectl, one: NodeChecks) -> Mapping[str, int]:
     free = {name: count - used.get(name, 0) for name, count in one.node.offered.items() if count > used.get(name, 0)}
     one.whole = sum(free.values()) == one.node.count and one.node.replicas == 1
     if not free:
-        one.skip((FREE, REMOVED), f"in use by pods: {counted(one.node.count, 'GPU')}")
+        one.skip((node_checks.FREE, node_checks.REMOVED), f"in use by pods: {counted(one.node.count, 'GPU')}")
     return dict.fromkeys(free, 1) if one.node.replicas > 1 else free
 
 
 def _look(trial: Trial, one: NodeChecks, state: PodState) -> None:
-    """Check what a pod printed, or say why it did not."""
     name = one.pod_check
     if not state.is_done:
-        one.fail(name, not_started(state, trial.events(state.name), trial.wanted.pod_seconds))
+        one.fail(name, node_checks.not_started(state, trial.events(state.name), trial.wanted.pod_seconds))
         return
     try:
         printed = trial.log(state.name)
@@ -247,8 +252,91 @@ def _look(trial: Trial, one: NodeChecks, state: PodState) -> None:
             one.fail(name, error.problems[0])
             return
         printed = ""  # a container that never started has none
-    found = parse_list(printed) if state.phase == "Succeeded" else ()
+    found = node_checks.parse_list(printed) if state.phase == "Succeeded" else ()
     if found:
         one.compare(found)
     else:
-        one.fail(name, ended(state, trial.events(state.name), printed, by_class=trial.by_class))
+        one.fail(name, node_checks.ended(state, trial.events(state.name), printed, by_class=trial.by_class))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def verify_cluster(options: Options, kubectl: Kubectl, wanted: Wanted) -> ExitCode:
+    """Verify a cluster's nodes and print the results. Raises GpuprovError for an invalid call."""
+    _require_sense(options, wanted)
+    targets = inventory_of(options).hosts if options.hosts else ()
+    now, begun = time.time(), time.monotonic()
+    console = make_console()
+    ended_by: list[ExitCode] = []
+
+    def stop(number: int) -> None:
+        if not ended_by:
+            ended_by.append(ExitCode(128 + number))
+            say("stopping: the test pods are being removed", err=True)
+
+    with signals_handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop)):
+        try:
+            chosen, absent = _chosen(all_nodes(kubectl), targets, options, lambda: bool(ended_by))
+        except GpuprovError as error:
+            if error.exit_code == ExitCode.USAGE:
+                raise
+            chosen, absent = (), ((kubectl.context or "cluster", error),)
+        progress = make_progress(options, console, [*(name for name, _ in absent), *(node.name for node, _ in chosen)])
+        with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
+            results: list[HostResult] = []
+            for name, refused in absent:
+                recorder = Recorder(name, progress)
+                recorder(Finished(int(refused.exit_code), problems=refused.problems))
+                results.append(recorder.result())
+            results += verify_nodes(kubectl, chosen, wanted, lambda: bool(ended_by), progress)
+    run = Run(
+        new_identifier(now), "verify", moment(now), round(time.monotonic() - begun, 1), tuple(results),
+        inventory=options.hosts, limit=options.limit, ended_by=ended_by[0] if ended_by else None,
+    )  # fmt: skip
+    conclude(options, run, targets, "")
+    return run.exit_code
+
+
+def _require_sense(options: Options, wanted: Wanted) -> None:
+    require_namespace(wanted.namespace)
+    if options.serial or options.canary or options.max_fail:
+        what = "--serial, --canary and --max-fail are not for --kubernetes"
+        raise UsageError(what, "", "leave them out")
+    if options.limit and not options.hosts:
+        raise UsageError("--limit needs an inventory", "", "add --hosts INVENTORY")
+    for file in filter(None, (options.report, options.metrics)):
+        require_writable(file)
+
+
+def _chosen(
+    nodes: Sequence[Node], targets: Sequence[HostTarget], options: Options, stopped: Callable[[], bool]
+) -> tuple[tuple[Chosen, ...], tuple[tuple[str, GpuprovError], ...]]:
+    """Return the nodes to verify with what their hosts list, and the hosts that are no node, with the reason.
+
+    Without an inventory: all nodes with GPUs. Raises GpuprovError if there is none.
+    """
+    if not targets:
+        chosen = tuple((node, None) for node in nodes if node.has_gpus)
+        if not chosen:
+            raise GpuprovError(
+                "no node of the cluster offers nvidia.com/gpu: no device plugin has registered",
+                f"nodes: {listed(node.name for node in nodes) or 'none'}",
+                "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true",
+            )
+        return chosen, ()
+    pairs = [(target, node_checks.node_of(target, nodes)) for target in targets]
+    members = [target for target, node in pairs if node is not None]
+    lists = node_checks.host_lists(members, options, stopped)
+    found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}
+    return tuple(found.values()), tuple(
+        (target.name, _no_node(target, nodes)) for target, node in pairs if node is None
+    )
+
+
+def _no_node(target: HostTarget, nodes: Sequence[Node]) -> GpuprovError:
+    return GpuprovError(
+        "no node of the cluster has the host's name or address",
+        f"{' '.join(filter(None, (target.name, target.address)))}; nodes: {listed(node.name for node in nodes)}",
+        "kubectl get nodes -o wide; join the host to the cluster, or leave it out with --limit",
+    )

@@ -1,45 +1,173 @@
-"""Find a machine's row in the table, and what it means for a kernel. Never queries the machine."""
+"""The table of distributions: find a machine's row, and what it means for a kernel. Never queries the machine.
+
+The rows and their sources are in protocol/distributions.json and distribution_drivers.json.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-from gpuprov.machine.distro_rows import ROWS, Distribution, KernelPackages
 from gpuprov.machine.machine import OperatingSystem
+from gpuprov.protocol.codec import load
 from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.tables import rows
 
-__all__ = ["ROWS", "Distribution", "KernelPackages"]
+
+@dataclass(frozen=True)
+class KernelPackages:
+    """Packages that go with some kernels: those where `pattern` matches all of a name.
+
+    The names may hold the pattern's named groups in braces, and {kernel} for `uname -r`; NAME=VERSION asks for a
+    version. `compiler`: the folder of the compiler that built these kernels, where it is not the host's `gcc`.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    compiler: str = ""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A supported distribution release.
+
+    `version`: what VERSION_ID is, or what it begins with before a dot (`9` stands for 9.5 too); `*` is every version.
+    `kernel_headers`: by `uname -r`, first match wins. `next_kernel_headers`: by the name of an installed package, a
+    blank and `uname -r`, so that a kernel that such a package brings finds headers too. `dkms_from`: the repository
+    that has DKMS where the distribution itself has not. `docker_packages`: the distribution's own docker with the
+    plugins that it packages, nothing where it has none. `docker_repository`: the folder at download.docker.com/linux.
+    `nvidia_name`: the folder in NVIDIA's CUDA repositories, {major} and {digits} standing for parts of the version.
+    `source`: where the row was read.
+    `pythons`: packages of a Python that gpuprov runs on; the first that a repository has is enough.
+    """
+
+    id: str
+    version: str
+    name: str
+    package_manager: str
+    kernel_headers: tuple[KernelPackages, ...]
+    build_packages: tuple[str, ...]
+    docker_packages: tuple[str, ...]
+    initramfs: tuple[str, ...]
+    source: str
+    next_kernel_headers: tuple[KernelPackages, ...] = ()
+    dkms_from: str = ""
+    docker_repository: str = ""
+    nvidia_name: str = ""
+    codename: str = ""
+    architectures: tuple[str, ...] = ("x86_64", "aarch64")
+    pythons: tuple[str, ...] = ("python3",)
+
+    @property
+    def nvidia_repository(self) -> str:
+        """The folder in NVIDIA's CUDA repositories, such as `rhel9`; nothing where NVIDIA has none."""
+        return self.nvidia_name.format(major=self.version.partition(".")[0], digits=self.version.replace(".", ""))
+
+    def covers(self, version: str) -> bool:
+        """Say whether a VERSION_ID is this row's."""
+        return self.version == "*" or version == self.version or version.startswith(f"{self.version}.")
+
+
+@dataclass(frozen=True)
+class DriverBranch:
+    """A branch of a distribution's own driver, by its packages.
+
+    `branch` is empty where the distribution has one driver, of whatever branch. `libraries`: what each host needs; the
+    version of the first is the driver's. `built`: kind of kernel modules (open, proprietary) → what DKMS builds them
+    from. `compiled`: kind → packages with modules that the distribution has compiled and signed; the first is for one
+    kernel ({kernel}). `next_compiled`: kind → what brings modules with the kernels to come, as next_kernel_headers.
+    `base`: what all other packages of the branch depend on, if there is such a one: without it they are gone.
+    `fabric_manager`: its package, nothing where the distribution has none.
+    """
+
+    branch: str
+    libraries: tuple[str, ...]
+    built: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    compiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    next_compiled: Mapping[str, tuple[KernelPackages, ...]] = field(default_factory=dict)
+    base: str = ""
+    fabric_manager: str = ""
+
+
+@dataclass(frozen=True)
+class OwnDriver:
+    """The NVIDIA driver of a distribution release.
+
+    `version`: as in the table of distributions; nothing is every release. `named`: branches with names of their own.
+    `numbers`: those that the `template` gives, with {branch} for the number. It gives any other branch too, and
+    `branch_pattern` finds the number in the name of an installed package. `components`: of the archive (apt).
+    `repository_package`: brings the repository that has the driver. `like_packages`: the kernel modules are the
+    distribution's, everything else comes from NVIDIA's repository, as with `gpuprov_driver: packages`.
+    """
+
+    id: str
+    source: str
+    version: str = ""
+    named: tuple[DriverBranch, ...] = ()
+    numbers: tuple[str, ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    branch_pattern: str = ""
+    components: tuple[str, ...] = ()
+    keyrings: tuple[str, ...] = ()
+    repository_package: str = ""
+    like_packages: bool = False
+    architectures: tuple[str, ...] = ("x86_64", "aarch64")
+
+    @cached_property
+    def branches(self) -> tuple[DriverBranch, ...]:
+        """The branches of the table; the first that serves a host's GPUs is the default."""
+        return *self.named, *map(self.numbered, self.numbers)
+
+    def numbered(self, number: str) -> DriverBranch:
+        """Return the template's branch of a number."""
+        texts = json.loads(json.dumps(self.template).replace("{branch}", number))
+        return load(DriverBranch, {**texts, "branch": number}, trusted=True, exact=True)
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A system that gpuprov refuses, whatever parent it names; with a version, a release past its end of life."""
+
+    id: str
+    what: str
+    next_step: str
+    variant: str = ""
+    version: str = ""
+
+
+ROWS = rows("distributions", "distributions", Distribution)
+_UNSUPPORTED = rows("distributions", "unsupported", Unsupported)
+OWN_DRIVERS = rows("distribution_drivers", "drivers", OwnDriver)
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.
 _NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
 # Folders there without one for Arm: docs.nvidia.com, Driver Installation Guide, "Linux System Requirements".
 _WITHOUT_SBSA = re.compile(r"debian11|opensuse15|fedora(3\d|4[014])")
-_IMAGE = (
-    "take its ordinary sibling; or bring the driver in by transactional-update and set gpuprov_driver: preinstalled"
-)
-# Systems that must not be changed by packages and a .run file, whatever parent they name: what they are, what to do.
-_REFUSED = {
-    "cos": ("Container-Optimized OS brings its own drivers", "cos-extensions install gpu"),
-    "opensuse-microos": ("openSUSE MicroOS is an image, its /usr is read-only", _IMAGE),
-    "sle-micro": ("SUSE Linux Enterprise Micro is an image, its /usr is read-only", _IMAGE),
-    "sl-micro": ("SUSE Linux Micro is an image, its /usr is read-only", _IMAGE),
-}
-# SUSE Linux Micro 6.2 has the ID of SLES 16.
-_REFUSED_VARIANTS = {("sles", "transactional"): _REFUSED["sl-micro"]}
-# Releases past their end of life, by ID and VERSION_ID, of which a distribution may also be a derivative: their own
-# name and date, what to do. None of them has a Python that gpuprov runs on. Sources: aws.amazon.com/amazon-linux-2;
-# blog.centos.org; access.redhat.com, Red Hat Enterprise Linux Life Cycle; oracle.com, Lifetime Support Policy.
-_MOVE_EL = "move the host to release 9 or 10 of RHEL, Rocky Linux, AlmaLinux or Oracle Linux, then run gpuprov again"
-_ENDED = {
-    ("amzn", "2"): ("30 June 2026", "move the host to Amazon Linux 2023, then run gpuprov again"),
-    ("centos", "7"): ("30 June 2024", _MOVE_EL),
-    ("rhel", "7"): ("30 June 2024", _MOVE_EL),
-    ("ol", "7"): ("31 December 2024", _MOVE_EL),
-}
 # Names in ID_LIKE that are a family's, not a distribution's: SUSE's own editions for SAP, for desktops, for HPC.
 _FAMILIES = {"suse": "sles"}
 _DOCKER_DOWNLOADS = "https://download.docker.com/linux"
+
+
+def names_of(rows: Iterable[Distribution]) -> str:
+    """Return names and versions of rows, for a message: `Debian 11, 12, 13; Ubuntu 20.04, …`."""
+    versions: dict[str, list[str]] = {}
+    for row in rows:
+        versions.setdefault(row.name, []).append("" if row.version == "*" else row.version)
+    return "; ".join(f"{name} {', '.join(found)}".strip() for name, found in versions.items())
+
+
+def own_driver(row: Distribution | None) -> OwnDriver | None:
+    """Return the driver that a distribution has itself, None if it has none."""
+    found = (one for one in OWN_DRIVERS if row is not None and one.id == row.id and one.version in ("", row.version))
+    return next(found, None)
+
+
+def names_with_own_driver() -> str:
+    """Return the distributions that have one, for a message: `Debian 11, 12, 13; Ubuntu 20.04, …`."""
+    return names_of(row for row in ROWS if own_driver(row) is not None)
 
 
 def find_distribution(distribution_id: str, version: str) -> Distribution | None:
@@ -82,47 +210,34 @@ def derivative_note(os: OperatingSystem) -> str:
 
 def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, ...]:
     """Return why this distribution, or this architecture of it, is not supported; empty if it is."""
-    row = distribution_of(os)
+    row, what, seen = distribution_of(os), f"{os.name} is not supported", f"/etc/os-release: ID={os.id}"
     if refused := _refusal(os):
-        reason, next_step = refused
         variant = f" VARIANT_ID={os.variant}" if os.variant else ""
-        return (Problem(f"{os.name} is not supported: {reason}", f"/etc/os-release: ID={os.id}{variant}", next_step),)
-    if row is None and (ended := _ended(os)):
-        day, next_step = ended
-        seen = f"/etc/os-release: ID={os.id} VERSION_ID={os.version}"
-        return (Problem(f"{os.name} is not supported: its updates ended on {day}", seen, next_step),)
+        return (Problem(f"{what}: {refused.what}", f"{seen}{variant}", refused.next_step),)
+    # A release whose updates ended: this one, or its parent release.
+    major, old = os.version.partition(".")[0], {(one.id, one.version): one for one in _UNSUPPORTED if one.version}
+    ended = next((old[one, major] for one in (os.id, *os.like) if (one, major) in old), None)
+    if row is None and ended:
+        return (Problem(f"{what}: {ended.what}", f"{seen} VERSION_ID={os.version}", ended.next_step),)
     if row is None:
         like = f" ID_LIKE={' '.join(os.like)}" if os.like else ""
-        seen = f"/etc/os-release: ID={os.id} VERSION_ID={os.version or '(none)'}{like}"
-        return (Problem(f"{os.name} is not supported", seen, f"supported are: {supported_names()}"),)
+        seen = f"{seen} VERSION_ID={os.version or '(none)'}{like}"
+        return (Problem(what, seen, f"supported are: {supported_names()}"),)
     if architecture not in row.architectures:
-        return (
-            Problem(
-                f"{row.name} {row.version} is not supported on this architecture",
-                f"uname -m: {architecture}",
-                f"supported are: {', '.join(row.architectures)}",
-            ),
-        )
+        what = f"{row.name} {row.version} is not supported on this architecture"
+        return (Problem(what, f"uname -m: {architecture}", f"supported are: {', '.join(row.architectures)}"),)
     return ()
 
 
-def _refusal(os: OperatingSystem) -> tuple[str, str] | None:
-    """Return what this system is and what to do, if it must not be changed."""
-    return _REFUSED.get(os.id) or _REFUSED_VARIANTS.get((os.id, os.variant))
-
-
-def _ended(os: OperatingSystem) -> tuple[str, str] | None:
-    """Return when updates ended for this release, or its parent release, and what to do."""
-    major = os.version.partition(".")[0]
-    return next((_ENDED[one, major] for one in (os.id, *os.like) if (one, major) in _ENDED), None)
+def _refusal(os: OperatingSystem) -> Unsupported | None:
+    """Return what this system is, if it must not be changed."""
+    found = (one for one in _UNSUPPORTED if not one.version and one.id == os.id and one.variant in ("", os.variant))
+    return next(found, None)
 
 
 def supported_names() -> str:
-    """Return what is supported, for a message: `Debian 11, 12, 13; Ubuntu 20.04, …`."""
-    versions: dict[str, list[str]] = {}
-    for row in ROWS:
-        versions.setdefault(row.name, []).append("" if row.version == "*" else row.version)
-    return "; ".join(f"{name} {', '.join(found)}".strip() for name, found in versions.items())
+    """Return what is supported, for a message."""
+    return names_of(ROWS)
 
 
 def kernel_headers(row: Distribution, kernel: str) -> tuple[str, ...]:

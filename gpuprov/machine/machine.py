@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import distro
 
@@ -12,6 +13,8 @@ from gpuprov.core.system import System
 # UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 # Linux, Documentation/admin-guide/LSM/apparmor.rst.
+# Red Hat's, Ubuntu's and SUSE's kernels with large pages.
+_LARGE_PAGES = re.compile(r"[-+]64kb?\b")
 _APPARMOR = "/sys/module/apparmor/parameters/enabled"
 
 
@@ -34,6 +37,7 @@ class Kernel:
 
     `secure_boot`: enabled, disabled, or no-efi. `loaded_modules` is empty where the kernel has no /proc/modules.
     `apparmor`: AppArmor is switched on. `trusts_nvidia`: it takes modules that NVIDIA has signed.
+    `page_size`: in bytes. `machine`: the DMI product name; EC2 writes the instance type there.
     """
 
     release: str
@@ -46,6 +50,13 @@ class Kernel:
     wsl: bool
     apparmor: bool = False
     trusts_nvidia: bool = False
+    page_size: int = 4096
+    machine: str = ""
+
+    def conditions(self) -> dict[str, Any]:
+        """Return what known problems depend on (protocol/known_problems.py); an image's kernel does not run."""
+        size = 65536 if _LARGE_PAGES.search(self.release) else self.page_size
+        return {"kernel": self.release, "machine": self.machine, "modules": self.loaded_modules, "page_size": size}
 
 
 def gather_os(system: System) -> OperatingSystem:
@@ -80,6 +91,8 @@ def gather_kernel(system: System) -> Kernel:
         wsl="microsoft" in version,
         apparmor=(system.read_text(_APPARMOR) or "").strip() == "Y",
         trusts_nvidia=has_key_of("NVIDIA", system.read_text("/proc/keys") or ""),
+        page_size=system.page_size(),
+        machine=(system.read_text("/sys/class/dmi/id/product_name") or "").strip(),
     )
 
 
@@ -119,6 +132,6 @@ def gather_displays(system: System) -> tuple[str, ...]:
     for name in system.list_directory("/tmp"):
         display = re.fullmatch(r"\.X(\d+)-lock", name)
         pid = system.read_foreign(f"/tmp/{name}", _LONGEST_LOCK).strip() if display else ""
-        if display and pid.isdigit() and system.exists(f"/proc/{pid}"):
+        if display and pid.isdecimal() and system.exists(f"/proc/{pid}"):
             found.append(f"display :{display[1]} is process {pid}'s")
     return tuple(found)

@@ -1,7 +1,11 @@
-"""NVIDIA's GPUs on the PCI bus. Standard library only, because each boot uses it (boot/program_main.py)."""
+"""NVIDIA's GPUs on the PCI bus, and the mark of an image, whose copies may have none.
+
+Standard library only, because each boot uses it (boot/program_main.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
@@ -10,6 +14,14 @@ from gpuprov.core.system import System
 # (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.
 _NVIDIA_VENDOR = "0x10de"
 _DISPLAY_CLASS = "0x03"
+MARK = "/etc/gpuprov/image"
+# Drivers that reserve a device for virtual machines.
+FOR_GUESTS = ("vfio-pci", "pci-stub", "pciback", "nvgrace_gpu_vfio_pci")
+
+
+def is_copy(system: System) -> bool:
+    """Say whether this machine built an image or is a copy of one: there a missing GPU is no error."""
+    return system.status(MARK) is not None
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,11 @@ class PciGpu:
     bus_id: str
     device_id: str
     driver: str = ""
+
+
+def own_ids(gpus: Iterable[PciGpu]) -> tuple[str, ...]:
+    """Return the device ids of the GPUs that are not reserved for virtual machines: the driver must serve these."""
+    return tuple(gpu.device_id for gpu in gpus if gpu.driver not in FOR_GUESTS)
 
 
 def gather_gpus(system: System) -> tuple[PciGpu, ...]:

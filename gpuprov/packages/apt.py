@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,26 +10,8 @@ from dataclasses import replace
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY, SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.packages import dpkg
-from gpuprov.packages.apt_changes import (
-    InstallPackages,
-    RefreshPackageIndex,
-    RemovePackages,
-    needed_by_others,
-    plan_holds,
-)
+from gpuprov.packages import apt_changes, dpkg, interface
 from gpuprov.packages.failures import finish_apt
-from gpuprov.packages.interface import (
-    REFRESH_SECONDS,
-    Bundle,
-    Commands,
-    Installation,
-    PackageFacts,
-    PackageManager,
-    Versions,
-    pinned,
-    versions_by_name,
-)
 from gpuprov.packages.keys import InstallKey, dearmored, place_keys, with_placed_keys
 
 _BUNDLE_SOURCE = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
@@ -61,17 +44,17 @@ Dir::Etc::netrcparts "{work}/auth.conf.d";
 """
 
 
-def apt_options(bundle: Bundle | None) -> tuple[str, ...]:
+def apt_options(bundle: interface.Bundle | None) -> tuple[str, ...]:
     """Return the options that make an unpacked bundle apt's only source, with lists of its own; none without one."""
     settings = _BUNDLE_SETTINGS if bundle is not None else {}
     return tuple(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))
 
 
-class Apt(PackageManager):
+class Apt(interface.PackageManager):
     """apt and dpkg."""
 
     name = "apt"
-    commands = Commands(
+    commands = interface.Commands(
         "apt-get install -y",
         "apt-get install -y --reinstall",
         "apt-get purge",
@@ -89,7 +72,7 @@ class Apt(PackageManager):
     gather = staticmethod(dpkg.gather_packages)
     lock_holder = staticmethod(dpkg.lock_holder)
     missing = staticmethod(dpkg.missing)
-    needed_by = staticmethod(needed_by_others)
+    needed_by = staticmethod(apt_changes.needed_by_others)
 
     def version_names(self, version: str) -> set[str]:
         return {version}
@@ -100,7 +83,9 @@ class Apt(PackageManager):
     def typed(self, name: str) -> str:
         return shlex.quote(name)
 
-    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> Versions:
+    def offered(
+        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
+    ) -> interface.Versions:
         """Ask apt in a copy of the host's sources, with an index of its own.
 
         It takes no lock, because it writes only to its own folder.
@@ -114,31 +99,43 @@ class Apt(PackageManager):
             system.write(f"{work}/apt.conf", _CONFIGURATION.format(work=work).encode())
             options = (*dpkg.TRUST, "-o", "Acquire::Retries=3", *dpkg.proxy_options(system), *configuration)
             command = ("apt-get", "-q", *options, "update")
-            done = system.run(command, timeout=REFRESH_SECONDS, env=system.proxy.environment)
+            done = system.run(command, timeout=interface.REFRESH_SECONDS, env=system.proxy.environment)
             finish_apt(done, "the package index could not be refreshed")
-            said = system.run(("apt-cache", *configuration, "madison", *names)).stdout
+            said, policy = (
+                system.run(("apt-cache", *configuration, verb, *names)).stdout for verb in ("madison", "policy")
+            )
         finally:
             system.remove_tree(work)
-        return parse_madison(said)
+        return not_refused(parse_madison(said), policy)
 
-    def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
+    def plan_installation(self, packages: interface.PackageFacts, wanted: interface.Installation) -> tuple[Change, ...]:
         lacking, options = self.missing(packages, wanted.names), apt_options(wanted.bundle)
-        names = {name: dpkg.own_name(packages, name) for name in pinned(lacking) if wanted.hold is not None}
-        lifted = tuple(name for name, own in names.items() if own in packages.held)
+        names = {name: dpkg.own_name(packages, name) for name in interface.pinned(lacking) if wanted.hold is not None}
+        # The driver's packages move together: apt changes none of them against the hold of another.
+        ours = packages.driver_held if any(interface.DRIVER_PACKAGES.match(name) for name in lacking) else ()
+        lifted = tuple(dict.fromkeys([*(name for name, own in names.items() if own in packages.held), *ours]))
         installation: tuple[Change, ...] = (
-            RefreshPackageIndex(wanted.lock_timeout, options),
-            InstallPackages(lacking, lifted, wanted.lock_timeout, options, wanted.advice),
+            apt_changes.RefreshPackageIndex(wanted.lock_timeout, options),
+            apt_changes.InstallPackages(lacking, lifted, wanted.lock_timeout, options, wanted.advice),
         )
         # A hold that the installation takes off is set again after it.
-        held = replace(packages, held=packages.held - {names[name] for name in lifted})
-        holds = () if wanted.hold is None else plan_holds(held, wanted.hold, wanted.lock_timeout)
+        held = replace(packages, held=packages.held - {*ours, *(names.get(name, name) for name in lifted)})
+        holds = () if wanted.hold is None else apt_changes.plan_holds(held, wanted.hold, wanted.lock_timeout)
         return (*(installation if lacking else ()), *holds)
+
+    def hold_driver(
+        self, packages: interface.PackageFacts, hold: bool, coming: bool, lock_timeout: int
+    ) -> tuple[Change, ...]:
+        new = tuple(sorted(packages.driver - packages.held)) if hold else ()
+        release = () if hold else packages.driver_held
+        change = apt_changes.HoldPackages(new, release, lock_timeout, driver=hold)
+        return (change,) if new or release or (hold and coming) else ()
 
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
         return tuple(path for path in paths if not dpkg.owner(system, path))
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
-        return RemovePackages(names, keep, lock_timeout)
+        return apt_changes.RemovePackages(names, keep, lock_timeout)
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())
@@ -165,7 +162,16 @@ def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
                 system.write(place, with_placed_keys(change.content, keys), mode=change.mode)
 
 
-def parse_madison(text: str) -> Versions:
+def parse_madison(text: str) -> interface.Versions:
     """Return name → versions from lines of `NAME | VERSION | SOURCE` (apt-cache(8)); sources of source are left out."""
     rows = ([part.strip() for part in [*line.split("|"), "", ""][:3]] for line in text.splitlines())
-    return versions_by_name((row[0], row[1]) for row in rows if row[1] and not row[2].endswith(" Sources"))
+    return interface.versions_by_name((row[0], row[1]) for row in rows if row[1] and not row[2].endswith(" Sources"))
+
+
+def not_refused(offered: interface.Versions, policy: str) -> interface.Versions:
+    """Return the versions that apt's preferences do not refuse, by `apt-cache policy`; all, if they refuse each."""
+    blocks = re.split(r"^(?=\S)", policy, flags=re.MULTILINE)
+    refused = {block.partition(":\n")[0]: re.findall(r"^ (?:\*\*\*|   ) (\S+) -\d+$", block, re.MULTILINE)
+               for block in blocks}  # fmt: skip
+    return {name: tuple(one for one in found if one not in refused.get(name, ())) or found
+            for name, found in offered.items()}  # fmt: skip

@@ -8,21 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
 from gpuprov.core.places import SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg
 from gpuprov.packages.dpkg import Package
-from gpuprov.packages.failures import Advice, finish_apt
-from gpuprov.packages.held import HELD_LIST, hold_summary, write_held
+from gpuprov.packages.failures import Advice, failed_packages, finish_apt
 from gpuprov.packages.interface import (
     COPIES,
+    HELD_LIST,
     LOCK_SECONDS,
     REFRESH_SECONDS,
     PackageFacts,
+    PackageHold,
     PackageInstallation,
+    PackageRemoval,
+    driver_set,
     pinned,
-    tell_nobody,
+    shortened,
+    write_held,
 )
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
@@ -33,6 +37,9 @@ _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n",
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).
 _PURGES_DATA = "docker.io"
 _SIMULATE_SECONDS = 60
+# A removal needs dpkg's status alone: to read a distribution's lists takes apt a second each time.
+_NO_LISTS = ("Etc::SourceList=/dev/null", "Etc::SourceParts=/dev/null", "Cache::pkgcache=", "Cache::srcpkgcache=")
+_STATUS_ALONE = tuple(f"-oDir::{setting}" for setting in _NO_LISTS)
 # What a package brings beside its files (deb(5)); dpkg's own lists are not among these.
 _CONTROL = ("preinst", "postinst", "prerm", "postrm", "triggers", "config", "templates", "shlibs", "conffiles")
 # $1: the list of files, $2: the folder that gets them, with owner, mode and links.
@@ -59,14 +66,13 @@ class RefreshPackageIndex(Change):
     def summary(self) -> str:
         return "refresh the package index (apt-get update)"
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         # Without the option, apt-get answers 0 even if no repository could be reached.
         command = ("-o", "APT::Update::Error-Mode=any", "update")
         done = dpkg.run_apt(
             system, command, tell, seconds=REFRESH_SECONDS, lock_timeout=self.lock_timeout, options=self.options
         )
         finish_apt(done, "the package index could not be refreshed")
-        return {}
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class InstallPackages(PackageInstallation):
     executes: ClassVar[str] = _SCRIPTS
 
     def summary(self) -> str:
-        held = f" (taking the hold off {', '.join(self.unhold)})" if self.unhold else ""
+        held = f" (taking the hold off {shortened(self.unhold)})" if self.unhold else ""
         return f"install {', '.join(self.names)}{held}"
 
     @property
@@ -107,11 +113,11 @@ class InstallPackages(PackageInstallation):
 
     def apply(self, system: System, tell: Tell) -> Json:
         dpkg.repair(system, tell, self.lock_timeout, self.options)
-        before = _present(system)
+        before = present(system)
         if self.unhold:
             _mark(system, "unhold", self.unhold, tell, self.lock_timeout)
         self._install(system, tell)
-        return _outcome(before, _present(system))
+        return _outcome(before, present(system))
 
     def _install(self, system: System, tell: Tell) -> None:
         what = f"{', '.join(self.names)} could not be installed"
@@ -142,7 +148,7 @@ class InstallPackages(PackageInstallation):
     def interrupted(cls, system: System, before: Json) -> Json:
         """Return the packages that are present now and were not before, complete or not."""
         versions = before.get("versions", dict.fromkeys(before["installed"], ""))
-        return _outcome(versions, _present(system))
+        return _outcome(versions, present(system))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -153,66 +159,72 @@ class InstallPackages(PackageInstallation):
         # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
         options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
         purge(system, added, tuple(left), lock_timeout, options)
-        restore_conffiles(system, left, added)
-        held_again = [name for name in before.get("unhold", ()) if name in _present(system)]
-        if held_again:
+        for image in (one for name in added for one in left.get(name, ())):
+            restore_path(system, image)
+        here = present(system)
+        if held_again := [name for name in before.get("unhold", ()) if name in here]:
             _mark(system, "hold", held_again, tell_nobody, lock_timeout)
 
     @classmethod
-    def irreversible(
-        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
-    ) -> tuple[str, ...]:
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         found = outcome or cls.interrupted(system, before)
-        changed = tuple(
-            f"{name} stays at {new}; before gpuprov it was {old}"
-            for name, (old, new) in found.get("changed", {}).items()
+        return (
+            *stays(found.get("changed", {})),
+            *_irreversible_of_purge(system, found["added"], tuple(before.get("left", {}))),
         )
-        return (*changed, *_irreversible_of_purge(system, found["added"], tuple(before.get("left", {}))))
+
+
+def stays(changed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a sentence for each package that is not restored; `changed`: name → old and new version."""
+    return tuple(f"{name} stays at {new}; before gpuprov it was {old}" for name, (old, new) in changed.items())
 
 
 def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int = LOCK_SECONDS) -> tuple[Change, ...]:
-    """Return the change that holds these packages, and releases others that gpuprov held before."""
+    """Return the change that holds these packages, and releases others that gpuprov held before, not the driver's."""
     wanted = {dpkg.own_name(packages, name) for name in names}
-    hold, release = wanted - packages.held, packages.held_here - wanted
+    hold, release = wanted - packages.held, packages.held_here - wanted - packages.driver
     return (HoldPackages(tuple(sorted(hold)), tuple(sorted(release)), lock_timeout),) if hold or release else ()
 
 
 @dataclass(frozen=True)
-class HoldPackages(Change):
+class HoldPackages(PackageHold):
     """Hold these packages (`names`) at their version, and no longer hold those of `release`."""
 
     names: tuple[str, ...]
     release: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
+    driver: bool = False
 
     uses_package_manager: ClassVar[bool] = True
     executes: ClassVar[str] = _SCRIPTS
 
-    def summary(self) -> str:
-        return hold_summary(self.names, self.release)
-
     def capture(self, system: System) -> Json:
         held = {one.name for one in dpkg.query(system) if one.want == "hold"}
+        names = [*self._names(system), *self.release]
         return {
-            "held": sorted(held & {*self.names, *self.release}),
-            "names": [*self.names, *self.release],
+            "held": sorted(held & {*names}),
+            "names": names,
             "list": capture_path(system, HELD_LIST),
             "lock_timeout": self.lock_timeout,
         }
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        for verb, names in (("hold", self.names), ("unhold", self.release)):
+    def apply(self, system: System, tell: Tell) -> None:
+        hold = self._names(system)
+        for verb, names in (("hold", hold), ("unhold", self.release)):
             if names:
                 _mark(system, verb, names, tell, self.lock_timeout)
-        write_held(system, self.names, self.release)
-        return {}
+        write_held(system, hold, self.release)
+
+    def _names(self, system: System) -> tuple[str, ...]:
+        if not self.driver:
+            return self.names
+        return tuple(sorted(driver_set(one.name for one in dpkg.query(system) if one.whole and one.want != "hold")))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        held, here = set(before["held"]), _present(system)
+        held, here = set(before["held"]), present(system)
         for verb, names in (("hold", held), ("unhold", set(before["names"]) - held)):
-            found = sorted(name for name in names if name in here)
-            if found:
+            if found := sorted(name for name in names if name in here):
                 _mark(system, verb, found, tell_nobody, before["lock_timeout"])
         restore_path(system, before["list"])
 
@@ -222,7 +234,8 @@ def _mark(system: System, verb: str, names: Iterable[str], tell: Tell, lock_time
     finish_apt(done, f"apt-mark {verb} {' '.join(names)} failed")
 
 
-def _present(system: System) -> Mapping[str, str]:
+def present(system: System) -> dict[str, str]:
+    """Return name → version of the packages of which more than their configuration is installed."""
     return {one.name: one.version for one in dpkg.query(system) if one.present}
 
 
@@ -247,10 +260,12 @@ def conffiles_left(
     )  # fmt: skip
     coming = re.findall(r"^Inst (\S+)", system.run((*words, *wanted), timeout=_SIMULATE_SECONDS).stdout, re.MULTILINE)
     names = [name for name in names if name in coming]
-    if not names:
-        return {}
-    listed = parse_conffiles(system.run((*_CONFFILES, *names)).stdout)
+    listed = _conffiles(system, names)
     return {name: [capture_path(system, path) for path, _ in listed.get(name, ())] for name in names}
+
+
+def _conffiles(system: System, names: Sequence[str]) -> Mapping[str, tuple[tuple[str, str], ...]]:
+    return parse_conffiles(system.run((*_CONFFILES, *names)).stdout) if names else {}
 
 
 def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
@@ -270,30 +285,23 @@ def purge(
     system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int, options: tuple[str, ...] = ()
 ) -> None:
     """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
-    dpkg.repair(system, tell_nobody, lock_timeout, options)
+    dpkg.repair(system, tell_nobody, lock_timeout, options, required=False)
     gone, _ = _removable(system, added)
-    for verb, names in (
-        ("purge", [name for name in gone if name not in left]),
-        ("remove", [name for name in gone if name in left]),
-    ):
-        if names:
-            done = dpkg.run_apt(system, (verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
-            finish_apt(done, f"{', '.join(names)} could not be removed")
+    for verb, configured in (("purge", False), ("remove", True)):
+        if names := [name for name in gone if (name in left) is configured]:
+            done = dpkg.run_apt(system, (*_STATUS_ALONE, verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
+            # If the script of a package that is not ours fails, apt-get fails too, although it removed ours.
+            failed = {name.partition(":")[0] for name in failed_packages(done)}
+            if not failed or failed & {*names} or {*names} & present(system).keys():
+                finish_apt(done, f"{', '.join(names)} could not be removed")
 
 
 def _removable(system: System, added: Sequence[str]) -> tuple[Sequence[str], Mapping[str, tuple[str, ...]]]:
     """Return the packages that are there of `added` and can go, and those that others need: name → these."""
-    here = _present(system)
+    here = present(system)
     gone = [name for name in added if name in here]
     kept = needed_by_others(system, gone)
     return [name for name in gone if name not in kept], kept
-
-
-def restore_conffiles(system: System, left: Mapping[str, Sequence[Json]], added: Sequence[str]) -> None:
-    """Bring back the configuration that packages had left behind before they were installed again."""
-    for name in added:
-        for image in left.get(name, ()):
-            restore_path(system, image)
 
 
 def needed_by_others(system: System, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
@@ -306,8 +314,8 @@ def needed_by_others(system: System, names: Sequence[str]) -> Mapping[str, tuple
 
 def _taken_along(system: System, names: Sequence[str]) -> set[str]:
     """Return what apt would remove besides, without doing it."""
-    done = system.run(("apt-get", "--simulate", "--yes", "purge", "--", *names), timeout=_SIMULATE_SECONDS)
-    removed = re.findall(r"^(?:Purg|Remv) (\S+)", done.stdout, re.MULTILINE)
+    words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", "purge", "--", *names)
+    removed = re.findall(r"^(?:Purg|Remv) (\S+)", system.run(words, timeout=_SIMULATE_SECONDS).stdout, re.MULTILINE)
     return set(removed) - set(names)
 
 
@@ -324,20 +332,14 @@ def _irreversible_of_purge(system: System, added: Sequence[str], left: Sequence[
 
 def _changed(system: System, names: Sequence[str]) -> list[tuple[str, str]]:
     """Return (package, path) of the configuration files that are not as the package brought them."""
-    if not names:
-        return []
-    listed = parse_conffiles(system.run((*_CONFFILES, *names)).stdout)
+    # MD5 is dpkg's own choice; nothing rests on it here but a sentence.
     return [
         (name, path)
-        for name, files in listed.items()
+        for name, files in _conffiles(system, names).items()
         for path, digest in files
-        if (content := system.read_bytes(path)) is not None and _md5(content) != digest
+        if (content := system.read_bytes(path)) is not None
+        and hashlib.new("md5", content, usedforsecurity=False).hexdigest() != digest
     ]
-
-
-def _md5(content: bytes) -> str:
-    # dpkg's own choice; nothing rests on it here but a sentence.
-    return hashlib.new("md5", content, usedforsecurity=False).hexdigest()
 
 
 def _docker_data(system: System) -> str:
@@ -349,22 +351,12 @@ def _docker_data(system: System) -> str:
 
 
 @dataclass(frozen=True)
-class RemovePackages(Change):
+class RemovePackages(PackageRemoval):
     """Remove these packages with their configuration; the files of `keep` stay as they are."""
 
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
-
-    uses_package_manager: ClassVar[bool] = True
-
-    def summary(self) -> str:
-        kept = f"; {', '.join(self.keep)} stays" if self.keep else ""
-        return f"remove {', '.join(self.names)} (a rollback installs them again from copies){kept}"
-
-    @property
-    def key(self) -> str:
-        return f"remove {', '.join(self.names)}"
 
     def capture(self, system: System) -> Json:
         there = {one.name: one.version for one in dpkg.query(system) if one.present and one.name in self.names}
@@ -376,7 +368,7 @@ class RemovePackages(Change):
             "lock_timeout": self.lock_timeout,
         }
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)
         dpkg.repair(system, tell, self.lock_timeout)
         gone = tuple(before["names"])
@@ -387,11 +379,10 @@ class RemovePackages(Change):
             tell(f"keeping a copy of {name}", 0, 0)
             _rebuild_package(system, name, _copy(name))
         system.sync()
-        done = dpkg.run_apt(system, ("purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
+        done = dpkg.run_apt(system, (*_STATUS_ALONE, "purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
         for image in before["keep"]:
             restore_path(system, image)
         finish_apt(done, f"{', '.join(gone)} could not be removed")
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -406,8 +397,7 @@ class RemovePackages(Change):
                     f"{', '.join(gone)} could not be installed again", done.evidence(8),
                     f"the packages lie in {COPIES}; remove what is in conflict with them, then run the same again",
                 )  # fmt: skip
-        automatic = [name for name in before["automatic"] if name in gone]
-        if automatic:
+        if automatic := [name for name in before["automatic"] if name in gone]:
             _mark(system, "auto", automatic, tell_nobody, lock_timeout)
         for image in before["keep"]:
             restore_path(system, image)
@@ -452,9 +442,8 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
 
 def _copy_control(system: System, name: str, part: str, folder: str) -> None:
     native = name.partition(":")[0]
-    names = [
-        one for one in system.list_directory(_SCRIPTS) if re.fullmatch(rf"{re.escape(native)}(:[\w-]+)?\.{part}", one)
-    ]
+    pattern = re.compile(rf"{re.escape(native)}(:[\w-]+)?\.{part}")
+    names = [*filter(pattern.fullmatch, system.list_directory(_SCRIPTS))]
     content = system.read_bytes(f"{_SCRIPTS}/{names[0]}") if names else None
     if content is None:
         return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from gpuprov.core.changes import tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import finish_rpm
-from gpuprov.packages.interface import Commands, Versions, tell_nobody, versions_by_name
-from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager
-from gpuprov.packages.rpm_changes import run_rpm
+from gpuprov.packages.interface import Commands, Versions, versions_by_name
+from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
 from gpuprov.packages.rpm_locks import LOCK_TOOLS
 
 # fedoraproject.org/wiki/Changes/SwitchToDnf5
@@ -43,29 +44,41 @@ class Dnf(RpmManager):
     package_check = "gpgcheck"
     # Some distributions skip a repository that is out of reach, without a word.
     repository_lines = ("skip_if_unavailable=0",)
-    login_in_url = False
     # The bundle has packages of module streams without the lists of the streams.
     bundle_lines = ("skip_if_unavailable=0", "module_hotfixes=1")
     bundle_options = (f"--setopt=reposdir={BUNDLE_SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
-    rebuilds = False
 
     def hold_tool(self, system: System) -> str:
         program = system.which("dnf")
         return "dnf5" if program is not None and system.real_path(program).endswith("/dnf5") else "dnf"
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
-        tool = "dnf5" if row.id == "fedora" and int(row.version) >= _DNF5_FEDORA else "dnf"
+        # A bundle may be asked for Fedora without a release.
+        is_older = row.version.isdecimal() and int(row.version) < _DNF5_FEDORA
+        tool = "dnf5" if row.id == "fedora" and not is_older else "dnf"
         return tuple(filter(None, (LOCK_TOOLS[tool].plugin,)))
 
     def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
         return ("dnf", "-q", "-y", f"--setopt=destdir={folder}", "reinstall", "--downloadonly", *names)
 
+    def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
+        # Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
+        options = ("--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False", "--allowerasing")
+        sources = ("--disablerepo=*",) if names[0].startswith("/") else ()
+        return ("dnf", *options, *sources, "--assumeno" if simulate else "-y", "install", *names)
+
+    def unlocked(self, system: System) -> tuple[str, ...]:
+        return ("--disableplugin=versionlock",) if self.hold_tool(system) == "dnf" else ()
+
+    def removed_by(self, done: Completed) -> tuple[str, ...] | None:
+        if "Operation aborted" not in done.stdout + done.stderr:
+            return None
+        removed = "".join(re.findall(r"^Removing.*:\n((?: .*\n)+)", done.stdout, re.MULTILINE))
+        return tuple(line.split()[0] for line in removed.splitlines() if line[1:2] != " ")
+
     def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
         # dnf.conf(5), includepkgs.
         return True, (f"includepkgs={' '.join(only)}",)
-
-    def with_limited(self, repository: str) -> tuple[str, ...]:
-        return ()
 
     def unfiltered(self, repository: str) -> tuple[str, ...]:
         # dnf.conf(5), module_hotfixes.

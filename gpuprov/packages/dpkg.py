@@ -12,8 +12,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packages import interface
 from gpuprov.packages.failures import finish_apt
-from gpuprov.packages.held import read_held
-from gpuprov.packages.interface import INSTALL_SECONDS, LOCK_SECONDS, PackageFacts
+from gpuprov.packages.interface import INSTALL_SECONDS, LOCK_SECONDS, PackageFacts, read_held
 
 # In the order in which apt and dpkg take them.
 _LOCKS = (
@@ -37,12 +36,8 @@ _APT = (
     "-o", "Acquire::Retries=3",
 )  # fmt: skip
 # A host's own apt.conf may name another proxy; without it apt takes its environment's (apt-transport-http(1)).
-_NO_OWN_PROXY = tuple(
-    word
-    for scheme in ("http", "https")
-    for setting in ("Proxy", "Proxy-Auto-Detect")
-    for word in ("-o", f"Acquire::{scheme}::{setting}=")
-)
+_OWN_PROXY = ("http::Proxy", "http::Proxy-Auto-Detect", "https::Proxy", "https::Proxy-Auto-Detect")
+_NO_OWN_PROXY = tuple(word for setting in _OWN_PROXY for word in ("-o", f"Acquire::{setting}="))
 _QUERY = (
     "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
     "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
@@ -168,7 +163,7 @@ def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
         interface.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
         env = system.proxy.environment
-        done = system.run(command, timeout=seconds, env=env, on_line=lambda line: _tell_progress(line, tell))
+        done = system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
         # Another process may have taken the lock between the check and apt's own.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
             return done
@@ -180,15 +175,18 @@ def lock_holder(system: System) -> str:
     return interface.lock_holder(system, _LOCKS)
 
 
-def _tell_progress(line: str, tell: Tell) -> None:
+def _progress(line: str, tell: Tell) -> None:
     if line.startswith(("Get:", "Unpacking ", "Setting up ", "Removing ")):
         tell(line.strip(), 0, 0)
 
 
-def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = ()) -> None:
+def repair(
+    system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = (), *,
+    required: bool = True,
+) -> None:  # fmt: skip
     """Finish what an interrupted dpkg left: configure what is unpacked, and unpack half-installed packages again.
 
-    apt-get itself may exit 0 despite such packages. Raises GpuprovError if they can't be finished.
+    apt-get itself may exit 0 despite such packages. Raises GpuprovError if they are `required` and can't be finished.
     """
     if system.list_directory("/var/lib/dpkg/updates") or system.run(("dpkg", "--audit")).stdout.strip():
         tell("finishing what an interrupted dpkg left half done", 0, 0)
@@ -199,4 +197,5 @@ def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options
         if halves:
             words = ("install", "--reinstall", "--no-remove", "--", *halves)
             done = run_apt(system, words, tell, lock_timeout=lock_timeout, options=options)
-        finish_apt(done, "an interrupted package installation could not be finished")
+        if required:
+            finish_apt(done, "an interrupted package installation could not be finished")

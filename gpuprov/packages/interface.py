@@ -12,7 +12,6 @@ from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import Advice
-from gpuprov.packages.rpm_locks import NO_LOCKS, LockFacts
 from gpuprov.protocol.errors import GpuprovError
 
 # Longer than unattended-upgrades usually takes.
@@ -22,8 +21,39 @@ INSTALL_SECONDS = 3600
 REFRESH_SECONDS = 600
 # Copies of removed packages, for a rollback.
 COPIES = f"{STATE_DIRECTORY}/removed"
+# The packages that gpuprov holds, with any package manager; gpuprov leaves the holds of others alone.
+HELD_LIST = f"{STATE_DIRECTORY}/held"
 Versions = Mapping[str, tuple[str, ...]]
+# Names of the driver's packages in all branches and distributions (NVIDIA's Driver Installation Guide). They do not
+# match the container toolkit, nor the CUDA toolkit's libraries, many of which begin with libnv.
+DRIVER_PACKAGES = re.compile(
+    r"(?!.*(container|docker))((lib|a?kmod-|dkms-|xserver-xorg-video-|firmware-|xorg-x11-(drv-)?)?nvidia|cuda-drivers|"
+    r"libcuda1|libnvcuvid|libnvoptix|libnvsdm|nvlsm|libxnvctrl|linux-(modules|objects|signatures)-nvidia|nv-prefer-)",
+    re.IGNORECASE,
+)
+# Of these, what is not the driver (CUDA, firmware of nouveau, repositories), or comes and goes with a kernel: that
+# depends on the driver's exact version, and a hold would keep a new kernel from getting its modules.
+_NOT_HELD = re.compile(
+    r"nvidia-(cuda|cudnn|nccl|nsight|profiler|visual|fs\b|gds|release|repo|driver-(pinning|local)|gpu-firmware)|"
+    r"firmware-nvidia-graphics|linux-|nv-prefer-|kmod-nvidia-(open-)?\d|.*-dev\b",
+    re.IGNORECASE,
+)
+# Packages of an engine or of the driver that are asked for in a version: each may replace the one that runs.
 _ENGINES = re.compile(r"(docker|moby|containerd|runc|crun|cri-o|podman|nvidia-driver|nvidia-open|cuda-drivers)[^=]*=")
+
+
+@dataclass(frozen=True)
+class LockFacts:
+    """Which tool holds rpm's packages (by its name in rpm_locks.LOCK_TOOLS), the path of its list, and what is in it.
+
+    `missing_plugin`: the package that the tool needs and that is not installed.
+    """
+
+    tool: str = ""
+    path: str = ""
+    held: frozenset[str] = frozenset()
+    held_here: frozenset[str] = frozenset()
+    missing_plugin: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,8 +74,18 @@ class PackageFacts:
     held: frozenset[str] = frozenset()
     held_here: frozenset[str] = frozenset()
     trusted_keys: frozenset[str] = frozenset()
-    locks: LockFacts = NO_LOCKS
+    locks: LockFacts = LockFacts()
     unfinished: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def driver(self) -> frozenset[str]:
+        """The driver's installed packages, which must be of one version."""
+        return driver_set(self.installed)
+
+    @property
+    def driver_held(self) -> tuple[str, ...]:
+        """Those of them that gpuprov holds."""
+        return tuple(sorted(self.driver & (self.held_here | self.locks.held_here)))
 
 
 @dataclass(frozen=True)
@@ -105,7 +145,45 @@ class PackageInstallation(Change):
 
     @property
     def disturbs(self) -> bool:
-        return restarts_engine(self.names)
+        # A package without a version is only installed where it is missing, so nothing runs on it yet.
+        return any(_ENGINES.match(name) for name in self.names)
+
+
+class PackageHold(Change):
+    """The base class of the changes that hold packages (`names`) at their version, and no longer those of `release`.
+
+    `driver`: and with them all of the driver's packages that are installed by then and that nobody holds.
+    """
+
+    names: tuple[str, ...]
+    release: tuple[str, ...]
+    driver: bool
+
+    def summary(self) -> str:
+        names = shortened(self.names)
+        if self.driver:
+            return f"hold the driver's packages at this version{f' ({names})' if names else ''}"
+        parts = (("hold ", names, " at this version"), ("no longer hold ", shortened(self.release), ""))
+        return "; ".join(f"{before}{names}{after}" for before, names, after in parts if names)
+
+
+class PackageRemoval(Change):
+    """The base class of the changes that remove packages; the files of `keep` stay as they are."""
+
+    names: tuple[str, ...]
+    keep: tuple[str, ...]
+
+    uses_package_manager: ClassVar[bool] = True
+    # What a rollback installs them from.
+    restored_from: ClassVar[str] = "copies"
+
+    def summary(self) -> str:
+        kept = f"; {', '.join(self.keep)} stays" if self.keep else ""
+        return f"{self.key} (a rollback installs them again from {self.restored_from}){kept}"
+
+    @property
+    def key(self) -> str:
+        return f"remove {', '.join(self.names)}"
 
 
 class PackageManager(Protocol):
@@ -150,6 +228,12 @@ class PackageManager(Protocol):
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
 
+    def hold_driver(self, packages: PackageFacts, hold: bool, coming: bool, lock_timeout: int) -> tuple[Change, ...]:
+        """Return the change that holds the driver's packages, or releases those that gpuprov holds.
+
+        `coming`: changes before this one install some of them.
+        """
+
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
         """Return those of the paths that no package owns."""
 
@@ -167,17 +251,20 @@ class PackageManager(Protocol):
         """Make the unpacked bundle, signed by this key (fingerprint), a source of packages."""
 
 
+def driver_set(names: Iterable[str]) -> frozenset[str]:
+    """Return those of the names that are packages of the driver, to be held as one."""
+    return frozenset(name for name in names if DRIVER_PACKAGES.match(name) and not _NOT_HELD.match(name))
+
+
+def shortened(names: Sequence[str], most: int = 6) -> str:
+    """Return names for a sentence, the first ones if there are many."""
+    more = f" and {len(names) - most} more" if len(names) > most + 1 else ""
+    return ", ".join(names[:most] if more else names) + more
+
+
 def pinned(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names, without their versions, of those whose version is asked for."""
     return tuple(name.partition("=")[0] for name in names if "=" in name)
-
-
-def restarts_engine(names: Iterable[str]) -> bool:
-    """Say whether a package of an engine or of the driver is asked for in a version: it may replace the one that runs.
-
-    A package without a version is only installed where it is missing, so nothing runs on it yet.
-    """
-    return any(_ENGINES.match(name) for name in names)
 
 
 def lock_holder(system: System, locks: Iterable[str]) -> str:
@@ -215,13 +302,21 @@ def wait_until_free(
         system.sleep(_POLL_SECONDS)
 
 
-def tell_nobody(message: str, done: int, total: int) -> None:
-    """Ignore progress: of a roll-back's commands, and of queries that their caller announces."""
-
-
 def versions_by_name(pairs: Iterable[tuple[str, str]]) -> Versions:
     """Return name → versions from pairs of both."""
     found: dict[str, tuple[str, ...]] = {}
     for name, version in pairs:
         found[name] = (*found.get(name, ()), version)
     return found
+
+
+def write_held(system: System, names: Iterable[str], release: Iterable[str]) -> None:
+    """Write down which packages gpuprov holds."""
+    ours = {*read_held(system), *names} - {*release}
+    system.make_directory(STATE_DIRECTORY, 0o700)
+    system.write(HELD_LIST, "".join(f"{name}\n" for name in sorted(ours)).encode())
+
+
+def read_held(system: System) -> frozenset[str]:
+    """Return the packages that gpuprov holds."""
+    return frozenset((system.read_text(HELD_LIST) or "").split())

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small
+from gpuprov.core.places import FOLDER, KEYS
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.words import counted
 
 _PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
+# Below FOLDER: a bundle's own key, and where a key lies while rpm imports it.
+BUNDLE_KEY = f"{FOLDER}/key.asc"
+_TAKEN = f"{FOLDER}/trusted"
+_KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
 _ARMOR = re.compile(
     r"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(?:[^\r\n:]+:[^\r\n]*\r?\n)*[ \t]*\r?\n(?P<body>[A-Za-z0-9+/=\s]+?)"
     r"(?:\r?\n=[A-Za-z0-9+/]{4})?\r?\n-----END PGP PUBLIC KEY BLOCK-----"
@@ -30,16 +36,14 @@ _ARMOR = re.compile(
 def dearmored(key: bytes) -> bytes:
     """Return a key's packets, whether it comes armored (several blocks too) or not. Raises GpuprovError for no key."""
     if re.match(rb"\s*<(!doctype|html|\?xml)", key, re.IGNORECASE):
-        raise GpuprovError(
-            "this is a web page, not a key", key.strip()[:80].decode("utf-8", "replace"), "check the URL"
-        )
+        seen = key.strip()[:80].decode("utf-8", "replace")
+        raise GpuprovError("this is a web page, not a key", seen, "check the URL")
     if not key.lstrip().startswith(b"-----BEGIN"):
         return key
     blocks = [match["body"] for match in _ARMOR.finditer(key.decode("ascii", "replace"))]
     if not blocks:
-        raise GpuprovError(
-            "this is no armored public key", key.strip()[:40].decode("utf-8", "replace"), "check the URL"
-        )
+        seen = key.strip()[:40].decode("utf-8", "replace")
+        raise GpuprovError("this is no armored public key", seen, "check the URL")
     try:
         return b"".join(base64.b64decode("".join(block.split()), validate=True) for block in blocks)
     except binascii.Error as error:
@@ -73,7 +77,7 @@ def fingerprints(key: bytes) -> tuple[str, ...]:
     for secret keys, damaged packets, key versions other than 4, or no key at all.
     """
     found = []
-    for tag, body in _packets(dearmored(key)):
+    for tag, body, _ in _packets(dearmored(key)):
         if tag in (_SECRET_KEY, _SECRET_SUBKEY):
             raise GpuprovError("this is a secret key; a repository needs the public one", "", "export the public key")
         if tag == _PUBLIC_KEY:
@@ -85,36 +89,32 @@ def fingerprints(key: bytes) -> tuple[str, ...]:
 
 def without_key(keyring: bytes, fingerprint: str) -> bytes:
     """Return the packets of a keyring without one primary key and all that belongs to it. Raises GpuprovError."""
-    plain = dearmored(keyring)
-    kept, place, is_gone = b"", 0, False
-    while place < len(plain):
-        tag, start, length = _header(plain, place)
+    kept, is_gone = b"", False
+    for tag, body, packet in _packets(dearmored(keyring)):
         if tag == _PUBLIC_KEY:
-            is_gone = _fingerprint(plain[start : start + length]) == fingerprint
-        kept += b"" if is_gone else plain[place : start + length]
-        place = start + length
+            is_gone = _fingerprint(body) == fingerprint
+        kept += b"" if is_gone else packet
     return armored(kept) if keyring.lstrip().startswith(b"-----BEGIN") else kept
 
 
 def key_ids(key: bytes) -> frozenset[str]:
     """Return the ids (16 hexadecimal digits, small) of a key and its subkeys, by which signatures name their maker."""
-    packets = _packets(dearmored(key))
-    return frozenset(_fingerprint(body)[-16:].lower() for tag, body in packets if tag in (_PUBLIC_KEY, _PUBLIC_SUBKEY))
+    keys = (body for tag, body, _ in _packets(dearmored(key)) if tag in (_PUBLIC_KEY, _PUBLIC_SUBKEY))
+    return frozenset(_fingerprint(body)[-16:].lower() for body in keys)
 
 
 def _fingerprint(body: bytes) -> str:
     if body[:1] != b"\x04":
         version = body[0] if body else 0
-        raise GpuprovError(
-            f"keys of version {version} are not supported", "", "get the version 4 key of this repository"
-        )
+        what = f"keys of version {version} are not supported"
+        raise GpuprovError(what, "", "get the version 4 key of this repository")
     if len(body) > 0xFFFF:
         raise GpuprovError("this key is too long to be one", counted(len(body), "byte"), "check the URL")
     return hashlib.sha1(b"\x99" + len(body).to_bytes(2, "big") + body).hexdigest().upper()
 
 
-def _packets(data: bytes) -> list[tuple[int, bytes]]:
-    """Return (tag, body) of each packet. Raises GpuprovError if the data is not made of whole packets."""
+def _packets(data: bytes) -> list[tuple[int, bytes, bytes]]:
+    """Return (tag, body, packet) of each packet. Raises GpuprovError if the data is not made of whole packets."""
     packets = []
     place = 0
     while place < len(data):
@@ -122,10 +122,11 @@ def _packets(data: bytes) -> list[tuple[int, bytes]]:
             tag, start, length = _header(data, place)
         except IndexError:
             raise _damaged(place) from None
-        if start + length > len(data):
+        end = start + length
+        if end > len(data):
             raise _damaged(place)
-        packets.append((tag, data[start : start + length]))
-        place = start + length
+        packets.append((tag, data[start:end], data[place:end]))
+        place = end
     return packets
 
 
@@ -164,6 +165,9 @@ class InstallKey(Change):
     url: str
     fingerprint: str
 
+    # The form in which the key is written.
+    form = staticmethod(dearmored)
+
     def summary(self) -> str:
         return f"install key {self.fingerprint} to {self.path}"
 
@@ -174,15 +178,98 @@ class InstallKey(Change):
     def capture(self, system: System) -> Json:
         return capture_path(system, self.path)
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         key = fetch_pinned_key(system, self.url, self.fingerprint)
         system.make_directory(parent_of(self.path))
-        system.write(self.path, dearmored(key))
-        return {}
+        system.write(self.path, self.form(key))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         restore_path(system, before)
+
+
+@dataclass(frozen=True)
+class InstallRpmKey(InstallKey):
+    """Make rpm trust the key at a URL, if it is the pinned one and nothing else."""
+
+    uses_package_manager: ClassVar[bool] = True
+    bundle_part: ClassVar[str] = "packages"
+    form = staticmethod(armored)
+
+    def summary(self) -> str:
+        return f"{super().summary()}, trusted by rpm"
+
+    def capture(self, system: System) -> Json:
+        image = capture_path(system, self.path)
+        return {"file": image, "fingerprint": self.fingerprint, "trusted": self.fingerprint in gather_keys(system)}
+
+    def apply(self, system: System, tell: Tell) -> None:
+        super().apply(system, tell)
+        system.require(("rpm", "--import", self.path), f"rpm can't import the key {self.fingerprint}")
+        if self.fingerprint not in gather_keys(system):
+            what = f"rpm took the key {self.fingerprint}, but does not list it"
+            raise GpuprovError(what, "rpm -q gpg-pubkey", "rpm -qi gpg-pubkey")
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if not before["trusted"]:
+            _distrust(system, before["fingerprint"])
+        restore_path(system, before["file"])
+
+
+@dataclass(frozen=True)
+class RemoveRpmKey(Change):
+    """Make rpm stop trusting this key."""
+
+    fingerprint: str
+
+    uses_package_manager: ClassVar[bool] = True
+
+    def summary(self) -> str:
+        return f"remove key {self.fingerprint} of NVIDIA's retired repositories from rpm's keys"
+
+    def capture(self, system: System) -> Json:
+        package = gather_keys(system).get(self.fingerprint)
+        if package is None:
+            return {"fingerprint": self.fingerprint, "key": ""}
+        words = ("rpm", "--query", "--queryformat", "%{DESCRIPTION}", package)
+        text = system.require(words, "rpm does not show a key that it has").stdout
+        return {"fingerprint": self.fingerprint, "key": base64.b64encode(text.encode()).decode("ascii")}
+
+    def apply(self, system: System, tell: Tell) -> None:
+        _distrust(system, self.fingerprint)
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if not before["key"] or before["fingerprint"] in gather_keys(system):
+            return
+        work = system.temporary_directory("/var/tmp")
+        what = f"rpm can't import the key {before['fingerprint']} again"
+        try:
+            system.write(f"{work}/key", base64.b64decode(before["key"]))
+            system.require(("rpm", "--import", f"{work}/key"), what, "rpm -qa gpg-pubkey")
+        finally:
+            system.remove_tree(work)
+
+
+def _distrust(system: System, fingerprint: str) -> None:
+    if package := gather_keys(system).get(fingerprint):
+        system.require(("rpm", "--erase", package), f"rpm can't remove the key {fingerprint}")
+
+
+def gather_keys(system: System) -> Mapping[str, str]:
+    """Return the keys that rpm trusts: fingerprint → the name of the package that rpm keeps each as."""
+    return parse_keys(system.run(("rpm", "-q", "gpg-pubkey", "--queryformat", _KEY_QUERY)).stdout)
+
+
+def parse_keys(text: str) -> Mapping[str, str]:
+    """Return fingerprint → package name. The names alone tell a key's last eight digits, which anybody can make."""
+    found = {}
+    for name, key in re.findall(r"(?ms)^(gpg-pubkey-\S+)\n(-----BEGIN PGP.*?-----END [^\n]*\n)", text):
+        # A key of an unknown kind is not a pinned key: skip it.
+        with contextlib.suppress(GpuprovError):
+            found.update(dict.fromkeys(fingerprints(key.encode()), name))
+    return found
 
 
 def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
@@ -216,3 +303,20 @@ def with_placed_keys(source: bytes, places: Mapping[str, str]) -> bytes:
     for path, place in places.items():
         source = source.replace(path.encode(), place.encode())
     return source
+
+
+def plan_bundle_keys(vendor_keys: Iterable[str], trusted: frozenset[str]) -> tuple[Change, ...]:
+    """Return the change that makes rpm trust the vendor keys of the bundle's packages."""
+    return tuple(
+        InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one)
+        for one in vendor_keys
+        if one not in trusted
+    )
+
+
+def forget_bundle(system: System) -> None:
+    """Remove a bundle's key from rpm again, if present, including the key of a killed run."""
+    key = system.read_bytes(BUNDLE_KEY)
+    package = gather_keys(system).get(fingerprints(key)[0]) if key else None
+    if package is not None:
+        system.run(("rpm", "-e", package))

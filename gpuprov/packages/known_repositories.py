@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packages.failures import Advice
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import SERVERS, packaged, server
+from gpuprov.protocol.tables import SERVERS, packaged, rows, server
 
-# The keys that sign the packages of rpm's distributions: the server, the file below it, the full fingerprint.
-# Sources: rockylinux.org/resources/gpg-key-info, almalinux.org/security, centos.org/keys, fedoraproject.org/security.
-_ROCKY = ("rocky", "RPM-GPG-KEY-Rocky-{major}")
-_ALMA = ("almalinux", "RPM-GPG-KEY-AlmaLinux-{major}")
-_FEDORA = ("fedora-keys", "RPM-GPG-KEY-fedora-{major}-primary")
-_VENDOR_KEYS = {
-    ("rocky", "8"): (_ROCKY, "7051C470A929F454CEBE37B715AF5DAC6D745A60"),
-    ("rocky", "9"): (_ROCKY, "21CB256AE16FC54C6E652949702D426D350D275D"),
-    ("rocky", "10"): (_ROCKY, "FC226859C0860BF0DDB95B085B106C736FEDFC85"),
-    ("almalinux", "8"): (_ALMA, "BC5EDDCADF502C077F1582882AE81E8ACED7258B"),
-    ("almalinux", "9"): (_ALMA, "BF18AC2876178908D6E71267D36CB86CB86B3716"),
-    ("almalinux", "10"): (_ALMA, "EE6DB7B98F5BF5EDD9DA0DE5DEE5C11CC2A1E572"),
-    ("centos", "9"): (
-        ("centos-keys", "RPM-GPG-KEY-CentOS-Official"), "99DB70FAE1D7CE227FB6488205B555B38483C65D",
-    ),
-    ("fedora", "42"): (_FEDORA, "B0F4950458F69E1150C6C5EDC8AC4916105EF944"),
-    ("fedora", "43"): (_FEDORA, "C6E7F081CF80E13146676E88829B606631645531"),
-    ("fedora", "44"): (_FEDORA, "36F612DCF27F7D1A48A835E4DBFCF71C6D9F90A6"),
-}  # fmt: skip
+TABLE = "repositories"
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """The key of what `of` matches: a distribution's release, a folder of NVIDIA's. `file`: below the server."""
+
+    of: str
+    file: str
+    fingerprint: str
+    server: str = ""
+
+
+def signing_key(kind: str, of: str) -> SigningKey | None:
+    """Return the first key of a kind, `vendor_keys` or `cuda_keys`, that is of something; None if there is none."""
+    return next((one for one in rows(TABLE, kind, SigningKey) if re.fullmatch(one.of, of)), None)
 
 
 def vendor_key(distribution: str, version: str) -> tuple[str, str] | None:
     """Return URL and fingerprint of the key of a distribution's release, or None where gpuprov knows none."""
     major = version.partition(".")[0]
-    found = _VENDOR_KEYS.get((distribution, major))
-    if found is None:
-        return None
-    (name, file), fingerprint = found
-    return f"{server(name)}/{file.format(major=major)}", fingerprint
+    found = signing_key("vendor_keys", f"{distribution} {major}")
+    return (f"{server(found.server)}/{found.file.format(major=major)}", found.fingerprint) if found else None
 
 
 # Distributions keep only the newest kernels in their repositories. The source of older ones differs, and mostly needs a
@@ -50,106 +45,18 @@ class _Archive:
 
     The texts may hold {kernel}, {names} (the packages), {architecture}, {major}, {release}, the pattern's groups, and
     the servers of protocol/servers.json, such as {rocky_vault}.
-    `archive`: folders of a repository that anybody may read, below `base`.
+    `base`: a repository of Enterprise Linux that anybody may read.
     """
 
     id: str
-    version: str
-    kernel: str
     next_step: str
+    version: str = "*"
+    kernel: str = r".+"
     base: str = ""
-    archive: tuple[str, ...] = ()
 
 
-_ADD_ARCHIVE = (
-    "set gpuprov_kernel_archive: true, which adds {base} ({names} lies in {first}); or boot the newest kernel: "
-)
-_DEB_NEWEST = (
-    "boot the newest kernel: apt-get install linux-image-{flavour} linux-headers-{flavour} && reboot; or take {names}"
-)
-_DNF_NEWEST = "dnf upgrade kernel && reboot"
-_EL_MINOR = r".*\.el(?P<release>\d+_\d+)(?:\.|$).*"
 # In Enterprise Linux 8 kernel-devel lies in BaseOS, from 9 on in AppStream (access.redhat.com, Package Manifest).
 _EL_FOLDERS = ("BaseOS/{architecture}/os/", "AppStream/{architecture}/os/")
-_ROCKY_VAULT = "{rocky_vault}/{release}/"
-_ALMA_VAULT = "{almalinux_vault}/{release}/"
-_EUS = (
-    "subscription-manager release --set {release}; subscription-manager repos --enable "
-    "rhel-{major}-for-{architecture}-baseos-eus-rpms --enable rhel-{major}-for-{architecture}-appstream-eus-rpms "
-    "(in {first}: {names}; needs a subscription for Extended Update Support); or boot the newest kernel: "
-    f"{_DNF_NEWEST}"
-)
-_ARCHIVES = (
-    _Archive(
-        "debian", "*", r".+",
-        f"{_DEB_NEWEST}, with the linux-headers-*-common and linux-kbuild-* that it depends on, from "
-        "{debian_snapshot}/package/linux/ and install them with apt-get install ./*.deb",
-    ),
-    _Archive(
-        "ubuntu", "*", r".+",
-        f"{_DEB_NEWEST}, with the linux-*-headers-* that it depends on, from "
-        "{ubuntu_sources}/linux (-aws, -gcp …) and install them with apt-get install ./*.deb",
-    ),
-    _Archive("rhel", "*", _EL_MINOR, _EUS),
-    _Archive("rocky", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ROCKY_VAULT, _EL_FOLDERS),
-    # Packages before 8.10 are signed by the key that was replaced in 2023 (almalinux.org/security).
-    _Archive(
-        "almalinux", "8", _EL_MINOR,
-        "take {names} from {almalinux_vault}/{release}/BaseOS/{architecture}/os/ (signed by AlmaLinux's "
-        f"key of that time); or boot the newest kernel: {_DNF_NEWEST}",
-    ),
-    _Archive("almalinux", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ALMA_VAULT, _EL_FOLDERS),
-    _Archive(
-        "centos", "8", r".+",
-        "CentOS 8 and Stream 8 are in the vault alone: point /etc/yum.repos.d at {centos_vault}/8-stream/ "
-        "(or 8.5.2111), whose BaseOS has {names}; better move to a release that gets updates",
-    ),
-    _Archive(
-        "centos", "*", r".+",
-        f"boot the newest kernel: {_DNF_NEWEST}; CentOS Stream keeps older ones at {{centos_builds}} "
-        "alone (package kernel: {names})",
-    ),
-    _Archive(
-        "fedora", "*", r".+",
-        "dnf install fedora-repos-archive; dnf --enablerepo=updates-archive install {names}; or boot the newest "
-        f"kernel: {_DNF_NEWEST}",
-    ),
-    *(
-        _Archive(
-            "ol", "*", rf"{series}.+\.el\d+uek\..*",
-            "enable the repository of the running UEK, which keeps {names}: dnf config-manager --enable "
-            f"ol{{major}}_{uek}; or boot the newest kernel: dnf upgrade kernel-uek && reboot",
-        )
-        # docs.oracle.com, release notes of UEK 8, 7 and R6, "Obtaining Packages".
-        for series, uek in ((r"6\.12\.", "UEKR8"), (r"5\.15\.", "UEKR7"), ("", "UEKR6"))
-    ),
-    _Archive(
-        "ol", "*", r".+",
-        "dnf config-manager --enable ol{major}_baseos_latest ol{major}_appstream, which keep {names}; or boot the "
-        f"newest kernel: {_DNF_NEWEST}",
-    ),
-    _Archive(
-        "amzn", "*", r".+",
-        "the host is bound to one release of the repositories, its kernel is of another: dnf --releasever=latest "
-        "install {names}; or boot the newest kernel: dnf --releasever=latest upgrade && reboot",
-    ),
-    _Archive(
-        "sles", "*", r".+",
-        "zypper search -s --match-exact kernel-{flavour}-devel shows what there is; the Development Tools module or "
-        "LTSS may be missing: SUSEConnect --list-extensions; or boot the newest kernel: zypper update kernel-{flavour} "
-        "&& reboot",
-    ),
-    _Archive(
-        "opensuse-leap", "*", r".+",
-        "zypper search -s --match-exact kernel-{flavour}-devel shows what there is: is the update repository enabled? "
-        "Or boot the newest kernel: zypper update kernel-{flavour} && reboot",
-    ),
-    _Archive(
-        "opensuse-tumbleweed", "*", r".+",
-        "Tumbleweed keeps the newest kernel alone: zypper dup && reboot; past snapshots are at "
-        "{opensuse_history}/",
-    ),
-)  # fmt: skip
 
 
 def advice(row: Distribution, kernel: str, architecture: str) -> Advice | None:
@@ -171,10 +78,10 @@ def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[Ex
     """
     found = _found(row, kernel, architecture)
     key = vendor_key(row.id, row.version)
-    if found is None or key is None or not found[0].archive:
+    if found is None or key is None or not found[0].base:
         return ()
     archive, words = found
-    uris = (f"{archive.base}{folder}".format(**words) for folder in archive.archive)
+    uris = (f"{archive.base}{folder}".format(**words) for folder in _EL_FOLDERS)
     return tuple(
         # The third part from the end names the repository: …/AppStream/x86_64/os/.
         ExtraRepository(f"past-{uri.split('/')[-4].lower()}", uri, *key, signed_metadata=False)
@@ -187,19 +94,15 @@ def archive_problems(row: Distribution, kernel: str, architecture: str) -> tuple
     if past_releases(row, kernel, architecture):
         return ()
     said = advice(row, kernel, architecture)
-    return (
-        Problem(
-            f"{row.name} has no archive of past kernels that gpuprov could add",
-            f"gpuprov_kernel_archive is true, the kernel is {kernel}",
-            f"leave it out; {said.next_step}" if said else "leave gpuprov_kernel_archive out",
-        ),
-    )
+    what = f"{row.name} has no archive of past kernels that gpuprov could add"
+    step = f"leave it out; {said.next_step}" if said else "leave gpuprov_kernel_archive out"
+    return (Problem(what, f"gpuprov_kernel_archive is true, the kernel is {kernel}", step),)
 
 
 def _found(row: Distribution, kernel: str, architecture: str) -> tuple[_Archive, dict[str, str]] | None:
     """Return the table's row, and the words that its texts may hold."""
     major = row.version.partition(".")[0]
-    for one in _ARCHIVES:
+    for one in rows(TABLE, "archives", _Archive):
         match = re.fullmatch(one.kernel, kernel) if one.id == row.id and one.version in ("*", major) else None
         if match:
             return one, _words(one, major, kernel, architecture, match.groupdict())
@@ -223,40 +126,23 @@ def _words(one: _Archive, major: str, kernel: str, architecture: str, groups: di
     return {**words, "base": one.base.format(**words)}
 
 
-# Where DKMS comes from on distributions that do not package it. Only DKMS is taken from there: what it depends on is in
-# the distribution's own repositories (dkms.spec: kernel headers, gcc, make, elfutils-libelf-devel, kmod, patch), so
-# CodeReady Builder is not needed.
 DKMS = "dkms"
 
 
 @dataclass(frozen=True)
-class _DkmsRow:
-    """A repository of DKMS: a folder below the server `base`, {major}, {minor} and {arch} filled in; the key too."""
+class _Dkms:
+    """Where DKMS comes from on distributions that do not package it: below a server, the folder and its key.
 
-    base: str
+    Only DKMS is taken from there: what it depends on is in the distribution's own repositories (dkms.spec: kernel
+    headers, gcc, make, elfutils-libelf-devel, kmod, patch). A mirror is laid out in the same way.
+    `fingerprints`: of the keys, by the major version.
+    """
+
+    name: str
+    server: str
     folder: str
     key: str
-    fingerprint: str
-
-
-_EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY = (
-    "epel", "{major}/Everything/{arch}/", "RPM-GPG-KEY-EPEL-{major}",
-)  # fmt: skip
-# The keys: fedoraproject.org/security; EPEL 8 in Percona's images (github.com/percona/percona-docker), EPEL 9 and 10 in
-# MariaDB's (github.com/MariaDB/mariadb-docker). The folders: epel-release's epel.repo.
-# Package Hub: packagehub.suse.com/package-signatures; its packages are those of openSUSE:Backports, which lie on
-# download.opensuse.org too (learn.microsoft.com, SAP on Azure with SLES 15).
-_DKMS = {
-    ("EPEL", "8"): _DkmsRow(_EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY, "94E279EB8D8F25B21810ADF121EA45AB2F86D6A1"),
-    ("EPEL", "9"): _DkmsRow(_EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY, "FF8AD1344597106ECE813B918A3872BF3228467C"),
-    ("EPEL", "10"): _DkmsRow(_EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY, "7D8D15CBFC4E62688591FB2633D98517E37ED158"),
-    ("PackageHub", "15"): _DkmsRow(
-        "opensuse-backports", "SLE-{major}-SP{minor}/standard/",
-        "SLE-{major}-SP{minor}/standard/repodata/repomd.xml.key", "637B32FF3D83F07A7AE1C40A9C214D4065176565",
-    ),
-}  # fmt: skip
-# A mirror of a release without a row is laid out like this one's.
-_LIKE = {"EPEL": ("EPEL", "10"), "PackageHub": ("PackageHub", "15")}
+    fingerprints: Mapping[str, str]
 
 
 def dkms_repository(row: Distribution, version: str, architecture: str, spec: HostSpec) -> ExtraRepository | None:
@@ -265,14 +151,12 @@ def dkms_repository(row: Distribution, version: str, architecture: str, spec: Ho
     gpuprov_epel_repository names a mirror, gpuprov_epel_key_fingerprint the key, of a release without a row too.
     """
     major, _, minor = version.partition(".")
-    known = _DKMS.get((row.dkms_from, major))
-    found = known or (_DKMS.get(_LIKE.get(row.dkms_from, ("", ""))) if spec.epel_repository else None)
-    fingerprint = spec.epel_key_fingerprint or (known.fingerprint if known else "")
-    if found is None or not fingerprint:
+    place = next((one for one in rows(TABLE, "dkms", _Dkms) if one.name == row.dkms_from), None)
+    known = place.fingerprints.get(major, "") if place else ""
+    fingerprint = spec.epel_key_fingerprint or known
+    if place is None or not fingerprint or not (known or spec.epel_repository):
         return None
-    base = (spec.epel_repository or server(found.base)).rstrip("/")
+    base = (spec.epel_repository or server(place.server)).rstrip("/")
     words = {"major": major, "minor": minor or "0", "arch": architecture}
-    return ExtraRepository(
-        row.dkms_from.lower(), f"{base}/{found.folder}".format(**words),
-        f"{base}/{found.key}".format(**words), fingerprint, signed_metadata=False, only=(f"{DKMS}*",),
-    )  # fmt: skip
+    uri, key_url = (f"{base}/{path}".format(**words) for path in (place.folder, place.key))
+    return ExtraRepository(row.dkms_from.lower(), uri, key_url, fingerprint, signed_metadata=False, only=(f"{DKMS}*",))

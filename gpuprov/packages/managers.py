@@ -35,12 +35,12 @@ class Offers:
 
     def lacking(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of `names` (`NAME` or `NAME=VERSION`) that no repository has; none if the query failed."""
-        return () if self.problems else tuple(name for name in names if not self._has(name))
+        manager = manager_of(None, self.manager)
 
-    def _has(self, wanted: str) -> bool:
-        name, _, version = wanted.partition("=")
-        found, manager = self.found.get(name, ()), manager_of(None, self.manager)
-        return bool(found) and (not version or any(version in manager.version_names(one) for one in found))
+        def has(name: str, _: str, version: str) -> bool:
+            return any(not version or version in manager.version_names(one) for one in self.found.get(name, ()))
+
+        return () if self.problems else tuple(wanted for wanted in names if not has(*wanted.partition("=")))
 
 
 def ask(

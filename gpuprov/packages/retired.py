@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
-from gpuprov.packages.keys import dearmored, fingerprints, without_key
-from gpuprov.packages.rpm_changes import RemoveRpmKey
-from gpuprov.packages.sources import OURS, entries, foreign_sources, text_of
+from gpuprov.packages.keys import RemoveRpmKey, fingerprints, without_key
+from gpuprov.packages.sources import OURS, foreign_entries, text_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.versions import version_numbers
@@ -50,34 +49,26 @@ def retired_packages(installed: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in (*WRAPPERS, *RUNTIMES) if name in installed)
 
 
-def old_toolkit(installed: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the packages of NVIDIA's toolkit that nvidia-docker has brought: beside it, or as old as its last one."""
-    found = tuple(name for name in TOOLKIT if name in installed)
+def old_packages(installed: Mapping[str, str]) -> tuple[str, ...]:
+    """Return these with the toolkit that they have brought: beside them, or as old as the last one that they did."""
+    retired, found = retired_packages(installed), tuple(name for name in TOOLKIT if name in installed)
     is_old = any(version_numbers(installed[name]) < _FIRST_AFTER for name in found)
-    return found if retired_packages(installed) or is_old else ()
+    return (*retired, *found) if retired or is_old else ()
 
 
 def retired_sources(files: Mapping[str, FileFact]) -> tuple[str, ...]:
     """Return apt's sources, and .repo files, that name one of the retired repositories."""
-    found = [
-        path
-        for path, file in foreign_sources(files)
-        if any(REPOSITORY.match(one.uri) for one in entries(path, text_of(file)))
-    ]
-    found += [path for path, file in _repo_files(files) if any(is_gone for _, is_gone in _sections(text_of(file)))]
-    return tuple(found)
+    apt = [path for path, one in foreign_entries(files) if REPOSITORY.match(one.uri)]
+    rpm = [path for path, sections in _repo_files(files) if any(is_gone for _, is_gone in sections)]
+    return tuple(dict.fromkeys((*apt, *rpm)))
 
 
 def key_files(files: Mapping[str, FileFact], fingerprint: str) -> tuple[str, ...]:
     """Return the keyrings with the key of the retired repositories that no other apt source needs."""
     keyrings = [path for path in files if _FOR_ALL.fullmatch(path) or _NAMED.fullmatch(path)]
     holding = [path for path in keyrings if fingerprint in _fingerprints(files[path].content)]
-    left = [
-        one.option("Signed-By")
-        for path, file in foreign_sources(files)
-        for one in entries(path, text_of(file))
-        if _ANY_OF_NVIDIAS.match(one.uri) and not REPOSITORY.match(one.uri)
-    ]
+    others = (one for _, one in foreign_entries(files) if not REPOSITORY.match(one.uri))
+    left = [one.option("Signed-By") for one in others if _ANY_OF_NVIDIAS.match(one.uri)]
     if "" in left:
         # Such a source takes every key that apt trusts.
         return tuple(path for path in holding if not _FOR_ALL.fullmatch(path))
@@ -91,27 +82,27 @@ def plan(files: Mapping[str, FileFact], trusted_keys: Collection[str], spec: Hos
     `trusted_keys`: those of rpm.
     """
     fingerprint = spec.toolkit_key_fingerprint
-    is_left = fingerprint in trusted_keys and spec.toolkit != "nvidia" and not needs_key(files)
+    # A .repo file that stays, or one of gpuprov's, may name a repository of NVIDIA's that has this key.
+    left = [text for _, sections in _repo_files(files, ours=True) for text, is_gone in sections if not is_gone]
+    needs_key = any(_ANY_OF_NVIDIAS.search(text) or "nvidia-container-toolkit" in text for text in left)
+    is_left = fingerprint in trusted_keys and spec.toolkit != "nvidia" and not needs_key
     from_rpm = (RemoveRpmKey(fingerprint),) if is_left else ()
     return (*plan_keys(files, fingerprint), *plan_repo_files(files), *from_rpm)
 
 
 def plan_keys(files: Mapping[str, FileFact], fingerprint: str) -> tuple[Change, ...]:
     """Return the changes that remove the key from these keyrings; a keyring without another key is removed."""
-    changes: list[Change] = []
-    for path in key_files(files, fingerprint):
-        file = files[path]
-        if set(_fingerprints(file.content)) == {fingerprint}:
-            changes.append(RemoveFile(path, _REASON))
-        else:
-            changes.append(WriteFile(path, without_key(file.content, fingerprint), file.mode))
-    return tuple(changes)
+    found = ((path, files[path]) for path in key_files(files, fingerprint))
+    return tuple(
+        RemoveFile(path, _REASON) if set(_fingerprints(file.content)) == {fingerprint}
+        else WriteFile(path, without_key(file.content, fingerprint), file.mode)
+        for path, file in found
+    )  # fmt: skip
 
 
 def _fingerprints(content: bytes) -> tuple[str, ...]:
     try:
-        # apt reads one key or several from a file, armored or not.
-        return fingerprints(dearmored(content))
+        return fingerprints(content)
     except GpuprovError:
         return ()
 
@@ -119,35 +110,23 @@ def _fingerprints(content: bytes) -> tuple[str, ...]:
 def plan_repo_files(files: Mapping[str, FileFact]) -> tuple[Change, ...]:
     """Return the changes that take the retired repositories out of .repo files; a file that has no other goes."""
     changes: list[Change] = []
-    for path, file in _repo_files(files):
-        sections = _sections(text_of(file))
-        if not any(is_gone for _, is_gone in sections):
-            continue
-        if all(is_gone or not text.lstrip().startswith("[") for text, is_gone in sections):
+    for path, sections in _repo_files(files):
+        left = [text for text, is_gone in sections if not is_gone]
+        if not any(text.lstrip().startswith("[") for text in left) and len(left) < len(sections):
             changes.append(RemoveFile(path, "NVIDIA has retired this repository"))
-            continue
-        left = "".join(text for text, is_gone in sections if not is_gone)
-        changes.append(WriteFile(path, left.encode("utf-8", "surrogateescape"), file.mode))
+        elif len(left) < len(sections):
+            changes.append(WriteFile(path, "".join(left).encode("utf-8", "surrogateescape"), files[path].mode))
     return tuple(changes)
 
 
-def needs_key(files: Mapping[str, FileFact]) -> bool:
-    """Say whether a .repo file that stays, or one of gpuprov's, names a repository of NVIDIA's that has this key."""
-    texts = [
-        text for _, file in _repo_files(files, ours=True) for text, is_gone in _sections(text_of(file)) if not is_gone
-    ]
-    return any(_ANY_OF_NVIDIAS.search(text) or "nvidia-container-toolkit" in text for text in texts)
-
-
-def _repo_files(files: Mapping[str, FileFact], *, ours: bool = False) -> Iterable[tuple[str, FileFact]]:
+def _repo_files(
+    files: Mapping[str, FileFact], *, ours: bool = False
+) -> Iterator[tuple[str, Sequence[tuple[str, bool]]]]:
+    """Yield the path of each .repo file and its sections, the text before the first too; True: retired."""
     pattern = re.compile(rf"/etc/(yum\.repos\.d|zypp/repos\.d)/{'' if ours else f'(?!{OURS})'}[^/]+\.repo")
-    return [(path, file) for path, file in files.items() if pattern.fullmatch(path)]
-
-
-def _sections(text: str) -> list[tuple[str, bool]]:
-    """Return the sections of a .repo file, what comes ahead of the first one too, and whether each is a retired one."""
-    parts = re.split(r"(?m)^(?=\[)", text)
-    return [(part, _is_retired(part)) for part in parts if part]
+    for path in filter(pattern.fullmatch, files):
+        parts = re.split(r"(?m)^(?=\[)", text_of(files[path]))
+        yield path, [(part, _is_retired(part)) for part in parts if part]
 
 
 def _is_retired(section: str) -> bool:

@@ -1,4 +1,4 @@
-"""What dnf and zypper have in common: rpm's packages, keys, .repo files and bundles."""
+"""What dnf and zypper have in common: rpm's packages, .repo files and bundles, and the changes of packages."""
 
 from __future__ import annotations
 
@@ -6,51 +6,92 @@ import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-from gpuprov.core.changes import Change, RemoveFile, WriteFile
-from gpuprov.core.places import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY
+from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_path, tell_nobody
+from gpuprov.core.commands import Completed
+from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
 from gpuprov.packages import rpm_locks
-from gpuprov.packages.interface import Installation, PackageFacts, PackageManager, Versions, pinned
-from gpuprov.packages.keys import armored, fingerprints, place_keys, with_placed_keys
-from gpuprov.packages.rpm_changes import (
-    InstallRpmKey,
-    InstallRpmPackages,
-    RefreshRpmIndex,
-    RemoveRpms,
-    RpmProgram,
-    gather_keys,
-    package_name,
-    rpm_lock_holder,
+from gpuprov.packages.failures import Advice, finish_rpm
+from gpuprov.packages.interface import (
+    COPIES,
+    INSTALL_SECONDS,
+    LOCK_SECONDS,
+    REFRESH_SECONDS,
+    Installation,
+    PackageFacts,
+    PackageInstallation,
+    PackageManager,
+    PackageRemoval,
+    Versions,
+    lock_holder,
+    pinned,
+    shortened,
+    wait_until_free,
 )
+from gpuprov.packages.keys import (
+    BUNDLE_KEY,
+    InstallRpmKey,
+    armored,
+    gather_keys,
+    place_keys,
+    plan_bundle_keys,
+    with_placed_keys,
+)
+from gpuprov.packages.rpm_locks import HoldRpmPackages
 
 QUERY_SECONDS = 600
+_REMOVE_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
 BUNDLE_SOURCES = f"{FOLDER}/repos.d"
-_BUNDLE_KEY = f"{FOLDER}/key.asc"
-# Where a key lies while rpm imports it.
-_TAKEN = f"{FOLDER}/trusted"
+_PROGRESS = re.compile(
+    r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
+)
+# Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
+_PID_FILES = (
+    "/var/cache/dnf/metadata_lock.pid", "/var/cache/dnf/download_lock.pid", "/var/lib/dnf/rpmdb_lock.pid",
+    "/run/zypp.pid",
+)  # fmt: skip
+# Files that rpm locks with fcntl(2), whichever program calls it; the second is SUSE's and newer Fedoras'.
+_LOCKS = ("/var/lib/rpm/.rpm.lock", "/usr/lib/sysimage/rpm/.rpm.lock")
 
 
-class RpmManager(RpmProgram, PackageManager):
+def rpm_lock_holder(system: System) -> str:
+    """Return `NAME (pid N)` of the process that works with packages, or nothing."""
+    for path in _PID_FILES:
+        pid = (system.read_text(path) or "").strip()
+        # A killed process leaves its file.
+        name = system.read_text(f"/proc/{pid}/comm") if pid.isdecimal() else None
+        if name is not None and int(pid) != system.own_pid():
+            return f"{name.strip()} (pid {pid})"
+    return lock_holder(system, _LOCKS)
+
+
+class RpmManager(PackageManager):
     """A package manager that uses rpm.
 
-    `package_check`: the option of a .repo file that checks the signatures of packages. `repository_lines` and
-    `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a release ends in a number that counts
-    how often the package was built. `login_in_url`: a .repo file has no other place for a login.
-    `copied_directory`: where .repo files lie in a copy of the configuration.
+    `refresh` and `install` are commands. `version_joint`: what stands between a name and the version that is asked for.
+    `good_codes`: exit codes that mean success. `package_check`: the option of a .repo file that checks the signatures
+    of packages. `repository_lines` and `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a
+    release ends in a number that counts how often the package was built. `login_in_url`: a .repo file has no other
+    place for a login. `copied_directory`: where .repo files lie in a copy of the configuration.
     """
 
+    refresh: tuple[str, ...]
+    install: tuple[str, ...]
+    version_joint: str
+    good_codes: tuple[int, ...] = (0,)
     repository_directory: str
     copied_directory: str
     package_check: str
     repository_lines: tuple[str, ...]
-    login_in_url: bool
+    login_in_url = False
     bundle_lines: tuple[str, ...]
     bundle_options: tuple[str, ...]
-    rebuilds: bool
+    rebuilds = False
     old_fabric_manager = "nvidia-fabric-manager"
 
     lock_holder = staticmethod(rpm_lock_holder)
@@ -60,16 +101,35 @@ class RpmManager(RpmProgram, PackageManager):
         """Return the tool that holds packages, by its name in rpm_locks.LOCK_TOOLS."""
 
     @abstractmethod
+    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the command that fetches installed packages (NAME-VERSION-RELEASE.ARCH) into a folder."""
+
+    @abstractmethod
+    def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
+        """Return the command that installs packages (NAME-VERSION-RELEASE.ARCH), older ones too, or only says how.
+
+        They may be files; then no repository is read.
+        """
+
+    def unlocked(self, system: System) -> tuple[str, ...]:
+        """Return the options that show all versions of held packages."""
+        return ()
+
+    @abstractmethod
+    def removed_by(self, done: Completed) -> tuple[str, ...] | None:
+        """Return the packages that a simulated command would remove, None if it is impossible."""
+
+    @abstractmethod
     def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
         """Return whether a repository that may give these packages alone (patterns) is enabled, and its lines."""
 
-    @abstractmethod
     def with_limited(self, repository: str) -> tuple[str, ...]:
         """Return the options that make such a repository count for a command."""
+        return ()
 
-    @abstractmethod
     def unfiltered(self, repository: str) -> tuple[str, ...]:
         """Return the options that show all packages of a repository, whatever module streams are enabled."""
+        return ()
 
     @abstractmethod
     def only_from(self, folder: str) -> tuple[str, ...]:
@@ -83,9 +143,6 @@ class RpmManager(RpmProgram, PackageManager):
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
         """Return name → versions of what one set of repositories has."""
 
-    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
-        return RemoveRpms(self, names, keep, lock_timeout)
-
     def gather(self, system: System) -> PackageFacts:
         """Return what is installed and which keys are trusted, by two queries.
 
@@ -93,9 +150,7 @@ class RpmManager(RpmProgram, PackageManager):
         """
         if system.which("rpm") is None or system.which(self.name) is None:
             return PackageFacts("", {})
-        again = "rpm --rebuilddb; then run this again"
-        done = system.require(("rpm", "-qa", "--queryformat", _QUERY), "rpm's database can't be read", again)
-        installed, provided = parse_rpm(done.stdout)
+        installed, provided = parse_rpm(_query_all(system, "--queryformat", _QUERY))
         keys = frozenset(gather_keys(system))
         locks = rpm_locks.gather_locks(system, self.hold_tool(system))
         return PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)
@@ -119,17 +174,22 @@ class RpmManager(RpmProgram, PackageManager):
             names |= {name.rpartition(".")[0] for name in names if "-" in name}
         return names
 
-    def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
-        return tuple(path for path in paths if not system.run(("rpm", "--query", "--file", path)).ok)
-
-    def needed_by(self, system: System, names: Sequence[str]) -> Versions:
-        return {name: others for name in names if (others := _needing(system, name, names))}
-
     def bundled_versions(self, version: str, architecture: str) -> set[str]:
         return self.version_names(f"{version}.{architecture}")
 
     def typed(self, name: str) -> str:
         return shlex.quote(name.replace("=", self.version_joint, 1))
+
+    def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
+        return tuple(path for path in paths if not system.run(("rpm", "--query", "--file", path)).ok)
+
+    def needed_by(self, system: System, names: Sequence[str]) -> Versions:
+        if len(names) > 1 and system.run(("rpm", "--erase", "--test", *names)).ok:
+            return {}
+        said = {name: system.run(("rpm", "--erase", "--test", name)).stderr for name in names}
+        found = {name: re.findall(r"is needed by \(installed\) (\S+)", text) for name, text in said.items()}
+        others = {name: sorted({*map(package_name, needing)} - {*names}) for name, needing in found.items()}
+        return {name: tuple(needing) for name, needing in others.items() if needing}
 
     def offered(self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> Versions:
         place = f"{self.repository_directory}/"
@@ -167,17 +227,18 @@ class RpmManager(RpmProgram, PackageManager):
         places = place_keys(system, work, keys, armored)
         folder = f"{work}/{self.copied_directory}"
         system.make_directory(folder)
+        named = set()
         for file in files:
             content = with_placed_keys(file.content, places)
             system.write(f"{folder}/{file.path.rpartition('/')[2]}", content, mode=file.mode)
-        named = {path for file in files for path in _key_files(file.content.decode())}
-        return self.only_from_copy(system, work, sorted(places.get(path, path) for path in named))
+            named.update(re.findall(r"^gpgkey=file://(\S+)", content.decode(), re.MULTILINE))
+        return self.only_from_copy(system, work, sorted(named))
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         names = self.missing(packages, wanted.names)
         lift, hold = rpm_locks.plan(packages.locks, wanted.hold, pinned(names))
         if not names:
-            return (*lift, *hold)
+            return hold
         options = self.unfiltered(wanted.unfiltered_repository) if wanted.unfiltered_repository else ()
         if wanted.bundle is not None:
             options = self.bundle_options
@@ -186,19 +247,24 @@ class RpmManager(RpmProgram, PackageManager):
         together = tuple(name for name in names if name not in apart)
         return (
             *plan_bundle_keys(wanted.bundle.vendor_keys if wanted.bundle is not None else (), packages.trusted_keys),
-            *lift,
-            *(self._installation(together, wanted, options) if together else ()),
-            *(self._installation(apart, replace(wanted, units=()), more) if apart else ()),
+            *(self._installation(together, wanted, options, lift) if together else ()),
+            *(self._installation(apart, replace(wanted, units=()), more, () if together else lift) if apart else ()),
             *hold,
         )
 
     def _installation(
-        self, names: tuple[str, ...], wanted: Installation, options: tuple[str, ...]
+        self, names: tuple[str, ...], wanted: Installation, options: tuple[str, ...], lift: tuple[HoldRpmPackages, ...]
     ) -> tuple[Change, ...]:
         return (
             RefreshRpmIndex(self, wanted.lock_timeout, options),
-            InstallRpmPackages(self, names, wanted.units, wanted.lock_timeout, options, wanted.advice),
+            InstallRpmPackages(self, names, wanted.units, wanted.lock_timeout, options, wanted.advice, lift),
         )
+
+    def hold_driver(self, packages: PackageFacts, hold: bool, coming: bool, lock_timeout: int) -> tuple[Change, ...]:
+        return rpm_locks.plan_driver(packages, hold=hold, coming=coming)
+
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
+        return RemoveRpms(self, names, keep, lock_timeout)
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         """Write the source, and make rpm trust the bundle's key: zypper, and packages that it signs, need that."""
@@ -206,9 +272,14 @@ class RpmManager(RpmProgram, PackageManager):
         if key is None:
             return
         system.make_directory(BUNDLE_SOURCES, 0o700)
-        system.write(_BUNDLE_KEY, armored(key))
+        system.write(BUNDLE_KEY, armored(key))
         system.write(f"{BUNDLE_SOURCES}/bundle.repo", bundle_source(self.bundle_lines).encode())
-        system.require(("rpm", "--import", _BUNDLE_KEY), f"rpm can't import the key {repository_key}")
+        system.require(("rpm", "--import", BUNDLE_KEY), f"rpm can't import the key {repository_key}")
+
+
+def _query_all(system: System, *words: str) -> str:
+    again = "rpm --rebuilddb; then run this again"
+    return system.require(("rpm", "-qa", *words), "rpm's database can't be read", again).stdout
 
 
 def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
@@ -224,19 +295,6 @@ def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
     return installed, frozenset(provided - set(installed))
 
 
-def _needing(system: System, name: str, names: Sequence[str]) -> tuple[str, ...]:
-    if len(names) > 1 and system.run(("rpm", "--erase", "--test", *names)).ok:
-        return ()
-    said = system.run(("rpm", "--erase", "--test", name)).stderr
-    others = {package_name(found) for found in re.findall(r"is needed by \(installed\) (\S+)", said)}
-    return tuple(sorted(others - set(names)))
-
-
-def _key_files(text: str) -> list[str]:
-    """Return the key files that a .repo file names."""
-    return re.findall(r"^gpgkey=file://(\S+)", text, re.MULTILINE)
-
-
 def bundle_source(lines: Iterable[str]) -> str:
     """Return the repository as a .repo file with these further lines.
 
@@ -244,23 +302,190 @@ def bundle_source(lines: Iterable[str]) -> str:
     """
     head = (
         "[gpuprov-bundle]", "name=gpuprov bundle", f"baseurl=file://{FOLDER}/{REPOSITORY}", "enabled=1",
-        "repo_gpgcheck=1", f"gpgkey=file://{_BUNDLE_KEY}", "gpgcheck=1",
+        "repo_gpgcheck=1", f"gpgkey=file://{BUNDLE_KEY}", "gpgcheck=1",
     )  # fmt: skip
     return "".join(f"{line}\n" for line in (*head, *lines))
 
 
-def plan_bundle_keys(vendor_keys: Iterable[str], trusted: frozenset[str]) -> tuple[Change, ...]:
-    """Return the change that makes rpm trust the vendor keys of the bundle's packages."""
-    return tuple(
-        InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one)
-        for one in vendor_keys
-        if one not in trusted
-    )
+def installed_rpms(system: System) -> set[str]:
+    """Return NAME-VERSION-RELEASE.ARCH of all packages; rpm's own names, by which it takes them away."""
+    return {name for name in _query_all(system).split() if not name.startswith("gpg-pubkey-")}
 
 
-def forget_bundle(system: System) -> None:
-    """Remove a bundle's key from rpm again, if present, including the key of a killed run."""
-    key = system.read_bytes(_BUNDLE_KEY)
-    package = gather_keys(system).get(fingerprints(key)[0]) if key else None
-    if package is not None:
-        system.run(("rpm", "-e", package))
+def added(before: set[str], after: set[str]) -> set[str]:
+    """Return the new packages, without those that only replaced an older version."""
+    replaced = {package_name(package) for package in before - after}
+    return {package for package in after - before if package_name(package) not in replaced}
+
+
+def package_name(package: str) -> str:
+    """Return NAME of NAME-VERSION-RELEASE.ARCH: neither version nor release may hold a dash."""
+    return package.rsplit("-", 2)[0]
+
+
+def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
+    """Run a package manager, or rpm, once no other process works with packages."""
+    # dnf would wait without a time limit and without a message.
+    wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
+    env = {"ZYPP_LOCK_TIMEOUT": str(lock_timeout), **system.proxy.environment}
+    return system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
+
+
+def _progress(line: str, tell: Tell) -> None:
+    if _PROGRESS.match(line):
+        tell(" ".join(line.split()), 0, 0)
+
+
+def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command with options for the program itself, which stand before its verb."""
+    return (command[0], *options, *command[1:])
+
+
+@dataclass(frozen=True)
+class RefreshRpmIndex(Change):
+    """Fetch the current index of the repositories; `options` are further options for dnf or zypper."""
+
+    program: RpmManager
+    lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
+
+    # A half-fetched index is fetched again; nothing to undo.
+    undo_restores_files: ClassVar[bool] = True
+    undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
+    bundle_part: ClassVar[str] = "packages"
+
+    def summary(self) -> str:
+        return f"refresh the package index ({' '.join(self.program.refresh)})"
+
+    def apply(self, system: System, tell: Tell) -> None:
+        done = run_rpm(system, _with(self.program.refresh, self.options), tell, REFRESH_SECONDS, self.lock_timeout)
+        finish_rpm(done, NO_INDEX, self.program.good_codes)
+
+
+@dataclass(frozen=True)
+class InstallRpmPackages(PackageInstallation):
+    """Install these packages (`NAME` or `NAME=VERSION`), and enable the units that they bring.
+
+    Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
+    `options` are options for the package manager, such as those that make a bundle its only source. `advice` is the
+    answer if no repository has a package. `lift` removes holds first; the undo of a failed installation restores them.
+    """
+
+    program: RpmManager
+    names: tuple[str, ...]
+    enable: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
+    advice: Advice | None = field(default=None, compare=False)
+    lift: tuple[HoldRpmPackages, ...] = ()
+
+    def summary(self) -> str:
+        enabled = f"; enable {', '.join(self.enable)}" if self.enable else ""
+        lifted = "".join(f" (taking the hold off {shortened(one.release)})" for one in self.lift)
+        return f"install {', '.join(self.names)}{enabled}{lifted}"
+
+    def diff(self, system: System) -> str:
+        return "".join(one.diff(system) for one in self.lift)
+
+    def capture(self, system: System) -> Json:
+        return {
+            "installed": sorted(installed_rpms(system)),
+            "lock_timeout": self.lock_timeout,
+            "lift": [one.capture(system) for one in self.lift],
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        before = installed_rpms(system)
+        lifted = [one.apply(system, tell) for one in self.lift]
+        self._install(system, tell)
+        after = installed_rpms(system)
+        return {"added": sorted(added(before, after)), "replaced": sorted(before - after), "lift": lifted}
+
+    def _install(self, system: System, tell: Tell) -> None:
+        how = self.program
+        names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
+        command = (*_with(how.install, self.options), *names)
+        done = run_rpm(system, command, tell, INSTALL_SECONDS, self.lock_timeout)
+        finish_rpm(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
+        for unit in self.enable:
+            # Taking the package away disables it again (%systemd_preun, daemon(7)).
+            words = ("systemctl", "enable", unit)
+            system.require(words, f"{unit} can't be enabled", f"systemctl status {unit}", timeout=60)
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Remove what this change added, with rpm: it refuses if another package needs one of them by now.
+
+        dnf and zypper would also remove packages that depend on these, and those that they consider unused.
+        """
+        now = installed_rpms(system)
+        ours = (outcome or {}).get("added", sorted(added(set(before["installed"]), now)))
+        if gone := [name for name in ours if name in now]:
+            lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, INSTALL_SECONDS, lock_timeout)
+            finish_rpm(done, f"{', '.join(gone)} could not be removed")
+        lifted = (outcome or {}).get("lift", ())
+        for index, one in enumerate(before.get("lift", ())):
+            HoldRpmPackages.undo(system, one, lifted[index] if lifted else None)
+
+
+@dataclass(frozen=True)
+class RemoveRpms(PackageRemoval):
+    """Remove these packages; the files of `keep` stay as they are."""
+
+    program: RpmManager
+    names: tuple[str, ...]
+    keep: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
+
+    restored_from: ClassVar[str] = "copies, if a repository still has them"
+
+    def capture(self, system: System) -> Json:
+        there = sorted(one for one in installed_rpms(system) if package_name(one) in self.names)
+        # rpm renames a configuration file that was edited.
+        keep = [capture_path(system, path) for one in self.keep for path in (one, f"{one}.rpmsave")]
+        return {"packages": there, "keep": keep, "lock_timeout": self.lock_timeout}
+
+    def apply(self, system: System, tell: Tell) -> None:
+        before = self.capture(system)
+        system.make_directory(COPIES, 0o700)
+        for package in before["packages"]:
+            tell(f"keeping a copy of {package}", 0, 0)
+            # `irreversible` reports packages that no repository has any more.
+            run_rpm(system, self.program.copies(COPIES, (package,)), tell, _REMOVE_SECONDS, self.lock_timeout)
+        system.sync()
+        done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS, self.lock_timeout)
+        for image in before["keep"]:
+            restore_path(system, image)
+        finish_rpm(done, f"{', '.join(self.names)} could not be removed")
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        there, copies = installed_rpms(system), _copies(system)
+        files = [copies[one] for one in before["packages"] if one not in there and one in copies]
+        if files:
+            words = ("rpm", "--install", "--oldpackage", *files)
+            done = run_rpm(system, words, tell_nobody, _REMOVE_SECONDS, before["lock_timeout"])
+            finish_rpm(done, "removed packages could not be installed again")
+        for image in before["keep"]:
+            restore_path(system, image)
+        for one in before["packages"]:
+            if one in copies:
+                system.remove(copies.pop(one))
+        if not copies:
+            system.remove_tree(COPIES)
+
+    @classmethod
+    def irreversible(
+        cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]
+    ) -> tuple[str, ...]:
+        restored = {*installed_rpms(system), *_copies(system)}
+        gone = (one for one in before["packages"] if one not in restored)
+        return tuple(f"package {one} is not restored: no repository had it when it was removed" for one in gone)
+
+
+def _copies(system: System) -> dict[str, str]:
+    """Return package → its file among the copies; zypper keeps them in folders of its own."""
+    place = system.path(COPIES)
+    return {one.stem: f"{COPIES}/{one.relative_to(place)}" for one in place.rglob("*.rpm")}

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.packages.held import HELD_LIST, hold_summary, read_held, write_held
+from gpuprov.packages import interface
 
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}}:{0}|:%{VERSION}-%{RELEASE}\\n"
 
@@ -24,108 +24,68 @@ _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}}:{0}|:%{VERSION}-%{RELEASE}\\n"
 class LockTool:
     """What holds packages. `plugin`: its package, where it is none of the package manager's own.
 
-    `configuration`: the plugin's, which may name another `path` of the list. `entries` parts a list's text into entries
-    (the rest of the text among them), `name` tells what one holds, nothing for what is none, `entry` writes one for a
+    `configuration`: the plugin's, which may name another `path` of the list. `split` is the pattern between a list's
+    entries (the rest of the text among them), `name` finds the package that an entry holds, `entry` writes one for a
     name and EPOCH:VERSION-RELEASE. `head` begins a new list.
     """
 
     path: str
-    entries: Callable[[str], list[str]]
-    name: Callable[[str], str]
+    split: str
+    name: str
     entry: Callable[[str, str], str]
     plugin: str = ""
     configuration: str = ""
     head: str = ""
 
-
-def _lines(text: str) -> list[str]:
-    return text.splitlines(keepends=True)
-
-
-def _blocks(text: str) -> list[str]:
-    """Part TOML at each table of the array `packages`."""
-    return [part for part in re.split(r"^(?=\[\[packages\]\])", text, flags=re.MULTILINE) if part]
-
-
-def _stanzas(text: str) -> list[str]:
-    """Part text between blank lines; as zypper writes them, one before and one behind belong to a stanza."""
-    return [match[0] for match in re.finditer(r"\n*(?:.+\n?)+\n?|\n+", text)]
-
-
-def _field(pattern: str) -> Callable[[str], str]:
-    def name(entry: str) -> str:
-        match = re.search(pattern, entry, re.MULTILINE)
-        return match[1] if match else ""
-
-    return name
+    def entries(self, text: str) -> list[tuple[str, str]]:
+        """Return each entry of a list with the name of the package that it holds, "" for the rest of the text."""
+        parts = [part for part in re.split(self.split, text) if part]
+        return [(part, match[1] if (match := re.search(self.name, part, re.MULTILINE)) else "") for part in parts]
 
 
 # dnf-versionlock(8), dnf5-versionlock(8), yum-versionlock(1), zypper(8) and what zypper 1.14 writes.
 LOCK_TOOLS: Mapping[str, LockTool] = {
     "dnf": LockTool(
-        "/etc/dnf/plugins/versionlock.list", _lines, _field(r"^([^#!\s][^\s]*?)(?:-(?:\d+:)?[^-\s]+-[^-\s]+)?\s*$"),
+        "/etc/dnf/plugins/versionlock.list", r"(?<=\n)", r"^([^#!\s][^\s]*?)(?:-(?:\d+:)?[^-\s]+-[^-\s]+)?\s*$",
         lambda name, evr: f"{name}-{evr}.*\n",
         plugin="python3-dnf-plugin-versionlock", configuration="/etc/dnf/plugins/versionlock.conf",
     ),
     # Old journals of CentOS 7 and Amazon Linux 2 name it; no plan does.
     "yum": LockTool(
-        "/etc/yum/pluginconf.d/versionlock.list", _lines, _field(r"^(?:\d+:)?([^#!\s:][^\s]*?)-[^-\s]+-[^-\s]+\s*$"),
+        "/etc/yum/pluginconf.d/versionlock.list", r"(?<=\n)", r"^(?:\d+:)?([^#!\s:][^\s]*?)-[^-\s]+-[^-\s]+\s*$",
         lambda name, evr: f"{evr.partition(':')[0]}:{name}-{evr.partition(':')[2]}.*\n",
     ),
     "dnf5": LockTool(
-        "/etc/dnf/versionlock.toml", _blocks, _field(r'\A\[\[packages\]\][^\[]*?^name *= *"([^"]*)"'),
+        "/etc/dnf/versionlock.toml", r"(?m)^(?=\[\[packages\]\])", r'\A\[\[packages\]\][^\[]*?^name *= *"([^"]*)"',
         lambda name, evr: (
             f'[[packages]]\nname = "{name}"\ncomment = "held by gpuprov"\n'
             f'[[packages.conditions]]\nkey = "evr"\ncomparator = "="\nvalue = "{evr}"\n'
         ),
         head='version = "1.0"\n',
     ),
+    # As zypper writes stanzas, one blank line before and one behind belong to each.
     "zypper": LockTool(
-        "/etc/zypp/locks", _stanzas, _field(r"^solvable_name: *(\S+)"),
+        "/etc/zypp/locks", r"(?<=[^\n]\n\n)", r"^solvable_name: *(\S+)",
         lambda name, evr: f"\ntype: package\nmatch_type: glob\ncase_sensitive: on\nsolvable_name: {name}\n\n",
     ),
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LockFacts:
-    """Which tool holds packages here, where its list lies (nothing: its plugin is missing), and what is in it."""
-
-    tool: str = ""
-    path: str = ""
-    held: frozenset[str] = frozenset()
-    held_here: frozenset[str] = frozenset()
-
-    @property
-    def missing_plugin(self) -> tuple[str, ...]:
-        """The package that the tool needs and that is not installed."""
-        return (LOCK_TOOLS[self.tool].plugin,) if self.tool and not self.path else ()
-
-
-NO_LOCKS = LockFacts()
-
-
-def gather_locks(system: System, tool: str) -> LockFacts:
+def gather_locks(system: System, tool: str) -> interface.LockFacts:
     """Return what is held on a host where this tool holds packages."""
-    path = _list_path(system, LOCK_TOOLS[tool])
-    held = held_names(tool, (system.read_text(path) or "") if path else "")
-    return LockFacts(tool, path, held, held & read_held(system))
-
-
-def _list_path(system: System, tool: LockTool) -> str:
-    if not tool.configuration:
-        return tool.path
-    configuration = system.read_text(tool.configuration)
+    how = LOCK_TOOLS[tool]
+    configuration = system.read_text(how.configuration) if how.configuration else ""
     if configuration is None:
-        return ""
+        return interface.LockFacts(tool, how.path, missing_plugin=(how.plugin,))
     named = re.search(r"^locklist *= *(/\S+)", configuration, re.MULTILINE)
-    return named[1] if named else tool.path
+    path = named[1] if named else how.path
+    held = held_names(tool, system.read_text(path) or "")
+    return interface.LockFacts(tool, path, held, held & interface.read_held(system))
 
 
 def held_names(tool: str, text: str) -> frozenset[str]:
     """Return the packages that a list holds, in any version."""
-    how = LOCK_TOOLS[tool]
-    return frozenset(name for entry in how.entries(text) if (name := how.name(entry)))
+    return frozenset(name for _, name in LOCK_TOOLS[tool].entries(text) if name)
 
 
 def edited(tool: str, text: str, hold: Mapping[str, str], release: Iterable[str]) -> str:
@@ -135,64 +95,90 @@ def edited(tool: str, text: str, hold: Mapping[str, str], release: Iterable[str]
     """
     how = LOCK_TOOLS[tool]
     gone = {*release, *hold}
-    kept = "".join(entry for entry in how.entries(text) if how.name(entry) not in gone)
+    kept = "".join(entry for entry, name in how.entries(text) if name not in gone)
     if hold and kept and not kept.endswith("\n"):
         kept += "\n"
     return (kept or (how.head if hold else "")) + "".join(how.entry(name, hold[name]) for name in sorted(hold))
 
 
 def plan(
-    facts: LockFacts, wanted: Iterable[str] | None, lacking: Iterable[str]
-) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    """Return the changes before and after an installation: holds removed, holds set; none if `wanted` is None.
+    facts: interface.LockFacts, wanted: Iterable[str] | None, lacking: Iterable[str]
+) -> tuple[tuple[HoldRpmPackages, ...], tuple[HoldRpmPackages, ...]]:
+    """Return the changes before and after an installation: holds removed, holds set.
 
-    `wanted` are the packages that shall be held, `lacking` those that are to be installed in another version than they
-    have: dnf and zypper do not change held packages.
+    `wanted` are the packages that shall be held, None leaves all as they are; `lacking` those that are to be installed
+    in another version than they have: dnf and zypper do not change held packages. The driver's are lifted together,
+    and plan_driver sets them again.
     """
-    if not facts.tool or wanted is None:
+    if not facts.tool:
         return (), ()
-    names, lifted = set(wanted), set(lacking) & facts.held
-    hold, release = names - (facts.held - lifted), facts.held_here - names - lifted
-    path = facts.path or LOCK_TOOLS[facts.tool].path
-    before = (HoldRpmPackages(facts.tool, path, (), tuple(sorted(lifted))),) if lifted else ()
-    behind = HoldRpmPackages(facts.tool, path, tuple(sorted(hold)), tuple(sorted(release)))
-    return before, ((behind,) if hold or release else ())
+    driver = interface.driver_set(facts.held_here)
+    together = driver if any(map(interface.DRIVER_PACKAGES.match, lacking)) else frozenset()
+    if wanted is None:
+        return lift(facts, together), ()
+    names, lifted = set(wanted), together.union(lacking) & facts.held
+    hold, release = names - (facts.held - lifted), facts.held_here - names - lifted - driver
+    before = lift(facts, lifted)
+    after = HoldRpmPackages(facts.tool, facts.path, tuple(sorted(hold)), tuple(sorted(release)))
+    return before, ((after,) if hold or release else ())
+
+
+def lift(facts: interface.LockFacts, names: Iterable[str]) -> tuple[HoldRpmPackages, ...]:
+    """Return the change that no longer holds these packages."""
+    found = tuple(sorted(names))
+    return (HoldRpmPackages(facts.tool, facts.path, (), found),) if found else ()
+
+
+def plan_driver(packages: interface.PackageFacts, *, hold: bool, coming: bool) -> tuple[HoldRpmPackages, ...]:
+    """Return the change that holds the driver's packages, or releases those that gpuprov holds."""
+    facts = packages.locks
+    if not facts.tool or not hold:
+        return lift(facts, packages.driver_held)
+    new = tuple(sorted(packages.driver - facts.held))
+    return (HoldRpmPackages(facts.tool, facts.path, new, driver=True),) if new or coming else ()
 
 
 @dataclass(frozen=True)
-class HoldRpmPackages(Change):
+class HoldRpmPackages(interface.PackageHold):
     """Hold these packages (`names`) at the version that they have, and no longer hold those of `release`."""
 
     tool: str
     path: str
     names: tuple[str, ...]
     release: tuple[str, ...] = ()
-
-    def summary(self) -> str:
-        return hold_summary(self.names, self.release)
+    driver: bool = False
 
     def diff(self, system: System) -> str:
         """Return what will change for packages that are there; a version that is yet to come is not known."""
         return text_diff(self.path, system.read_bytes(self.path), self._wanted(system).encode())
 
     def _wanted(self, system: System) -> str:
-        return edited(self.tool, system.read_text(self.path) or "", _installed(system, self.names), self.release)
+        return edited(self.tool, system.read_text(self.path) or "", self._versions(system), self.release)
+
+    def _versions(self, system: System) -> Mapping[str, str]:
+        """Return name → EPOCH:VERSION-RELEASE of the packages to hold."""
+        if not self.driver:
+            said = system.run(("rpm", "-q", "--queryformat", _QUERY, *self.names)).stdout if self.names else ""
+            return {name: version for name, version in _rows(said).items() if name in self.names}
+        there = _rows(system.run(("rpm", "-qa", "--queryformat", _QUERY)).stdout)
+        names = interface.driver_set(there) - held_names(self.tool, system.read_text(self.path) or "")
+        return {name: there[name] for name in names}
 
     def capture(self, system: System) -> Json:
         return {
             "tool": self.tool,
-            "names": list(self.names),
+            "names": sorted({*self.names, *self._versions(system)}),
             "release": list(self.release),
             "file": capture_path(system, self.path),
             "text": system.read_text(self.path) or "",
-            "list": capture_path(system, HELD_LIST),
+            "list": capture_path(system, interface.HELD_LIST),
         }
 
     def apply(self, system: System, tell: Tell) -> Json:
-        text = self._wanted(system)
+        text, names = self._wanted(system), {*self.names, *self._versions(system)}
         system.make_directory(parent_of(self.path))
         system.write(self.path, text.encode())
-        write_held(system, self.names, self.release)
+        interface.write_held(system, names, self.release)
         return {"text": text}
 
     @classmethod
@@ -203,18 +189,14 @@ class HoldRpmPackages(Change):
         if outcome is None or now == outcome["text"]:
             restore_path(system, before["file"])
         else:
-            how = LOCK_TOOLS[before["tool"]]
             touched = {*before["names"], *before["release"]}
-            earlier = [entry for entry in how.entries(before["text"]) if how.name(entry) in touched]
+            entries = LOCK_TOOLS[before["tool"]].entries(before["text"])
+            earlier = [entry for entry, name in entries if name in touched]
             text = edited(before["tool"], now, {}, touched) + "".join(earlier)
             system.write(path, text.encode())
         restore_path(system, before["list"])
 
 
-def _installed(system: System, names: tuple[str, ...]) -> Mapping[str, str]:
-    """Return name → EPOCH:VERSION-RELEASE of those that are installed."""
-    if not names:
-        return {}
-    done = system.run(("rpm", "-q", "--queryformat", _QUERY, *names))
-    rows = (line.split(" ") for line in done.stdout.splitlines())
-    return {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in names}
+def _rows(text: str) -> Mapping[str, str]:
+    rows = (line.split(" ") for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}

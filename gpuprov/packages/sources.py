@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import configparser
 import fnmatch
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import Problem
 
@@ -60,6 +63,12 @@ def foreign_sources(files: Mapping[str, FileFact]) -> list[tuple[str, FileFact]]
     return sorted(found, key=lambda pair: (pair[0].startswith(SOURCES), pair[0]))
 
 
+def foreign_entries(files: Mapping[str, FileFact]) -> Iterator[tuple[str, Entry]]:
+    """Yield (path, entry) of these sources."""
+    for path, file in foreign_sources(files):
+        yield from ((path, entry) for entry in entries(path, text_of(file)))
+
+
 def text_of(file: FileFact) -> str:
     """Return a source's text, such that encoding it in the same way gives the same bytes."""
     return file.content.decode("utf-8", "surrogateescape")
@@ -71,19 +80,14 @@ def entries(path: str, text: str) -> list[Entry]:
 
 
 def _one_line_entries(text: str) -> list[Entry]:
-    matches = ((number, _ONE_LINE.match(line)) for number, line in enumerate(text.splitlines(), 1))
-    return [
-        Entry(
-            number, match[3], match[4], (number, number + 1), (match[1],), tuple(match[5].split()),
-            _one_line_options(match[2] or ""),
-        )
-        for number, match in matches if match
-    ]  # fmt: skip
-
-
-def _one_line_options(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = (word.partition("=") for word in text.split())
-    return tuple((_field(name), value.replace(",", " ")) for name, _, value in pairs if value)
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _ONE_LINE.match(line):
+            kind, options, uri, suite, components = match.groups()
+            pairs = (word.partition("=") for word in (options or "").split())
+            fields = tuple((_field(name), value.replace(",", " ")) for name, _, value in pairs if value)
+            found.append(Entry(number, uri, suite, (number, number + 1), (kind,), tuple(components.split()), fields))
+    return found
 
 
 def _field(option: str) -> str:
@@ -114,9 +118,8 @@ def _deb822_entries(text: str) -> list[Entry]:
 def _stanza_entries(stanza: Mapping[str, list[tuple[int, str]]], block: tuple[int, int]) -> list[Entry]:
     """Return an entry for each URI and suite of a stanza: field → numbered lines of its value."""
     lower = {name.lower(): lines for name, lines in stanza.items()}
-    words = {
-        name: [(number, word) for number, line in lower.get(name, ()) for word in line.split()] for name in _NO_OPTIONS
-    }
+    words = {name: [(number, word) for number, line in lower.get(name, ()) for word in line.split()]
+             for name in _NO_OPTIONS}  # fmt: skip
     if any(word.lower() in _NO for _, word in words["enabled"]):
         return []
     types, components = (tuple(word for _, word in words[name]) for name in ("types", "components"))
@@ -125,11 +128,8 @@ def _stanza_entries(stanza: Mapping[str, list[tuple[int, str]]], block: tuple[in
         for name, lines in stanza.items()
         if name and name.lower() not in _NO_OPTIONS and not name.lower().startswith("x-")
     )
-    return [
-        Entry(place, uri, suite, block, types, components, options)
-        for place, uri in words["uris"]
-        for _, suite in words["suites"]
-    ]
+    return [Entry(place, uri, suite, block, types, components, options)
+            for place, uri in words["uris"] for _, suite in words["suites"]]  # fmt: skip
 
 
 def repo_sections(text: str) -> list[tuple[str, Mapping[str, str]]]:
@@ -161,7 +161,11 @@ def component_source(
     groups: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], list[str]] = {}
     for path, entry, lacking in _lacking(files, codename, components):
         groups.setdefault((entry.uri, lacking, _options(path, entry, keyring)), []).append(entry.suite)
-    stanzas = [_stanza(uri, suites, lacking, options) for (uri, lacking, options), suites in groups.items()]
+    stanzas = []
+    for (uri, lacking, options), suites in groups.items():
+        lines = ["Types: deb", f"URIs: {uri}", f"Suites: {' '.join(suites)}", f"Components: {' '.join(lacking)}"]
+        lines += [f"{field}: {value}".replace(": \n", ":\n") for field, value in options]
+        stanzas.append("".join(f"{line}\n" for line in lines))
     return _HEAD + "\n".join(stanzas) if stanzas else ""
 
 
@@ -169,16 +173,12 @@ def component_problems(
     files: Mapping[str, FileFact], name: str, codename: str, components: Sequence[str]
 ) -> tuple[Problem, ...]:
     """Return why the host's mirrors can't provide these components; `name` is the distribution's, for messages."""
-    if not list(_archives(files, codename)):
+    if not any(_archives(files, codename)):
         read = ", ".join(path for path, _ in foreign_sources(files)) or "there is none"
-        return (
-            Problem(
-                f"no source of this host is {name}'s own archive, whose components {' '.join(components)} have the "
-                "driver",
-                f"apt's sources ({read}) have no entry with suite {codename} and component main",
-                f"add {name}'s archive to {SOURCES}, or set gpuprov_driver: runfile",
-            ),
-        )
+        named = " ".join(components)
+        what = f"no source of this host is {name}'s own archive, whose components {named} have the driver"
+        seen = f"apt's sources ({read}) have no entry with suite {codename} and component main"
+        return (Problem(what, seen, f"add {name}'s archive to {SOURCES}, or set gpuprov_driver: runfile"),)
     return tuple(
         Problem(
             f"{path} trusts {entry.uri} without a signature, and the driver would come from there",
@@ -194,10 +194,9 @@ def component_problems(
 def _archives(files: Mapping[str, FileFact], codename: str) -> Iterator[tuple[str, Entry]]:
     """Yield (path, entry) of the distribution's archive in the host's sources: the release, its updates, security."""
     suites = re.compile(rf"({re.escape(codename)}|{_ALIASES})(-updates|-security|/updates)?")
-    for path, file in foreign_sources(files):
-        for entry in entries(path, text_of(file)):
-            if "deb" in entry.types and "main" in entry.components and suites.fullmatch(entry.suite):
-                yield path, entry
+    for path, entry in foreign_entries(files):
+        if "deb" in entry.types and "main" in entry.components and suites.fullmatch(entry.suite):
+            yield path, entry
 
 
 def _lacking(
@@ -205,10 +204,9 @@ def _lacking(
 ) -> Iterator[tuple[str, Entry, tuple[str, ...]]]:
     """Yield (path, entry, components that no source has of its archive), each archive once."""
     there: dict[tuple[str, str], set[str]] = {}
-    for path, file in foreign_sources(files):
-        for entry in entries(path, text_of(file)):
-            if "deb" in entry.types:
-                there.setdefault((entry.uri.rstrip("/"), entry.suite), set()).update(entry.components)
+    for _, entry in foreign_entries(files):
+        if "deb" in entry.types:
+            there.setdefault((entry.uri.rstrip("/"), entry.suite), set()).update(entry.components)
     seen = set()
     for path, entry in _archives(files, codename):
         place = (entry.uri.rstrip("/"), entry.suite)
@@ -229,12 +227,6 @@ def _options(path: str, entry: Entry, keyring: str) -> tuple[tuple[str, str], ..
     return (*options, ("Signed-By", keyring))
 
 
-def _stanza(uri: str, suites: Sequence[str], components: Sequence[str], options: Sequence[tuple[str, str]]) -> str:
-    lines = ["Types: deb", f"URIs: {uri}", f"Suites: {' '.join(suites)}", f"Components: {' '.join(components)}"]
-    lines += [f"{field}: {value}".replace(": \n", ":\n") for field, value in options]
-    return "".join(f"{line}\n" for line in lines)
-
-
 @dataclass(frozen=True)
 class PinnedOut:
     """A package without a candidate. `places`: `file:line` of the pins on it with a negative priority."""
@@ -247,20 +239,15 @@ class PinnedOut:
 def gather_pinned_out(system: System, names: Sequence[str]) -> tuple[PinnedOut, ...]:
     """Return those of the packages that no version may be installed of; asks apt only on hosts with preferences."""
     plain = [name for name in names if "=" not in name]
-    texts = _preferences(system) if plain else {}
-    if not texts:
+    file, folder = _PREFERENCES
+    # apt reads files with no extension or with .pref alone.
+    listed = (f"{folder}/{name}" for name in system.list_directory(folder) if re.fullmatch(r"[\w-]+(\.pref)?", name))
+    texts = {path: text for path in (file, *listed) if (text := system.read_text(path))}
+    if not (plain and texts):
         return ()
     done = system.run(("apt-cache", "policy", *plain), timeout=_POLICY_SECONDS)
     found = parse_policy(done.stdout) if done.ok else {}
     return tuple(PinnedOut(name, versions, pins_on(texts, name)) for name, versions in found.items())
-
-
-def _preferences(system: System) -> Mapping[str, str]:
-    file, folder = _PREFERENCES
-    # apt reads files with no extension or with .pref alone.
-    listed = (f"{folder}/{name}" for name in system.list_directory(folder) if re.fullmatch(r"[\w-]+(\.pref)?", name))
-    texts = {path: system.read_text(path) for path in (file, *listed)}
-    return {path: text for path, text in texts.items() if text}
 
 
 def parse_policy(text: str) -> Mapping[str, tuple[str, ...]]:
@@ -302,19 +289,80 @@ def _matches(pattern: str, name: str) -> bool:
 
 def pin_problems(pinned: Iterable[PinnedOut]) -> tuple[Problem, ...]:
     """Return what a person must change before apt can install the packages."""
-    return tuple(
-        Problem(
-            f"a pin in apt's preferences keeps {one.name} out",
-            "\n".join((*(f"{place}: negative priority" for place in one.places),
-                       f"apt-cache policy {one.name}: Candidate: (none), of {', '.join(one.versions[:3])}")),
-            _way_out(one),
-        )
-        for one in pinned
-    )  # fmt: skip
+    found = []
+    for one in pinned:
+        way_out = f"grep -rn -A3 Package: {' '.join(_PREFERENCES)}"
+        if one.places:
+            path, _, line = one.places[0].rpartition(":")
+            way_out = f"${{EDITOR:-vi}} +{line} {path}"
+        seen = [f"{place}: negative priority" for place in one.places]
+        seen.append(f"apt-cache policy {one.name}: Candidate: (none), of {', '.join(one.versions[:3])}")
+        what = f"a pin in apt's preferences keeps {one.name} out"
+        found.append(Problem(what, "\n".join(seen), f"{way_out}  # take the pin on {one.name} out"))
+    return tuple(found)
 
 
-def _way_out(one: PinnedOut) -> str:
-    if not one.places:
-        return f"grep -rn -A3 Package: {' '.join(_PREFERENCES)}  # take the pin on {one.name} out"
-    path, _, line = one.places[0].rpartition(":")
-    return f"${{EDITOR:-vi}} +{line} {path}  # take the pin on {one.name} out"
+# -- names: whether those of the sources can be looked up -----------------------------------------------------------
+
+# A second server is asked after five seconds (resolv.conf(5)).
+_SECONDS = 8
+_MOST_SECONDS = 12
+_RESOLVER = "/etc/resolv.conf"
+# With a proxy, the proxy looks the names up.
+_PROXY_FILES = ("/etc/apt/apt.conf", "/etc/dnf/dnf.conf", "/etc/yum.conf", "/root/.curlrc", "/etc/rhsm/rhsm.conf")
+_PROXY_FOLDERS = ("/etc/apt/apt.conf.d", "/etc/yum.repos.d", "/etc/zypp/repos.d")
+_PROXY = re.compile(r"^[^#;/\n]*proxy\S*\s*\S*[\w:\"]", re.IGNORECASE | re.MULTILINE)
+_SUSE = "/etc/sysconfig/proxy"
+_APT_SOURCE = re.compile(r"/etc/apt/sources\.list(\.d/[^/]+\.(list|sources))?")
+_REPO_FILE = re.compile(r"/etc/(yum\.|zypp/)repos\.d/[^/]+\.repo")
+
+
+def dns_problem(system: System, manager: str, files: Mapping[str, FileFact]) -> Problem | None:
+    """Return the problem of a host on which no source's name can be looked up; None if one can, or it is not needed."""
+    names = _names(manager, files)
+    if not names or system.which("getent") is None or _has_proxy(system):
+        return None
+    begun, seen = system.now(), ""
+    for name in names:
+        done = system.run(("getent", "ahosts", name), timeout=_SECONDS)
+        if done.ok:
+            return None
+        ended = f"no answer in {_SECONDS} s" if done.returncode == TIMED_OUT else f"exit code {done.returncode}"
+        seen = seen or f"getent ahosts {name}: {ended}"
+        if system.now() - begun > _MOST_SECONDS:
+            break
+    servers = re.findall(r"^nameserver\s+\S+", system.read_text(_RESOLVER) or "", re.MULTILINE)
+    return Problem(
+        "DNS does not answer: no package source's name can be looked up",
+        f"{seen}\n{_RESOLVER}: {', '.join(servers) or 'no nameserver'}",
+        f"correct {_RESOLVER} or the network, then check: getent ahosts {names[0]}; or set gpuprov_proxy",
+    )
+
+
+def _names(manager: str, files: Mapping[str, FileFact]) -> tuple[str, ...]:
+    """Return the hosts of all enabled sources; none if one needs no network, or can't be read."""
+    try:
+        urls = [urlsplit(url) for url in _urls(manager, files)]
+    except (ValueError, configparser.Error):
+        return ()
+    if any(url.scheme not in ("http", "https") or "$" in url.netloc or not url.hostname for url in urls):
+        return ()
+    return tuple(dict.fromkeys(url.hostname for url in urls if url.hostname))
+
+
+def _urls(manager: str, files: Mapping[str, FileFact]) -> Iterator[str]:
+    for path, file in files.items():
+        if manager == "apt" and _APT_SOURCE.fullmatch(path):
+            yield from (entry.uri for entry in entries(path, text_of(file)))
+        elif manager != "apt" and _REPO_FILE.fullmatch(path):
+            for _, section in repo_sections(text_of(file)):
+                texts = (section.get(key, "") for key in ("baseurl", "mirrorlist", "metalink"))
+                yield from (word for text in texts for word in re.split(r"[\s,]+", text) if word)
+
+
+def _has_proxy(system: System) -> bool:
+    if system.proxy.url or any(os.environ.get(f"{kind}_proxy") for kind in ("http", "https", "all", "HTTP", "HTTPS")):
+        return True
+    listed = (f"{folder}/{name}" for folder in _PROXY_FOLDERS for name in system.list_directory(folder))
+    texts = (system.read_text(path) or "" for path in (*_PROXY_FILES, *listed))
+    return any(map(_PROXY.search, texts)) or 'PROXY_ENABLED="yes"' in (system.read_text(_SUSE) or "")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
+from gpuprov.core.changes import tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.packages.failures import finish_rpm
-from gpuprov.packages.interface import Commands, Versions, tell_nobody, versions_by_name
-from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager
-from gpuprov.packages.rpm_changes import run_rpm
+from gpuprov.packages.interface import Commands, Versions, versions_by_name
+from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
 
 _ZYPPER = ("zypper", "--non-interactive")
 _QUERY = ("search", "--details", "--match-exact", "--type", "package")
@@ -48,10 +50,18 @@ class Zypper(RpmManager):
         return "zypper"
 
     def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
-        # zypper takes NAME=VERSION; the names here are rpm's.
-        wanted = [f"{name}={version}-{release.rpartition('.')[0]}"
-                  for name, version, release in (one.rsplit("-", 2) for one in names)]  # fmt: skip
-        return (*_ZYPPER, "--pkg-cache-dir", folder, "install", "--force", "--download-only", "--", *wanted)
+        command = (*_ZYPPER, "--pkg-cache-dir", folder, "install", "--force", "--download-only", "--")
+        return (*command, *map(_word, names))
+
+    def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
+        options = ("--oldpackage", "--no-recommends", "--force-resolution", *(("--dry-run",) if simulate else ()))
+        if names[0].startswith("/"):
+            return (*_ZYPPER, "--no-refresh", "install", *options, "--", *names)
+        return (*_ZYPPER, "install", *options, "--", *map(_word, names))
+
+    def removed_by(self, done: Completed) -> tuple[str, ...] | None:
+        removed = re.findall(r"going to be REMOVED:\n((?: .*\n)+)", done.stdout)
+        return tuple("".join(removed).split()) if done.returncode in self.good_codes else None
 
     def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
         # zypper has no such list: the repository counts for the one command that asks for it, after all others.
@@ -59,10 +69,6 @@ class Zypper(RpmManager):
 
     def with_limited(self, repository: str) -> tuple[str, ...]:
         return ("--plus-content", repository)
-
-    def unfiltered(self, repository: str) -> tuple[str, ...]:
-        # SUSE has no module streams.
-        return ()
 
     def only_from(self, folder: str) -> tuple[str, ...]:
         return ("--reposd-dir", folder)
@@ -82,6 +88,12 @@ class Zypper(RpmManager):
         done = run_rpm(system, (*_ZYPPER, *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
         finish_rpm(done, NO_INDEX, (0, _NOTHING_FOUND))
         return parse_search(done.stdout)
+
+
+def _word(package: str) -> str:
+    """Return zypper's NAME=VERSION for rpm's NAME-VERSION-RELEASE.ARCH."""
+    name, version, release = package.rsplit("-", 2)
+    return f"{name}={version}-{release.rpartition('.')[0]}"
 
 
 def parse_search(text: str) -> Versions:

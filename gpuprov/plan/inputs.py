@@ -11,10 +11,9 @@ from dataclasses import replace
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.cdi.discover import discover
-from gpuprov.core.image_system import ImageSystem
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
-from gpuprov.core.system import System
+from gpuprov.core.system import ImageSystem, System
 from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generations, kernel, run_files, running_driver
 from gpuprov.driver.generations import gather_served
 from gpuprov.driver_run import RunFile
@@ -26,8 +25,8 @@ from gpuprov.facts.kernels import gather_image, kernel_to_come
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
-from gpuprov.machine.pci import gather_gpus
-from gpuprov.packages import dns, managers, sources
+from gpuprov.machine.pci import gather_gpus, own_ids
+from gpuprov.packages import managers, sources
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.events import Note, Sink
@@ -45,25 +44,20 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     if manifest is None:
         spec = run_files.resolved(system, spec, system.architecture())
     else:
-        spec = run_files.of_bundle(spec, manifest.driver_version)
-        spec = _with_driver_file(cuda_toolkit.from_bundle(spec, manifest), manifest)
+        spec = cuda_toolkit.from_bundle(run_files.of_bundle(spec, manifest.driver_version), manifest)
+        if spec.driver == "runfile" and manifest.driver_file:
+            spec = replace(
+                spec,
+                driver_version=spec.driver_version or manifest.driver_version,
+                driver_url=f"{FOLDER}/{manifest.driver_file}",
+                driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
+            )
     return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
-
-
-def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
-    if spec.driver != "runfile" or not manifest.driver_file:
-        return spec
-    return replace(
-        spec,
-        driver_version=spec.driver_version or manifest.driver_version,
-        driver_url=f"{FOLDER}/{manifest.driver_file}",
-        driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
-    )
 
 
 def _with_branch(system: System, spec: HostSpec) -> HostSpec:
     """Return the spec with the branch of NVIDIA's packages that this host's GPUs need; most GPUs need none."""
-    ids = generations.ids_of(spec.image_gpus) or [gpu.device_id for gpu in gather_gpus(system)]
+    ids = generations.ids_of(spec.image_gpus) or own_ids(gather_gpus(system))
     if spec.driver != "packages" or not generations.last_branch(ids):
         return spec
     os = gather_os(system)
@@ -88,21 +82,20 @@ def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
 
 
 def gather_for(
-    system: System, spec: HostSpec, bundle: OpenBundle | None, steps: Sequence[str], sink: Sink
-) -> HostFacts:
+    system: System, spec: HostSpec, bundle: OpenBundle | None, steps: Sequence[str], sink: Sink, *,
+    upgrade: bool = False,
+) -> HostFacts:  # fmt: skip
     """Return the facts for a plan of these steps (none: all). Repositories are queried if the plan depends on them.
 
     Network queries are announced, because they take a while.
     """
     facts = _as_image(system, gather(system, other_engines.names(system, spec)), spec)
-    facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
+    facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec), upgrade=upgrade)
     if spec.docker != "none":
         asks = spec.migrate_nvidia_docker
         leftovers = with_docker(system, facts.leftovers, facts.docker, facts.packages, always=asks)
         facts = replace(facts, leftovers=leftovers)
     context = PlanContext(facts, spec)
-    if running_driver.is_in_the_way(context.driver):
-        facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
     facts = _with_obstacles(system, facts, context, steps)
     if spec.mig_layout and facts.image is None:
@@ -110,8 +103,11 @@ def gather_for(
     if isinstance(context.driver, RunFile) and context.driver.installs and spec.driver_version:
         facts = replace(facts, served=gather_served(system, context.driver.path))
     if bundle is not None:
-        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
-    return _asked(system, facts, context, steps or ("repositories", "packages"), sink)
+        facts = replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
+    else:
+        facts = _asked(system, facts, context, steps or ("repositories", "packages"), sink)
+    in_the_way = running_driver.is_in_the_way(PlanContext(facts, spec).driver)
+    return replace(facts, running=running_driver.gather_running(system, facts)) if in_the_way else facts
 
 
 def _with_obstacles(system: System, facts: HostFacts, context: PlanContext, steps: Sequence[str]) -> HostFacts:
@@ -135,7 +131,7 @@ def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequen
         return facts
     # Most runs change nothing and query no repository.
 
-    if dead := system.proxy_problem() or dns.dns_problem(system, facts.package_manager.name, facts.files):
+    if dead := system.proxy_problem() or sources.dns_problem(system, facts.package_manager.name, facts.files):
         return replace(facts, offers=managers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.

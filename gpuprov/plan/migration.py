@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gpuprov.core.changes import Change, RemoveFile
+from gpuprov.engines.containers import stop_command
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.engines.nvidia_docker import RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
@@ -26,10 +27,9 @@ _ENGINE_OF = {"/etc/containerd": "containerd", "/etc/crio": "crio", "/etc/contai
 
 
 def _candidates(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    installed = facts.packages.installed
-    # With gpuprov_toolkit: nvidia these are brought up to date, and used.
-    toolkit = retired.old_toolkit(installed) if spec.toolkit == "bundled" else ()
-    return (*retired.retired_packages(installed), *toolkit)
+    # With gpuprov_toolkit: nvidia the toolkit is brought up to date, and used.
+    candidates = retired.old_packages if spec.toolkit == "bundled" else retired.retired_packages
+    return candidates(facts.packages.installed)
 
 
 def kept(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def _package_user(facts: HostFacts, spec: HostSpec) -> str:
 def _program_user(facts: HostFacts) -> str:
     """Return who uses the programs of the packages, and how to end that; "" if nobody does."""
     if names := facts.leftovers.running:
-        return f"{', '.join(names)} runs with it; docker stop {' '.join(names)}, then run the same command again"
+        return f"{', '.join(names)} runs with it; {stop_command(names)}, then run the same command again"
     for path, programs in facts.leftovers.users.items():
         engine = next((one for folder, one in _ENGINE_OF.items() if path.startswith(f"{folder}/")), "")
         if engine not in facts.engines or any(not _USUAL.fullmatch(program) for program in programs):
@@ -87,16 +87,6 @@ def _names(containers: Iterable[str]) -> str:
     return " ".join(one.split(" (")[0] for one in containers)
 
 
-def dead_runtimes(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the runtimes to take out of docker's configuration."""
-    return facts.leftovers.dead_runtimes if spec.migrate_nvidia_docker else ()
-
-
-def plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what makes room for NVIDIA's current toolkit, which does not install beside the oldest of these."""
-    return _packages(facts, spec) if spec.toolkit == "nvidia" else ()
-
-
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the removal of everything unused; the changes to undo first come last."""
     if not spec.migrate_nvidia_docker:
@@ -109,14 +99,15 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *volumes,
         *((StopPlugin(UNIT),) if found.unit and not stays else ()),
-        *(_packages(facts, spec) if spec.toolkit != "nvidia" else ()),
+        *(removed_packages(facts, spec) if spec.toolkit != "nvidia" else ()),
         *((RemoveFile(path, "left by nvidia-docker") for path in found.files) if not stays else ()),
         *((RemoveFolder(FOLDER),) if found.folder and not stays else ()),
         *sources,
     )
 
 
-def _packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def removed_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the change that removes unused packages of nvidia-docker."""
     names = _removed(facts, spec)
     # Configuration files of these packages, which docker and gpuprov's runtime read.
     keep = (DAEMON_JSON,) * ("nvidia-docker2" in names) + (NVIDIA_SETTINGS_PATH,) * facts.leftovers.has_settings

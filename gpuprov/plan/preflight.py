@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, fabric_manager, kernel, mig
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, kernel, mig
+from gpuprov.driver.packaged import fits
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
@@ -18,9 +20,10 @@ from gpuprov.packages import sources
 from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
-from gpuprov.protocol.driver_releases import support_end
 from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.known_problems import NEWEST, matching
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import support_end
 
 # The minimum free space of a run; the driver's additional need is checked once its file is available.
 _LEAST_FREE_BYTES = 100 << 20
@@ -34,6 +37,7 @@ _WRITES_USR = (
     cuda_toolkit.InstallCudaToolkit, cuda_toolkit.LinkCudaToolkit,
 )  # fmt: skip
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
+_REFUSE, _ALLOW = "gpuprov_refuse_advisories", "gpuprov_allow_known_problems"
 LIST_GPUS = "lspci -d 10de:"
 NO_GPU = Problem(
     "there is no NVIDIA GPU in this machine",
@@ -46,12 +50,13 @@ NO_GPU = Problem(
 def preflight(context: PlanContext) -> tuple[Problem, ...]:
     """Return every problem that prevents the run, before anything is changed."""
     facts, spec, driver = context.facts, context.spec, context.driver
+    runtime = toolkit.runtime_path(spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
+        or (() if facts.gpus or facts.image is not None else (NO_GPU,))
         or _bundle_problems(context)
         or (
-            *_gpu_problems(facts),
             *kernel.image_problems(driver),
             *host_problems(facts),
             *_python_problems(facts),
@@ -61,37 +66,27 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *reboot.problems(driver),
             *driver.problems(),
             *_security_problems(driver),
+            *_known_problems(driver),
             *cuda_repository.problems(facts, spec),
             *cuda_toolkit.problems(facts, spec),
             *fabric_manager.plan_problems(driver),
+            *dcgm.problems(driver),
             *mig.problems(facts, spec),
             *software.problems(driver),
             *sources.pin_problems(facts.pinned_out),
-            *_repository_problems(context),
-            *_docker_problems(facts, spec),
+            *(() if facts.bundle else repos.problems(facts, spec, context.extra_repositories)),
+            *(docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+              if spec.docker != "none" else ()),
             *migration.problems(facts, spec),
-            *other_engines.problems(facts.engines, toolkit.runtime_path(spec), set_default=spec.default_runtime),
+            *other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime),
             *watch.problems(facts, spec),
         )
-    )
+    )  # fmt: skip
 
 
 def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
     """Return what prevents any run on a host, whatever it installs."""
     return (*_room_problems(facts), *_clock_problems(facts))
-
-
-def _repository_problems(context: PlanContext) -> tuple[Problem, ...]:
-    if context.facts.bundle:
-        return ()
-    return repos.problems(context.facts, context.spec, context.extra_repositories)
-
-
-def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    if spec.docker == "none":
-        return ()
-    runtime = toolkit.runtime_path(spec)
-    return docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
 
 
 def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
@@ -170,8 +165,7 @@ def read_only_problems(facts: HostFacts, changes: Iterable[Change]) -> tuple[Pro
     changes = tuple(changes)
     writes_usr = any(one.uses_package_manager or isinstance(one, _WRITES_USR) for one in changes)
     # Every change is noted in /var/lib, and most write to /etc.
-    places = {*facts.read_only} - (set() if writes_usr else {"/usr"}) if changes else set()
-    return read_only(facts, places)
+    return read_only(facts, {*facts.read_only} - (set() if writes_usr else {"/usr"}) if changes else ())
 
 
 def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
@@ -186,16 +180,13 @@ def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
     )
 
 
-def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    return () if facts.gpus or facts.image is not None else (NO_GPU,)
-
-
 def security_warnings(driver: DriverSource) -> tuple[str, ...]:
-    """Return a sentence for each product to be installed with known holes, or past its support."""
+    """Return a sentence for each product to be installed with known holes or problems, or past its support."""
     version = driver.coming_version
+    known = (f"{one.name}: {one.what} ({one.sources[0]})" for one in matching(_combination_to_come(driver)))
     end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(driver.facts.clock))
     ended = (f"driver {version}: the support of branch {version.partition('.')[0]} ended in {end}",) if end else ()
-    return (*map(str, _installed_with(driver)), *(ended if end < now else ()))
+    return (*map(str, _installed_with(driver)), *(ended if end < now else ()), *known)
 
 
 def _security_problems(driver: DriverSource) -> tuple[Problem, ...]:
@@ -203,30 +194,63 @@ def _security_problems(driver: DriverSource) -> tuple[Problem, ...]:
     return tuple(
         Problem(
             f"{one.product} {one.version} is refused for its known security holes",
-            f"gpuprov_refuse_advisories is {driver.spec.refuse_advisories}; {one}",
-            f"set {_fix(one, driver.spec)}, or gpuprov_refuse_advisories: none",
+            f"{_REFUSE} is {driver.spec.refuse_advisories}; {one}",
+            f"set {_settings({_VARIABLES[one.product]: one.fixed_in}, driver.spec)}, or {_REFUSE}: none",
         )
         for one in _installed_with(driver)
         if one.score >= THRESHOLDS[driver.spec.refuse_advisories]
     )
 
 
-def _fix(one: Vulnerabilities, spec: HostSpec) -> str:
-    """Return the settings that install the release without these holes; a distribution has only its own releases."""
-    wanted = f'gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}"'
-    from_distribution = one.product == DRIVER and spec.driver == "distribution"
-    return f"gpuprov_driver: runfile and {wanted}" if from_distribution else wanted
+def _settings(use: Mapping[str, str], spec: HostSpec) -> str:
+    """Return these options as an inventory has them; a distribution has only its own driver releases."""
+    other = ("gpuprov_driver: runfile",) if "driver_version" in use and spec.driver == "distribution" else ()
+    return " and ".join((*other, *(f'gpuprov_{name}: "{value}"' for name, value in use.items())))
 
 
 def _installed_with(driver: DriverSource) -> tuple[Vulnerabilities, ...]:
-    found = (
-        vulnerabilities(DRIVER, driver.coming_version),
-        vulnerabilities(TOOLKIT, _installed_toolkit(driver.facts, driver.spec)),
-    )
+    """Return the known holes of the driver and the toolkit that the run installs."""
+    spec, installed = driver.spec, driver.facts.packages.installed.get(TOOLKIT_PACKAGE, "")
+    toolkit_version = spec.toolkit_version if spec.toolkit == "nvidia" and spec.toolkit_version != installed else ""
+    found = (vulnerabilities(DRIVER, driver.coming_version), vulnerabilities(TOOLKIT, toolkit_version))
     return tuple(one for one in found if one is not None)
 
 
-def _installed_toolkit(facts: HostFacts, spec: HostSpec) -> str:
-    installed = facts.packages.installed.get(TOOLKIT_PACKAGE, "")
-    wanted = spec.toolkit == "nvidia" and spec.toolkit_version != installed
-    return spec.toolkit_version if wanted else ""
+def combination(facts: HostFacts) -> Mapping[str, Any]:
+    """Return what a host has, of all that known problems depend on."""
+    packages = facts.packages.installed
+    return {
+        **facts.kernel.conditions(), "driver": facts.driver_installed_version, "gpus": facts.gpu_device_ids,
+        "toolkit": packages.get(TOOLKIT_PACKAGE, ""), "docker": facts.docker.version,
+        "podman": packages.get("podman", ""), "mig": any(gpu.mig for gpu in facts.driver.gpus),
+        "builds": not (facts.driver_loaded_version or facts.kernel.container),
+    }  # fmt: skip
+
+
+def _combination_to_come(driver: DriverSource) -> Mapping[str, Any]:
+    """Return what a host has after the run. Engines that the run does not configure do not count."""
+    facts, spec, there = driver.facts, driver.spec, combination(driver.facts)
+    asked = "" if spec.driver == "preinstalled" or fits(there["driver"], spec.driver_version) else spec.driver_version
+    version = driver.coming_version or asked or there["driver"]
+    docker = there["docker"] or (NEWEST if spec.docker == "docker-ce" else "")
+    return {
+        **there, "driver": version,
+        "toolkit": spec.toolkit_version or there["toolkit"] or NEWEST if spec.toolkit == "nvidia" else "",
+        "docker": docker if spec.docker != "none" else "",
+        "podman": there["podman"] if "podman" in facts.engines else "",
+        "mig": there["mig"] or any(one != "disabled" for one in spec.mig_layout),
+        "builds": driver.compiles and (version != there["driver"] or not facts.driver_loaded_version),
+    }  # fmt: skip
+
+
+def _known_problems(driver: DriverSource) -> tuple[Problem, ...]:
+    """Return why a plan is refused: it would make a combination that is known to break."""
+    there, allowed = combination(driver.facts), driver.spec.allow_known_problems
+    return tuple(
+        Problem(
+            f"{one.name}: {one.what}", f"{one.combination}: {one.sources[0]}",
+            f"set {', or '.join(filter(None, (_settings(one.use, driver.spec), f'{_ALLOW}: [{one.name}]')))}",
+        )
+        for one in matching(_combination_to_come(driver))
+        if one.name not in allowed and not one.matches(there)
+    )  # fmt: skip

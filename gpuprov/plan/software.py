@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from gpuprov import toolkit
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, dkms, fabric_manager, kernel
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, kernel, packaged
 from gpuprov.driver.source import DriverSource
-from gpuprov.engines import kubernetes, other_engines
+from gpuprov.engines import known, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.packages import known_repositories
 from gpuprov.packages.failures import Advice
-from gpuprov.packages.interface import Installation, pinned
+from gpuprov.packages.interface import DRIVER_PACKAGES, Installation, driver_set, pinned
 from gpuprov.packages.managers import manager_of
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
@@ -27,7 +28,8 @@ def note(facts: HostFacts) -> str:
     """Return a sentence about partly installed packages, or "": a run that installs packages finishes them."""
     found = ", ".join(f"{name} is {status}" for name, status in sorted(facts.packages.unfinished.items()))
     return (
-        f"{found}: dpkg was interrupted; the next installation finishes this first (dpkg --configure -a)"
+        f"{found}: dpkg was interrupted, or a script of the package failed; the next installation finishes this first "
+        "(dpkg --configure -a)"
         if found
         else ""
     )
@@ -38,78 +40,65 @@ def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     facts, row = driver.facts, driver.facts.distribution
     with_docker = row is not None and driver.spec.docker == "docker-ce"
     docker = docker_repository(row, facts.architecture) if row is not None and with_docker else None
-    found = (*cuda_repository.repositories(driver), docker, *past_releases(driver), dkms.repository(driver))
+    found = (*cuda_repository.repositories(driver), docker, *past_releases(driver), kernel.dkms_source(driver))
     return tuple(one for one in found if one is not None)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return which packages are missing but may not be installed."""
-    return (
-        *_manager_problems(driver.facts),
-        *_docker_problems(driver.facts, driver.spec),
-        *_archive_problems(driver),
-        *dkms.problems(driver),
-    )
+    facts, row = driver.facts, _with_archive(driver) if not driver.facts.bundle else None
+    archive = known_repositories.archive_problems(row, facts.kernel.release, facts.architecture) if row else ()
+    found = (_manager_problem(facts), _docker_problem(facts, driver.spec), *archive, *kernel.dkms_problems(driver))
+    return tuple(one for one in found if one is not None)
 
 
-def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
+def _manager_problem(facts: HostFacts) -> Problem | None:
     row = facts.distribution
     if row is None or facts.packages.manager == row.package_manager:
-        return ()
-    return (
-        Problem(
-            f"{row.name}'s package manager, {row.package_manager}, is missing on this host",
-            f"there is no {row.package_manager}, or no database of packages that it could read",
-            "is this an image without one (ostree, distroless)? Take the distribution's ordinary one",
-        ),
+        return None
+    return Problem(
+        f"{row.name}'s package manager, {row.package_manager}, is missing on this host",
+        f"there is no {row.package_manager}, or no database of packages that it could read",
+        "is this an image without one (ostree, distroless)? Take the distribution's ordinary one",
     )
 
 
-def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+def _docker_problem(facts: HostFacts, spec: HostSpec) -> Problem | None:
     if spec.docker == "none":
-        return _no_engine_problems(facts)
+        return _no_engine_problem(facts)
     if facts.docker.installed:
-        return ()
+        return None
     if spec.docker == "preinstalled":
         next_step = "install it, or set gpuprov_docker: distribution"
-        return (Problem("docker is not installed", "there is no dockerd", next_step),)
+        return Problem("docker is not installed", "there is no dockerd", next_step)
     row = facts.distribution
     if row is None or engine_packages(row, spec):
-        return ()
+        return None
     here = f"{row.name} {row.version}"
-    if spec.docker == "distribution":
-        return (
-            Problem(
-                f"{here} has no docker of its own",
-                "there is no dockerd, and none in the distribution's packages",
-                "set gpuprov_docker: docker-ce to take it from Docker's own repository, or none for podman instead",
-            ),
-        )
-    return (
-        Problem(
-            f"Docker has no repository for {here}",
-            "docs.docker.com/engine/install",
-            "set gpuprov_docker: distribution",
-        ),
+    if spec.docker == "docker-ce":
+        what, next_step = f"Docker has no repository for {here}", "set gpuprov_docker: distribution"
+        return Problem(what, "docs.docker.com/engine/install", next_step)
+    return Problem(
+        f"{here} has no docker of its own",
+        "there is no dockerd, and none in the distribution's packages",
+        "set gpuprov_docker: docker-ce to take it from Docker's own repository, or none for podman instead",
     )
 
 
-def _no_engine_problems(facts: HostFacts) -> tuple[Problem, ...]:
+def _no_engine_problem(facts: HostFacts) -> Problem | None:
     if facts.engines or facts.kubernetes:
-        return ()
+        return None
     others = "no engine but docker's own" if facts.docker.installed else "neither podman, containerd nor crio"
-    return (
-        Problem(
-            "there is no container engine on this host for gpuprov to configure",
-            f"gpuprov_docker is none, and {others} is installed",
-            f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
-        ),
+    return Problem(
+        "there is no container engine on this host for gpuprov to configure",
+        f"gpuprov_docker is none, and {others} is installed",
+        f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
     )
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:
     """Return a note on a Kubernetes node's engine that is not named, or that waits for a restart; or ""."""
-    own = kubernetes.own_engines(facts.kubernetes) if spec.docker == "none" else ()
+    own = known.own_engines(facts.kubernetes) if spec.docker == "none" else ()
     unnamed = [name for name in own if name not in facts.engines]
     if unnamed:
         named = f"gpuprov_engines: [{', '.join((*spec.engines, *unnamed))}]"
@@ -143,30 +132,32 @@ def wanted(driver: DriverSource) -> tuple[str, ...]:
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
         *kernel.packages(driver),
-        *dkms.packages(driver),
+        *kernel.dkms_packages(driver),
         *driver.packages(),
         *cuda_toolkit.toolkit_packages(spec),
+        *dcgm.wanted_packages(driver),
         *prepare.packages(driver),
         *toolkit.packages(spec),
     )
-    holds = held(driver) or fabric_manager.held(driver)
+    holds = _asked(spec) or (_holds_driver(driver) and not unheld(driver))
     return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if holds else ()))
 
 
 def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
-    facts, spec, limited = driver.facts, driver.spec, dkms.repository(driver)
+    facts, spec, limited = driver.facts, driver.spec, kernel.dkms_source(driver)
     installation = Installation(
         wanted_packages,
         spec.lock_timeout,
         facts.bundle,
-        hold=held(driver),
+        hold=_asked(spec),
         units=("docker.service",) if _missing_engine(facts, spec) else (),
         advice=_advice(facts),
         limited=f"gpuprov-{limited.name}" if limited else "",
-        limited_names=dkms.packages(driver),
+        limited_names=kernel.dkms_packages(driver),
     )
-    return facts.package_manager.plan_installation(facts.packages, installation)
+    changes = facts.package_manager.plan_installation(facts.packages, installation)
+    return packaged.restoring(changes, facts.packages.installed)
 
 
 def _advice(facts: HostFacts) -> Advice | None:
@@ -179,32 +170,50 @@ def _advice(facts: HostFacts) -> Advice | None:
 
 def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return the repositories with the headers of the running kernel, if requested."""
-    facts, row = driver.facts, driver.facts.distribution
-    if row is None or not driver.spec.kernel_archive or not kernel.packages(driver):
-        return ()
-    return known_repositories.past_releases(row, facts.kernel.release, facts.architecture)
+    facts = driver.facts
+    row = _with_archive(driver)
+    return known_repositories.past_releases(row, facts.kernel.release, facts.architecture) if row is not None else ()
 
 
-def _archive_problems(driver: DriverSource) -> tuple[Problem, ...]:
-    facts, row = driver.facts, driver.facts.distribution
-    if row is None or not driver.spec.kernel_archive or facts.bundle or not kernel.packages(driver):
-        return ()
-    return known_repositories.archive_problems(row, facts.kernel.release, facts.architecture)
-
-
-def held(driver: DriverSource) -> tuple[str, ...]:
-    """Return the packages to hold that are installed or come with the others, not after the driver."""
-    fabric = () if fabric_manager.installs_package(driver) else fabric_manager.held(driver)
-    there = driver.facts.packages.installed
-    return (*_asked(driver.spec), *(name for name in fabric if name in there))
+def _with_archive(driver: DriverSource) -> Distribution | None:
+    """Return the distribution whose archive of past kernels is requested and needed; None without one."""
+    return driver.facts.distribution if driver.spec.kernel_archive and kernel.packages(driver) else None
 
 
 def _asked(spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages whose version is asked for. Never the kernel's."""
+    """Return the packages whose version is asked for. Never the kernel's, nor the driver's, which move as one set."""
     asked = pinned((*toolkit.packages(spec), *spec.packages)) if spec.hold_pinned else ()
-    return tuple(name for name in asked if not re.match(r"kernel\b", name))
+    return tuple(
+        name for name in asked if not re.match(r"kernel\b|linux-(image|modules)", name) and not driver_set((name,))
+    )
+
+
+def driver_comes(driver: DriverSource, lacking: Iterable[str]) -> bool:
+    """Say whether packages of the driver are changed before the driver is loaded; `lacking`: what is installed."""
+    return bool(driver.plan_other_version()) or any(map(DRIVER_PACKAGES.match, lacking))
+
+
+def plan_driver_hold(driver: DriverSource, *, coming: bool) -> tuple[Change, ...]:
+    """Return the change that holds the driver's packages, or no longer does; `coming`: some are installed before it."""
+    facts, spec = driver.facts, driver.spec
+    hold = spec.driver_updates == "hold" and not unheld(driver)
+    return facts.package_manager.hold_driver(facts.packages, hold, coming, spec.lock_timeout)
+
+
+def unheld(driver: DriverSource) -> str:
+    """Return a note if this host can't hold the driver's packages: a bundle need not have dnf's plugin for it."""
+    facts, plugin = driver.facts, driver.facts.packages.locks.missing_plugin
+    if not plugin or facts.bundle is None or {*plugin} & {one.name for one in facts.bundle.manifest.packages}:
+        return ""
+    return f"the driver's packages are not held: the bundle lacks {plugin[0]}" if _holds_driver(driver) else ""
+
+
+def _holds_driver(driver: DriverSource) -> bool:
+    names = (*driver.facts.packages.driver, *driver.packages(), *fabric_manager.wanted_packages(driver))
+    return driver.spec.driver_updates == "hold" and bool(driver_set(names))
 
 
 def hold_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that holding needs on a distribution, if something is to be held."""
-    return manager_of(row).hold_packages(row) if _asked(spec) else ()
+    packaged = spec.driver in ("packages", "distribution") and spec.driver_updates == "hold"
+    return manager_of(row).hold_packages(row) if packaged or _asked(spec) else ()

@@ -8,34 +8,26 @@ from typing import Callable
 
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
-from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, MakeNode, RefreshLoaderCache, RemoveFile, SetMode, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
-from gpuprov.driver import (
-    cuda_toolkit,
-    dkms,
-    fabric_manager,
-    kernel,
-    mig,
-    nouveau,
-    packaged,
-    run_files,
-    running_driver,
-)
+from gpuprov.core.units import RestartUnit
+from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, kernel, mig, nouveau, packaged, run_files, running_driver
 from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.engines.other_engines import ConfigureEngine
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packages import rpm_changes
+from gpuprov.packages import rpm
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, RemovePackages
-from gpuprov.packages.keys import InstallKey
+from gpuprov.packages.keys import InstallKey, InstallRpmKey, RemoveRpmKey
 from gpuprov.packages.rpm_locks import HoldRpmPackages
-from gpuprov.plan import images, migration, software
+from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
-from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.plan.preflight import NO_GPU, preflight, read_only_problems, security_warnings
+from gpuprov.plan.upgrades import upgrades
+from gpuprov.protocol.errors import Problem, UsageError
+from gpuprov.protocol.events import Upgrade
 from gpuprov.protocol.spec import HostSpec
 
 
@@ -64,24 +56,24 @@ class Plan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
+    upgrades: tuple[Upgrade, ...] = ()
 
 
 def _plan_download(c: PlanContext) -> tuple[Change, ...]:
     return (*c.driver.plan_download(), *cuda_toolkit.plan_download(c.facts, c.spec))
 
 
-def _plan_repositories(c: PlanContext) -> tuple[Change, ...]:
-    return c.repository_changes
-
-
 def _plan_packages(c: PlanContext) -> tuple[Change, ...]:
     return (
         *c.driver.plan_preparation(),
         *kernel.plan_signing(c.driver),
-        *migration.plan_packages(c.facts, c.spec),
+        # Makes room for NVIDIA's current toolkit, which does not install beside the oldest of these.
+        *(migration.removed_packages(c.facts, c.spec) if c.spec.toolkit == "nvidia" else ()),
         *toolkit.plan_hook_handover(c.facts, c.spec),
         *c.package_changes,
         *c.driver.plan_other_version(),
+        # Before a reboot, after which a timer may upgrade them.
+        *software.plan_driver_hold(c.driver, coming=software.driver_comes(c.driver, c.lacking_packages)),
         *cuda_toolkit.plan_profile(c.facts, c.spec),
     )
 
@@ -90,45 +82,27 @@ def _plan_driver(c: PlanContext) -> tuple[Change, ...]:
     return (
         *c.driver.plan(),
         *kernel.plan_image(c.driver),
-        *fabric_manager.plan(c.driver, software.held(c.driver)),
+        *fabric_manager.plan(c.driver),
+        *(software.plan_driver_hold(c.driver, coming=True) if fabric_manager.wanted_packages(c.driver) else ()),
         *mig.plan(c.driver),
+        *dcgm.plan(c.driver),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
         *cuda_toolkit.plan(c.facts, c.spec),
     )
 
 
-def _plan_boot(c: PlanContext) -> tuple[Change, ...]:
-    return (*prepare.plan(c.driver), *clean.plan_mark(c.facts, c.spec))
-
-
-def _plan_device_nodes(c: PlanContext) -> tuple[Change, ...]:
-    # An image's devices are where it boots, and so is what describes them.
-    return toolkit.plan_device_nodes(c.facts) if c.facts.image is None else ()
-
-
-def _plan_toolkit(c: PlanContext) -> tuple[Change, ...]:
-    # Behind what each boot brings: the command's modules come with it.
-    return (*toolkit.plan_runtime(c.migrated, c.spec), *nvidia_docker.plan(c.migrated, c.spec))
-
-
-def _plan_cdi(c: PlanContext) -> tuple[Change, ...]:
-    return toolkit.plan_cdi(c.driver) if c.facts.image is None else ()
-
-
 def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
     facts, spec = c.facts, c.spec
-    changes = (
-        docker.plan(
+    changes: tuple[Change, ...] = ()
+    if spec.docker != "none":
+        changes = docker.plan(
             facts.docker,
             runtime_path=toolkit.runtime_path(spec),
             set_default=spec.docker_default_runtime,
             cdi=True,
-            drop=migration.dead_runtimes(facts, spec),
+            drop=facts.leftovers.dead_runtimes if spec.migrate_nvidia_docker else (),
             offline=facts.image is not None and facts.image.offline,
         )
-        if spec.docker != "none"
-        else ()
-    )
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
     proxy = docker_proxy.plan(
         facts.files, facts.docker, _docker_proxy(c), in_use=facts.docker_proxy_in_use, restarts=restarts
@@ -149,21 +123,23 @@ def _plan_engines(c: PlanContext) -> tuple[Change, ...]:
 
 STEPS = (
     Step("download", _plan_download),
-    Step("repositories", _plan_repositories),
+    Step("repositories", lambda c: c.repository_changes),
     Step("packages", _plan_packages),
     Step("nouveau", lambda c: nouveau.plan(c.driver)),
     Step("reboot", lambda c: reboot.plan(c.driver)),
     Step("driver", _plan_driver),
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
-    Step("boot", _plan_boot),
-    Step("device nodes", _plan_device_nodes),
+    Step("boot", lambda c: (*prepare.plan(c.driver), *clean.plan_mark(c.facts, c.spec))),
+    # An image's devices are where it boots, and so is what describes them.
+    Step("device nodes", lambda c: toolkit.plan_device_nodes(c.facts) if c.facts.image is None else ()),
     # Just before what takes the place of the removed programs.
     Step("leftovers", lambda c: c.migration),
-    Step("toolkit", _plan_toolkit),
-    Step("cdi", _plan_cdi),
+    # After what each boot brings: the modules of nvidia-docker's command come with it.
+    Step("toolkit", lambda c: (*toolkit.plan_runtime(c.migrated, c.spec), *nvidia_docker.plan(c.migrated, c.spec))),
+    Step("cdi", lambda c: toolkit.plan_cdi(c.driver) if c.facts.image is None else ()),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
-    Step("images", lambda c: images.plan(c.facts, c.spec)),
+    Step("images", lambda c: with_bundle.plan_images(c.facts, c.spec)),
     # What is stored is the specification of a host that is as it says.
     Step("watch", lambda c: watch.plan(c.facts, c.spec)),
     # Last: sshd takes no new login after it.
@@ -175,18 +151,18 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
         WriteFile, RemoveFile, MakeNode, SetMode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
-        rpm_changes.InstallRpmKey, rpm_changes.RefreshRpmIndex, rpm_changes.InstallRpmPackages, HoldRpmPackages,
+        InstallRpmKey, rpm.RefreshRpmIndex, rpm.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
-        packaged.SwitchBranch,
+        packaged.InstallDriverPackages, packaged.InstallDriverRpms, packaged.SwitchBranch,
         run_files.FetchRunfile, driver_run.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, clean.CleanImage, kernel.BuildModules, reboot.Reboot,
-        images.LoadImage, running_driver.ReloadDriver, running_driver.StartContainers,
-        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_toolkit.InstallCudaToolkit,
+        with_bundle.LoadImage, running_driver.ReloadDriver, running_driver.StartContainers,
+        fabric_manager.RunFabricManager, dcgm.RunDcgm, mig.DivideGpus, cuda_toolkit.InstallCudaToolkit,
         cuda_toolkit.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
-        RemovePackages, rpm_changes.RemoveRpms, rpm_changes.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
+        RemovePackages, rpm.RemoveRpms, RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
         RemoveFolder,
     )
 }  # fmt: skip
@@ -201,7 +177,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     chosen, context = _named(steps), PlanContext(facts, spec)
     problems = preflight(context)
     if problems:
-        return Plan((), problems, urls=_urls(context, chosen))
+        return Plan((), problems, urls=() if NO_GPU in problems else _urls(context, chosen))
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(context))
     problems = read_only_problems(facts, (one.change for one in changes))
     if problems:
@@ -209,8 +185,9 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     notes = (
         derivative_note(facts.os),
         context.driver.note(),
-        dkms.note(context.driver),
+        kernel.dkms_note(context.driver),
         software.engine_note(facts, spec),
+        software.unheld(context.driver),
         migration.note(facts, spec),
         *(migration.kept(facts, spec) if spec.migrate_nvidia_docker else ()),
     )
@@ -219,14 +196,15 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     kept = nvidia_docker.warning(context.migrated, spec)
     warnings = (*security_warnings(context.driver), *filter(None, (late, unfinished, kept, clean.warning(facts, spec))))
     urls = tuple(url for one in changes for url in one.change.urls)
-    return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
+    replaced = upgrades(context, tuple(one.change for one in changes))
+    return Plan(changes, notes=tuple(filter(None, notes)), warnings=warnings, urls=urls, upgrades=replaced)
 
 
 def _urls(context: PlanContext, chosen: tuple[Step, ...]) -> tuple[str, ...]:
     """Return what a plan with problems would fetch: unreachable URLs are reported together with the problems."""
     if context.facts.distribution is None or context.facts.bundle is not None:
         return ()
-    fetching = (step for step in chosen if step.plan in (_plan_download, _plan_repositories))
+    fetching = (step for step in chosen if step.name in ("download", "repositories"))
     return tuple(url for step in fetching for change in step.plan(context) for url in change.urls)
 
 
@@ -234,7 +212,7 @@ def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
     """Return the changes; a key that several steps need appears only with the first of them."""
     found: list[StepChange] = []
     for one in changes:
-        is_key = isinstance(one.change, rpm_changes.InstallRpmKey)
+        is_key = isinstance(one.change, InstallRpmKey)
         if not is_key or all(one.change != other.change for other in found):
             found.append(one)
     return tuple(found)
@@ -244,5 +222,5 @@ def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
     known = tuple(step.name for step in STEPS)
     for name in names:
         if name not in known:
-            raise GpuprovError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}", exit_code=ExitCode.USAGE)
+            raise UsageError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}")
     return tuple(step for step in STEPS if step.name in names) if names else STEPS

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, BinaryIO, Callable
+from typing import TYPE_CHECKING, BinaryIO, Callable, ClassVar
 
 from gpuprov.bundle.format import unpack
 from gpuprov.bundle.manifest import CUDA, BundleFacts, Manifest
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundle.place import CACHE
-from gpuprov.core.changes import Change
-from gpuprov.core.places import FOLDER, KEYS, REPOSITORY
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.places import CACHE_DIRECTORY, FOLDER, KEYS, REPOSITORY
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_toolkit
+from gpuprov.driver import cuda_toolkit, packaged
 from gpuprov.engines.containers import image_identity
 from gpuprov.machine.distros import find_distribution
 from gpuprov.packages.interface import PackageManager
+from gpuprov.packages.keys import forget_bundle
 from gpuprov.packages.managers import manager_of
-from gpuprov.packages.rpm import forget_bundle
-from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.facts.host import HostFacts
+
 
 # The folders of a bundle's parts, by the names that changes have for these.
 _FOLDERS = {
@@ -67,12 +68,13 @@ def problems(
                 f"--arch {facts.architecture} …",
             ),
         )
-    return (
-        *(_driver_problems(manifest, spec) if installs_driver else ()),
-        *_package_problems(manifest, packages, facts.kernel.release),
-        *_image_problems(facts, manifest, spec),
-        *_room_problems(facts, manifest, _folders(facts, packages, installs_driver, installs_cuda)),
+    found = (
+        _driver_problem(manifest, spec) if installs_driver else None,
+        _package_problem(manifest, packages, facts.kernel.release),
+        _image_problem(facts, manifest, spec),
+        _room_problem(facts, manifest, _folders(facts, packages, installs_driver, installs_cuda)),
     )
+    return tuple(one for one in found if one is not None)
 
 
 def _folders(facts: HostFacts, packages: tuple[str, ...], driver: bool, cuda: bool) -> tuple[str, ...]:
@@ -88,33 +90,31 @@ def image_engine(spec: HostSpec) -> str:
     return "podman" if spec.docker == "none" else "docker"
 
 
-def _image_problems(facts: HostFacts, manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
+def _image_problem(facts: HostFacts, manifest: Manifest, spec: HostSpec) -> Problem | None:
     if not manifest.images or image_engine(spec) == "docker" or "podman" in facts.engines:
-        return ()
-    return (
-        Problem(
-            "the bundle holds images, and this host has neither docker nor podman to take them",
-            ", ".join(one.reference for one in manifest.images),
-            "make one without --image for such hosts; or add gpuprov_packages: [podman]",
-        ),
+        return None
+    return Problem(
+        "the bundle holds images, and this host has neither docker nor podman to take them",
+        ", ".join(one.reference for one in manifest.images),
+        "make one without --image for such hosts; or add gpuprov_packages: [podman]",
     )
 
 
-def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
+def _driver_problem(manifest: Manifest, spec: HostSpec) -> Problem | None:
     if not manifest.driver_file or spec.driver_version != manifest.driver_version:
         seen = f"its driver is {manifest.driver_version or '(none)'}, asked for is {spec.driver_version or '(none)'}"
         next_step = (
             f"gpuprov bundle create --driver {spec.driver_version or 'VERSION'} …, or set gpuprov_driver_version"
         )
-        return (Problem("the bundle does not hold the driver that is asked for", seen, next_step),)
+        return Problem("the bundle does not hold the driver that is asked for", seen, next_step)
     held = manifest.file(manifest.driver_file).sha256
     if spec.driver_sha256 != held:
         seen = f"{manifest.driver_file} has SHA-256 {held}, gpuprov_driver_sha256 is {spec.driver_sha256}"
-        return (Problem("the bundle's driver file is not the one that is pinned", seen, "correct one of the two"),)
-    return ()
+        return Problem("the bundle's driver file is not the one that is pinned", seen, "correct one of the two")
+    return None
 
 
-def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
+def _package_problem(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> Problem | None:
     # The bundle has what it was made for, possibly under the name of the package that provides it.
     asked = {str(name) for name in manifest.inputs.get("packages", ())}
     manager = bundle_manager(manifest)
@@ -127,14 +127,12 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str
     # The fabric manager is requested by a pattern (apt).
     lacking = [name for name in packages if not any(fnmatchcase(one, name) for one in held)]
     if not lacking:
-        return ()
+        return None
     words = dict.fromkeys(_word(name, kernel) for name in lacking)
-    return (
-        Problem(
-            "the bundle lacks packages that this host needs",
-            ", ".join(lacking),
-            f"make it again with: gpuprov bundle create {' '.join(words)} …",
-        ),
+    return Problem(
+        "the bundle lacks packages that this host needs",
+        ", ".join(lacking),
+        f"make it again with: gpuprov bundle create {' '.join(words)} …",
     )
 
 
@@ -142,34 +140,39 @@ def _word(name: str, kernel: str) -> str:
     """Return the option that adds a package to a bundle."""
     if name.startswith(("nvidia-fabricmanager", "nvidia-fabric-manager")):
         return "--fabric-manager"
+    if name.startswith("datacenter-gpu-manager-"):
+        return f"-e gpuprov_dcgm=true --package {name}"
     return f"--kernel {kernel}" if kernel in name else f"--package {name}"
 
 
-def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
+def _room_problem(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> Problem | None:
     """Unpacking needs room in addition to the bundle itself."""
     need = sum(one.size for one in manifest.files if one.path.startswith(folders))
-    free = facts.free_bytes.get(CACHE, need)
+    free = facts.free_bytes.get(CACHE_DIRECTORY, need)
     if free >= need:
-        return ()
-    return (
-        Problem(
-            "not enough room to unpack the bundle",
-            f"{free // 2**20} MiB free on the file system of {CACHE}, {need // 2**20} MiB needed",
-            f"make room: df -h {CACHE}",
-        ),
+        return None
+    return Problem(
+        "not enough room to unpack the bundle",
+        f"{free // 2**20} MiB free on the file system of {CACHE_DIRECTORY}, {need // 2**20} MiB needed",
+        f"make room: df -h {CACHE_DIRECTORY}",
     )
 
 
 @contextlib.contextmanager
-def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change]) -> Iterator[None]:
-    """Unpack what these changes need, and remove it after the run in every case."""
+def unpacked(
+    system: System, bundle: OpenBundle | None, changes: Iterable[Change], *, keep_driver: bool = False
+) -> Iterator[None]:
+    """Unpack what these changes need, and remove it after the run in every case; `keep_driver`: not its packages."""
     # Remains of a killed run.
     _remove(system)
     if bundle is None:
         yield
         return
     try:
-        parts = {change.bundle_part for change in changes if _takes_from_bundle(change)}
+        # CUDA's gigabytes stay packed if the host has its own file.
+        own = (one for one in changes if isinstance(one, cuda_toolkit.InstallCudaToolkit))
+        unused = [one for one in own if not one.path.startswith(f"{FOLDER}/")]
+        parts = {one.bundle_part for one in changes if one.bundle_part and one not in unused}
         folders = tuple(folder for part in parts for folder in _FOLDERS[part])
         paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
         for folder in ("none", "lists/partial", "archives/partial"):
@@ -178,13 +181,11 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
         bundle_manager(bundle.manifest).open_bundle(system, bundle.manifest.repository_key)
         yield
     finally:
+        if keep_driver:
+            # A package that can't be kept fails no installation: the next upgrade says that there is no way back.
+            with contextlib.suppress(GpuprovError, OSError):
+                packaged.keep(system, bundle.manifest.packages)
         _remove(system)
-
-
-def _takes_from_bundle(change: Change) -> bool:
-    """Say whether a change uses the bundle: CUDA's gigabytes stay packed if the host has its own file."""
-    own_file = isinstance(change, cuda_toolkit.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
-    return bool(change.bundle_part) and not own_file
 
 
 def _remove(system: System) -> None:
@@ -200,3 +201,61 @@ def _new_file_in(system: System) -> Callable[[str], BinaryIO]:
         return system.path(place).open("xb")
 
     return open_new
+
+
+_LOAD_SECONDS = 1800
+
+
+def plan_images(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the changes that load each image of the bundle that the host's engine lacks."""
+    if facts.bundle is None:
+        return ()
+    return tuple(
+        LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}", image_engine(spec))
+        for one in facts.bundle.manifest.images
+        if one.reference not in facts.bundle.loaded_images
+    )
+
+
+@dataclass(frozen=True)
+class LoadImage(Change):
+    """Load this image into docker or podman, from a file in `docker save` format."""
+
+    reference: str
+    identity: str
+    path: str
+    engine: str = "docker"
+
+    bundle_part: ClassVar[str] = "images"
+
+    def summary(self) -> str:
+        return f"load image {self.reference} from the bundle"
+
+    def capture(self, system: System) -> Json:
+        found = system.run((self.engine, "image", "inspect", "--format", "{{.Id}}", self.reference))
+        return {"reference": self.reference, "id": found.stdout.strip() if found.ok else "", "engine": self.engine}
+
+    def apply(self, system: System, tell: Tell) -> None:
+        done = system.run((self.engine, "load", "--input", self.path), timeout=_LOAD_SECONDS)
+        if not done.ok:
+            raise GpuprovError(
+                f"{self.engine} can't load {self.reference}",
+                done.evidence(4),
+                f"is there room? {self.engine} system df",
+            )
+        if image_identity(system, self.reference, self.engine) != self.identity:
+            raise GpuprovError(
+                f"the image that {self.engine} loaded is not the {self.reference} of the manifest",
+                done.stdout.strip(),
+                "make the bundle again: gpuprov bundle create",
+            )
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Give the name back to the image that had it; an image without another name is removed."""
+        # Journals of older versions know docker alone.
+        engine = before.get("engine", "docker")
+        if before["id"]:
+            system.run((engine, "tag", before["id"], before["reference"]))
+        else:
+            system.run((engine, "rmi", before["reference"]))

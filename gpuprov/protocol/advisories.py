@@ -1,7 +1,8 @@
 """Known security holes of NVIDIA's driver and container toolkit, by NVIDIA's security bulletins. Pure.
 
-The table is advisories.json: a row for each bulletin, product and driver branch. fleet/csaf.py makes rows of NVIDIA's
-CSAF documents. Every bulletin says: an earlier branch without a listed update may be affected too, and gets no fix.
+The table is advisories.json: a row for each bulletin, product and driver branch. cli/advisories.py makes rows of
+NVIDIA's CSAF documents. Every bulletin says: an earlier branch without a listed update may be affected too, and gets no
+fix.
 """
 
 from __future__ import annotations
@@ -11,21 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuprov.protocol.codec import load
-from gpuprov.protocol.driver_releases import LONG_TERM_BRANCH
-from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.tables import ADVISORIES, table
+from gpuprov.protocol.tables import ADVISORIES, DATE, FORMAT, LONG_TERM_BRANCH, checked_rows, table
 from gpuprov.protocol.versions import version_numbers
 
 DRIVER, TOOLKIT = PRODUCTS = ("driver", "container toolkit")
 TOOLKIT_PACKAGE = "nvidia-container-toolkit"
-_FORMAT = 1
 # The qualitative ratings of CVSS 3.1 (first.org, section 5), as gpuprov_refuse_advisories names them.
 THRESHOLDS = {"none": 100.0, "high": 7.0, "critical": 9.0}
 _VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}")
 _BULLETIN = re.compile(r"\d{4}/\d{1,8}")
 _BRANCH = re.compile(r"[0-9]{1,9}")
-_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _CVE = re.compile(r"CVE-\d{4}-\d{4,7}")
 
 
@@ -124,17 +120,12 @@ def _affected(product: str, version: str, members: list[Advisory]) -> Advisory |
 
 def _fix(version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfixed: bool) -> str:
     """Return the oldest release that has all fixes: of the own branch, else of the long-term one or a later one."""
+    last = max((one.fixed_in for one in found.values()), key=version_numbers)
     if not unfixed:
-        return max((one.fixed_in for one in found.values()), key=version_numbers)
-    newest = rows[0].bulletin
-    later = {
-        one.branch: one.fixed_in for one in rows if one.bulletin == newest and int(one.branch) > int(_branch(version))
-    }
-    if LONG_TERM_BRANCH in later:
-        return later[LONG_TERM_BRANCH]
-    return min(
-        later.values() or [max((one.fixed_in for one in found.values()), key=version_numbers)], key=version_numbers
-    )
+        return last
+    newest, own = rows[0].bulletin, int(_branch(version))
+    later = {one.branch: one.fixed_in for one in rows if one.bulletin == newest and int(one.branch) > own}
+    return later.get(LONG_TERM_BRANCH) or min(later.values() or [last], key=version_numbers)
 
 
 # -- the table as data -----------------------------------------------------------------------------------------------
@@ -142,36 +133,23 @@ def _fix(version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfi
 
 def rows_of(data: Any, origin: str = "") -> tuple[Advisory, ...]:
     """Return the rows of a table, the newest first. Raises GpuprovError that names what is wrong in it."""
-    try:
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError(f"its format is not {_FORMAT}")
-        if not _DATE.fullmatch(data["updated"]):
-            raise ValueError("updated is not a date")
-        rows = [_row(row) for row in data["rows"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GpuprovError(
-            "the table of security advisories is not valid", f"{origin}: {str(error)[:200]}".lstrip(": "),
-            "gpuprov advisories update --from FILE makes it from NVIDIA's CSAF documents",
-        ) from None  # fmt: skip
+    hint = "gpuprov advisories update --from FILE makes it from NVIDIA's CSAF documents"
+    rows = checked_rows(data, "rows", Advisory, _fits, ("security advisories", origin, hint))
     return tuple(sorted(rows, key=lambda one: (one.published, one.bulletin, one.branch), reverse=True))
 
 
-def _row(row: Mapping[str, Any]) -> Advisory:
-    one = load(Advisory, row, trusted=True, exact=True)
-    fits = (
-        _BULLETIN.fullmatch(one.bulletin) and _DATE.fullmatch(one.published) and _VERSION.fullmatch(one.fixed_in)
+def _fits(one: Advisory) -> object:
+    return (
+        _BULLETIN.fullmatch(one.bulletin) and DATE.fullmatch(one.published) and _VERSION.fullmatch(one.fixed_in)
         and one.product in PRODUCTS and 0 <= one.score <= 10 and all(map(_CVE.fullmatch, one.cves))
         and (_BRANCH.fullmatch(one.branch) if one.product == DRIVER else not one.branch)
     )  # fmt: skip
-    if not fits:
-        raise ValueError(f"not an advisory: {str(dict(row))[:120]}")
-    return one
 
 
 def table_of(rows: Iterable[Advisory], day: str) -> dict[str, Any]:
     """Return the table of these rows as JSON values; the same rows and day, the same table."""
     ordered = sorted(set(rows), key=lambda one: (one.published, one.bulletin, one.product, one.branch), reverse=True)
-    return {"format": _FORMAT, "updated": day, "rows": [{**asdict(one), "cves": list(one.cves)} for one in ordered]}
+    return {"format": FORMAT, "updated": day, "rows": [{**asdict(one), "cves": list(one.cves)} for one in ordered]}
 
 
 def merged(old: Iterable[Advisory], new: Iterable[Advisory]) -> tuple[Advisory, ...]:

@@ -51,6 +51,19 @@ def dump(value: Any, **more: Any) -> str:
     return json.dumps({**more, **asdict(value)}, separators=(",", ":"))
 
 
+def as_json(value: Any) -> Any:
+    """Return dataclasses, mappings, collections and texts of any class (Ansible has some) in JSON's own types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [as_json(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return str(value) if isinstance(value, str) else value
+
+
 def parse(text: str | bytes) -> Any:
     """Return the values of a text of JSON. Raises WrongDataError."""
     try:
@@ -84,6 +97,15 @@ def _fields_of(cls: Any) -> tuple[tuple[str, str, Any, bool], ...]:
     )  # fmt: skip
 
 
+@functools.cache
+def _kind_of(hint: Any) -> tuple[Any, tuple[Any, ...], Limit | None]:
+    """Return an annotation's type, its parts, and its limit."""
+    limit = None
+    if get_origin(hint) is Annotated:
+        hint, limit = get_args(hint)
+    return get_origin(hint) or hint, get_args(hint), limit
+
+
 @dataclass(frozen=True)
 class _Reader:
     trusted: bool
@@ -104,12 +126,8 @@ class _Reader:
         return cls(**values)
 
     def value(self, hint: Any, value: Any, path: str) -> Any:
-        limit = None
-        if get_origin(hint) is Annotated:
-            hint, limit = get_args(hint)
-        kind: Any = get_origin(hint) or hint
-        parts = get_args(hint)
-        if hint is Any:
+        kind, parts, limit = _kind_of(hint)
+        if kind is Any:
             return value if self.trusted else self.tree(value, path, _DEPTH)
         if kind in _UNIONS:
             (inner,) = (part for part in parts if part is not type(None))
@@ -171,7 +189,6 @@ class _Reader:
 
 
 def _one_of(allowed: tuple[Any, ...], value: Any, path: str) -> Any:
-    """Return a value that is one of those allowed."""
     if not isinstance(value, type(allowed[0])) or isinstance(value, bool) or value not in allowed:
         raise WrongDataError(f"{path} is none of {', '.join(map(str, allowed))}")
     return value

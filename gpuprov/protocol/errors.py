@@ -21,8 +21,10 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     USAGE = 2
     FAILED = 1
+    UNFIT = 7
     UNREACHABLE = 4
     REBOOT_NEEDED = 3
+    DEGRADED = 6
     WOULD_CHANGE = 5
     DONE = 0
 
@@ -47,16 +49,11 @@ class Problem:
 
     def __str__(self) -> str:
         # Only `seen:` and `next:` begin a line of their own.
-        lines = [self.what.replace("\n", "\n  ")]
-        if self.evidence:
-            lines += [
-                f"  seen: {line}" if number == 0 else f"        {line}" for number, line in _numbered(self.evidence)
-            ]
-        if self.next_step:
-            lines += [
-                f"  next: {line}" if number == 0 else f"        {line}" for number, line in _numbered(self.next_step)
-            ]
-        return "\n".join(lines)
+        parts = [self.what.replace("\n", "\n  ")]
+        for name, text in (("seen", self.evidence), ("next", self.next_step)):
+            if lines := text.rstrip("\n").splitlines():
+                parts.append(f"  {name}: " + "\n        ".join(lines))
+        return "\n".join(parts)
 
 
 class GpuprovError(Exception):
@@ -98,7 +95,12 @@ class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
         self.left = tuple(left)
 
 
+MEMORY_STEP = (
+    "`free -m` shows the memory, `ulimit -v -u` the limits of a shell (limits.conf; systemd: MemoryMax=); then run the "
+    "same command again"
+)
 _HINTS = {
+    errno.ENOMEM: MEMORY_STEP,
     errno.ENOSPC: "make room: `df -h` shows which is full (inodes: `df -i`), then run the same command again",
     errno.EDQUOT: "make room: `quota` shows whose share of the file system is full, then run the same command again",
     errno.EFBIG: "raise the limit on the size of files: `ulimit -f` shows it (a shell's profile, limits.conf)",
@@ -112,5 +114,9 @@ def from_os_error(what: str, error: OSError, next_step: str = "") -> GpuprovErro
     return GpuprovError(what, str(error), _HINTS.get(error.errno or 0, next_step))
 
 
-def _numbered(text: str) -> list[tuple[int, str]]:
-    return list(enumerate(text.rstrip("\n").splitlines()))
+def memory_problem(error: BaseException) -> Problem | None:
+    """Return the problem if an exception says that memory or threads ran out, else None."""
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if not (no_thread or isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM):
+        return None
+    return Problem("gpuprov ran out of memory", f"{error!r}", MEMORY_STEP)

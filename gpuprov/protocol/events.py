@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Callable, ClassVar, Literal, Union, get_args
+from typing import Annotated, Any, Callable, ClassVar, Literal, Optional, Union, get_args
 
 from gpuprov.protocol.codec import FORMER_NAME, Limit, Line, LongText, Name, Text, WrongDataError, dump, load
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import plain
 
 Level = Literal["info", "warning", "debug"]
 Status = Literal["ok", "failed", "skipped"]
+# Works, but plan a repair; no new work.
+Verdict = Literal["degraded", "unfit"]
+# After --rollback-on-failure: verify is green again, it still fails, or the rollback failed.
+RolledBack = Literal["", "verified", "not-verified", "failed"]
+RebootNeed = Literal["no", "if-in-use", "yes", "by-hand"]
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1
 
@@ -59,6 +66,60 @@ class PlannedChange:
 
 
 @dataclass(frozen=True)
+class Upgrade:
+    """An installed version that a plan replaces. `wanted`: a version, or of a driver's packages maybe a branch.
+
+    `stops`: containers and units that it stops. `reboot`: also `if-in-use`, where the loaded driver must unload, and
+    `by-hand`, where gpuprov may not reboot. `way_back`: how a rollback restores `installed`, or why it can't.
+    """
+
+    product: Literal["driver", "toolkit"]
+    installed: Name
+    wanted: Name
+    stops: Annotated[tuple[Line, ...], Limit(1_000)] = ()
+    reboot: RebootNeed = "no"
+    way_back: Text = ""
+
+    @property
+    def sentence(self) -> str:
+        """The upgrade in one sentence."""
+        older = version_numbers(self.wanted) < version_numbers(self.installed)[: self.wanted.count(".") + 1]
+        kind = "downgrade" if older else "upgrade"
+        stops = ", ".join(self.stops) or "no container"
+        return (
+            f"{kind}: {self.product} {self.installed} → {self.wanted}; stops {stops}; "
+            f"reboot: {_REBOOTS[self.reboot]}; way back: {self.way_back}"
+        )
+
+
+_REBOOTS = {"no": "no", "if-in-use": "only if the loaded driver can't be unloaded", "yes": "yes",
+            "by-hand": "yes, by hand"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChosenDriver:
+    """The driver of a host whose specification names no version, and why; `newer`: what the tables say today.
+
+    `gpus`: the models that it is chosen for; empty where the driver of the running kernel decides.
+    """
+
+    gpus: Line
+    driver: Name
+    version: Name
+    why: Line
+    newer: Line = ""
+
+    @property
+    def can_be_named(self) -> bool:
+        """Say whether an inventory can name it: it came from a .run file. A host sends it: no template is a version."""
+        return bool(self.gpus) and self.driver == "runfile" and re.fullmatch("[0-9.]{3,20}", self.version) is not None
+
+
+# Written so because it is read at run time (codec.py), which Python 3.9 can't do with `X | None`.
+MaybeChosen = Optional[ChosenDriver]
+
+
+@dataclass(frozen=True)
 class Planned:
     """The whole plan, before anything is touched.
 
@@ -68,6 +129,8 @@ class Planned:
     MOST: ClassVar[int] = 20
     changes: Annotated[tuple[PlannedChange, ...], Limit(2_000)]
     disturbs: bool = False
+    upgrades: Annotated[tuple[Upgrade, ...], Limit(10)] = ()
+    choice: MaybeChosen = None
 
 
 @dataclass(frozen=True)
@@ -153,10 +216,39 @@ class CauseFound:
 
 
 @dataclass(frozen=True)
+class HealthFound:
+    """One finding of `health`. `rule`: its name in docs/health.md. `gpu`: its index, "" for what is of the host."""
+
+    MOST: ClassVar[int] = 2_000
+    verdict: Verdict
+    rule: Name
+    gpu: Name
+    uuid: Name
+    what: Text
+    evidence: Text
+    next_step: Text
+
+
+@dataclass(frozen=True)
+class GpuMeasured:
+    """The figures of a GPU that `accept` has measured: bytes a second, MHz, W, °C; docs/health.md names them.
+
+    `gpu`: its index, "" for a command of the site's, which measures the host.
+    """
+
+    MOST: ClassVar[int] = 1_000
+    gpu: Name
+    uuid: Name
+    model: Name
+    figures: Annotated[Mapping[Name, float], Limit(1_000)]
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of every run. `exit_code`: errors.ExitCode; `changed`: changes made, or foreseen with --check.
 
     `left_boot`: the id of the boot that is about to end, where the host reboots now to go on afterwards.
+    `rolled_back`: what became of a rollback after a failure; the controller says it.
     """
 
     MOST: ClassVar[int] = 20
@@ -165,13 +257,15 @@ class Finished:
     seconds: float = 0.0
     problems: Annotated[tuple[Problem, ...], Limit(1_000)] = ()
     summary: Line = ""
-    versions: Annotated[Mapping[Name, Name], Limit(100)] = field(default_factory=dict)
+    # Longer than a name: the MIG layout of 8 GPUs with 7 instances each has 526 characters.
+    versions: Annotated[Mapping[Name, Annotated[str, Limit(2_000)]], Limit(100)] = field(default_factory=dict)
     left_boot: Name = ""
+    rolled_back: RolledBack = ""
 
 
 Event = Union[
     Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, CudaSurveyed,
-    CauseFound, Finished,
+    CauseFound, HealthFound, GpuMeasured, Finished,
 ]  # fmt: skip
 Sink = Callable[[Event], None]
 

@@ -7,27 +7,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuprov.protocol.codec import FORMER_NAME, WrongDataError, load, parse
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import UsageError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
-COMMANDS = ("install", "verify", "facts", "doctor", "cuda", "rollback", "uninstall")
+COMMANDS = ("install", "verify", "health", "accept", "facts", "doctor", "cuda", "rollback", "uninstall")
+# Of `accept`: below the time after which a silent host is given up.
+MOST_MINUTES = 60
 
 
 @dataclass(frozen=True)
 class Request:
     """The request to an agent. `spec` holds the options without prefix, as spec.spec_to_json returns them.
 
-    `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
-    `fix`: the doctor fixes the causes that gpuprov can fix.
+    `check`: report the plan and change nothing. `diff`: include the diffs of the planned changes.
+    `fix`: the doctor fixes the causes that gpuprov can fix; `allow`: it may also reset GPUs, or reboot the host.
     `caller_returns`: the caller repeats the request after a reboot; otherwise the host resumes by itself.
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
-    `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
-    `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
+    `steps`: names of plan.STEPS, to carry out only this part of the plan; empty means all.
+    `run_id`: requests with the same one are parts of one run, which a rollback undoes as a whole.
     `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
-    manifest must have, empty for any. `tables`: tables that count instead of the agent's own (protocol/tables.py).
-    `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
+    manifest must have, empty for any. `tables`: tables that replace the agent's own (protocol/tables.py).
+    `arguments`: what the command itself takes; `accept` takes `minutes`, `cuda` takes `subject` and `variables`,
+    `rollback` `this_run`.
     `agent`: the path of the agent's own file on the host, which gpuprov_watch keeps; the agent names its own.
-    `remember`: verify takes the GPUs that are there now as all that should be.
+    `remember`: verify records the present GPUs as the expected ones.
+    `upgrade`: take the driver that is recommended now, not what an earlier run chose.
+    `fleet_drivers`: GPU models → the driver that other hosts of the inventory have, for a host that has none.
     `require_drained`: the host is not drained; an installation stops before it would disturb containers.
     """
 
@@ -44,7 +49,10 @@ class Request:
     tables: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     fix: bool = False
+    allow: tuple[str, ...] = ()
     remember: bool = False
+    upgrade: bool = False
+    fleet_drivers: Mapping[str, str] = field(default_factory=dict)
     require_drained: bool = field(default=False, metadata={FORMER_NAME: "undisturbed"})
     agent: str = ""
 
@@ -61,9 +69,7 @@ def request_from_line(line: str) -> Request:
         # A misspelt `check` must not become an installation.
         request = load(Request, parse(line), trusted=True, exact=True)
     except WrongDataError as error:
-        raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
+        raise UsageError("the agent got no valid request", str(error), _EXAMPLE) from None
     if request.command not in COMMANDS:
-        raise GpuprovError(
-            f"the agent knows no command {request.command!r}", ", ".join(COMMANDS), _EXAMPLE, exit_code=ExitCode.USAGE
-        )
+        raise UsageError(f"the agent knows no command {request.command!r}", ", ".join(COMMANDS), _EXAMPLE)
     return request

@@ -83,32 +83,27 @@ def _in_base64(word: bytes) -> Iterator[str]:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _strings(one)
-    elif isinstance(value, dict):
-        yield from _strings(list(value.values()))
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from _strings(one)
 
 
-def _forms_in(url: str) -> tuple[tuple[str, str], ...]:
+def _forms_in(url: str) -> Forms:
+    """Return pairs of what to hide and what to show of a URL's login."""
     found = re.match(r"\w+://([^/@:]*):(.*)@[^@]*\Z", url)
     if found is not None and found[2]:
-        return _forms(found[1], found[2])
+        # Percent-encoded, plain, and as HTTP sends it (RFC 7617).
+        user, password = found.groups()
+        name, word = unquote(user), unquote(password)
+        pairs = [(f"{user}:{password}", f"{user}:{_HIDDEN}"), (f"{name}:{word}", f"{user}:{_HIDDEN}")]
+        sent = base64.b64encode(f"{name}:{word}".encode()).decode()
+        words = (sent, *(one for one in (password, word) if len(one) >= _SHORTEST_ALONE))
+        return (*pairs, *((one, _HIDDEN) for one in words))
     token = re.match(r"\w+://([^/@:]+):?@", url)
     if token is None:
         return ()
     sent = base64.b64encode(f"{unquote(token[1])}:".encode()).decode()
     alone = ((token[1], _HIDDEN), (unquote(token[1]), _HIDDEN)) if len(token[1]) >= _SHORTEST_ALONE else ()
     return ((f"//{token[1]}@", f"//{_HIDDEN}@"), (sent, _HIDDEN), *alone)
-
-
-def _forms(user: str, password: str) -> tuple[tuple[str, str], ...]:
-    """Return pairs of what to hide and what to show: percent-encoded, plain, and as HTTP sends it (RFC 7617)."""
-    name, word = unquote(user), unquote(password)
-    sent = base64.b64encode(f"{name}:{word}".encode()).decode()
-    pairs = [(f"{user}:{password}", f"{user}:{_HIDDEN}"), (f"{name}:{word}", f"{user}:{_HIDDEN}")]
-    alone = [one for one in (password, word) if len(one) >= _SHORTEST_ALONE]
-    return (*pairs, (sent, _HIDDEN), *((one, _HIDDEN) for one in alone))
 
 
 def hidden(value: Any, forms: Forms) -> Any:

@@ -10,16 +10,16 @@ from typing import Any
 from marshmallow import ValidationError, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov.protocol import driver_releases
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.secrets import masked
 
 PREFIX = "gpuprov_"
 
 VERSION = validate.Regexp(
-    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",
-    error="is not a driver version such as 580.178.04, nor a branch "
-    f"({', '.join(driver_releases.branches())}), nor latest",
+    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z|recommended\Z",
+    error=f"is not a driver version such as 580.178.04, nor a branch ({', '.join(tables.branches())}), nor latest or "
+    "recommended",
 )
 SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
 URL_OR_PATH = validate.Regexp(
@@ -53,6 +53,7 @@ MIG_LAYOUT = validate.Regexp(
     r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
     error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
 )
+IMAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference")
 ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
@@ -79,38 +80,41 @@ class OrEmpty(validate.Validator):
         return value if value == "" else self.check(value)
 
 
-def option(check: Any, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
+def _option(check: Any, default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
     """Return the dataclass field of an option; `help_text` is its line in the reference."""
     return field(default=default, metadata={"check": check, "help": help_text, "choices": choices})
 
 
-def text(default: str, help_text: str, *checks: validate.Validator) -> Any:
-    """Return the field of a text that passes all checks."""
-    # The empty string always means "not given".
-    allowed = [OrEmpty(check) for check in checks]
-    return option(Text(validate=allowed), default, help_text)
+def text(help_text: str, *checks: validate.Validator, default: str = "") -> Any:
+    """Return the field of a text that passes all checks; the empty text always means that it is not given."""
+    return _option(Text(validate=[OrEmpty(check) for check in checks]), default, help_text)
 
 
-def choice(default: str, help_text: str, *choices: str) -> Any:
-    """Return the field of one of some words."""
+def choice(help_text: str, choices: tuple[str, ...]) -> Any:
+    """Return the field of one of some words, the first by default."""
     check = validate.OneOf(choices, error="is not one of {choices}")
-    return option(schema_fields.String(validate=check), default, help_text, choices=choices)
+    return _option(schema_fields.String(validate=check), choices[0], help_text, choices)
 
 
-def flag(default: bool, help_text: str) -> Any:
+def flag(help_text: str, *, default: bool = False) -> Any:
     """Return the field of a yes or no."""
-    return option(StrictBoolean(), default, help_text)
+    return _option(StrictBoolean(), default, help_text)
 
 
 def maybe(help_text: str) -> Any:
     """Return the field of a yes or no that has no default: None means that it is not given."""
-    return option(StrictBoolean(allow_none=True), None, help_text)
+    return _option(StrictBoolean(allow_none=True), None, help_text)
 
 
-def number(default: int, help_text: str, largest: int) -> Any:
+def number(help_text: str, *, default: int, largest: int) -> Any:
     """Return the field of a whole number from 0 to `largest`."""
     check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
-    return option(schema_fields.Integer(validate=check), default, help_text)
+    return _option(schema_fields.Integer(validate=check), default, help_text)
+
+
+def several(help_text: str, check: Any) -> Any:
+    """Return the field of a list, empty by default."""
+    return _option(check, (), help_text)
 
 
 class TextOrList(schema_fields.Raw):
@@ -158,9 +162,8 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
     value = values.get(name)
     hint = "`gpuprov options` lists what each variable takes"
     if isinstance(value, float):
-        hint = (
-            f"""set {PREFIX}{name}: "{value}" (in INI files {PREFIX}{name}='"{value}"'); without quotes 12.10 is 12.1"""
-        )
+        quoted = f"""{PREFIX}{name}: "{value}" (in INI files {PREFIX}{name}='"{value}"')"""
+        hint = f"set {quoted}; without quotes 12.10 is 12.1"
     what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
     shown = "a value that may hold a password is not shown" if name in _SECRET else masked(repr(value))
     return Problem(what, f"{where + ': ' if where else ''}{shown}", hint)

@@ -1,36 +1,29 @@
 """Read config.json as a low-level runtime reads it, and what it says of the root, the users and the mounts.
 
 runc is written in Go: encoding/json takes a known key in any case of letters, and merges a key that is given twice.
-crun takes the exact key alone. What one program judges, the other would not run: no GPU container gets by with that.
+crun takes the exact key alone. What one program judges, the other would not run: a configuration with that is refused.
 """
 
 from __future__ import annotations
 
 import posix
+from typing import Any
 
 from . import jsonio
 from .errors import Refused
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Optional
-
-    Shape = dict[str, Optional["Shape"]]
-
-_HOOK: Shape = dict.fromkeys(("path", "args", "env", "timeout"))
-_MAPPING: Shape = dict.fromkeys(("containerID", "hostID", "size"))
-_DEVICE: Shape = dict.fromkeys(
-    ("path", "type", "major", "minor", "fileMode", "uid", "gid", "allow", "access")
-)  # fmt: skip
+_HOOK = dict.fromkeys(("path", "args", "env", "timeout"))
+_MAPPING = dict.fromkeys(("containerID", "hostID", "size"))
+_DEVICE = dict.fromkeys(("path", "type", "major", "minor", "fileMode", "uid", "gid", "allow", "access"))
 # The objects that this runtime reads or changes. What lies in others stays as it is, in its order: every reader makes
 # of it what it did before.
-CONFIG: Shape = {
-    "ociVersion": None, "hostname": None, "domainname": None, "annotations": None, "solaris": None, "windows": None,
-    "vm": None, "zos": None,
+CONFIG: dict[str, Any] = {
+    **dict.fromkeys(("ociVersion", "hostname", "domainname", "annotations", "solaris", "windows", "vm", "zos")),
     "process": {
-        "terminal": None, "consoleSize": None, "args": None, "commandLine": None, "env": None, "cwd": None,
-        "rlimits": None, "noNewPrivileges": None, "apparmorProfile": None, "oomScoreAdj": None, "scheduler": None,
-        "selinuxLabel": None, "ioPriority": None, "execCPUAffinity": None,
+        **dict.fromkeys((
+            "terminal", "consoleSize", "args", "commandLine", "env", "cwd", "rlimits", "noNewPrivileges",
+            "apparmorProfile", "oomScoreAdj", "scheduler", "selinuxLabel", "ioPriority", "execCPUAffinity",
+        )),
         "user": dict.fromkeys(("uid", "gid", "umask", "additionalGids", "username")),
         "capabilities": dict.fromkeys(("bounding", "effective", "inheritable", "permitted", "ambient")),
     },
@@ -47,46 +40,41 @@ CONFIG: Shape = {
         "uidMappings": _MAPPING, "gidMappings": _MAPPING, "namespaces": dict.fromkeys(("type", "path")),
         "devices": _DEVICE,
         "resources": {
-            **dict.fromkeys((
-                "memory", "cpu", "pids", "blockIO", "hugepageLimits", "network", "rdma", "unified",
-            )),
+            **dict.fromkeys(("memory", "cpu", "pids", "blockIO", "hugepageLimits", "network", "rdma", "unified")),
             "devices": _DEVICE,
         },
     },
 }  # fmt: skip
-STATE: Shape = dict.fromkeys(("ociVersion", "id", "status", "pid", "bundle", "bundlePath", "annotations", "root"))
+STATE = dict.fromkeys(("ociVersion", "id", "status", "pid", "bundle", "bundlePath", "annotations", "root"))
 
 
-def read_text(path: str) -> str | None:
-    """Return the text of a config.json as runc reads it, None if it can't be read."""
-    try:
-        # What is no UTF-8 is U+FFFD for runc too.
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return None
+def parse_config(path: str, text: str) -> dict[str, Any]:
+    """Return a configuration, empty for what is no object. Raises Refused.
 
-
-def parse_config(path: str, text: str) -> tuple[dict[str, Any], str]:
-    """Return a configuration, empty for what is no object, and why runc reads a key otherwise ("" if it does not).
-
-    Raises Refused for what is not JSON: runc takes some things for it that are none (something after the end), and a
-    GPU container must not slip by.
+    What is not JSON is refused: runc takes some things for it that are none (something after the end), and a GPU
+    container must not slip by.
     """
-    twice: list[str] = []
     try:
-        config = jsonio.loads(text, jsonio.noting_duplicates(twice))
+        config = parse_object(text, CONFIG)
+    except jsonio.AmbiguousError as odd:
+        raise Refused(
+            f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
+        ) from None
     except ValueError as error:
         raise Refused(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        return {}, ""
-    odd = duplicate(twice) or odd_key(config, CONFIG)
-    if not odd:
-        return config, ""
-    return config, f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
+    return config if isinstance(config, dict) else {}
 
 
-def odd_key(document: Any, shape: Shape) -> str:
+def parse_object(text: str, shape: dict[str, Any]) -> Any:
+    """Return what a JSON text holds. Raises ValueError, AmbiguousError for known keys that runc reads otherwise."""
+    found = jsonio.loads(text, jsonio.unique)
+    odd = odd_key(found, shape)
+    if odd:
+        raise jsonio.AmbiguousError(odd)
+    return found
+
+
+def odd_key(document: Any, shape: dict[str, Any]) -> str:
     """Return what is odd about the first known key that is not in its own letters, nothing if there is none."""
     if isinstance(document, list):
         return next(filter(None, (odd_key(item, shape) for item in document)), "")
@@ -105,37 +93,6 @@ def odd_key(document: Any, shape: Shape) -> str:
     return ""
 
 
-def duplicate(keys: list[str]) -> str:
-    """Return what is odd about keys that an object has twice, nothing for none."""
-    return f"the key {keys[0]!r} twice in one object" if keys else ""
-
-
-def as_runc_reads(text: str) -> Any:
-    """Return config.json with known keys in their own letters and what is given twice merged, as runc has it."""
-    known = {_folded(name): name for name in _names(CONFIG)}
-
-    def merged(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            _merge(found, known.get(_folded(key), key), value)
-        return found
-
-    return jsonio.loads(text, merged)
-
-
-def _merge(found: dict[str, Any], key: str, value: Any) -> None:
-    before = found.get(key)
-    if isinstance(before, dict) and isinstance(value, dict):
-        for name, inner in value.items():
-            _merge(before, name, inner)
-    elif value is not None or key not in found:
-        found[key] = value
-
-
-def _names(shape: Shape) -> list[str]:
-    return [name for key, inner in shape.items() for name in (key, *(_names(inner) if inner else ()))]
-
-
 def _folded(key: str) -> str:
     """Return a key as encoding/json compares it: of what is not ASCII, two letters alone stand for an ASCII one."""
     return key.lower().replace("\u017f", "s")  # lower() makes k of the Kelvin sign
@@ -145,17 +102,15 @@ def root_of(config: dict[str, Any], bundle: str) -> str:
     """Return the folder of the container's root file system."""
     root = config.get("root")
     path = root.get("path", "") if isinstance(root, dict) else ""
-    return path if str(path).startswith("/") else f"{_real_folder(bundle)}/{path}"
-
-
-def _real_folder(bundle: str) -> str:
-    """Return a bundle's folder without links: runc takes a relative path from there."""
+    if str(path).startswith("/"):
+        return str(path)
+    # runc takes a relative path from the bundle's folder without links.
     try:
         handle = posix.open(bundle, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
     except (OSError, ValueError):
-        return bundle
+        return f"{bundle}/{path}"
     try:
-        return posix.readlink(f"/proc/self/fd/{handle}")
+        return f"{posix.readlink(f'/proc/self/fd/{handle}')}/{path}"
     finally:
         posix.close(handle)
 
@@ -186,14 +141,15 @@ def has_user_namespace(config: dict[str, Any]) -> bool:
     return any(one.get("type") == "user" for one in namespaces)
 
 
+def mounts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the mounts, without what is none."""
+    mounts = config.get("mounts")
+    return [one for one in (mounts if isinstance(mounts, list) else ()) if isinstance(one, dict)]
+
+
 def has_own_proc(config: dict[str, Any]) -> bool:
     """Say whether /proc is a procfs that the low-level runtime mounts for this container."""
-    mounts = config.get("mounts")
-    found = [
-        mount
-        for mount in (mounts if isinstance(mounts, list) else ())
-        if isinstance(mount, dict) and str(mount.get("destination", "")).rstrip("/") == "/proc"
-    ]
+    found = [one for one in mounts_of(config) if str(one.get("destination", "")).rstrip("/") == "/proc"]
     if not found or found[-1].get("type") != "proc":
         return False
     options = found[-1].get("options")

@@ -5,21 +5,20 @@ Nothing is changed here: the runtime and the hook make what is decided, `gpuprov
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import record
-from .config import as_runc_reads, config_id, owner_of, parse_config, read_text, root_of
+from .config import config_id, owner_of, parse_config, root_of
 from .device_nodes import masking_hook
-from .edits import ContainerEdits, choose
-from .errors import Refused
+from .edits import ContainerEdits, choose, merge_edits
+from .errors import Refused, reason
+from .files import read_text
 from .links import find_compatibility, refuse_covered, statement_on_loader
 from .request import DeviceRequest, parse_request
 from .rootfs import Root
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
 from .volumes import Volume, cover, mounts_to_make, volumes_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 SETTINGS = (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 # Who makes what is decided: the runtime before the volumes are mounted, the prestart hook after that.
@@ -31,8 +30,6 @@ class Decision:
 
     `way`: RUNTIME or HOOK. `root` is None where there is no bundle.
     """
-
-    __slots__ = ("config", "edits", "request", "root", "root_path", "settings", "volumes", "way")
 
     def __init__(
         self, config: dict[str, Any], request: DeviceRequest, edits: ContainerEdits, root: Root | None, path: str,
@@ -76,7 +73,8 @@ def decide(bundle: str, way: str, settings_paths: tuple[str, str] = SETTINGS) ->
     if text is None:
         return None
     settings, trouble = read_settings(*settings_paths)
-    config, request = asked(path, text, settings)
+    config = parse_config(path, text)
+    request = parse_request(config, settings)
     if request.devices is None:
         return None
     try:
@@ -86,31 +84,15 @@ def decide(bundle: str, way: str, settings_paths: tuple[str, str] = SETTINGS) ->
         raise
 
 
-def asked(path: str, text: str, settings: Settings) -> tuple[dict[str, Any], DeviceRequest]:
-    """Return a configuration and what it asks for. Raises Refused for a GPU container that runc reads otherwise."""
-    config, odd = parse_config(path, text)
-    if odd and _asks_in_any_reading(config, text, settings):
-        raise Refused(odd)
-    return config, parse_request(config, settings)
-
-
 def given(
     config: dict[str, Any], request: DeviceRequest, settings: Settings, trouble: str, bundle: str, way: str = RUNTIME
 ) -> Decision:
-    """Return what a GPU container gets; without a bundle, nobody looks into its root. Raises Refused, with the request.
+    """Return what a GPU container gets; without a bundle, nobody looks into its root. Raises Refused.
 
     `trouble` is what is wrong with our own configuration: that concerns none but GPU containers.
     """
-    try:
-        if trouble:
-            raise Refused(trouble)
-        return _given(config, request, settings, bundle, way)
-    except Refused as refused:
-        refused.request = request
-        raise
-
-
-def _given(config: dict[str, Any], request: DeviceRequest, settings: Settings, bundle: str, way: str) -> Decision:
+    if trouble:
+        raise Refused(trouble)
     specifications = Specifications(settings)
     if request.requirements:
         from .requirements import require  # images without CUDA have none
@@ -136,11 +118,35 @@ def _given(config: dict[str, Any], request: DeviceRequest, settings: Settings, b
     return Decision(config, request, edits, root, path, volumes, settings, way)
 
 
-def _asks_in_any_reading(config: dict[str, Any], text: str, settings: Settings) -> bool:
-    for reading in (config, as_runc_reads(text)):
-        try:
-            if parse_request(reading, settings).devices is not None:
-                return True
-        except Refused:
-            return True
-    return False
+def explain(text: str, settings: Settings, trouble: str, bundle: str = "") -> dict[str, Any]:
+    """Return the decision on a config.json's text as JSON values.
+
+    `devices` is None for a container that asks for no GPU, `error` None or why it is refused; without a bundle nobody
+    looks into the container's root.
+    """
+    request = DeviceRequest(legacy=False, privileged=False)
+    edits: dict[str, Any] = {}
+    error = None
+    try:
+        config = parse_config(f"{bundle}/config.json" if bundle else "config.json", text)
+        request = parse_request(config, settings)
+        if request.devices is not None:
+            decision = given(config, request, settings, trouble, bundle)
+            if decision.root is not None:
+                decision.root.close()
+            links = [f"{target}::{path}" for target, path in decision.edits.links]
+            masking = {"hooks": [decision.edits.masking]} if decision.edits.masking else {}
+            edits = {**merge_edits([decision.edits.cdi, masking]), "links": links}
+            request.decisions += decision.edits.decisions
+    except (Refused, OSError) as refused:
+        error = reason(refused)
+        if isinstance(refused, Refused) and isinstance(refused.request, DeviceRequest):
+            request = refused.request
+    return {
+        "legacy": request.legacy, "privileged": request.privileged, "gpu_container": request.devices is not None,
+        # `none` is an empty name in NVIDIA's own list: files without a device.
+        "devices": [""] if request.devices == [] else request.devices, "imex_channels": request.imex_channels,
+        "capabilities": sorted(request.capabilities), "requirements": request.requirements,
+        "mig_config": request.mig_config, "mig_monitor": request.mig_monitor, "edits": edits,
+        "decisions": request.decisions, "error": error,
+    }  # fmt: skip

@@ -7,10 +7,9 @@ import hashlib
 import importlib.util
 import marshal
 import pkgutil
-import py_compile
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType
 
@@ -22,8 +21,6 @@ LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
 # The name under which docker looks for the hook of `docker run --gpus`, on its PATH, when it starts.
 NVIDIA_HOOK_PATH = "/usr/bin/nvidia-container-runtime-hook"
-# gpuprov's own commands alone import these.
-_NOT_DEPLOYED = ("deploy", "explain")
 # What names a container in a call of runc or crun.
 _COMMANDS = (
     "create", "delete", "checkpoint", "events", "exec", "kill", "pause", "ps", "restore", "resume", "run", "start",
@@ -225,7 +222,7 @@ def deployed_files(python: str, *, docker_hook: bool = True) -> tuple[tuple[str,
     files = [(LAUNCHER_PATH, 0o755, render_launcher(python).encode()), (HOOK_PATH, 0o755, hook)]
     if docker_hook:
         files.append((NVIDIA_HOOK_PATH, 0o755, hook))
-    for name in ("__init__", *(name for name in names if name not in _NOT_DEPLOYED)):
+    for name in ("__init__", *(name for name in names if name != "deploy")):
         content = pkgutil.get_data(package, f"{name}.py")
         assert content is not None
         files.append((f"{LIBRARY_PATH}/runtime_hook/{name}.py", 0o644, content))
@@ -235,24 +232,25 @@ def deployed_files(python: str, *, docker_hook: bool = True) -> tuple[tuple[str,
 def compile_bytecode(directory: str) -> None:
     """Compile the modules in a folder for the Python that runs this; a start then reads instead of compiling."""
     folder = Path(directory)
-    for source in sorted(folder.glob("*.py")):
-        py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-    trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
-    written = {Path(importlib.util.cache_from_source(str(source))) for source in folder.glob("*.py")}
+    (folder / "__pycache__").mkdir(exist_ok=True)
+    texts = {source.stem: source.read_bytes() for source in folder.glob("*.py")}
     # The entries share most modules.
-    compiled = {name: _compiled(folder / f"{name}.py") for name in trees}
+    compiled = {name: _compiled(f"{name}.py", text) for name, text in texts.items()}
+    imports = {name: _imports(text) for name, text in texts.items()}
+    written = set()
+    for name, code in compiled.items():
+        source = folder / f"{name}.py"
+        written.add(_cache(source))
+        _replace(_cache(source), _header(source) + marshal.dumps(code))
     starter = _without_lines(compile(_STARTER, "starter", "exec", dont_inherit=True, optimize=2))
-    for entry in [one for one in _ENTRIES if one in trees]:
-        order, later = _in_order(trees, entry)
+    for entry in [one for one in _ENTRIES if one in texts]:
+        order, later = _in_order(imports, entry)
         parts = (
             starter,
             [(_dotted(name), compiled[name]) for name in order],
             {_dotted(name): marshal.dumps(compiled[name]) for name in later},
         )
-        # At once: containers start meanwhile, and half a file would refuse them.
-        temporary = _bundle(folder, f"{entry}.new")
-        temporary.write_bytes(_digest(folder) + marshal.dumps(parts))
-        temporary.replace(_bundle(folder, entry))
+        _replace(_bundle(folder, entry), _digest(folder) + marshal.dumps(parts))
         written.add(_bundle(folder, entry))
     # Of modules, formats and Pythons of earlier versions.
     for other in set((folder / "__pycache__").iterdir()) - written:
@@ -263,14 +261,25 @@ def bytecode_is_current(directory: str) -> bool:
     """Say whether every module in a folder has byte code that belongs to it, for the Python that runs this."""
     folder = Path(directory)
     entries = [entry for entry in _ENTRIES if (folder / f"{entry}.py").exists()]
-    return all(_is_current(source) for source in folder.glob("*.py")) and all(
+    return all(_first_bytes(_cache(source))[:16] == _header(source) for source in folder.glob("*.py")) and all(
         _first_bytes(_bundle(folder, entry)) == _digest(folder) for entry in entries
     )
 
 
-def _is_current(source: Path) -> bool:
-    header = _first_bytes(Path(importlib.util.cache_from_source(str(source))))[:16]
-    return header == importlib.util.MAGIC_NUMBER + _CHECKED_HASH + importlib.util.source_hash(source.read_bytes())
+def _cache(source: Path) -> Path:
+    return Path(importlib.util.cache_from_source(str(source)))
+
+
+def _header(source: Path) -> bytes:
+    return importlib.util.MAGIC_NUMBER + _CHECKED_HASH + importlib.util.source_hash(source.read_bytes())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace a file whole: containers start meanwhile, and half a file would refuse them."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_bytes(content)
+    temporary.chmod(0o644)
+    temporary.replace(path)
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -291,28 +300,34 @@ def _digest(folder: Path) -> bytes:
     return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, _STARTER.encode(), *sources])).digest()
 
 
-def _in_order(trees: dict[str, ast.Module], entry: str) -> tuple[list[str], list[str]]:
+def _in_order(imports: dict[str, tuple[list[str], list[str]]], entry: str) -> tuple[list[str], list[str]]:
     """Return the package and all modules that this one imports at once, each behind those that it needs itself.
 
     And those that functions import, with what they need.
     """
     found: list[str] = []
 
-    def visit(name: str, nodes: Callable[[ast.Module], Iterable[ast.AST]]) -> None:
+    def visit(name: str, kind: int) -> None:
         if name not in found:
             found.append(name)
-            for needed in _imported(nodes(trees[name])):
-                visit(needed, nodes)
+            for needed in imports[name][kind]:
+                visit(needed, kind)
             # Behind what it needs.
             found.remove(name)
             found.append(name)
 
-    visit(entry, lambda tree: tree.body)
+    visit(entry, 0)
     order = list(found)
     for name in order:
-        for needed in _imported(ast.walk(trees[name])):
-            visit(needed, ast.walk)
+        for needed in imports[name][1]:
+            visit(needed, 1)
     return ["__init__", *order], [name for name in found if name not in order]
+
+
+def _imports(text: bytes) -> tuple[list[str], list[str]]:
+    """Return the modules of the package that a module imports at once, and all that it ever imports."""
+    tree = ast.parse(text)
+    return _imported(tree.body), _imported(ast.walk(tree))
 
 
 def _imported(nodes: Iterable[ast.AST]) -> list[str]:
@@ -320,17 +335,17 @@ def _imported(nodes: Iterable[ast.AST]) -> list[str]:
     return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
 
 
-def _compiled(source: Path) -> CodeType:
+def _compiled(name: str, text: bytes) -> CodeType:
     """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at."""
-    tree = _Bare().visit(ast.parse(source.read_bytes()))
-    return _without_lines(compile(tree, source.name, "exec", dont_inherit=True, optimize=2))
+    tree = _Bare().visit(ast.parse(text))
+    return _without_lines(compile(tree, name, "exec", dont_inherit=True, optimize=2))
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes annotations away, and with them the import of __future__."""
+    """Takes annotations away, and with them the imports of __future__ and typing."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
-        return None if node.module == "__future__" else node
+        return None if node.module in ("__future__", "typing") else node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.returns = None

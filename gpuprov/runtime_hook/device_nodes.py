@@ -1,9 +1,12 @@
-"""Device nodes beside those in config.json: links by which systemd knows them, and libraries that must make none.
+"""Device nodes beside the GPUs': links by which systemd knows them, and libraries that must make none.
 
 runc tells systemd of devices by /dev/char/MAJOR:MINOR, and systemd forgets those that are not there as soon as it reads
 its units again (`systemctl daemon-reload`): running containers then lose their GPUs. udev makes no such links for
 NVIDIA's nodes, which sysfs does not know. Source: nvidia-container-toolkit, "system create-dev-char-symlinks"; runc
 issue 3708.
+
+IMEX channels, rights over MIG, storage and network that go with GPUs: what these need is looked up on the host when a
+container asks for them, by name; no device is opened.
 
 NVIDIA's libraries look into /proc/driver/nvidia/params: where ModifyDeviceFiles is 0, they make no nodes. Containers
 see a copy that says so, as with every variant of NVIDIA's toolkit. runc mounts nothing below /proc from config.json:
@@ -13,14 +16,13 @@ mount(8) does it as a hook, before the root is entered.
 from __future__ import annotations
 
 import posix
+from typing import Any
 
 from .config import has_own_proc, has_user_namespace
 from .errors import Refused
-from .files import make_folder, replace_file
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from .files import exists, make_folder, read_text, replace_file
+from .request import DeviceRequest
+from .specification import Specifications
 
 _FOLDER = "/dev/char"
 _CHARACTER = 0o020000
@@ -29,8 +31,14 @@ PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers.
 _COPY = "/run/gpuprov/params"
 _MOUNT_PROGRAMS = ("/usr/bin/mount", "/bin/mount")
+_ALL_USERS = "0 0 4294967295"
 # Root in the container is root on the host: the copy is everybody's.
 _OPTIONS = "bind,ro,nosuid,nodev,noexec"
+_IMEX = "/dev/nvidia-caps-imex-channels"
+# A channel's number is a device minor.
+_MOST_IMEX = 1 << 20
+_MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
+_CAPABILITIES = "/dev/nvidia-caps"
 
 
 def link_nodes(nodes: list[dict[str, Any]]) -> None:
@@ -40,18 +48,11 @@ def link_nodes(nodes: list[dict[str, Any]]) -> None:
         try:
             status = posix.stat(path)
             if status.st_mode & _TYPE == _CHARACTER and path.startswith("/dev/"):
+                make_folder(_FOLDER)
                 name = f"{posix.major(status.st_rdev)}:{posix.minor(status.st_rdev)}"
-                _link(f"..{path[len('/dev') :]}", f"{_FOLDER}/{name}")
+                posix.symlink(f"..{path[len('/dev') :]}", f"{_FOLDER}/{name}")
         except OSError:
             continue  # there already, or no such node
-
-
-def _link(target: str, path: str) -> None:
-    try:
-        posix.symlink(target, path)
-    except FileNotFoundError:
-        posix.mkdir(_FOLDER, 0o755)
-        posix.symlink(target, path)
 
 
 def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | None:
@@ -61,8 +62,10 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     mount(8) follows below it is the kernel's. Nor in a user namespace, where nobody makes device nodes. The hook needs
     what `masked_copy` writes.
     """
-    if not has_own_proc(config) or has_user_namespace(config) or not _is_the_kernels() or not _masked():
+    if not has_own_proc(config) or has_user_namespace(config) or not _masked():
         return None
+    if posix.stat(PARAMS).st_dev != posix.stat("/proc").st_dev:
+        return None  # mounted over procfs's own file, which containers see
     program = next((path for path in _MOUNT_PROGRAMS if posix.access(path, posix.X_OK)), "")
     if not program:
         raise Refused(f"{PARAMS} can't be masked in the container: {' or '.join(_MOUNT_PROGRAMS)} is missing")
@@ -74,14 +77,6 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     }  # fmt: skip
 
 
-def _is_the_kernels() -> bool:
-    """Return whether procfs itself has the file: one that is mounted over it is in no procfs of a container."""
-    try:
-        return posix.stat(PARAMS).st_dev == posix.stat("/proc").st_dev
-    except OSError:
-        return False
-
-
 def masked_copy() -> str:
     """Write a copy of the driver's parameters with `ModifyDeviceFiles: 0`, and return its path.
 
@@ -91,12 +86,8 @@ def masked_copy() -> str:
     changed = _masked()
     if not changed:
         return ""
-    try:
-        with open(_COPY, encoding="utf-8") as file:
-            if file.read() == changed:
-                return _COPY
-    except OSError:
-        pass
+    if read_text(_COPY) == changed:
+        return _COPY
     try:
         make_folder(_COPY.rpartition("/")[0])
         replace_file(_COPY, changed, 0o644)  # every container reads it and none writes it
@@ -109,19 +100,44 @@ def masked_copy() -> str:
 
 def _masked() -> str:
     """Return the driver's parameters as containers see them, nothing where these are the host's."""
-    try:
-        with open(PARAMS, encoding="utf-8") as file:
-            text = file.read()
-    except OSError:
-        return ""
+    text = read_text(PARAMS) or ""
     changed = text.replace("ModifyDeviceFiles: 1\n", "ModifyDeviceFiles: 0\n")
     return "" if changed == text else changed
 
 
 def is_rootless() -> bool:
     """Say whether the engine itself runs in a user namespace."""
-    try:
-        with open("/proc/self/uid_map", encoding="utf-8") as file:
-            return file.read().split() != ["0", "0", "4294967295"]
-    except OSError:
-        return False
+    return (read_text("/proc/self/uid_map") or _ALL_USERS).split() != _ALL_USERS.split()
+
+
+def special_edits(specifications: Specifications, request: DeviceRequest) -> list[dict[str, Any]]:
+    """Return CDI edits, one for each such request. Raises Refused for what is not on this host."""
+    found = [_channel(name) for name in request.imex_channels]
+    for value, name in ((request.mig_config, "config"), (request.mig_monitor, "monitor")):
+        if value:
+            found.append(_mig(name))
+    for extra in request.extras:
+        kind = f"nvidia.com/{extra}"
+        found += specifications.edits_of([f"{kind}=all"])
+    return found
+
+
+def _channel(name: str) -> dict[str, Any]:
+    if not (name.isascii() and name.isdigit() and len(name) < 8 and int(name) < _MOST_IMEX):
+        raise Refused(f"NVIDIA_IMEX_CHANNELS asks for {name!r}: channels are numbers below {_MOST_IMEX}")
+    return _node(f"{_IMEX}/channel{int(name)}", "IMEX channel", "nvidia-modprobe --help shows how channels are made")
+
+
+def _mig(name: str) -> dict[str, Any]:
+    """Return the node of the capability to configure, or to monitor, MIG: it stands for all GPUs."""
+    lines = (line.split() for line in (read_text(_MIG_MINORS) or "").splitlines())
+    minors = dict(words for words in lines if len(words) == 2)
+    if not minors.get(name, "").isdecimal():
+        raise Refused(f"this host's driver has no MIG capability {name!r} ({_MIG_MINORS}): no GPU here knows MIG")
+    return _node(f"{_CAPABILITIES}/nvidia-cap{minors[name]}", f"MIG {name}", "run gpuprov install on this host")
+
+
+def _node(path: str, what: str, hint: str) -> dict[str, Any]:
+    if not exists(path):
+        raise Refused(f"the {what} {path} is not on this host: {hint}")
+    return {"deviceNodes": [{"path": path, "permissions": "rw"}]}

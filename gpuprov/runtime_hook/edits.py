@@ -7,23 +7,17 @@ into config.json: CDI's SPEC.md, "OCI Edits", as every engine that reads CDI doe
 from __future__ import annotations
 
 import posix
+from typing import Any
 
-from . import driver_files
+from . import driver_files, mps
 from .config import has_user_namespace, list_of, object_of
+from .device_nodes import special_edits
 from .errors import Refused
 from .files import is_trusted, normal_path
-from .freshness import require_current
-from .specification import unusable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .request import DeviceRequest
-    from .rootfs import Root
-    from .settings import Settings
-    from .specification import Specifications
-
+from .request import VENDORS, DeviceRequest
+from .rootfs import Root
+from .settings import Settings
+from .specification import Specifications, kind_of, unusable
 
 _MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 _LIB64 = "/usr/lib64"
@@ -40,8 +34,6 @@ class ContainerEdits:
     image's own libraries for CUDA's forward compatibility, if they are used; `masking`: the hook that masks the
     driver's parameters, if the runtime does it; `decisions`: sentences that say which rule decided.
     """
-
-    __slots__ = ("cdi", "compatibility", "decisions", "host_driver", "libraries", "links", "masking")
 
     def __init__(self, cdi: dict[str, Any], links: list[tuple[str, str]], host_driver: str) -> None:
         self.cdi = cdi
@@ -62,12 +54,7 @@ def choose(
     Raises Refused if something that was asked for is not there, or if a specification is not one.
     """
     devices = specifications.edits_of(request.devices or [], by_annotation=request.by_annotation)
-    special = []
-    if request.imex_channels or request.mig_config or request.mig_monitor or request.extras:
-        from .special_devices import special_edits  # few containers ask for these
-
-        special = special_edits(specifications, request)
-    parts = [*devices, *special]
+    parts = [*devices, *special_edits(specifications, request)]
     try:
         return _chosen(parts, request, settings, _Folders(root), specifications)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -79,7 +66,10 @@ def _chosen(
     specifications: Specifications,
 ) -> ContainerEdits:  # fmt: skip
     capabilities = request.capabilities
-    edits = merge_edits([_wanted(part, capabilities, folders) for part in parts])
+    # An annotation may name another vendor's devices alone.
+    ours = any(kind_of(name).partition("/")[0] in ("", *VENDORS) for name in request.devices or ("",))
+    served = [mps.mps_edits()] if parts and ours and _is_wanted(mps.FOLDER, capabilities) else []
+    edits = merge_edits([*(_wanted(part, capabilities, folders) for part in parts), *served])
     if not settings.additional_gids:
         edits.pop("additionalGids", None)
     # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
@@ -93,9 +83,11 @@ def _chosen(
     others = [hook for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
-    if links:
-        require_current(specifications.own, edits.get("mounts") or [])
-    chosen = ContainerEdits(edits, links, specifications.own.host.get("driver", "") if links else "")
+    version = ""
+    if links:  # a host need not have our own specification for other kinds' devices
+        version = specifications.own.host.get("driver", "")
+        driver_files.require_current(specifications.own.path, version, edits.get("mounts") or [])
+    chosen = ContainerEdits(edits, links, version)
     mounts = len(edits.get("mounts") or ())
     chosen.decisions = [
         f"driver capabilities {', '.join(sorted(capabilities)) or 'none'}: files: {mounts}, links: {len(links)}",
@@ -126,18 +118,17 @@ def _wanted(edits: dict[str, Any], capabilities: frozenset[str], folders: _Folde
         found["mounts"] = [
             {**mount, "containerPath": folders.in_container(mount["containerPath"])}
             for mount in edits["mounts"]
-            if _is_wanted(mount["containerPath"], capabilities) and _source_is_there(mount)
+            # Sockets come and go with their services (persistenced, fabric manager): one that is gone must not stop us.
+            if _is_wanted(mount["containerPath"], capabilities)
+            and ("noexec" not in (mount.get("options") or ()) or is_trusted(mount["hostPath"]))
+            # Whether its daemon runs is seen at each start; a specification only says that there was a folder.
+            and mount["containerPath"] != mps.FOLDER
         ]
     return found
 
 
 def _is_wanted(path: str, capabilities: frozenset[str]) -> bool:
     return bool(capabilities.intersection(driver_files.capabilities_of(path)))
-
-
-def _source_is_there(mount: dict[str, Any]) -> bool:
-    """Sockets come and go with their services (persistenced, fabric manager): one that is gone must not stop us."""
-    return "noexec" not in (mount.get("options") or ()) or is_trusted(mount["hostPath"])
 
 
 def links_of(arguments: list[str]) -> list[tuple[str, str]]:
@@ -152,8 +143,6 @@ class _Folders:
     The folder is one that the image's loader searches by itself: /usr/lib/MULTIARCH on Debian and Ubuntu, /usr/lib64 on
     RHEL, Fedora and SUSE. So libraries are found also after the image's own ldconfig has rewritten the cache.
     """
-
-    __slots__ = ("_found", "_root", "decisions")
 
     def __init__(self, root: Root | None) -> None:
         self._root = root
@@ -232,7 +221,10 @@ def apply_edits(config: dict[str, Any], edits: dict[str, Any], *, idmap: bool = 
         _add_hook(config, hook)
     if edits.get("intelRdt"):
         object_of(config, "linux")["intelRdt"] = edits["intelRdt"]
-    _add_groups(config, edits.get("additionalGids") or ())
+    groups = [group for group in edits.get("additionalGids") or () if group]
+    if groups:
+        user = object_of(object_of(config, "process"), "user")
+        user["additionalGids"] = list(dict.fromkeys([*list_of(user, "additionalGids", int), *groups]))
 
 
 def drop_nvidia_hooks(config: dict[str, Any]) -> None:
@@ -262,13 +254,6 @@ def _add_environment(config: dict[str, Any], entries: Any) -> None:
         # Of several entries with one name the last would count.
         environment = [item for place, item in enumerate(environment) if place not in places[1:]]
     process["env"] = environment
-
-
-def _add_groups(config: dict[str, Any], groups: Any) -> None:
-    wanted = [group for group in groups if group]
-    if wanted:
-        user = object_of(object_of(config, "process"), "user")
-        user["additionalGids"] = list(dict.fromkeys([*list_of(user, "additionalGids", int), *wanted]))
 
 
 def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
@@ -353,8 +338,5 @@ def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
     if stage not in _STAGES:
         raise Refused(f"the CDI specification has a hook for {stage!r}, which is no stage of a container")
     hooks = object_of(config, "hooks")
-    entry: dict[str, Any] = {
-        "path": hook["path"],
-        **{name: hook[name] for name in ("args", "env", "timeout") if name in hook},
-    }
+    entry = {name: hook[name] for name in ("path", "args", "env", "timeout") if name in hook}
     hooks[stage] = [*list_of(hooks, stage, dict), entry]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import posix
 import sys
+from typing import NoReturn
 
 from . import jsonio
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NoReturn
 
 _LONGEST_LINE = 2000
 

@@ -63,13 +63,10 @@ def is_trusted(path: str) -> bool:
         owners.append(status.st_uid)
         writable = bool(status.st_mode & _WRITABLE_BY_ALL)
         if not todo:
-            return not any(owners) or (kind == _SOCKET and path.endswith(_PERSISTENCED) and _is_services(owners))
+            *above, folder, own = owners
+            services = not any(above) and folder in (0, own) and own < _FIRST_USER
+            return not any(owners) or (kind == _SOCKET and path.endswith(_PERSISTENCED) and services)
     return False
-
-
-def _is_services(owners: list[int]) -> bool:
-    *above, folder, socket = owners
-    return not any(above) and folder in (0, socket) and socket < _FIRST_USER
 
 
 def replace_file(path: str, text: str, mode: int, owner: tuple[int, int] | None = None, suffix: str = "") -> None:
@@ -95,6 +92,24 @@ def replace_file(path: str, text: str, mode: int, owner: tuple[int, int] | None 
     except OSError:
         posix.unlink(temporary)
         raise
+
+
+def read_text(path: str) -> str | None:
+    """Return a file's text, None if it can't be read; what is no UTF-8 is U+FFFD, as in Go's encoding/json."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def exists(path: str) -> bool:
+    """Say whether there is a file, and not only a link that leads nowhere."""
+    try:
+        posix.stat(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def make_folder(path: str, mode: int = 0o755) -> None:

@@ -11,32 +11,20 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
 import posix
 import sys
+from typing import Any, NoReturn
 
-from . import jsonio, record
-from .config import (
-    STATE,
-    config_id,
-    duplicate,
-    has_user_namespace,
-    odd_key,
-    owner_of,
-    parse_config,
-    read_text,
-    root_of,
-)  # fmt: skip
+from . import record
+from .config import STATE, config_id, has_user_namespace, mounts_of, owner_of, parse_config, parse_object, root_of
 from .decision import HOOK, decide
 from .device_nodes import link_nodes, masked_copy
 from .edits import ContainerEdits, links_of
 from .errors import Refused, printable, reason
+from .files import read_text
 from .links import find_compatibility, inject
 from .rootfs import Root
 from .settings import read_settings
 from .specification import host_of
 from .volumes import volumes_of, watch
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
 
 _LARGEST_STATE = 1 << 20
 # A start takes 0.1 s. The CDI specification has the engine end the hook later, at 30.
@@ -74,7 +62,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def _give_up(number: int, frame: object) -> NoReturn:
-    """End a hook that something keeps waiting: a file system that does not answer, an engine that sends no state."""
+    # A file system that does not answer, or an engine that sends no state, keeps the hook waiting.
     posix._exit(_refuse(f"gpuprov: the container's files were not ready after {_SECONDS} s: something does not answer"))
 
 
@@ -87,14 +75,10 @@ def _refuse(message: str) -> int:
 def _state() -> dict[str, Any]:
     """Return the state of the container. Raises Refused for anything else on stdin."""
     content = sys.stdin.buffer.read(_LARGEST_STATE)
-    twice: list[str] = []
     try:
-        state = jsonio.loads(content.decode("utf-8", "replace"), jsonio.noting_duplicates(twice))
+        state = parse_object(content.decode("utf-8", "replace"), STATE)
     except ValueError as error:
         raise Refused(f"standard input holds no OCI state: {error}") from None
-    odd = duplicate(twice) or odd_key(state, STATE)
-    if odd:
-        raise Refused(f"standard input holds no OCI state: it has {odd}")
     if not isinstance(state, dict) or not isinstance(state.get("bundle", ""), str):
         raise Refused("standard input holds no OCI state")
     return state
@@ -132,18 +116,14 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
     bundle = _bundle(state)
     path = f"{bundle}/config.json"
     text = read_text(path)
-    config, odd = parse_config(path, text or "null")
-    if odd or not config:
-        raise Refused(odd or f"{path} can't be read")
+    config = parse_config(path, text or "null")
+    if not config:
+        raise Refused(f"{path} can't be read")
     settings, trouble = read_settings()
     if trouble:
         raise Refused(trouble)
-    mounts = config.get("mounts")
-    mounted = [
-        {"containerPath": str(mount["destination"])}
-        for mount in (mounts if isinstance(mounts, list) else ())
-        if isinstance(mount, dict) and str(mount.get("destination", "")).startswith("/usr/lib")
-    ]
+    places = [str(mount.get("destination", "")) for mount in mounts_of(config)]
+    mounted = [{"containerPath": place} for place in places if place.startswith("/usr/lib")]
     edits = ContainerEdits({"mounts": mounted}, links_of(arguments), host_of(arguments).get("driver", ""))
     try:
         root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
@@ -152,23 +132,14 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
     watch(root, volumes_of(config, bundle))
     find_compatibility(root, edits, wanted=settings.cuda_compat)
     inject(root, edits)
-    if not _in_user_namespace() and not has_user_namespace(config):
-        _mask_params(root, config)
-    return 0
-
-
-def _mask_params(root: Root, config: dict[str, Any]) -> None:
-    copy = masked_copy()
+    copy = "" if _in_user_namespace() or has_user_namespace(config) else masked_copy()
     if copy:
         from .prestart import mask_params  # with `_ctypes`
 
         mask_params(root, copy, config)
+    return 0
 
 
 def _in_user_namespace() -> bool:
     """Say whether this process is in the container's own user namespace, where its root user is number 0."""
-    try:
-        with open("/proc/self/uid_map", encoding="utf-8") as file:
-            return file.read().split()[:2] != ["0", "0"]
-    except OSError:
-        return False
+    return (read_text("/proc/self/uid_map") or "0 0").split()[:2] != ["0", "0"]

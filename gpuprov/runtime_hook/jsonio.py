@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, Optional
+from typing import Any, Callable
 
-    Pairs = Optional[Callable[[list[tuple[str, Any]]], dict[str, Any]]]
+
+class AmbiguousError(ValueError):
+    """A document of which readers make different things; the message says what is in it."""
 
 
 class _Context:
@@ -19,11 +19,11 @@ class _Context:
     parse_constant = float
     memo: dict[str, str] = {}  # noqa: RUF012 (the scanner's own interface)
 
-    def __init__(self, object_pairs_hook: Pairs) -> None:
+    def __init__(self, object_pairs_hook: Callable[..., Any] | None) -> None:
         self.object_pairs_hook = object_pairs_hook
 
 
-def loads(text: str, pairs: Pairs = None) -> Any:
+def loads(text: str, pairs: Callable[..., Any] | None = None) -> Any:
     """Return what a JSON document holds; `pairs` makes objects of their keys and values.
 
     Raises ValueError for anything that is not JSON.
@@ -34,20 +34,16 @@ def loads(text: str, pairs: Pairs = None) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def noting_duplicates(keys: list[str]) -> Pairs:
-    """Return what makes objects as ever, and adds keys that an object has twice to `keys`."""
-
-    def pairs_to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            keys.append(next(name for name in names if names.count(name) > 1))
-        return found
-
-    return pairs_to_object
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of its keys and values. Raises AmbiguousError if it has a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise AmbiguousError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in one object")
+    return found
 
 
-def _loads(text: str, pairs: Pairs) -> Any:
+def _loads(text: str, pairs: Callable[..., Any] | None) -> Any:
     try:
         from _json import make_scanner  # type: ignore[import-not-found,unused-ignore]
 

@@ -18,19 +18,19 @@ MAGIC = b"glibc-ld.so.cache1.1"
 _HEADER = "=20sIIB3xI12x"
 _HEADER_SIZE = 48
 # An entry: kind of library, offsets of name and path, oldest kernel, hardware capabilities.
-_ENTRY = "=iIIIQ"
+ENTRY = "=iIIIQ"
 _ENTRY_SIZE = 24
-_EXTENSION_MAGIC = 0xEAA42174
+EXTENSION_MAGIC = 0xEAA42174
 # The names of glibc-hwcaps folders: a list of offsets, like the entries' own.
-_HWCAPS_TAG = 1
+HWCAPS_TAG = 1
 _LITTLE_ENDIAN = 2
-_MACHINE = 0xFF00
-_MOST_SECTIONS = 16
+MACHINE = 0xFF00
+MOST_SECTIONS = 16
 # glibc knows some ten folders of optimised variants; 4 bytes each.
 _LARGEST_SECTION = 256
 # As the kernel's own limits on names and paths: entries may share one text, and each that is compared is taken apart.
 _LONGEST_NAME = 256
-_LONGEST_PATH = 4096
+LONGEST_PATH = 4096
 # libboost_python311-mt-x64.so.1.83.0 has six.
 _MOST_NUMBERS = 32
 # Of one library there are a 32-bit form, and one for each folder of optimised variants.
@@ -52,23 +52,21 @@ def merge(old: bytes, added: list[tuple[str, str, int]]) -> bytes:
     """
     wanted: dict[bytes, dict[int, tuple[bytes, int]]] = {}
     for name, path, flags in added:
-        wanted.setdefault(name.encode(), {})[flags & _MACHINE] = (path.encode(), flags)
+        wanted.setdefault(name.encode(), {})[flags & MACHINE] = (path.encode(), flags)
     names = sorted(((_key(name), name) for name in wanted), reverse=True)
     try:
-        return _merged(_Cache(old), names, wanted)
+        return _merged(Cache(old if len(old) <= LARGEST else b""), names, wanted)
     except (_StructError, ValueError, IndexError, OverflowError):
-        return _merged(_Cache(b""), names, wanted)
+        return _merged(Cache(b""), names, wanted)
 
 
-class _Cache:
+class Cache:
     """A cache: its entries one behind the other, and everything behind them, to which their offsets refer."""
-
-    __slots__ = ("content", "count", "extensions", "tail")
 
     def __init__(self, content: bytes) -> None:
         # A cache of `ldconfig -c compat` begins with one of the old form; offsets count from the new one's start.
         start = content.find(MAGIC)
-        usable = start >= 0 and len(content) <= LARGEST
+        usable = start >= 0
         self.content = content[start:] if usable else b""
         self.count = self.extensions = 0
         if usable:
@@ -83,8 +81,8 @@ class _Cache:
 
     def entry(self, number: int) -> tuple[int, bytes, bytes, int]:
         """Return an entry's flags, name, path, and hardware capabilities."""
-        flags, name, path, _, capabilities = unpack_from(_ENTRY, self.content, _HEADER_SIZE + number * _ENTRY_SIZE)
-        return flags, self._text(name, _LONGEST_NAME), self._text(path, _LONGEST_PATH), capabilities
+        flags, name, path, _, capabilities = unpack_from(ENTRY, self.content, _HEADER_SIZE + number * _ENTRY_SIZE)
+        return flags, self._text(name, _LONGEST_NAME), self._text(path, LONGEST_PATH), capabilities
 
     def name(self, number: int) -> bytes:
         """Return an entry's name alone."""
@@ -96,7 +94,7 @@ class _Cache:
 
 
 def _merged(
-    cache: _Cache, names: list[tuple[list[bytes | int], bytes]], wanted: dict[bytes, dict[int, tuple[bytes, int]]]
+    cache: Cache, names: list[tuple[list[bytes | int], bytes]], wanted: dict[bytes, dict[int, tuple[bytes, int]]]
 ) -> bytes:
     """Return the cache with the wanted entries in their places; `names` are in the cache's order, descending."""
     parts: list[bytes | tuple[bytes, bytes, int]] = []
@@ -110,7 +108,7 @@ def _merged(
             if begun - first == _MOST_EQUAL_NAMES:
                 raise ValueError("too many entries of one name")
             flags, _, path, capabilities = cache.entry(begun)
-            machine = flags & _MACHINE
+            machine = flags & MACHINE
             if left.get(machine) == (path, flags) and not capabilities:
                 del left[machine]
                 parts.append(cache.entries(begun, begun + 1))
@@ -128,7 +126,7 @@ def _merged(
     return _render(cache, parts)
 
 
-def _place(cache: _Cache, key: list[bytes | int], low: int, keys: dict[int, list[bytes | int]]) -> int:
+def _place(cache: Cache, key: list[bytes | int], low: int, keys: dict[int, list[bytes | int]]) -> int:
     """Return the first entry from `low` on whose name does not come before that of the key."""
     high = cache.count
     while low < high:
@@ -158,7 +156,7 @@ def _key(name: bytes) -> list[bytes | int]:
     return key
 
 
-def _render(cache: _Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> bytes:
+def _render(cache: Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> bytes:
     """Return the file: the old strings stand behind the new table, the new ones behind them."""
     tail = bytearray(cache.content[cache.tail :])
     # Put in before, for another driver: then its strings serve again, and the file does not grow from driver to driver.
@@ -168,7 +166,7 @@ def _render(cache: _Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> byt
     table = b"".join(
         part
         if isinstance(part, bytes)
-        else pack(_ENTRY, part[2], *(cache.tail + _string(tail, text, recent) for text in part[:2]), 0, 0)
+        else pack(ENTRY, part[2], *(cache.tail + _string(tail, text, recent) for text in part[:2]), 0, 0)
         for part in parts
     )
     shift = _HEADER_SIZE + len(table) - cache.tail
@@ -189,22 +187,22 @@ def _string(tail: bytearray, text: bytes, recent: int) -> int:
 
 def _shifted(table: bytes, shift: int) -> bytes:
     """Return the entries with the offsets of name and path moved: one addition, instead of one for each entry."""
-    step = int.from_bytes(pack(_ENTRY, 0, abs(shift), abs(shift), 0, 0) * (len(table) // _ENTRY_SIZE), "little")
+    step = int.from_bytes(pack(ENTRY, 0, abs(shift), abs(shift), 0, 0) * (len(table) // _ENTRY_SIZE), "little")
     number = int.from_bytes(table, "little") + (step if shift >= 0 else -step)
     # An offset of a hostile cache may run over into its neighbour: it was wrong before.
     return (number % (1 << 8 * len(table))).to_bytes(len(table), "little")
 
 
-def _shift_extensions(cache: _Cache, tail: bytearray, shift: int) -> bool:
+def _shift_extensions(cache: Cache, tail: bytearray, shift: int) -> bool:
     """Move the offsets in the extensions too; say whether there are any that this glibc's loader would read."""
     place = cache.extensions - cache.tail
     magic, count = unpack_from("=II", tail, place)
-    if magic != _EXTENSION_MAGIC or count > _MOST_SECTIONS:
+    if magic != EXTENSION_MAGIC or count > MOST_SECTIONS:
         return False
     for section in range(place + 8, place + 8 + 16 * count, 16):
         tag, flags, offset, size = unpack_from("=IIII", tail, section)
         pack_into("=IIII", tail, section, tag, flags, offset + shift, size)
-        if tag == _HWCAPS_TAG:
+        if tag == HWCAPS_TAG:
             if size > _LARGEST_SECTION:
                 return False
             for name in range(offset - cache.tail, offset - cache.tail + size, 4):

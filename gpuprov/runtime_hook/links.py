@@ -15,12 +15,9 @@ from __future__ import annotations
 import posix
 
 from . import ldcache
+from .edits import ContainerEdits
 from .errors import Refused
 from .rootfs import Root
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .edits import ContainerEdits
 
 CACHE = "/etc/ld.so.cache"
 _EXDEV = 18
@@ -54,13 +51,17 @@ def inject(root: Root, edits: ContainerEdits) -> None:
             root.make_link(path, target)
         folder, names = edits.compatibility
         path = COMPAT_CONFIGURATION
-        if folder:
-            _write(root, path, f"{folder}\n".encode())
-        else:
+        line = f"{folder}\n".encode()
+        if not folder:
             _remove(root, path)
+        elif root.read_file(path, len(line)) != line:
+            root.write_file(path, line, 0o644)
         path = CACHE
         try:
-            _write_cache(root, _cache_entries(edits))
+            old = root.read_file(CACHE, ldcache.LARGEST) or b""
+            new = ldcache.merge(old, _cache_entries(edits))
+            if new != old:
+                root.write_file(CACHE, new, 0o644)
         except OSError as error:
             # The loader looks into its own folders after the cache, and finds all but compatibility libraries there.
             if error.errno != _EXDEV or names:
@@ -140,13 +141,6 @@ def _cache_entries(edits: ContainerEdits) -> list[tuple[str, str, int]]:
     return [*found, *((name, f"{folder}/{name}", _FLAGS) for name in names)]
 
 
-def _write_cache(root: Root, entries: list[tuple[str, str, int]]) -> None:
-    old = root.read_file(CACHE, ldcache.LARGEST) or b""
-    new = ldcache.merge(old, entries)
-    if new != old:
-        root.write_file(CACHE, new, 0o644)
-
-
 def _remove(root: Root, path: str) -> None:
     try:
         root.remove(path)
@@ -155,16 +149,13 @@ def _remove(root: Root, path: str) -> None:
             raise
 
 
-def _write(root: Root, path: str, content: bytes) -> None:
-    if root.read_file(path, len(content)) != content:
-        root.write_file(path, content, 0o644)
-
-
 def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str]]:
     """Return the folder in the container, free of links, and its libraries' names; nothing if they don't count."""
     host = _major(host_driver)
     there = [name for name in root.names(_COMPAT_FOLDER, _MOST_COMPAT_FILES) if name.isascii()]
-    versions = [name[len(_LIBCUDA) :] for name in there if _is_versioned(name)]
+    # libcuda.so.550.54.15; libcuda.so.1 is a link to it.
+    versions = [name[len(_LIBCUDA) :] for name in there if name.startswith(_LIBCUDA)]
+    versions = [version for version in versions if "." in version]
     # Several are as good as none: nobody can say which is meant.
     if not host or len(versions) != 1 or _major(versions[0]) <= host:
         return "", []
@@ -179,12 +170,7 @@ def _is_nvidias(name: str) -> bool:
     """Say whether this is a library's name of NVIDIA's: libcuda.so, libcuda.so.1, libcuda.so.550.54.15."""
     stem, so, version = name.partition(".so")
     numbers = version[1:].split(".") if version else []
-    return bool(so) and stem in _COMPAT_NAMES and version[:1] in ("", ".") and all(one.isdigit() for one in numbers)
-
-
-def _is_versioned(name: str) -> bool:
-    """Say whether this is libcuda.so.550.54.15: libcuda.so.1 is a link to it."""
-    return name.startswith(_LIBCUDA) and "." in name[len(_LIBCUDA) :]
+    return bool(so) and stem in _COMPAT_NAMES and version[:1] in ("", ".") and all(one.isdecimal() for one in numbers)
 
 
 def _major(version: str) -> int:

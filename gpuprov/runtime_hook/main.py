@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
 import posix
+from typing import NoReturn
 
 from . import jsonio, record
 from .config import config_id
@@ -13,10 +14,6 @@ from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused, reason, refuse
 from .files import replace_file
 from .links import inject
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NoReturn
 
 
 def main(low_level: str, bundle: str, log: str, arguments: list[str]) -> NoReturn:

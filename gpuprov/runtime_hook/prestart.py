@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import posix
 import sys
+from typing import Any
 
 from . import record
 from .config import has_own_proc
-from .device_cgroup import allow, read_proc
+from .decision import Decision
+from .device_cgroup import Bus, allow, read_proc, scope_of, tell, wait
 from .device_nodes import PARAMS, is_rootless, masked_copy
 from .edits import node_identity
 from .errors import Refused
 from .links import inject
 from .rootfs import Root
-from .scope import scope_of, tell, wait
+from .settings import Settings
 from .system_calls import act_as, bind, enter_mount_namespace
 from .volumes import is_same_file, watch
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .decision import Decision
-    from .scope import Bus
-    from .settings import Settings
 
 _TYPE = 0o170000
 _REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000

@@ -9,16 +9,12 @@ runc with the prestart hook, a killed engine). The log, off by default, goes whe
 from __future__ import annotations
 
 import posix
+from typing import Any
 
 from . import jsonio
 from .errors import now, printable
 from .files import make_folder, replace_file
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .settings import Settings
+from .settings import Settings
 
 FOLDER = "/run/gpuprov/containers"
 FORMAT = 1
@@ -64,9 +60,13 @@ def is_name(container: str) -> bool:
 def read(container: str) -> dict[str, Any] | None:
     """Return the record of a container, None if there is none. Raises OSError if it can't be read."""
     try:
-        return parse(_content(f"{FOLDER}/{container}"))
+        handle = posix.open(f"{FOLDER}/{container}", _READ)
     except FileNotFoundError:
         return None
+    try:
+        return parse(posix.read(handle, _MOST_BYTES).decode("utf-8", "replace"))
+    finally:
+        posix.close(handle)
 
 
 def parse(text: str) -> dict[str, Any] | None:
@@ -84,14 +84,6 @@ def names() -> list[str]:
         return sorted(name for name in posix.listdir(FOLDER) if is_name(name))
     except FileNotFoundError:
         return []
-
-
-def _content(path: str) -> str:
-    handle = posix.open(path, _READ)
-    try:
-        return posix.read(handle, _MOST_BYTES).decode("utf-8", "replace")
-    finally:
-        posix.close(handle)
 
 
 def _sweep(own: str) -> None:

@@ -6,21 +6,20 @@ resources, IMEX channels, MIG. Each that decides something says so in one senten
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import driver_files
+from .config import mounts_of
 from .errors import Refused
 from .files import normal_path
 from .settings import SETTINGS_PATH, Settings
 from .specification import kind_of
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 _MOUNT_ROOT = "/var/run/nvidia-container-devices/"
 _DEVICES = "NVIDIA_VISIBLE_DEVICES"
 _IMEX = "NVIDIA_IMEX_CHANNELS"
 # `runtime.` says that the runtime shall find the device, which it does in any case.
-_VENDORS = ("nvidia.com", "runtime.nvidia.com")
+VENDORS = ("nvidia.com", "runtime.nvidia.com")
 _EXTRAS = ("GDS", "MOFED", "GDRCOPY", "NVSWITCH")
 _TRUE = ("1", "t", "T", "true", "TRUE", "True")
 # runtime-spec 1.0.0-rc1 to rc4 had a plain list of capabilities.
@@ -29,11 +28,6 @@ _FLAT_CAPABILITIES = ("1.0.0-rc1", "1.0.0-rc2", "1.0.0-rc3", "1.0.0-rc4")
 
 class DeviceRequest:
     """A container's request. `devices` is None for a container that asks for no GPU, empty for `none` (files alone)."""
-
-    __slots__ = (
-        "by_annotation", "capabilities", "decisions", "devices", "extras", "imex_channels", "legacy", "mig_config",
-        "mig_monitor", "privileged", "requirements",
-    )  # fmt: skip
 
     def __init__(self, *, legacy: bool, privileged: bool) -> None:
         self.legacy = legacy
@@ -55,31 +49,27 @@ def parse_request(config: dict[str, Any], settings: Settings) -> DeviceRequest:
     Raises Refused where it asks for GPUs in a way that can't be: such a container must not start.
     """
     environment, malformed = _environment(config)
-    request = DeviceRequest(legacy=_is_legacy(environment), privileged=_is_privileged(config))
+    # Images from before NVIDIA_REQUIRE_CUDA say what they need by CUDA_VERSION alone.
+    legacy = bool(environment.get("CUDA_VERSION")) and not environment.get("NVIDIA_REQUIRE_CUDA")
+    request = DeviceRequest(legacy=legacy, privileged=_is_privileged(config))
     request.devices = _devices(config, environment, settings, request)
     if request.devices is None:
         return request
     try:
-        _fill(request, config, environment, malformed, settings)
+        if malformed:
+            raise Refused(
+                f"the container's environment has an entry without '=': {malformed!r}: correct the image or the command"
+            )
+        _refuse_other_kinds(request, settings)
+        _add_mig(environment, request)
+        request.imex_channels = _imex_channels(config, environment, settings, request)
+        request.capabilities = _capabilities(environment, settings, request)
+        request.requirements = _requirements(environment, settings, request)
+        request.extras = [name.lower() for name in _EXTRAS if environment.get(f"NVIDIA_{name}") == "enabled"]
     except Refused as refused:
         refused.request = request
         raise
     return request
-
-
-def _fill(
-    request: DeviceRequest, config: dict[str, Any], environment: dict[str, str], malformed: str, settings: Settings
-) -> None:
-    if malformed:
-        raise Refused(
-            f"the container's environment has an entry without '=': {malformed!r}: correct the image or the command"
-        )
-    _refuse_other_kinds(request, settings)
-    _add_mig(environment, request)
-    request.imex_channels = _imex_channels(config, environment, settings, request)
-    request.capabilities = _capabilities(environment, settings, request)
-    request.requirements = _requirements(environment, settings, request)
-    request.extras = [name.lower() for name in _EXTRAS if environment.get(f"NVIDIA_{name}") == "enabled"]
 
 
 def _environment(config: dict[str, Any]) -> tuple[dict[str, str], str]:
@@ -96,11 +86,6 @@ def _environment(config: dict[str, Any]) -> tuple[dict[str, str], str]:
             else:
                 malformed = malformed or entry or " "
     return found, malformed
-
-
-def _is_legacy(environment: dict[str, str]) -> bool:
-    """Images from before NVIDIA_REQUIRE_CUDA: they say what they need by CUDA_VERSION alone."""
-    return bool(environment.get("CUDA_VERSION")) and not environment.get("NVIDIA_REQUIRE_CUDA")
 
 
 def _is_privileged(config: dict[str, Any]) -> bool:
@@ -126,7 +111,10 @@ def _devices(
             "volume mounts that name devices don't count: accept-nvidia-visible-devices-as-volume-mounts is false"
         )
     elif named:
-        mounted = _mounted_devices(named, request)
+        dropped = [name for name in named if not _qualified(name)]
+        if dropped:
+            request.decisions.append(f"volume mounts that name no CDI device don't count: {', '.join(dropped)}")
+        mounted = [_qualified(name) for name in named if name not in dropped]
         if mounted:
             request.decisions.append(f"devices are named by volume mounts below {_MOUNT_ROOT}")
             return mounted
@@ -165,21 +153,11 @@ def _annotated_devices(config: dict[str, Any], settings: Settings) -> list[str]:
 def _mounts_below_root(config: dict[str, Any]) -> list[str]:
     """Return what is named by mounts of /dev/null below the agreed folder: a pod can't make these by itself."""
     found: dict[str, None] = {}
-    mounts = config.get("mounts")
-    for mount in mounts if isinstance(mounts, list) else ():
-        if not isinstance(mount, dict) or normal_path(str(mount.get("source", ""))) != "/dev/null":
-            continue
+    for mount in mounts_of(config):
         destination = normal_path(str(mount.get("destination", "")))
-        if destination.startswith(_MOUNT_ROOT):
+        if destination.startswith(_MOUNT_ROOT) and normal_path(str(mount.get("source", ""))) == "/dev/null":
             found[destination[len(_MOUNT_ROOT) :]] = None
     return list(found)
-
-
-def _mounted_devices(names: list[str], request: DeviceRequest) -> list[str]:
-    dropped = [name for name in names if not _qualified(name)]
-    if dropped:
-        request.decisions.append(f"volume mounts that name no CDI device don't count: {', '.join(dropped)}")
-    return [_qualified(name) for name in names if name not in dropped]
 
 
 def _qualified(name: str) -> str:
@@ -215,17 +193,14 @@ def _refuse_other_kinds(request: DeviceRequest, settings: Settings) -> None:
     """
     if request.by_annotation:
         return
+    allowed = ("", settings.default_kind, *settings.requestable_kinds)
     for name in request.devices or ():
         kind = kind_of(name)
-        if kind and kind.partition("/")[0] not in _VENDORS and kind not in _configured_kinds(settings):
+        if kind.partition("/")[0] not in VENDORS and kind not in allowed:
             raise Refused(
                 f"the container itself asks for {name}, and may name devices of nvidia.com alone: "
                 f"use the engine's --device {name}, or add {kind} to modes.cdi.requestable-kinds in {SETTINGS_PATH}"
             )
-
-
-def _configured_kinds(settings: Settings) -> tuple[str, ...]:
-    return (settings.default_kind, *settings.requestable_kinds)
 
 
 def _add_mig(environment: dict[str, str], request: DeviceRequest) -> None:

@@ -13,12 +13,9 @@ st_dev. A folder whose descriptor is on the root's mount is below the root: its 
 from __future__ import annotations
 
 import posix
+from typing import Callable
 
 from .files import normal_path
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Callable
 
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _DIRECTORY = _PATH | posix.O_DIRECTORY
@@ -45,10 +42,6 @@ class Root:
     `volume_over` gives, for a path in the container, what to say of the volume that covers it. `allowed_mounts` returns
     the ids of further mounts in which files may be made. Both are called only when a folder is not on the root's mount.
     """
-
-    __slots__ = (
-        "_covers", "_known", "_mount", "_writable", "allowed_mounts", "handles", "owner", "volume_over",
-    )  # fmt: skip
 
     def __init__(self, path: str, owner: tuple[int, int] = (0, 0), *, of_process: bool = False) -> None:
         handle = posix.open(path, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import posix
 import sys
+from typing import Any
 
 from . import driver_files
 from .errors import refuse
 from .files import make_folder, replace_file
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 SETTINGS_PATH = "/etc/gpuprov/container-runtime.toml"
 NVIDIA_SETTINGS_PATH = "/etc/nvidia-container-runtime/config.toml"
@@ -60,12 +57,6 @@ _WITHOUT_USE = (
 class Settings:
     """What the configuration says; `values` holds what differs from the defaults, by dotted key."""
 
-    __slots__ = (
-        "accept_envvar_when_unprivileged", "accept_volume_mounts", "additional_gids", "annotation_prefixes",
-        "cuda_compat", "debug", "default_kind", "disable_require", "ignore_imex", "log_level", "mode", "no_cgroups",
-        "requestable_kinds", "runtimes", "spec_dirs", "supported_capabilities", "swarm_resources",
-    )  # fmt: skip
-
     def __init__(self, values: dict[str, Any]) -> None:
         def value(key: str) -> Any:
             return values.get(key, _KEYS[key][1])
@@ -73,7 +64,8 @@ class Settings:
         self.accept_envvar_when_unprivileged: bool = value("accept-nvidia-visible-devices-envvar-when-unprivileged")
         self.accept_volume_mounts: bool = value("accept-nvidia-visible-devices-as-volume-mounts")
         self.disable_require: bool = value("disable-require")
-        self.supported_capabilities = _capabilities(value("supported-driver-capabilities"))
+        supported = _items(value("supported-driver-capabilities"))
+        self.supported_capabilities = driver_files.ALL if "all" in supported else tuple(sorted(set(supported)))
         self.swarm_resources = _items(value("swarm-resource"))
         self.no_cgroups: bool = value("nvidia-container-cli.no-cgroups")
         debug = value(f"{_RUNTIME}.debug")
@@ -162,11 +154,6 @@ def _fault(key: str, value: Any, *, strict: bool) -> str:
 
 def _items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _capabilities(text: str) -> tuple[str, ...]:
-    asked = _items(text)
-    return driver_files.ALL if "all" in asked else tuple(sorted(set(asked)))
 
 
 def find_low_level(names: tuple[str, ...]) -> str:

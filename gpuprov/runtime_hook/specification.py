@@ -9,15 +9,11 @@ host side).
 from __future__ import annotations
 
 import posix
+from typing import Any
 
 from . import jsonio
 from .errors import Refused
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .settings import Settings
+from .settings import Settings
 
 KIND = "nvidia.com/gpu"
 _OWN_NAME = "nvidia.json"
@@ -59,8 +55,6 @@ class Specification:
     device that stands in both, of one folder.
     """
 
-    __slots__ = ("common", "conflicts", "devices", "host", "path", "sources")
-
     def __init__(
         self, path: str, devices: dict[str, dict[str, Any]], common: dict[str, Any], host: dict[str, str]
     ) -> None:
@@ -74,8 +68,6 @@ class Specification:
 
 class Specifications:
     """All kinds, each read when it is asked for."""
-
-    __slots__ = ("_default_kind", "_folders", "_known")
 
     def __init__(self, settings: Settings) -> None:
         self._folders = settings.spec_dirs
@@ -119,7 +111,11 @@ class Specifications:
             if source.path not in begun:
                 begun.add(source.path)
                 found.append(source.common)
-            found.append(_checked(specification.devices[known], source.path))
+            # Of wrong types: later that would be an error of another kind.
+            wrong = fault(specification.devices[known])
+            if wrong:
+                raise Refused(unusable(source.path, wrong))
+            found.append(specification.devices[known])
         return found
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -129,15 +125,6 @@ class Specifications:
         kind = kind or self._default_kind
         # `runtime.nvidia.com/gpu=` says that the runtime shall find it, which it does in any case.
         return (KIND, device) if kind == f"runtime.{KIND}" else (kind, device)
-
-
-def _checked(edits: Any, path: str) -> dict[str, Any]:
-    """Return the edits. Raises Refused if their types are wrong: later that would be an error of another kind."""
-    wrong = fault(edits)
-    if wrong:
-        raise Refused(unusable(path, wrong))
-    checked: dict[str, Any] = edits
-    return checked
 
 
 def kind_of(name: str) -> str:
@@ -157,7 +144,7 @@ def _known_name(specification: Specification, kind: str, name: str) -> str:
     if kind != KIND:
         there = ", ".join(sorted(specification.devices)) or "none"
         raise Refused(f"there is no device {kind}={name} on this host; there are {there}")
-    raise Refused(f"there is no GPU {name!r} on this host; there are {_numbers(specification)}")
+    raise Refused(f"there is no GPU {name!r} on this host; its GPUs: {_numbers(specification)}; next: gpuprov doctor")
 
 
 def _sysfs_bus_id(name: str) -> str:
@@ -170,7 +157,7 @@ def _sysfs_bus_id(name: str) -> str:
 
 def _numbers(specification: Specification) -> str:
     """Return the GPUs' numbers, and the MIG devices' (0:1), for people."""
-    numbers = [name.split(":") for name in specification.devices if name.replace(":", "", 1).isdigit()]
+    numbers = [name.split(":") for name in specification.devices if name.replace(":", "", 1).isdecimal()]
     known = sorted([int(part) for part in parts] for parts in numbers if all(parts))
     return ", ".join(":".join(str(part) for part in parts) for parts in known) or "none"
 
@@ -253,7 +240,9 @@ def _read(path: str) -> tuple[str, Specification]:
     if not isinstance(document.get("kind"), str):
         raise ValueError("it has no kind")
     listed, common = document.get("devices"), document.get("containerEdits") or {}
-    if not isinstance(listed, list) or not all(_is_named(device) for device in listed):
+    if not isinstance(listed, list) or not all(
+        isinstance(device, dict) and isinstance(device.get("name"), str) for device in listed
+    ):
         raise ValueError("devices is no list of objects with a name")
     wrong = fault(common)
     if wrong:
@@ -266,10 +255,6 @@ def _read(path: str) -> tuple[str, Specification]:
 def host_of(arguments: list[str]) -> dict[str, str]:
     """Return what the arguments of our own hook say of the host: driver, cuda, arch, brand."""
     return {_HOST[flag]: value for flag, value in zip(arguments, arguments[1:]) if flag in _HOST}
-
-
-def _is_named(device: Any) -> bool:
-    return isinstance(device, dict) and isinstance(device.get("name"), str)
 
 
 def unusable(path: str, wrong: Exception | str) -> str:

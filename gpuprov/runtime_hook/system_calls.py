@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import posix
 from _struct import pack
+from typing import Any
 
 from .errors import Refused
 from .rootfs import mount_id
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 # The same numbers on x86-64 and AArch64, as for all calls since Linux 5.1.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
@@ -44,21 +41,7 @@ _MOUNT_ATTRIBUTES = "=QQQQ"
 _acting = [(0, 0)]
 
 
-class _Library:
-    """The C library: what makes a function of its name, syscall(2), two types, and two functions of the interpreter."""
-
-    __slots__ = ("address", "character", "errno", "function", "long", "syscall")
-
-    def __init__(self, function: Any, syscall: Any, character: Any, long: Any, address: Any, errno: Any) -> None:
-        self.function = function
-        self.syscall = syscall
-        self.character = character
-        self.long = long
-        self.address = address
-        self.errno = errno
-
-
-def _by_c_module() -> _Library:
+def _by_c_module() -> tuple[Any, ...]:
     from _ctypes import FUNCFLAG_CDECL, FUNCFLAG_USE_ERRNO, CFuncPtr, _SimpleCData, addressof, dlopen, dlsym, get_errno
 
     class Character(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
@@ -80,24 +63,23 @@ def _by_c_module() -> _Library:
 
     handle = dlopen(None, 0)  # type: ignore[arg-type,unused-ignore]
     syscall = SystemCall(dlsym(handle, "syscall"))
-    return _Library(lambda name: Function(dlsym(handle, name)), syscall, Character, Long, addressof, get_errno)
+    return lambda name: Function(dlsym(handle, name)), syscall, Character, Long, addressof, get_errno
 
 
-def _by_package() -> _Library:
+def _by_package() -> tuple[Any, ...]:
     import ctypes
 
     library = ctypes.CDLL(None, use_errno=True)
     syscall = library["syscall"]
     syscall.restype = ctypes.c_long
-    return _Library(
-        library.__getitem__, syscall, ctypes.c_char, ctypes.c_long, ctypes.addressof, ctypes.get_errno
-    )  # fmt: skip
+    return library.__getitem__, syscall, ctypes.c_char, ctypes.c_long, ctypes.addressof, ctypes.get_errno
 
 
+# What makes a function of its name, syscall(2), two types of C, and two functions of the interpreter.
 try:
-    _LIBRARY = _by_c_module()
+    _function, _syscall, _Character, _Long, _addressof, _get_errno = _by_c_module()
 except (ImportError, AttributeError):
-    _LIBRARY = _by_package()
+    _function, _syscall, _Character, _Long, _addressof, _get_errno = _by_package()
 
 
 def call(name: str, *arguments: Any) -> int:
@@ -105,7 +87,7 @@ def call(name: str, *arguments: Any) -> int:
 
     An argument is a number, bytes that the kernel only reads, None, or memory from `room`.
     """
-    result: int = _LIBRARY.function(name)(*_passed(arguments))
+    result: int = _function(name)(*_passed(arguments))
     if result == -1:
         raise _error()
     return result
@@ -113,7 +95,7 @@ def call(name: str, *arguments: Any) -> int:
 
 def system_call(number: int, *arguments: Any) -> int:
     """Call the kernel by a number, with arguments as for `call`. Raises OSError."""
-    result: int = _LIBRARY.syscall(_LIBRARY.long(number), *_passed(arguments))
+    result: int = _syscall(_Long(number), *_passed(arguments))
     if result < 0:
         raise _error()
     return result
@@ -121,21 +103,21 @@ def system_call(number: int, *arguments: Any) -> int:
 
 def room(content: bytes, size: int = 0) -> Any:
     """Return memory of a size, or of the content's, which begins with this content; `.raw` is what it holds."""
-    return (_LIBRARY.character * max(size, len(content))).from_buffer_copy(content.ljust(size, b"\0"))
+    return (_Character * max(size, len(content))).from_buffer_copy(content.ljust(size, b"\0"))
 
 
 def address(memory: Any) -> int:
     """Return where memory from `room` lies; it must be kept as long as the address is used."""
-    return int(_LIBRARY.address(memory))
+    return int(_addressof(memory))
 
 
 def _passed(arguments: tuple[Any, ...]) -> list[Any]:
     # A variadic function takes a number as wide as a register.
-    return [_LIBRARY.long(one) if isinstance(one, int) else one for one in arguments]
+    return [_Long(one) if isinstance(one, int) else one for one in arguments]
 
 
 def _error() -> OSError:
-    number = _LIBRARY.errno()
+    number = _get_errno()
     return OSError(number, posix.strerror(number))
 
 
@@ -195,10 +177,7 @@ def _open_target(directory: int, name: str) -> int:
 
 
 def _flags(options: list[str]) -> int:
-    flags = 0
-    for option in options:
-        flags |= _FLAGS.get(option, 0)
-    return flags
+    return sum(_FLAGS.get(option, 0) for option in set(options))
 
 
 def _move(source: str, target: int, flags: int, recursive: int) -> None:

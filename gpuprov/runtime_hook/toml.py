@@ -6,9 +6,7 @@ several lines. Dates, floats, inline tables, arrays of tables and strings over s
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 _ESCAPES = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", '"': '"', "\\": "\\"}
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
@@ -19,8 +17,6 @@ _MOST_PARTS = 40
 
 class _Document:
     """The tables read so far, and which of them no later line may open or add to (toml.io, "Table")."""
-
-    __slots__ = ("_closed", "_dotted", "_header", "_table", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[str, Any] = {}

@@ -8,16 +8,12 @@ systems that the engine made for this container alone: /dev, /proc, and other tm
 from __future__ import annotations
 
 import posix
+from typing import Any
 
+from .config import mounts_of
 from .errors import Refused
 from .files import normal_path
-from .rootfs import mount_id
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from .rootfs import Root
+from .rootfs import Root, mount_id
 
 _TYPE, _DIRECTORY = 0o170000, 0o040000
 _PRIVATE = ("tmpfs", "proc")
@@ -29,8 +25,6 @@ _EXDEV = 18
 class Volume:
     """A mount of config.json: its destination, its type ("bind" for every bind mount), and its source."""
 
-    __slots__ = ("destination", "kind", "source")
-
     def __init__(self, destination: str, kind: str, source: str) -> None:
         self.destination = destination
         self.kind = kind
@@ -39,10 +33,9 @@ class Volume:
 
 def volumes_of(config: dict[str, Any], bundle: str) -> list[Volume]:
     """Return the mounts in the order in which they are made."""
-    mounts = config.get("mounts")
     found = []
-    for mount in mounts if isinstance(mounts, list) else ():
-        destination = mount.get("destination") if isinstance(mount, dict) else None
+    for mount in mounts_of(config):
+        destination = mount.get("destination")
         if not isinstance(destination, str) or not destination:
             continue
         kind, source, options = (mount.get(name) for name in ("type", "source", "options"))
@@ -95,7 +88,8 @@ def mounts_to_make(root: Root, volumes: list[Volume], mounts: list[dict[str, Any
 
     Raises Refused for a mount below a volume: its target would be made there, on the host.
     """
-    if not any(_is_folder(volume) for volume in volumes):
+    sources = [_status(volume.source) for volume in volumes if volume.kind == "bind"]
+    if not any(source and source.st_mode & _TYPE == _DIRECTORY for source in sources):
         return mounts
     found = []
     for mount in mounts:
@@ -114,11 +108,6 @@ def is_same_file(root: Root, path: str, wanted: posix.stat_result) -> bool:
     """Say whether a file of the host is in the container already, at this path."""
     found = root.status(path)
     return found is not None and (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino)
-
-
-def _is_folder(volume: Volume) -> bool:
-    found = _status(volume.source) if volume.kind == "bind" else None
-    return found is not None and found.st_mode & _TYPE == _DIRECTORY
 
 
 def _status(path: str) -> posix.stat_result | None:

@@ -1,4 +1,4 @@
-"""Genuine CUDA runtimes: wheels from PyPI, fetched by pip and unpacked."""
+"""Genuine CUDA runtimes, and the assembler: wheels from PyPI, fetched by pip and unpacked."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ def libcudart(major: str) -> Path:
     requirement = _RUNTIMES[major]
     folder = cache.built("genuine-wheel", requirement, lambda place: _fetch(place, requirement))
     (found,) = folder.rglob("libcudart.so.*")
+    return found
+
+
+def ptxas() -> Path:
+    """Return the genuine assembler of CUDA 12.9."""
+    requirement = "nvidia-cuda-nvcc-cu12==12.9.86"
+    folder = cache.built("genuine-wheel", requirement, lambda place: _fetch(place, requirement))
+    (found,) = folder.rglob("bin/ptxas")
+    found.chmod(0o755)
     return found
 
 

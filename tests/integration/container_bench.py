@@ -77,12 +77,13 @@ class Bench:
             (driver / name).write_text(name)
             mounts.append(Mount(str(driver / name), path))
         devices = tuple(
-            Device(name, Edits(device_nodes=(DeviceNode(f"/dev/nvidia{minor}", 195, minor),)))
+            Device(name, Edits(device_nodes=(DeviceNode(f"/dev/nvidia{minor}", major=195, minor=minor),)))
             for minor in range(2)
             for name in (str(minor), f"GPU-{minor}")
         )
         every = Device(
-            "all", Edits(device_nodes=tuple(DeviceNode(f"/dev/nvidia{minor}", 195, minor) for minor in range(2)))
+            "all",
+            Edits(device_nodes=tuple(DeviceNode(f"/dev/nvidia{minor}", major=195, minor=minor) for minor in range(2))),
         )
         arguments = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
         arguments += ["--host-cuda-version", "12.4"]
@@ -93,8 +94,9 @@ class Bench:
             arguments += ["--link", f"{target}::{LIBRARIES}/{name}"]
         hook = Hook("createContainer", str(self.deployed.hook), tuple(arguments), ("PATH=/usr/bin",))
         common = Edits(
-            ("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", 195, 255),), tuple(mounts), (hook,)
-        )
+            ("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", major=195, minor=255),),
+            mounts=tuple(mounts), hooks=(hook,),
+        )  # fmt: skip
         self.specification.write_bytes(render_json(Specification((*devices, every), common, {})))
 
     @property

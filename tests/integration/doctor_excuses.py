@@ -12,14 +12,14 @@ KINDS = {
     "firmware": "needs what a machine's firmware does: Secure Boot and its keys, the reset of a real GPU",
     "switches": "needs NVSwitches, and NVIDIA's own fabric manager, which no public package source has",
     "system": "needs another system than a lab's: SELinux, WSL, snap, a rootless docker, podman in docker's place",
+    "toolkit": "only NVIDIA's own nvidia-container-cli says it, which no public package source has",
     "release": "advises a newer release than any package source of that system has",
     "container host": "the command is for the machine around a system container, whose kernel has no NVIDIA module",
     "kernel": "needs a kernel of its own that takes modules: a virtual machine could have it",
-    "open": "a lab host could have it",
 }
 EXCUSES: Mapping[str, frozenset[str]] = {
     "firmware": frozenset({"key-rejected", "lockdown", "row-remap-pending", "secure-boot-unsigned"}),
-    "switches": frozenset({"fabric-manager-missing", "fabric-manager-version"}),
+    "switches": frozenset({"fabric-hidden", "fabric-manager-missing", "fabric-manager-version"}),
     "system": frozenset({
         "bpf-refused", "docker-is-podman", "docker-rootless", "docker-snap", "selinux-denies", "wsl-with-driver",
         "wsl-without-gpu",
@@ -28,12 +28,9 @@ EXCUSES: Mapping[str, frozenset[str]] = {
     "container host": frozenset({"driver-outside"}),
     "kernel": frozenset({
         "branch-without-gpu", "dkms-failed", "driver-old", "gpu-too-old-or-new", "gpu-unbound", "gsp-firmware-missing",
-        "headers-missing", "module-blacklisted", "module-missing", "module-not-loaded", "module-of-another-kernel",
-        "module-vermagic", "modules-disabled", "needs-open-modules", "needs-proprietary-modules", "next-kernel",
-        "reboot-asked-for", "uvm-and-kaslr", "uvm-not-loaded",
+        "headers-missing", "known-problem", "module-blacklisted", "module-missing", "module-not-loaded",
+        "module-of-another-kernel", "module-vermagic", "modules-disabled", "needs-open-modules",
+        "needs-proprietary-modules", "next-kernel", "reboot-asked-for", "uvm-and-kaslr", "uvm-not-loaded",
     }),
-    "open": frozenset({
-        "cdi-unresolved", "cgroup-drivers-differ", "containerd-cdi-off", "containerd-cri-off", "dev-char-links",
-        "drivers-mixed", "library-not-loaded", "log-driver-unreachable", "node-engine-unnamed",
-    }),
+    "toolkit": frozenset({"library-not-loaded"}),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.result import HostResult
-from gpuprov.kubernetes.kubectl import Kubectl
+from gpuprov.kubernetes.cluster import Kubectl
 from gpuprov.kubernetes.node_checks import HostList
 from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
 from tests.kube_api import Behaviour, Cluster, kubectl, node, serving

@@ -1,6 +1,6 @@
 """Runs on a lab host: one installation of a .run there, as a run would make it, and prints what came of it as JSON.
 
-    python -m tests.integration.on_host_driver '{"path": "/root/driver.run", "version": "550.163.01"}'
+    python -m tests.integration.on_host_driver '{"url": "/root/driver.run", "version": "550.163.01"}'
 
 Fields of InstallDriver, as JSON. Prints {"problem": [what, evidence, next step]}, or {"problem": null}.
 """

@@ -1,13 +1,25 @@
-"""A bundle that was just collected, as a host opens it."""
+"""A bundle that is collected here, and opened as a host does."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from gpuprov.bundle.format import read_contents, verify_files, write_bundle
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundle_create.create import Collected
+from gpuprov.bundle_create.create import AGENT, Collected, collect
+from gpuprov.bundle_create.recipe import Collection, Recipe
 from gpuprov.core.system import System
+
+
+def collected(recipe: Recipe, folder: Path) -> Collected:
+    """Collect what a recipe names, with some agent; `folder` gets the files and what is kept for the next bundle."""
+    (folder / "work").mkdir()
+    told: list[str] = []
+    to = Collection(System(), recipe, f"{folder}/work", lambda text, done, total: told.append(text))
+    found = collect(to, {AGENT: b"an agent"}, f"{folder}/cache")
+    assert told or not recipe.packages
+    return found
 
 
 def opened(made: Collected) -> OpenBundle:

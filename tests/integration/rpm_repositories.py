@@ -14,19 +14,12 @@ from gpuprov import repos
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
-from tests.lab.rpm_repository import (
-    RpmPackage,
-    build_package,
-    build_rpm_repository,
-    index,
-    sign_package,
-)
+from tests.lab.rpm_repository import RpmPackage, build_package, build_rpm_repository, index, sign_package
 
 NEEDS = [
     pytest.mark.root,
@@ -126,4 +119,4 @@ def refresh(host: RpmHost) -> None:
 def install(host: RpmHost, *names: str) -> tuple[InstallRpmPackages, dict[str, list[str]], dict[str, list[str]]]:
     change = InstallRpmPackages(manager(host), names)
     before = dict(change.capture(host))
-    return change, before, dict(change.apply(host, tell))
+    return change, before, dict(change.apply(host, tell) or {})

@@ -46,8 +46,9 @@ def recap(done: subprocess.CompletedProcess[str], host: str) -> dict[str, int]:
 
 
 def task_states(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """Return role → ok, changed, skipping or fatal; without the hooks, which do nothing unless they are asked to."""
-    pairs = re.findall(r"TASK \[gpuprov\.host\.(\w+) : .*\n(?:.*\n)*?(ok|changed|skipping|fatal): ", done.stdout)
+    """Return role → ok, changed, skipping or fatal; without what does nothing unless it is asked to: the way back."""
+    task = r"TASK \[gpuprov\.host\.(\w+) : (?!Go back\]).*\n(?:.*\n)*?(ok|changed|skipping|fatal): "
+    pairs = re.findall(task, done.stdout)
     return {role: state for role, state in pairs if role not in ("drain", "undrain")}
 
 

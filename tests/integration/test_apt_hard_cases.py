@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, roll_back
+from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.driver import fabric_manager
@@ -24,6 +24,7 @@ from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex, p
 from gpuprov.packages.dpkg import gather_packages, missing, repair
 from gpuprov.packages.sources import gather_pinned_out, pin_problems
 from gpuprov.plan.context import PlanContext, source_of
+from gpuprov.plan.software import plan_driver_hold
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event
@@ -42,6 +43,8 @@ pytestmark = [
 # A script that says that it runs, and waits as long as a file is there.
 _WAITS = "#!/bin/sh\n[ -e /tmp/{flag} ] || exit 0\necho > /tmp/{flag}-runs\nsleep 60\n"
 
+_FAILS = "#!/bin/sh\n[ ! -e /tmp/fails ] || { echo foreign: the licence server does not answer >&2; exit 1; }\n"
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
@@ -58,13 +61,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
             made.add("bystander", version)
         made.add("later", Depends="library")
         made.add("library")
-        made.add("needs-library", Depends="library")
+        made.add("needs-library", Depends="library | mta-a")
         made.add("mta-a", Provides="site-mta")
         made.add("mta-b", Provides="site-mta")
         made.add("solo", Provides="site-solo")
         waits = {f"DEBIAN/{when}": _WAITS.format(flag=when) for when in ("preinst", "postinst")}
         made.add("slow", files={**waits, "usr/share/slow": "x\n"}, Depends="library")
         made.add("torn", files=waits)
+        made.add("plain")
+        made.add("foreign", files={"DEBIAN/postinst": _FAILS})
         made.add(
             "configured", files={"etc/configured.conf": "as packaged\n", "DEBIAN/conffiles": "/etc/configured.conf\n"}
         )
@@ -105,7 +110,7 @@ def as_a_run(host: ChrootHost, *changes: Change) -> None:
 def undo_last(host: ChrootHost) -> None:
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, ignore)
+    undo_runs(host, (run,), CHANGE_KINDS, ignore)
 
 
 def installed(host: ChrootHost) -> dict[str, str]:
@@ -169,7 +174,7 @@ def test_a_pinned_version_is_held_and_moves_when_the_pin_does(host: ChrootHost) 
 def test_an_upgrade_leaves_the_fabric_manager_beside_a_run_file(host: ChrootHost) -> None:
     facts = replace(gather(host), fabric=FabricFacts(("0000:c1:00.0",)))
     source = source_of(facts, parse_spec({"driver_version": "580.178.04"}))
-    for change in fabric_manager.plan(source)[:-1]:
+    for change in (*fabric_manager.plan(source)[:-1], *plan_driver_hold(source, coming=True)):
         change.apply(host, tell)
     install(host, "bystander=580.178.04-1")
     done = host.run(("apt-get", "--yes", "dist-upgrade"))
@@ -237,6 +242,44 @@ def test_a_killed_installation_is_undone_without_being_finished_first(host: Chro
     kill_in(host, "postinst", InstallPackages(("slow",)))
     undo_last(host)
     assert installed(host) == before and host.run(("dpkg", "--audit")).stdout == ""
+
+
+def break_foreign(host: ChrootHost) -> None:
+    """Leave a package that is not gpuprov's half-configured: its own script fails, now and again."""
+    (host.root / "tmp/fails").touch()
+    host.run(("apt-get", "--yes", "install", "foreign"))
+    assert APT.gather(host).unfinished["foreign"] == "half-configured"
+
+
+def test_another_packages_failing_script_is_named_and_can_be_undone(host: ChrootHost) -> None:
+    break_foreign(host)
+    before = installed(host)
+    with pytest.raises(GpuprovError) as caught:
+        as_a_run(host, InstallPackages(("plain",)))
+    (problem,) = caught.value.problems
+    assert problem.what.endswith("could not be finished: a script of foreign failed")
+    assert "foreign: the licence server does not answer" in problem.evidence
+    assert "apt-get purge foreign" in problem.next_step
+    assert installed(host) == before
+    # Both ways of the next step work.
+    host.run(("apt-get", "--yes", "purge", "foreign"))
+    as_a_run(host, InstallPackages(("plain",)))
+    assert "plain" in installed(host)
+
+
+def test_another_packages_failing_script_does_not_prevent_an_undo(host: ChrootHost) -> None:
+    before = installed(host)
+    as_a_run(host, InstallPackages(("plain", "later")))
+    break_foreign(host)
+    undo_last(host)
+    assert installed(host) == before
+    assert APT.gather(host).unfinished == {"foreign": "half-configured"}
+
+
+def test_an_own_script_that_fails_is_named(host: ChrootHost) -> None:
+    (host.root / "tmp/fails").touch()
+    error = refusal(host, "foreign")
+    assert "a script of foreign failed" in str(error) and "licence server does not answer" in str(error)
 
 
 def test_apt_alone_answers_0_over_half_a_package_and_we_do_not(host: ChrootHost) -> None:

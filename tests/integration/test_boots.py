@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tests.lab import Host, HostRequest, cgroups
 from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
+from tests.simgpu.gpus import UVM_MAJOR, mig_nodes
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _UNITS = ("gpuprov-nodes.service", "gpuprov-refresh.service", "gpuprov-refresh.path")
@@ -105,6 +108,8 @@ def test_a_gpu_that_a_reboot_lost_is_missed_until_it_is_back(lab_site: Site, mai
     assert failed.returncode == 1 and f"1 {missed}" in failed.stdout, failed.stdout
     assert re.search(r"^remembered GPUs +failed", failed.stdout, re.MULTILINE), failed.stdout
     assert f"1 {missed}" in gpuprov("doctor", "--hosts", inventory).stdout
+    again = gpuprov("install", "--hosts", inventory)
+    assert again.returncode == 0 and "0 changes" in again.stdout and f"1 {missed}" in again.stdout, again.stdout
     attach.write_text(whole)
     main.reboot()
     done = gpuprov("verify", "--hosts", inventory)
@@ -120,33 +125,118 @@ _CONTAINERS = {
     "flag": "docker run --gpus all",
     "runtime": "docker run --runtime=nvidia --env NVIDIA_VISIBLE_DEVICES=all",
     "podman": "podman --runtime=runc run --device nvidia.com/gpu=all",
+    "rootless": "podman --runtime=runc run --device nvidia.com/gpu=all",
+    "rootless docker": "docker run --runtime=nvidia --env NVIDIA_VISIBLE_DEVICES=all",
 }
+_IMPORT = SLEEPER.replace("docker import", "podman import")
+# A user with a podman and a docker of its own; an overlay does not work on a lab host's overlay. The unit is what
+# dockerd-rootless-setuptool.sh writes, with the host's network: a lab host has no /dev/net/tun.
+_WORKER = """
+set -e
+useradd --create-home --shell /bin/sh worker && loginctl enable-linger worker && cd /home/worker
+mkdir -p .config/containers .config/docker .config/systemd/user
+printf '[storage]\ndriver = "vfs"\n' > .config/containers/storage.conf
+cat > .config/docker/daemon.json <<'END'
+{"storage-driver": "vfs", "iptables": false, "bridge": "none",
+ "runtimes": {"nvidia": {"path": "/usr/bin/gpuprov-container-runtime"}}}
+END
+cat > .config/systemd/user/docker.service <<'END'
+[Service]
+Type=notify
+NotifyAccess=all
+Delegate=yes
+KillMode=mixed
+Environment=PATH=/usr/bin:/usr/sbin:/bin:/sbin
+Environment=DOCKERD_ROOTLESS_ROOTLESSKIT_NET=host DOCKERD_ROOTLESS_ROOTLESSKIT_PORT_DRIVER=none
+ExecStart=/usr/share/docker.io/contrib/dockerd-rootless.sh
+[Install]
+WantedBy=default.target
+END
+chown -R worker .config
+"""
+_ROOTLESS = "podman uidmap libpam-systemd dbus-user-session rootlesskit"
+
+
+# Engines that a lab host has not, and its containerd: each leaves what it finds when it starts.
+_ABSENT = ("crio", "k3s", "k3s-agent", "rke2-server", "rke2-agent", "kubelet", "snap.microk8s.daemon-containerd")
+_LOOKING = f"""
+set -e
+cat > /usr/local/bin/look <<'END'
+#!/bin/sh
+echo /dev/nvidia[0-9]* $(grep -oE 'libcuda.so.[0-9]{{3}}[.][0-9.]*[0-9]' /etc/cdi/nvidia.json | sort -u) > /run/$1.found
+END
+chmod 755 /usr/local/bin/look && cd /etc/systemd/system && mkdir -p containerd.service.d
+printf '[Service]\nExecStartPre=/usr/local/bin/look %%N\n' > containerd.service.d/look.conf
+unit='[Service]\nType=oneshot\nExecStart=/usr/local/bin/look %%N\n[Install]\nWantedBy=multi-user.target\n'
+for one in {" ".join(_ABSENT)}; do printf "$unit" > $one.service; done
+systemctl daemon-reload && systemctl --quiet enable {" ".join(_ABSENT)}
+"""
+
+
+@dataclass(frozen=True)
+class _Boot:
+    """The kernel side that a boot finds: driver, number of GPUs, those with MIG instances, major of nvidia-uvm."""
+
+    version: str = DRIVER
+    gpus: int = 2
+    divided: tuple[int, ...] = ()
+    uvm_major: int = UVM_MAJOR
+
+    @property
+    def given(self) -> tuple[list[str], list[str]]:
+        """What a container with all GPUs has, as `_given` returns it."""
+        own = [node for node in simgpu.device_nodes(self.gpus) if re.search(r"(nvidia\d+|nvidia-uvm)$", node.path)]
+        parts = [node for minor in self.divided for node in mig_nodes(minor)]
+        majors = {UVM_MAJOR: self.uvm_major}
+        return [self.version], sorted(f".{one.path}:{majors.get(one.major, one.major):x}" for one in (*own, *parts))
 
 
 @pytest.fixture(scope="module")
 def restarting(lab_site: Site, main: Host) -> Host:
-    """The host with four containers that come back at each boot, and the .run files of two drivers."""
+    """The host with containers that come back at each boot, one of a user's, and the .run files of two drivers."""
     # A lab host has no pids controller.
-    main.ssh("mkdir -p /etc/containers; printf '[containers]\\npids_limit = 0\\n' > /etc/containers/containers.conf")
-    main.ssh("apt-get update -qq; apt-get install -qq --no-install-recommends podman", timeout=300)
+    main.ssh("mkdir -p /etc/containers; printf '[containers]\npids_limit = 0\n' > /etc/containers/containers.conf")
+    main.ssh(f"apt-get update -qq; apt-get install -qq --no-install-recommends {_ROOTLESS}", timeout=300)
+    main.ssh("sh -s", stdin=_WORKER)
+    main.ssh("sh -s", stdin=_LOOKING)
+    wait_for("the user's services", lambda: active(main, "user@1000.service") == ["active"])
     main.ssh(SLEEPER)
-    main.ssh(SLEEPER.replace("docker import", "podman import"))
+    main.ssh(_IMPORT)
+    main.ssh(_by("rootless", "systemctl --user enable --now docker"))
+    main.ssh(_by("rootless", _IMPORT.replace("/root/", "$HOME/")))
+    main.ssh(_by("rootless docker", SLEEPER.replace("/root/", "$HOME/")))
     main.ssh("systemctl enable podman-restart.service")
+    main.ssh(_by("rootless", "systemctl --user enable podman-restart.service"))
     for name, command in _CONTAINERS.items():
-        main.ssh(f"{command} --detach --network=none --restart=always --name {name} sleeper:1 /bin/sleep 9999")
+        words = f"{command} --detach --network=none --restart=always --name {name.split()[0]} sleeper:1 /bin/sleep 9999"
+        main.ssh(_by(name, words))
     for version in (DRIVER, _NEWER):
         shutil.copyfile(simgpu.build_run(lab_site.lab.www, version), main.root / f"root/{version}.run")
     return main
 
 
-def _boot_with(host: Host, version: str, gpus: int = 2) -> None:
-    """Boot with the kernel side of that driver and as many GPUs; a shutdown would wait for the containers."""
+def _by(name: str, command: str) -> str:
+    """Return a command as the user types it whose container it is."""
+    if not name.startswith("rootless"):
+        return command
+    theirs = "XDG_RUNTIME_DIR=/run/user/1000 DOCKER_HOST=unix:///run/user/1000/docker.sock"
+    return f"su - worker -c {shlex.quote(f'export {theirs}; {command}')}"
+
+
+def _boot_with(host: Host, boot: _Boot) -> None:
+    """Boot with that kernel side; a shutdown would wait for the containers."""
     tree = host.root / "usr/lib/simgpu"
     for part in ("sys", "proc"):
         shutil.rmtree(tree / part)
-    simgpu.write_kernel_tree(tree, gpus, version)
+    simgpu.write_kernel_tree(tree, boot.gpus, boot.version, divided=boot.divided)
+    devices = tree / "proc/devices"
+    devices.write_text(devices.read_text().replace(f"{UVM_MAJOR} nvidia-uvm", f"{boot.uvm_major} nvidia-uvm"))
     cgroups.end_processes(host.cgroup)
     host.switch_on()
+    state = _by("rootless", "systemctl --user is-active podman-restart docker")
+    wait_for(
+        "the user's engines", lambda: host.ssh(state, check=False).stdout in ("active\nactive\n", "failed\nactive\n")
+    )
 
 
 def _by_another_hand(host: Host, version: str) -> None:
@@ -154,41 +244,84 @@ def _by_another_hand(host: Host, version: str) -> None:
     host.ssh(f"sh /root/{version}.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
 
 
+def _engine(name: str) -> str:
+    return _CONTAINERS[name].split()[0]
+
+
 def _given(host: Host, name: str) -> tuple[list[str], list[str]]:
-    """Return the versions of libcuda and the GPUs' nodes in a container, nothing of one that does not run."""
-    engine = "podman" if name == "podman" else "docker"
+    """Return libcuda's versions and the GPUs' nodes (path:major) in a container, nothing of one that does not run."""
+    state = _by(name, f"{_engine(name)} inspect --format '{{{{.State.Pid}}}}' {name.split()[0]}")
     seen = host.ssh(
-        f"pid=$({engine} inspect --format '{{{{.State.Pid}}}}' {name}); [ $pid -gt 0 ] && "
-        f"cd /proc/$pid/root && find dev -name 'nvidia[0-9]' -printf '%f\\n' && "
-        f"find .{_LIBRARIES} -name 'libcuda.so.*.*' -size +0",
+        f"pid=$({state}); [ $pid -gt 0 ] && cd /proc/$pid/root && "
+        f"find .{_LIBRARIES} -name 'libcuda.so.*.*' -size +0 && "
+        r"find ./dev -regex '.*\(nvidia[0-9]+\|nvidia-uvm\|nvidia-cap[0-9]+\)' -exec stat --format %n:%t {} +",
         check=False,
     ).stdout.split()  # fmt: skip
-    nodes = sorted(word for word in seen if "/" not in word)
-    return [word.partition("libcuda.so.")[2] for word in seen if "/" in word], nodes
+    versions = [word.partition("libcuda.so.")[2] for word in seen if "libcuda" in word]
+    return versions, sorted(word for word in seen if "/dev/" in word)
 
 
-@pytest.mark.parametrize(
-    ("case", "version", "gpus"),
-    [("upgraded", _NEWER, 2), ("downgraded", DRIVER, 2), ("a GPU lost", DRIVER, 1), ("a GPU added", DRIVER, 2),
-     ("no specification", DRIVER, 2)],
-)  # fmt: skip
-def test_containers_with_a_restart_policy_have_their_gpus_after_a_boot(
-    restarting: Host, case: str, version: str, gpus: int
-) -> None:
+_BOOTS = {
+    "upgraded": _Boot(_NEWER),
+    "downgraded": _Boot(),
+    "a GPU lost": _Boot(gpus=1),
+    "a GPU added": _Boot(),
+    "no specification": _Boot(),
+    # Another kernel gives other numbers to drivers that ask for any.
+    "another kernel": _Boot(uvm_major=UVM_MAJOR + 1),
+    "GPU divided": _Boot(divided=(0,)),
+    "other GPU divided": _Boot(divided=(1,)),
+    "module late": _Boot(),
+}
+
+
+@pytest.mark.parametrize("case", _BOOTS)
+def test_containers_with_a_restart_policy_have_their_gpus_after_a_boot(restarting: Host, case: str) -> None:
+    boot = _BOOTS[case]
     if case in ("upgraded", "downgraded"):
-        _by_another_hand(restarting, version)
+        _by_another_hand(restarting, boot.version)
     if case == "no specification":
         restarting.ssh(f"rm {_CDI}")
-    _boot_with(restarting, version, gpus)
-    nodes = [f"nvidia{number}" for number in range(gpus)]
-    wanted = {name: ([version], nodes) for name in _CONTAINERS}
-    assert {name: _given(restarting, name) for name in _CONTAINERS} == wanted
+    with _module_that_modprobe_loads(restarting) if case == "module late" else contextlib.nullcontext():
+        _boot_with(restarting, boot)
+        assert {name: _given(restarting, name) for name in _CONTAINERS} == dict.fromkeys(_CONTAINERS, boot.given)
+        found = " ".join((*(f"/dev/nvidia{number}" for number in range(boot.gpus)), f"libcuda.so.{boot.version}"))
+        seen = restarting.ssh(f"cd /run && cat {'.found '.join((*_ABSENT, 'containerd'))}.found").stdout
+        assert seen.splitlines() == [found] * (len(_ABSENT) + 1)
+
+
+@contextlib.contextmanager
+def _module_that_modprobe_loads(host: Host, *, works: bool = True) -> Iterator[None]:
+    """Let the driver be loaded by nothing before gpuprov's unit asks nvidia-modprobe; `works`: it then succeeds."""
+    attach, program = host.root / "usr/lib/simgpu/attach", host.root / "usr/bin/nvidia-modprobe"
+    before, mode = (attach.read_text(), program.read_bytes()), program.stat().st_mode
+    lines = before[0].splitlines(keepends=True)
+    attach.write_text("".join(line for line in lines if "/proc/" not in line))
+    loads = "".join(line for line in lines if "/proc/" in line)
+    program.write_text(f"#!/bin/sh -e\n{loads if works else 'exit 1'}\n")
+    try:
+        yield
+    finally:
+        attach.write_text(before[0])
+        program.write_bytes(before[1])
+        program.chmod(mode)
+
+
+def test_a_module_that_comes_after_the_engines_is_there_for_their_containers(restarting: Host) -> None:
+    with _module_that_modprobe_loads(restarting, works=False):
+        _boot_with(restarting, _Boot())
+    assert active(restarting, "docker", "gpuprov-nodes.service") == ["active", "failed"]
+    # udev starts it with a module; a lab host's udev sees none.
+    restarting.ssh("grep /proc/ /usr/lib/simgpu/attach | sh -e; systemctl start gpuprov-refresh.service")
+    for name in ("podman", "rootless", "rootless docker"):  # they need nodes on the host
+        restarting.ssh(_by(name, f"{_engine(name)} start {name.split()[0]}"))
+    assert {name: _given(restarting, name) for name in _CONTAINERS} == dict.fromkeys(_CONTAINERS, _Boot().given)
 
 
 def test_a_driver_that_does_not_fit_its_module_is_said_and_engines_start(restarting: Host) -> None:
     """Files that changed without a boot, as an update by apt in the night leaves them."""
     _by_another_hand(restarting, _NEWER)
-    _boot_with(restarting, DRIVER)
+    _boot_with(restarting, _Boot())
     assert active(restarting, "docker", "gpuprov-refresh.service") == ["active", "failed"]
     said = restarting.ssh("journalctl --boot --output=cat --unit gpuprov-refresh").stdout
     assert f"files are {_NEWER}, the loaded module is {DRIVER}" in said
@@ -209,11 +342,13 @@ def test_a_driver_that_hangs_delays_engines_and_does_not_stop_them(restarting: H
         limit = restarting.ssh(f"systemctl show {unit} --property=TimeoutStartUSec --value").stdout.strip()
         assert limit == "1min 30s"
         restarting.ssh(hangs.format(f"/etc/systemd/system/{unit}.d"))
-    _boot_with(restarting, DRIVER)
+    _boot_with(restarting, _Boot())
     assert active(restarting, "gpuprov-nodes", "gpuprov-refresh", "docker") == ["failed", "failed", "active"]
     restarting.ssh("rm -r /etc/systemd/system/gpuprov-*.service.d; systemctl daemon-reload")
     restarting.ssh("systemctl restart gpuprov-nodes gpuprov-refresh; docker rm --force flag runtime")
-    restarting.ssh("podman rm --force --time 0 podman; systemctl disable podman-restart; apt-get purge -qq podman")
+    restarting.ssh("podman rm --force --time 0 podman; systemctl disable podman-restart")
+    restarting.ssh(_by("rootless", "podman rm --force --time 0 rootless; docker rm --force rootless"))
+    restarting.ssh("loginctl disable-linger worker; apt-get purge -qq podman rootlesskit")
 
 
 def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from gpuprov.bundle.manifest import BundlePackage
-from gpuprov.bundle_create.create import Collected, collect
-from gpuprov.bundle_create.recipe import Collection, Recipe, RunFile
-from gpuprov.core.system import System
+from gpuprov.bundle_create.recipe import Recipe, RunFile
+from gpuprov.machine.distros import find_distribution
 from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
+from tests.integration.opened_bundle import collected
 from tests.lab.repository import PACKAGE, build_repository
 from tests.unit.fake_host import write_runfile
 
@@ -42,19 +42,6 @@ def mirror(template: Path, tmp_path: Path) -> Path:
 def recipe(mirror: Path, *packages: str) -> Recipe:
     line = f"deb [signed-by={mirror}/key.asc] file:{mirror} ./"
     return Recipe("debian", "12", "x86_64", packages or (PACKAGE,), (line,), ())
-
-
-def collected(recipe: Recipe, folder: Path) -> Collected:
-    work = folder / "work"
-    work.mkdir()
-    said: list[str] = []
-    found = collect(
-        Collection(System(), recipe, str(work), lambda text, done, total: said.append(text)),
-        b"an agent",
-        str(folder / "cache"),
-    )
-    assert said or not recipe.packages
-    return found
 
 
 def refusal(recipe: Recipe, folder: Path) -> str:
@@ -125,11 +112,13 @@ def test_a_package_that_nobody_has_is_told(mirror: Path, tmp_path: Path) -> None
 def test_a_key_that_is_not_on_this_machine_is_told(
     mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuprov.bundle_create.sources import ARCHIVES, default_sources, mirror_at
+    from gpuprov.bundle_create.recipe import ARCHIVES, default_sources, mirror_at
 
-    archive = dataclasses.replace(ARCHIVES["debian", "12"], keyring="/usr/share/keyrings/no-such-key.gpg")
-    monkeypatch.setitem(ARCHIVES, ("debian", "12"), archive)
-    sources = default_sources("debian", "12", "x86_64", mirror_at("http://mirror.example/debian"))
+    archive = dataclasses.replace(ARCHIVES["debian"], keyring="/usr/share/keyrings/no-such-key.gpg")
+    monkeypatch.setitem(ARCHIVES, "debian", archive)
+    row = find_distribution("debian", "12")
+    assert row is not None
+    sources = default_sources(row, "x86_64", mirror_at("http://mirror.example/debian"))
     wanted = dataclasses.replace(recipe(mirror), sources=sources)
     assert "apt-get install debian-archive-keyring" in refusal(wanted, tmp_path)
 

@@ -6,21 +6,19 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundle_create.create import Collected, collect
-from gpuprov.bundle_create.recipe import Collection, Recipe
-from gpuprov.bundle_create.rpm_sources import RpmSource
-from gpuprov.core.system import System
+from gpuprov.bundle_create.recipe import Recipe, RpmSource
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.rpm_changes import gather_keys
+from gpuprov.packages.keys import gather_keys
 from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
-from tests.integration.opened_bundle import opened
+from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
 from tests.lab.rpm_repository import RpmPackage
@@ -41,16 +39,14 @@ def repository(folder: Path) -> Repository:
     return Repository(folder / "www", folder / "gnupg", f"file://{folder}/www")
 
 
-def source(folder: Path, *, packages: bool = False) -> RpmSource:
+def source(folder: Path, fingerprint: str = "", *, signed_packages: bool = False) -> RpmSource:
     site = repository(folder)
-    return RpmSource("site", site.url, ((f"{site.url}/key.asc", site.fingerprint),), True, packages)
+    key = (f"{site.url}/key.asc", fingerprint or site.fingerprint)
+    return RpmSource("site", site.url, (key,), True, signed_packages)
 
 
-def collected(folder: Path, sources: tuple[RpmSource, ...], *packages: str) -> Collected:
-    work = folder / "work"
-    work.mkdir()
-    recipe = Recipe("rocky", "9", "x86_64", packages, (), (), rpm_sources=sources)
-    return collect(Collection(System(), recipe, str(work), tell), b"an agent", str(folder / "cache"))
+def recipe(sources: tuple[RpmSource, ...], *packages: str) -> Recipe:
+    return Recipe("rocky", "9", "x86_64", packages, (), (), rpm_sources=sources)
 
 
 def facts_of(host: RpmHost, bundle: OpenBundle) -> HostFacts:
@@ -66,7 +62,7 @@ def test_all_that_is_asked_for_comes_along_and_can_be_installed(
     template: Path, tmp_path: Path, os_release: str
 ) -> None:
     names = ("site-gpu-tools", "unsigned-tools")
-    made = collected(tmp_path, (source(template),), *names)
+    made = collected(recipe((source(template),), *names), tmp_path)
     assert [one.name for one in made.manifest.packages] == ["site-gpu-library", *names]
     assert not (tmp_path / "work/gnupg").exists(), "the secret half of the key is to be forgotten"
 
@@ -101,7 +97,7 @@ def strip_the_signature(folder: Path) -> None:
 def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
     template: Path, tmp_path: Path, os_release: str, damage: Callable[[Path], None]
 ) -> None:
-    made = collected(tmp_path, (source(template),), "site-gpu-tools")
+    made = collected(recipe((source(template),), "site-gpu-tools"), tmp_path)
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     system = gather(host).os
     bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
@@ -115,24 +111,23 @@ def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
     assert bundle.manifest.repository_key not in gather_keys(host)
 
 
-def test_a_package_that_nobody_has_signed_is_refused(template: Path, tmp_path: Path) -> None:
-    with pytest.raises(GpuprovError, match="is not signed with a key"):
-        collected(tmp_path, (source(template, packages=True),), "unsigned-tools")
-
-
-def test_a_package_that_nobody_has_is_told(template: Path, tmp_path: Path) -> None:
-    with pytest.raises(GpuprovError, match="no repository has such a package"):
-        collected(tmp_path, (source(template),), "no-such-package")
-
-
-def test_a_key_that_is_not_the_named_one_is_refused(template: Path, tmp_path: Path) -> None:
-    site = source(template)
-    with pytest.raises(GpuprovError, match="not the one that is pinned"):
-        collected(tmp_path, (replace(site, keys=((site.keys[0][0], "A" * 40),)),), "site-gpu-tools")
+@pytest.mark.parametrize(
+    ("change", "package", "says"),
+    [
+        ({"signed_packages": True}, "unsigned-tools", "is not signed with a key"),
+        ({}, "no-such-package", "no repository has such a package"),
+        ({"fingerprint": "A" * 40}, "site-gpu-tools", "not the one that is pinned"),
+    ],
+)
+def test_what_can_not_be_trusted_or_had_is_refused(
+    template: Path, tmp_path: Path, change: dict[str, Any], package: str, says: str
+) -> None:
+    with pytest.raises(GpuprovError, match=says):
+        collected(recipe((source(template, **change),), package), tmp_path)
 
 
 def test_the_machine_that_makes_it_is_left_as_it_was(template: Path, tmp_path: Path) -> None:
     before = subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout
-    made = collected(tmp_path, (source(template),), "site-gpu-tools")
+    made = collected(recipe((source(template),), "site-gpu-tools"), tmp_path)
     assert made.manifest.packages
     assert subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout == before

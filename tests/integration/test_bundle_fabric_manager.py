@@ -13,8 +13,7 @@ import pytest
 
 from gpuprov import repos
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundle_create.create import collect
-from gpuprov.bundle_create.recipe import Collection, RunFile, Wanted, make_recipe
+from gpuprov.bundle_create.recipe import RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager
@@ -24,7 +23,7 @@ from gpuprov.plan import with_bundle
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.apt_chroot import chroot_host
-from tests.integration.opened_bundle import opened
+from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import tell
 from tests.lab.repository import build_package, build_repository, sign
@@ -54,12 +53,7 @@ def gnupg(tmp_path: Path) -> Iterator[Path]:
 def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) -> OpenBundle:
     """Return a bundle with the fabric manager, and without the driver."""
     recipe = make_recipe(Wanted(distro, "x86_64", sources=(source,), fabric_manager=True), (spec,))
-    work = folder / "work"
-    work.mkdir()
-    made = collect(
-        Collection(System(), replace(recipe, driver=RunFile()), str(work), tell), b"an agent", str(folder / "cache")
-    )
-    return opened(made)
+    return opened(collected(replace(recipe, driver=RunFile()), folder))
 
 
 def facts_of(host: System, bundle: OpenBundle) -> HostFacts:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from gpuprov.fleet.agent_run import run_agent
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh import connected
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request

@@ -1,23 +1,31 @@
-"""Each client of a container engine, on provisioned hosts of two releases: how it asks for GPUs, and what it gets.
+"""Each client of a container engine, on provisioned hosts of three releases: how it asks for GPUs, and what it gets.
 
-docs/engines.md has the same as a page for users. The clients are Debian's own, unpacked: installing them with all that
-they recommend would take a minute for each host.
+docs/engines.md has the same as a page for users. The clients are Debian's own. A stable release's are unpacked, since
+installing them would take a minute for each host; what unstable's need changes too often for that.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site
+from tests import simgpu
+from tests.integration import docker29
+from tests.integration.doctor_cases import SLEEPER
+from tests.lab import Host, cgroups
+from tests.lab.base import build_base
+from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.lab import CACHE, REPOSITORY
 from tests.lab.shell import LabError
-from tests.simgpu import BuildError, cache
+from tests.simgpu import cache
 from tests.simgpu.debian import fetch
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -38,6 +46,11 @@ _PACKAGES = {
         "libatomic1", "netavark",
     )),
 }  # fmt: skip
+_AS_DEBIAN_13 = "printf 'ID=debian\\nVERSION_ID=13\\nVERSION_CODENAME=trixie\\nPRETTY_NAME=sid\\n' > /etc/os-release"
+_INSTALL_ON_SID = (
+    "apt-get -q update; DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "
+    "docker-compose docker-buildx podman crun buildah uidmap apptainer"
+)
 # A C library and a shell; of the driver's nothing. The lab's machine lacks some controllers of control groups.
 _PREPARE = r"""
 set -e
@@ -76,14 +89,16 @@ buildah run --network=none %s "$name" {_SMI}; code=$?; buildah rm "$name" >/dev/
 """
 # Without --cpu-shares=0, ctr asks for a controller that the lab's machine lacks.
 _CTR = f"ctr run --rm --cpu-shares=0 %s docker.io/library/small:1 gpus {_SMI}"
-# The clone's own Python is Debian 12's.
-_FLAGS = f"{GPUPROV} docker-args --gpus 1"
+# The clone's own Python is Debian 12's: each host runs what it has installed with its own.
+_GPUPROV = f"env PYTHONPATH={sysconfig.get_path('purelib')}:{REPOSITORY} python3 -m gpuprov"
+_FLAGS = f"{_GPUPROV} docker-args --gpus 1"
 _COMPOSE_FLAGS = f"""
 printf 'services: {{one: {{image: "small:1", network_mode: none}}}}\n' >/root/compose/plain.yml
 {_FLAGS} --format compose --service one >/root/compose/flags.yml
 docker-compose -f /root/compose/plain.yml -f /root/compose/flags.yml run --rm -T one {_SMI}
 """
-BOTH = ("main", "trixie")
+HOSTS = ("main", "trixie", "sid")
+NEWER = ("trixie", "sid")
 
 
 @dataclass(frozen=True)
@@ -95,11 +110,21 @@ class Row:
 
     command: str
     gpus: tuple[int, ...] = ()
-    hosts: tuple[str, ...] = BOTH
+    hosts: tuple[str, ...] = HOSTS
     fails: str = ""
 
 
+_DOCKER = f"docker run --rm --network=none %s small:1 {_SMI}"
+SID = ("sid",)
 ROWS = {
+    # What older releases do with these, test_docker.py and test_engines.py say.
+    "docker, --gpus all": Row(_DOCKER % "--gpus all", (0, 1), SID),
+    "docker, --gpus 1": Row(_DOCKER % "--gpus 1", (0,), SID),
+    "docker, --gpus of one": Row(_DOCKER % "--gpus '\"device=1\"'", (1,), SID),
+    "docker, --runtime": Row(_DOCKER % "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=1", (1,), SID),
+    "docker, --device": Row(_DOCKER % "--device nvidia.com/gpu=all", (0, 1), SID),
+    "nvidia-docker": Row(f"NV_GPU=1 nvidia-docker run --rm --network=none small:1 {_SMI}", (1,), SID),
+    "docker, plain flags": Row(_DOCKER % f"$({_FLAGS})", (1,), SID),
     "compose, count: all": Row(_COMPOSE % "all", (0, 1)),
     "compose, count: 1": Row(_COMPOSE % "count", (0,)),
     "compose, device_ids": Row(_COMPOSE % "ids", (1,)),
@@ -107,6 +132,9 @@ ROWS = {
     "compose 1.29, gpus: all": Row(_COMPOSE % "gpus", hosts=("main",), fails="Unsupported config option .*'gpus'"),
     # It knows no such key and says nothing: the container has no GPU.
     "compose 2.26, gpus: all": Row(_COMPOSE % "gpus", hosts=("trixie",), fails='"nvidia-smi": executable file not fo'),
+    "compose 2.40, gpus: all": Row(_COMPOSE % "gpus", (0, 1), ("sid",)),
+    # docker 28.2 and later read specifications by default.
+    "compose 2.40, driver: cdi": Row(_COMPOSE % "cdi", (1,), ("sid",)),
     "compose, driver: cdi": Row(_COMPOSE % "cdi", hosts=("main",), fails='could not select device driver "cdi"'),
     "podman, --device": Row(_PODMAN % ("", "--device nvidia.com/gpu=all"), (0, 1)),
     "podman, --device of one": Row(_PODMAN % ("", "--device nvidia.com/gpu=1"), (1,)),
@@ -116,11 +144,11 @@ ROWS = {
     "podman 4.3, --gpus": Row(
         _PODMAN % ("", "--gpus all"), hosts=("main",), fails='"nvidia-smi": executable file not found'
     ),
-    "podman 5.4, --gpus all": Row(_PODMAN % ("", "--gpus all"), (0, 1), ("trixie",)),
+    "podman 5, --gpus all": Row(_PODMAN % ("", "--gpus all"), (0, 1), NEWER),
     # The number is that of a GPU, not how many.
-    "podman 5.4, --gpus 1": Row(_PODMAN % ("", "--gpus 1"), (1,), ("trixie",)),
-    "podman, plain flags": Row(_PODMAN % ("--runtime runc", f"$({_FLAGS})"), (1,), ("main",)),
-    "compose, plain flags": Row(_COMPOSE_FLAGS, (1,), ("main",)),
+    "podman 5, --gpus 1": Row(_PODMAN % ("", "--gpus 1"), (1,), NEWER),
+    "podman, plain flags": Row(_PODMAN % ("--runtime runc", f"$({_FLAGS})"), (1,), ("main", "sid")),
+    "compose, plain flags": Row(_COMPOSE_FLAGS, (1,), ("main", "sid")),
     "podman without root": Row(f"su pod -s /bin/sh -c '{_ROOTLESS}'", (1,)),
     "buildah, --runtime": Row(
         _BUILDAH % "--runtime /usr/bin/gpuprov-container-runtime --env NVIDIA_VISIBLE_DEVICES=1", (1,)
@@ -131,13 +159,17 @@ ROWS = {
     "buildah 1.39, --device": Row(
         _BUILDAH % "--device nvidia.com/gpu=1", hosts=("trixie",), fails="device access at .* field cannot be empty"
     ),
+    "buildah 1.43, --device": Row(_BUILDAH % "--device nvidia.com/gpu=1", (1,), ("sid",)),
     "ctr, --runc-binary": Row(
         _CTR % "--runc-binary /usr/bin/gpuprov-container-runtime --env NVIDIA_VISIBLE_DEVICES=1", (1,)
     ),
     "ctr, --gpus": Row(_CTR % "--gpus 0", fails='"nvidia-container-cli": executable file not found'),
-    "ctr, --device": Row(_CTR % "--device nvidia.com/gpu=1", fails="stat nvidia.com/gpu=1: no such file"),
+    "ctr 1, --device": Row(
+        _CTR % "--device nvidia.com/gpu=1", hosts=("main", "trixie"), fails="stat nvidia.com/gpu=1: no such file"
+    ),
+    "ctr 2, --device": Row(_CTR % "--device nvidia.com/gpu=1", (1,), SID),
 }
-CASES = [(host, name) for host in BOTH for name, row in ROWS.items() if host in row.hosts]
+CASES = [(host, name) for host in HOSTS for name, row in ROWS.items() if host in row.hosts]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +178,37 @@ def prepared(site: Site) -> Callable[[str], Host]:
 
     @functools.cache
     def prepare(name: str) -> Host:
-        found = site.installed(name)
-        unpack(found, *_PACKAGES[name])
+        if name == "sid":
+            found = _sid(site)
+        else:
+            found = site.installed(name)
+            unpack(found, *_PACKAGES[name])
         found.ssh("sh -s", stdin=_PREPARE)
         return found
 
     return prepare
+
+
+def fresh_sid(site: Site) -> Host:
+    """Return a host of unstable; skip where that can't be installed today.
+
+    It takes itself for Debian 13: gpuprov refuses releases that are not out.
+    """
+    try:
+        build_base(CACHE / "bases", "sid", print)
+    except LabError as error:
+        pytest.skip(f"Debian sid can't be installed: {error}")
+    host = site.fresh("sid")
+    host.ssh(_AS_DEBIAN_13)
+    return host
+
+
+def _sid(site: Site) -> Host:
+    host = fresh_sid(site)
+    host.ssh(_INSTALL_ON_SID, timeout=300)
+    done = gpuprov("install", "--hosts", site.inventory("sid", gpuprov_nvidia_docker=True))
+    assert done.returncode == 0, done.stdout
+    return host
 
 
 def unpack(host: Host, release: str, packages: tuple[str, ...]) -> None:
@@ -201,7 +258,7 @@ docker service logs --raw one
 """
 
 
-@pytest.fixture(params=BOTH)
+@pytest.fixture(params=HOSTS)
 def default_runtime(request: pytest.FixtureRequest, prepared: Callable[[str], Host]) -> Iterator[Host]:
     """A host whose docker starts everything with the runtime, and which offers GPUs to swarm."""
     host = prepared(request.param)
@@ -228,18 +285,13 @@ def test_builds_services_and_cdi_with_the_runtime_as_the_default(default_runtime
     done = host.ssh("sh -s", stdin=_SERVICE)
     (given,) = gpus(done.stdout)
     assert given in known, done.stderr
-    if host.name == "trixie":
+    if host.name != "main":
         assert gpus(host.ssh(_COMPOSE % "cdi").stdout) == known[1:]
 
 
 def test_apptainer_without_root(prepared: Callable[[str], Host]) -> None:
     """apptainer finds the driver itself, by the host's ldconfig, and always gives all GPUs."""
-    host = prepared("trixie")
-    try:
-        unpack(host, "sid", ("apptainer",))
-        host.ssh("apptainer --version")
-    except (BuildError, LabError) as error:  # it moves, and may need a newer C library one day
-        pytest.skip(f"Debian sid's apptainer does not run on Debian 13: {error}")
+    host = prepared("sid")
     host.ssh("docker save small:1 > /home/pod/image.tar && chmod 644 /home/pod/image.tar")
     run = "su pod -c 'cd && {} apptainer exec {} box nvidia-smi -L'"
     host.ssh("su pod -c 'cd && apptainer build --sandbox box docker-archive:image.tar'")
@@ -249,3 +301,76 @@ def test_apptainer_without_root(prepared: Callable[[str], Host]) -> None:
     done = host.ssh(run.format("", "--nv --nvccli"), check=False)
     assert done.returncode != 0
     assert '"nvidia-container-cli": executable file not found' in done.stderr
+
+
+# -- docker 29, by a stand-in ---------------------------------------------------------------------------------------
+
+_SMALL = ("small:1", *_SMI.split())
+_OUTDATED = "/var/run/cdi/nvidia.yaml"
+
+
+def test_docker_29_gives_by_cdi_the_gpus_that_the_hook_gives(prepared: Callable[[str], Host]) -> None:
+    host = prepared("sid")
+    known = gpus(host.ssh(_SMI).stdout)
+    asked = {"all": known, "1": known[:1], "2": known, "device=1": known[1:], f"device={known[0]}": known[:1]}
+    for value, expected in asked.items():
+        for run in (docker29.run, docker29.by_hook):
+            done = run(host, value, *_SMALL)
+            assert (done.returncode, gpus(done.stdout)) == (0, expected), f"{value}: {done.stderr}"
+    # Which of the two it was: nvidia-container-toolkit's own mark.
+    image = ("-e", "NVIDIA_VISIBLE_DEVICES=all", "small:1", "sh", "-c", "echo $NVIDIA_VISIBLE_DEVICES")
+    assert docker29.run(host, "device=1", *image).stdout == "void\n"
+    # What neither has is the hook's to refuse.
+    done = docker29.run(host, "device=7", *_SMALL)
+    assert done.returncode != 0 and "gpuprov: " in done.stderr, done.stderr
+
+
+def test_docker_29_by_cdi_heeds_neither_requirements_nor_capabilities_nor_settings(
+    prepared: Callable[[str], Host],
+) -> None:
+    host = prepared("sid")
+    # `utility` is what has nvidia-smi.
+    refused = {
+        "requirement": ("-e", "NVIDIA_REQUIRE_CUDA=cuda>=99"),
+        "capability": ("-e", "NVIDIA_DRIVER_CAPABILITIES=compute"),
+        "setting": (),
+    }
+    for name, words in refused.items():
+        if name == "setting":
+            host.ssh(f"mkdir -p /etc/gpuprov && cat > {_SETTINGS}", stdin='supported-driver-capabilities = "compute"\n')
+        by_cdi, by_hook = (run(host, "all", *words, *_SMALL) for run in (docker29.run, docker29.by_hook))
+        host.ssh(f"rm -f {_SETTINGS}")
+        assert (by_cdi.returncode, len(gpus(by_cdi.stdout))) == (0, 2), f"{name}: {by_cdi.stderr}"
+        assert by_hook.returncode != 0 and not gpus(by_hook.stdout), f"{name}: {by_hook.stdout}"
+
+
+def test_docker_29_gives_mig_devices_and_doctor_names_what_hides_them(
+    prepared: Callable[[str], Host], site: Site
+) -> None:
+    host = prepared("sid")
+    before = host.ssh("cat /etc/cdi/nvidia.json").stdout
+    host.ssh(SLEEPER)
+    host.ssh(
+        "docker run --detach --restart=always --network=none --device nvidia.com/gpu=all --name kept sleeper:1 "
+        "/bin/sleep 9999"
+    )
+    tree = host.root / "usr/lib/simgpu"
+    for part in ("sys", "proc"):
+        shutil.rmtree(tree / part)
+    simgpu.write_kernel_tree(tree, 2, DRIVER, divided=(1,))
+    cgroups.end_processes(host.cgroup)
+    host.switch_on()
+    # What had its GPUs by CDI has them again, as the boot found them (docker before 28.2: moby, 49989).
+    caps = host.ssh("ls /proc/$(docker inspect --format '{{.State.Pid}}' kept)/root/dev/nvidia-caps").stdout.split()
+    assert sorted(caps) == sorted(Path(node.path).name for node in simgpu.mig_nodes(1))
+    parts = [simgpu.mig_uuid(1, instance) for instance in (1, 2)]
+    for value, expected in {"device=1:0": parts[:1], f"device={parts[1]}": parts[1:], "all": parts}.items():
+        for run in (docker29.run, docker29.by_hook):
+            assert re.findall(r"MIG-[0-9a-f-]+", run(host, value, *_SMALL).stdout) == expected, value
+    host.ssh(f"mkdir -p /var/run/cdi && cat > {_OUTDATED}", stdin=before)
+    assert "MIG-" not in docker29.run(host, "all", *_SMALL).stdout
+    assert parts[0] in docker29.by_hook(host, "all", *_SMALL).stdout
+    found = gpuprov("doctor", "--hosts", site.inventory("sid", gpuprov_nvidia_docker=True)).stdout
+    assert f"{_OUTDATED} overrides /etc/cdi/nvidia.json and lacks the GPUs 1:0, 1:1" in found, found
+    host.ssh(f"rm {_OUTDATED}")
+    assert parts[0] in docker29.run(host, "all", *_SMALL).stdout

@@ -102,7 +102,7 @@ def test_config_json_keeps_mode_and_owner(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (("NVIDIA_VISIBLE_DEVICES=7",), "there is no GPU '7' on this host; there are 0, 1"),
+        (("NVIDIA_VISIBLE_DEVICES=7",), "there is no GPU '7' on this host; its GPUs: 0, 1"),
         (("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_REQUIRE_CUDA=cuda>=13.0"), "requires cuda>=13.0, this host's driver"),
         (("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=magic"), "asks for magic"),
     ],

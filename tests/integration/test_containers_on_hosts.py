@@ -349,7 +349,7 @@ def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
         ):
             listed = run(host, flags, "nvidia-smi -L")
             assert [part for part in parts if part in listed] == seen, f"{flags}: {listed}"
-        with pytest.raises(LabError, match="there is no GPU '0' on this host; there are 0:0, 0:1, 1"):
+        with pytest.raises(LabError, match="there is no GPU '0' on this host; its GPUs: 0:0, 0:1, 1"):
             run(host, "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=0", "true")
         assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
         verified = gpuprov("verify", "--hosts", inventory)

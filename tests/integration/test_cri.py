@@ -15,12 +15,10 @@ from gpuprov.core.system import System
 from gpuprov.engines.cri_status import CriStatus, ask
 from tests.deployed import program
 from tests.integration.cri import Container, Cri, Ended
-from tests.integration.test_clients import gpus, unpack
+from tests.integration.test_clients import fresh_sid, gpus
 from tests.lab import Host
 from tests.lab.cgroups import cgroup_directories
 from tests.lab.fixtures import Site, gpuprov
-from tests.lab.shell import LabError
-from tests.simgpu import BuildError
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _SOCKET = "/run/containerd/containerd.sock"
@@ -97,14 +95,8 @@ def socket_of(host: Host, path: str) -> str:
 @pytest.fixture(scope="module", params=["1.6", "1.7", "2"])
 def node(request: pytest.FixtureRequest, site: Site) -> Iterator[Node]:
     series = request.param
-    name = "main" if series == "1.6" else "trixie"
-    host = site.installed(name)
-    if series == "2":
-        try:
-            unpack(host, "sid", ("containerd",))
-            host.ssh("systemctl restart containerd")
-        except (BuildError, LabError) as error:  # it moves, and may need a newer C library one day
-            pytest.skip(f"Debian sid's containerd does not run on Debian 13: {error}")
+    name = {"1.6": "main", "1.7": "trixie", "2": "sid"}[series]
+    host = fresh_sid(site) if name == "sid" else site.installed(name)
     assert f" {series}." in host.ssh("containerd --version").stdout.replace(" v", " ")
     subprocess.run(("cp", program("busybox"), str(host.root / "usr/bin/busybox")), check=True)
     host.ssh("sh -s", stdin=_PREPARE)

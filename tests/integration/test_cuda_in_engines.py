@@ -21,8 +21,8 @@ from gpuprov.checks.cuda.files import add_driver, chain, unpacked
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Subject, survey_of
 from gpuprov.core.system import System
-from gpuprov.doctor import containers
-from gpuprov.doctor.containers import gather_containers
+from gpuprov.doctor import gather
+from gpuprov.doctor.gather import gather_containers
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import Settings
 from tests.integration.container_bench import LIBRARIES, Bench
@@ -130,10 +130,10 @@ def test_the_doctor_looks_at_running_containers_with_the_drivers_node_alone(
         assert faults == {
             "sound": [], "third": [], "emptied": ["the loader stops at /opt/own/libcuda.so.1: file too short"]
         }  # fmt: skip
-        monkeypatch.setattr(containers, "MOST", 2)
+        monkeypatch.setattr(gather, "MOST_CONTAINERS", 2)
         limited = gather_containers(System("/"))
         assert (len(limited.examined), limited.left, limited.why) == (2, 1, "2 are looked at")
-        monkeypatch.setattr(containers, "_SECONDS", 0)
+        monkeypatch.setattr(gather, "_CONTAINERS_SECONDS", 0)
         assert "not done after" in gather_containers(System("/")).why
     finally:
         docker.docker("rm", "--force", *starts)

@@ -21,7 +21,7 @@ from gpuprov.core.system import System
 from gpuprov.facts.host import gather, gather_files
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.dpkg import gather_packages
-from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec

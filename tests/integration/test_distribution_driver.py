@@ -116,6 +116,15 @@ def test_verify_and_doctor_say_what_the_genuine_programs_say(site: Site, install
     assert "gpuprov uninstall; gpuprov install -e gpuprov_driver_version=580" in said
 
 
+def test_every_genuine_package_of_the_driver_is_held(installed: Host) -> None:
+    listed = installed.ssh("dpkg-query -W -f '${db:Status-Status} ${source:Package} ${Package}\\n'").stdout
+    rows = [line.split() for line in listed.splitlines() if line.startswith("installed nvidia-")]
+    driver = {name for _, source, name in rows if source in ("nvidia-graphics-drivers", "nvidia-persistenced")}
+    held = {*installed.ssh("apt-mark showhold").stdout.split()}
+    assert {"libcuda1", "nvidia-smi", "libnvidia-ml1", "nvidia-persistenced"} <= driver <= held
+    assert held <= {name for *_, name in rows}
+
+
 def test_a_second_run_and_the_playbook_find_nothing_to_do(site: Site, installed: Host) -> None:
     hosts = site.inventory("trixie", **_WANTED)
     again = gpuprov("install", "--hosts", hosts)
@@ -135,7 +144,7 @@ def test_a_rollback_takes_packages_and_sources_away(
     done = gpuprov("rollback", "--hosts", site.inventory("trixie", **_WANTED), timeout=600)
     assert done.returncode == 0, done.stdout
     files, names = before["trixie"]
-    assert packages(installed) == names
+    assert packages(installed) == names and installed.ssh("apt-mark showhold").stdout == ""
     after = etc(installed)
     assert changed_in_etc(files, after) <= _ACCOUNTS
     accounts = [path for path in sorted(_ACCOUNTS) if not path.endswith("-")]
@@ -153,5 +162,5 @@ def test_an_uninstallation_takes_them_away_too(
     gone = gpuprov("uninstall", "--hosts", hosts, timeout=600)
     assert gone.returncode == 0, gone.stdout
     files, names = before["trixie"]
-    assert packages(installed) == names
+    assert packages(installed) == names and installed.ssh("apt-mark showhold").stdout == ""
     assert changed_in_etc(files, etc(installed)) <= _ACCOUNTS

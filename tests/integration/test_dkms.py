@@ -83,6 +83,35 @@ except GpuprovError as error:
     print("error:", error)
 journal.end("done")
 """
+# What verify and the doctor say of the kernel to come; the host takes itself for a bare machine with an older one.
+_NEXT = """
+import json
+import sys
+sys.path.insert(0, "/root/agent.pyz")
+from gpuprov.core.system import System
+from gpuprov.doctor.examine import examine
+from gpuprov.protocol.events import CauseFound, CheckDone
+from gpuprov.protocol.spec import parse_spec
+from gpuprov.verify import verify
+
+class Metal(System):
+    def kernel_release(self):
+        return "1.0-1-cloud-amd64"
+
+    def read_text(self, path):
+        return None if path == "/run/systemd/container" else super().read_text(path)
+
+events = []
+for judge in (verify, examine):
+    judge(Metal(), parse_spec({"docker": "none"}), events.append)
+checks = [one for one in events if isinstance(one, CheckDone) and one.name == "next kernel"]
+causes = [one for one in events if isinstance(one, CauseFound) and one.rule == "next-kernel"]
+print(json.dumps([[one.on_host or one.reason for one in checks], [one.what + "; " + one.next_step for one in causes]]))
+"""
+_NON_FREE = "sed -i 's/ main$/ main contrib non-free non-free-firmware/' /etc/apt/sources.list; apt-get -qq update"
+# With all drivers they take long.
+_SMALL_IMAGES = "mkdir -p /etc/initramfs-tools/conf.d; echo MODULES=list > /etc/initramfs-tools/conf.d/lab"
+_APT = "DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install"
 
 
 @dataclass(frozen=True)
@@ -166,12 +195,32 @@ def test_packages_keep_to_the_branch_that_is_asked_for_until_it_is_another(insta
     # The container host has loaded the older one, and keeps it.
     said = install_again(it.host, it.kernel, {**it.wanted, "driver_version": "580"})
     reason = f"the kernel still runs driver {DRIVER}, installed is {_NEWER}"
-    assert said == f"afresh: ['stop until somebody has rebooted this host ({reason})']\n"
+    held = "hold the driver's packages at this version (nvidia-driver, nvidia-kernel-open-dkms, nvidia-open)"
+    assert said == f"afresh: {[held, f'stop until somebody has rebooted this host ({reason})']}\n"
     assert packages(it.host) == {f"nvidia-open={_NEWER}-1", "nvidia-driver-pinning-580=580"}
     assert dkms_states(it.host.ssh("dkms status").stdout, _NEWER) == {it.kernel: "installed"}
     install_again(it.host, it.kernel, it.wanted)
     assert packages(it.host) == {f"nvidia-open={DRIVER}-1", "nvidia-driver-pinning-550=550"}
     assert install_again(it.host, it.kernel, it.wanted) == "left: []\n"
+
+
+def next_kernel(host: Host) -> tuple[str, str]:
+    """Return what verify and the doctor say of the kernel to come; the doctor says nothing of one that is well."""
+    (check,), causes = json.loads(host.ssh(("python3", "-c", _NEXT), timeout=300).stdout)
+    return check, "".join(causes)
+
+
+def test_a_new_kernel_without_headers_is_named_before_it_boots(installed: dict[str, Installed]) -> None:
+    host, kernel = installed["trixie"].host, installed["trixie"].kernel
+    host.ssh(f"dkms unbuild nvidia/{DRIVER} -k {kernel}; apt-get -qq -y purge linux-headers-{kernel}", timeout=300)
+    host.ssh(f"{_SMALL_IMAGES}; {_APT} linux-image-{kernel}", timeout=300)
+    lack = f"kernel {kernel} has no NVIDIA module, and no headers to build one"
+    steps = f"linux-headers-{kernel}; dkms autoinstall -k {kernel}"
+    verified, diagnosed = next_kernel(host)
+    assert verified == f"{lack}: install {steps}"
+    assert diagnosed == f"at the next boot the driver would be gone: {lack}; apt-get install -y {steps}"
+    host.ssh(f"{_APT} linux-headers-{kernel}; dkms autoinstall -k {kernel}", timeout=300)
+    assert next_kernel(host) == (f"{kernel}, with the driver's module", "")
 
 
 def packages(host: Host) -> set[str]:
@@ -188,6 +237,17 @@ def test_packages_of_the_driver_go_with_a_rollback(installed: dict[str, Installe
     assert [line for line in host.ssh(left, check=False).stdout.splitlines() if "not-installed" not in line] == []
 
 
+def test_a_new_kernel_is_named_with_debians_own_driver(installed: dict[str, Installed]) -> None:
+    """DKMS knows it as nvidia-current; without headers its package builds nothing."""
+    host, kernel = installed[_FROM_PACKAGES].host, installed[_FROM_PACKAGES].kernel
+    host.ssh(f"apt-get -qq -y purge 'linux-headers-*'; {_NON_FREE}; {_SMALL_IMAGES}", timeout=300)
+    host.ssh(f"{_APT} nvidia-kernel-dkms linux-image-{kernel}", timeout=600)
+    assert "nvidia-current" in host.ssh("dkms status").stdout
+    lack = f"kernel {kernel} has no NVIDIA module, and no headers to build one"
+    verified, diagnosed = next_kernel(host)
+    assert verified.startswith(lack) and lack in diagnosed
+
+
 def test_a_module_that_does_not_compile_is_named_with_the_log_of_its_build(installed: dict[str, Installed]) -> None:
     """As with a driver that is too old for its kernel: the compiler stops at a header."""
     host, kernel = installed["trixie"].host, installed["trixie"].kernel
@@ -197,3 +257,6 @@ def test_a_module_that_does_not_compile_is_named_with_the_log_of_its_build(insta
     said = install_again(host, kernel, _RUN_WANTED)
     assert "DKMS could not build the kernel modules" in said
     assert "make.log" in said
+    built = f"kernel {kernel} has no NVIDIA module: dkms autoinstall -k {kernel}; dkms status"
+    verified, diagnosed = next_kernel(host)
+    assert verified == built and diagnosed.endswith(f"; dkms autoinstall -k {kernel}")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.driver import dkms
+from gpuprov.driver.kernel import dkms_source
 from gpuprov.facts.host import HostFacts
 from gpuprov.packages import managers
 from gpuprov.packages.interface import Installation
-from gpuprov.packages.rpm_changes import InstallRpmPackages
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -57,7 +57,7 @@ def metal(host: RpmHost) -> HostFacts:
 
 
 def install(host: RpmHost, spec: HostSpec) -> None:
-    limited = dkms.repository(source_of(metal(host), spec))
+    limited = dkms_source(source_of(metal(host), spec))
     assert limited is not None
     wanted = Installation(("dkms",), limited=f"gpuprov-{limited.name}", limited_names=("dkms",))
     for change in manager(host).plan_installation(facts_of(host).packages, wanted):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.checks.engines import DOCKER
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, undo_runs
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change, Json
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
@@ -261,7 +261,7 @@ def test_docker_ends_as_it_was_before_the_first_run(
             last = last_undoable_run(host)
             if last is not None:
                 with contextlib.suppress(GpuprovError):
-                    roll_back(host, last, KINDS, lambda event: None)
+                    undo_runs(host, (last,), KINDS, lambda event: None)
         elif action == "undo":
             undo_all(host)
         else:

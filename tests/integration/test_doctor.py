@@ -17,7 +17,7 @@ from gpuprov.runtime_hook.settings import SETTINGS_PATH
 from tests import simgpu
 from tests.integration.doctor_cases import LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, SOFTWARE_GROUPS
 from tests.integration.doctor_gpu_cases import GPU_GROUPS
-from tests.integration.doctor_host_cases import CDI_GROUPS, TOOLKIT_GROUPS, TOOLKIT_NEW, TOOLKIT_OLD
+from tests.integration.doctor_host_cases import CDI_GROUPS, NODE_GROUPS, TOOLKIT_GROUPS, TOOLKIT_NEW, TOOLKIT_OLD
 from tests.integration.doctor_typing import Group, prepare, type_until_silent
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host, HostRequest
@@ -62,11 +62,11 @@ TROUBLES = (
             "systemctl restart docker"),
 )  # fmt: skip
 
-GROUPS = (*SOFTWARE_GROUPS, *GPU_GROUPS, *TOOLKIT_GROUPS, *CDI_GROUPS)
+GROUPS = (*SOFTWARE_GROUPS, *NODE_GROUPS, *GPU_GROUPS, *TOOLKIT_GROUPS, *CDI_GROUPS)
 # Of what the hardware does, two groups in each run; the others take minutes.
 _CASES = [
     pytest.param(group, id=group.name, marks=() if group in SOFTWARE_GROUPS or group.short else pytest.mark.long)
-    for group in (*SOFTWARE_GROUPS, *GPU_GROUPS)
+    for group in (*SOFTWARE_GROUPS, *NODE_GROUPS, *GPU_GROUPS)
 ]
 
 

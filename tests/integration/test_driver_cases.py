@@ -79,9 +79,9 @@ FAILURES = {
     "over the distribution's packages": Case(
         "the distribution's own NVIDIA packages", "alternate", "alternate-install"
     ),
-    "a flipped byte": Case("the .run file is damaged", "exited 2", asked={"path": "/root/flipped"}),
-    "missing bytes": Case("the .run file is damaged", "exited 2", asked={"path": "/root/short"}),
-    "a web page saved as .run": Case("this is a web page, not a .run file", "<!DOCTYPE", asked={"path": "/root/page"}),
+    "a flipped byte": Case("the .run file is damaged", "exited 2", asked={"url": "/root/flipped"}),
+    "missing bytes": Case("the .run file is damaged", "exited 2", asked={"url": "/root/short"}),
+    "a web page saved as .run": Case("this is a web page, not a .run file", "<!DOCTYPE", asked={"url": "/root/page"}),
     "tmp too small": Case("the .run file could not be unpacked", "exited 15", "tmp-too-small"),
     "tmp too small, seen before": Case(
         "not enough room on the file system of /var/cache/gpuprov", "MiB needed",
@@ -137,7 +137,7 @@ def lost_and_found(before: str, after: str) -> list[str]:
 
 def install(host: Host, **asked: Any) -> list[str] | None:
     """Install on the host; return what, evidence and next step if that failed."""
-    words = json.dumps({"path": _FILE, "version": DRIVER, **asked})
+    words = json.dumps({"url": _FILE, "version": DRIVER, **asked})
     python = f"cd {REPOSITORY} && PYTHONDONTWRITEBYTECODE=1 .venv/bin/python -m tests.integration.on_host_driver"
     problem: list[str] | None = json.loads(host.ssh(f"{python} '{words}'").stdout)["problem"]
     return problem
@@ -212,7 +212,7 @@ OVER = ("the module does not compile", "tmp too small", "a flipped byte", "noexe
 
 
 def test_what_fails_over_an_older_driver_leaves_that_one_whole(bare_again: Host) -> None:
-    assert install(bare_again, path=_OLD_FILE, version=OLD) is None
+    assert install(bare_again, url=_OLD_FILE, version=OLD) is None
     before = tree(bare_again)
     for name in OVER:
         case = FAILURES[name]
@@ -223,7 +223,7 @@ def test_what_fails_over_an_older_driver_leaves_that_one_whole(bare_again: Host)
 
 
 def test_what_breaks_off_in_the_middle_of_an_older_one_leaves_none_of_either(bare_again: Host, pristine: str) -> None:
-    assert install(bare_again, path=_OLD_FILE, version=OLD) is None
+    assert install(bare_again, url=_OLD_FILE, version=OLD) is None
     what, _, _ = fail(bare_again, Case("", fails="sigbus", asked={"replaces": OLD}))
     assert "the root file system filled up" in what
     assert lost_and_found(pristine, tree(bare_again)) == []

@@ -20,7 +20,7 @@ from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
@@ -111,8 +111,9 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
     seen = stream.capture(host)
     stream.apply(host, tell)
     refresh.apply(host, tell)
-    outcome = change.apply(host, tell)
-    assert outcome == {"added": []}
+    outcome = change.apply(host, tell) or {}
+    assert outcome["added"] == []
+    assert [name.startswith(f"nvidia-open-{first}.") for name in outcome["replaced"]] == [True]
     assert change.next_action(outcome) is NextAction.PLAN_AGAIN
     assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
     assert (

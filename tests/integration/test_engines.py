@@ -129,7 +129,7 @@ def test_an_images_link_into_a_volume_writes_nothing_on_the_host(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", '"device=7"'), "gpuprov: there is no GPU '7' on this host; there are 0, 1"),
+        (("--gpus", '"device=7"'), "gpuprov: there is no GPU '7' on this host; its GPUs: 0, 1"),
         (
             ("--gpus", "all", "-e", "NVIDIA_REQUIRE_CUDA=cuda>=13.0"),
             "requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: update the driver to ≥ 580 or use an "

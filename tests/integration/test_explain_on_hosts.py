@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from gpuprov.cli import passwords
 from gpuprov.cli.main import cli
 from gpuprov.engines.containers import decision_of
+from gpuprov.fleet import options
+from gpuprov.fleet.agent_run import RemoteSystem
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
-from gpuprov.fleet.remote_system import RemoteSystem
 from gpuprov.fleet.ssh import connected
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import record
@@ -62,7 +62,7 @@ def test_a_decision_is_read_as_root_or_by_sudo(server: Server, kept: Path, tmp_p
 
 def explained(monkeypatch: pytest.MonkeyPatch, inventory: Path, *words: str, typed: str = "") -> Result:
     """Call the command line in this process, which keeps its decisions elsewhere; nobody sits at a terminal."""
-    monkeypatch.setattr(passwords, "_has_terminal", lambda: False)
+    monkeypatch.setattr(options, "_has_terminal", lambda: False)
     return CliRunner().invoke(cli, ["hook", "explain", ID, "--hosts", str(inventory), *words], input=typed)
 
 

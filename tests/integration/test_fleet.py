@@ -16,11 +16,10 @@ import pytest
 from gpuprov.agent.result import machines
 from gpuprov.fleet.agent_build import Agent, build_agent, pack
 from gpuprov.fleet.agent_run import run_agent
-from gpuprov.fleet.inventory import read_inventory
+from gpuprov.fleet.inventory import HostTarget, read_inventory
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import connected
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note, Started, from_line
 from gpuprov.protocol.request import Request
@@ -434,7 +433,7 @@ def test_this_machine_and_itself_over_ssh_are_one(
 ) -> None:
     for kind in ("host_key", "other_host_key"):
         (tmp_path / f"ssh_host_{kind}_key.pub").write_text((server.folder / f"{kind}.pub").read_text())
-    monkeypatch.setattr("gpuprov.agent.same_machine._SSHD", str(tmp_path))
+    monkeypatch.setattr("gpuprov.agent.probe._SSHD", str(tmp_path))
     local = dataclasses.replace(target, name="here", connection="local")
     fleet = Fleet(RunSettings(lambda: fake_agent(DONE), dataclasses.replace(PATIENT, command="facts", forks=1)))
     results = fleet.run([target, local], Request("facts"), lambda host, event: None)

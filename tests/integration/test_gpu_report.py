@@ -40,6 +40,7 @@ def test_the_report_of_a_host(site: Site) -> None:
         assert f"ok       {way}, one GPU" in lines, said.stdout
         # Simulated GPUs compute nothing, and the report says so.
         assert f"skipped  {way}, CUDA" in lines, said.stdout
+    assert "skipped  accept" in lines, said.stdout
     assert "skipped  PyTorch" in lines
     assert said.returncode == 0
     recorded = host.ssh("cat /root/report.txt").stdout

@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_run_and_leaves_no_mess(site: Site) -> None:
 HOLD_DPKG = (
     "import fcntl; held = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(held, 2); print(flush=True); input()"
 )
-HERE = f"cd /root && exec python3 {host_program.NAME} install -e @site.json"
+HERE = f"cd /root && exec python3 {host_program.NAME} install"
 
 
 @contextlib.contextmanager

@@ -11,17 +11,7 @@ import pytest
 from gpuprov.kubernetes.manifest import Choice, manifest
 from gpuprov.protocol.errors import ExitCode
 from tests.integration import kube_run
-from tests.integration.kube_run import (
-    ALL,
-    LIST,
-    ONE,
-    PODS,
-    TWO,
-    call,
-    checks,
-    require_nothing_left,
-    verified,
-)
+from tests.integration.kube_run import ALL, LIST, ONE, PODS, TWO, call, checks, require_nothing_left, verified
 from tests.kube_api import Behaviour, Cluster, node, serving
 from tests.lab.fixtures import Site
 from tests.unit.test_json_schema import require_documented

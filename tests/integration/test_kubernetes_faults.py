@@ -10,20 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpuprov.kubernetes import verify
-from gpuprov.kubernetes.kubectl import Kubectl
+from gpuprov.kubernetes.cluster import Kubectl
 from gpuprov.kubernetes.verify import all_nodes
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from tests.integration import kube_run
-from tests.integration.kube_run import (
-    ALL,
-    ONE,
-    REMOVED,
-    TWO,
-    call,
-    checks,
-    require_nothing_left,
-    verified,
-)
+from tests.integration.kube_run import ALL, ONE, REMOVED, TWO, call, checks, require_nothing_left, verified
 from tests.kube_api import Behaviour, Cluster, kubeconfig, serving
 
 # Fixtures.

@@ -20,16 +20,14 @@ _COMMAND = "/usr/bin/nvidia-docker"
 _UNITS = ("/etc/systemd/system/gpuprov-serve.service", "/etc/systemd/system/gpuprov-serve.socket")
 _SOCKET = "/run/gpuprov/serve.sock"
 _SMI = "nvidia-smi -L"
-# A C library and some programs, of the driver nothing. The labels are those of nvidia-docker 1.
+# A C library and some programs, of the driver nothing.
 _IMAGES = r"""
 set -e
 cd / && tar -ch lib64/ld-linux-x86-64.so.2 bin/sh bin/sleep bin/cat usr/bin/env usr/bin/tty \
   $(printf 'lib/x86_64-linux-gnu/%s ' libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 librt.so.1) >/root/small.tar
 import() { name=$1; shift; docker import "$@" /root/small.tar "$name" >/dev/null; }
 import small:1
-import one:1 -c 'ENV NVIDIA_VISIBLE_DEVICES=1'
-import legacy:1 -c 'LABEL com.nvidia.volumes.needed=nvidia_driver com.nvidia.cuda.version=8.0.61'
-import newer:1 -c 'LABEL com.nvidia.cuda.version=99.0'
+import newer:1 -c 'ENV NVIDIA_REQUIRE_CUDA=cuda>=99.0'
 cat >/usr/local/bin/ask <<'END'
 #!/usr/bin/python3
 import socket, sys, http.client
@@ -89,9 +87,6 @@ def test_a_second_run_changes_nothing_by_either_door(host: Host, site: Site) -> 
         (f"NV_GPU='0 1' {_RUN} small:1 {_SMI}", [0, 1]),
         (f"NV_GPU=$({_SMI} | sed -n 's/.*(UUID: \\(.*\\)).*/\\1/p' | tail -1) {_RUN} small:1 {_SMI}", [1]),
         (f"NV_GPU=0 {_RUN} -e NVIDIA_VISIBLE_DEVICES=1 small:1 {_SMI}", [1]),
-        (f"{_RUN} one:1 {_SMI}", [1]),
-        (f"NV_GPU=0 {_RUN} one:1 {_SMI}", [0]),
-        (f"{_RUN} legacy:1 {_SMI}", [0, 1]),
         (f"NV_GPU=0 {_RUN} --gpus device=1 small:1 {_SMI}", [1]),
         (f"nvidia-docker -D -l warn -H unix:///var/run/docker.sock container run --rm --network none small:1 {_SMI}",
          [0, 1]),

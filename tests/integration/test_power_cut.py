@@ -15,20 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.cdi import files
-from gpuprov.core.disk import temporary_name
+from gpuprov.core.files import temporary_name
 from gpuprov.core.journal import RUNS_DIRECTORY, read_runs
 from gpuprov.core.system import System
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.runtime_hook import deploy
 from tests.disk import FILE_SYSTEMS, MEMORY, Disk
+from tests.read_once import read_once
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
 
@@ -104,22 +102,10 @@ class Cut:
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known() -> Iterator[None]:
     """Keep what is read out of the same bytes on each of a hundred disks: most of what an installation costs here."""
-    compiled, soname = deploy._compiled, files.soname
-    codes: dict[bytes, CodeType] = {}
-    names: dict[bytes, str] = {}
-
-    def known_code(source: Path) -> CodeType:
-        content = source.read_bytes()
-        return codes.get(content) or codes.setdefault(content, compiled(source))
-
-    def known_name(system: System, path: str) -> str:
-        content = system.read_bytes(path) or b""
-        return names.get(content) or names.setdefault(content, soname(system, path))
-
-    monkeypatch.setattr(deploy, "_compiled", known_code)
-    monkeypatch.setattr(files, "soname", known_name)
+    with read_once():
+        yield
 
 
 @pytest.fixture

@@ -9,25 +9,31 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.kernel import questions
-from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
+from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream, InstallDriverRpms
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.interpreter import Interpreter
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages import managers
-from gpuprov.packages.rpm_changes import InstallRpmPackages
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
-from gpuprov.plan.steps import make_plan
+from gpuprov.plan.steps import CHANGE_KINDS, make_plan
+from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.verify import verify
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
@@ -35,6 +41,7 @@ from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_reposito
 pytestmark = [*NEEDS, pytest.mark.slow]
 _KERNEL, _NEXT = "5.14.0-427.13.1", "5.14.0-427.20.1"
 _SLES_KERNEL = "6.4.0-150600.23.7-default"
+_SLES_NEXT = "6.4.0-150700.53.3-default"
 _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
 
 
@@ -78,6 +85,8 @@ def host(tmp_path: Path, gnupg: Path) -> RpmHost:
     add_streams(folder, gnupg, _STREAMS)
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
     made = RpmHost(tmp_path / "host", "rhel-9.3", "dnf")
+    # As if the plugin by which dnf holds packages were there.
+    made.write("/etc/dnf/plugins/versionlock.conf", b"[main]\nenabled = 1\n")
     shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
     return made
 
@@ -199,6 +208,23 @@ def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) ->
     assert found == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
 
 
+def test_a_kernel_without_compiled_modules_is_named_before_it_boots(host: RpmHost) -> None:
+    spec = wanted(host, "rhel9")
+    converge(host, rhel(host, spec), spec)
+    for kernel, modules in ((_KERNEL, "extra/nvidia.ko:\n"), (_NEXT, "kernel/fs/xfs/xfs.ko.xz:\n")):
+        folder = host.path(f"/usr/lib/modules/{kernel}.el9_4.x86_64")
+        folder.mkdir(parents=True)
+        (folder / "vmlinuz").touch()
+        (folder / "modules.dep").write_text(modules)
+    events: list[Event] = []
+    verify(host, replace(spec, docker="none"), events.append)
+    (said,) = (one for one in events if isinstance(one, CheckDone) and one.name == "next kernel")
+    assert said.reason == (
+        f"kernel {_NEXT}.el9_4.x86_64 has no NVIDIA module: install kmod-nvidia-580.95.05-{_NEXT}, "
+        "or boot an older one until there is one"
+    )
+
+
 def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
     spec = wanted(host, "rhel9")
     facts = rhel(host, spec, "5.14.0-427.99.1")
@@ -227,6 +253,7 @@ def suse(tmp_path: Path, gnupg: Path) -> RpmHost:
     build_rpm_repository(
         site, gnupg, (
             RpmPackage("nv-prefer-signed-open-driver", "580.95.05", requires=_KMP),
+            RpmPackage("nv-prefer-signed-open-driver", "580.105.08", requires=_KMP),
             RpmPackage(_KMP, "580.95.05_k6.4.0_150600.21"), RpmPackage(_KMP, "580.105.08_k6.4.0_150700.51"),
         ),
     )  # fmt: skip
@@ -241,8 +268,8 @@ def suse(tmp_path: Path, gnupg: Path) -> RpmHost:
     return made
 
 
-def sles(host: RpmHost, spec: HostSpec) -> HostFacts:
-    return facts_of(host, spec, "2330", _SLES_KERNEL)
+def sles(host: RpmHost, spec: HostSpec, kernel: str = _SLES_KERNEL) -> HostFacts:
+    return facts_of(host, spec, "2330", kernel)
 
 
 def test_suses_signed_modules_bring_libraries_of_their_version(suse: RpmHost) -> None:
@@ -260,3 +287,104 @@ def test_suses_signed_modules_bring_libraries_of_their_version(suse: RpmHost) ->
     again = sles(suse, spec)
     assert again.offers is None
     assert only_drivers(planned(again, spec)) == []
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does."""
+
+
+@dataclass
+class Upgrade:
+    """A SLES that boots the next service pack's kernel, whose modules are of a newer driver; and the run's changes."""
+
+    host: RpmHost
+    changes: list[Change]
+    before: set[str]
+
+    @property
+    def change(self) -> InstallDriverRpms:
+        (found,) = (one for one in self.changes if isinstance(one, InstallDriverRpms))
+        return found
+
+    def run(self) -> None:
+        """Make the changes, as a run does."""
+        journal = new_journal(self.host, "install")
+        apply_changes(self.changes, self.host, journal, ignore)
+        journal.end("done")
+
+    def sentences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what a rollback says: that it restores the driver, and that it can't."""
+        (entry,) = (one for one in read_runs(self.host)[-1].entries if one.kind == "InstallDriverRpms")
+        return (
+            InstallDriverRpms.restores(self.host, entry.before, entry.outcome),
+            InstallDriverRpms.irreversible(self.host, entry.before, entry.outcome, ()),
+        )
+
+    def roll_back(self) -> None:
+        last = last_undoable_run(self.host)
+        assert last is not None
+        undo_runs(self.host, (last,), CHANGE_KINDS, ignore)
+
+    def is_as_before(self) -> bool:
+        return self.before == installed(self.host)
+
+
+def installed(host: RpmHost) -> set[str]:
+    return {*host.run(("rpm", "-qa")).stdout.split(), host.read_text("/etc/zypp/locks") or ""}
+
+
+def ignore(event: Event) -> None:
+    """Nobody watches."""
+
+
+@pytest.fixture
+def upgrade(suse: RpmHost) -> Upgrade:
+    spec = wanted(suse, "sles15")
+    converge(suse, sles(suse, spec), spec)
+    return Upgrade(suse, only_drivers(planned(sles(suse, spec, _SLES_NEXT), spec)), installed(suse))
+
+
+def ending_after_zypper(host: RpmHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the run behind zypper's next change of packages."""
+    run = host.run
+
+    def killed(argv: Sequence[str], **more: Any) -> Completed:
+        done = run(argv, **more)
+        if argv[0] == "zypper" and "install" in argv and "--dry-run" not in argv:
+            raise Killed
+        return done
+
+    monkeypatch.setattr(host, "run", killed)
+
+
+def test_zypper_restores_the_driver_that_a_newer_one_replaced(
+    upgrade: Upgrade, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert upgrade.change.way_back(upgrade.host)[0].startswith("way back: the driver's packages, by version (nv-prefer")
+    upgrade.run()
+    assert "nvidia-compute-utils-G06-580.105.08" in drivers(upgrade.host)
+    # The packages are held; the rollback's first step is to release them.
+    (restores,), lost = upgrade.sentences()
+    assert restores.startswith("restores the driver's packages (nv-prefer-signed-open-driver-580.95.05-1.")
+    assert lost == ()
+    with monkeypatch.context() as now, pytest.raises(Killed):
+        ending_after_zypper(upgrade.host, now)
+        upgrade.roll_back()
+    upgrade.roll_back()
+    assert upgrade.is_as_before()
+
+
+def test_an_upgrade_with_zypper_that_was_killed_is_undone(upgrade: Upgrade, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as now, pytest.raises(Killed):
+        ending_after_zypper(upgrade.host, now)
+        upgrade.run()
+    assert not upgrade.is_as_before()
+    upgrade.roll_back()
+    assert upgrade.is_as_before()
+
+
+def test_zypper_without_the_former_packages_says_so_before(upgrade: Upgrade) -> None:
+    for place in upgrade.host.path("/etc/zypp/repos.d").glob("*cuda*"):
+        place.unlink()
+    (said,) = upgrade.change.way_back(upgrade.host)
+    assert said.startswith("way back: the driver's packages can't be restored: no repository has nvidia-compute-utils")

@@ -118,7 +118,7 @@ def test_a_refusal_stops_the_start_with_one_line(bench: Bench) -> None:
     assert done.returncode != 0
     # crun keeps what hooks say to itself, unless the annotation run.oci.hooks.stderr names a file for it.
     says = (
-        "(exit code: 1)" if "crun" in bench.low_level else "gpuprov: there is no GPU '9' on this host; there are 0, 1"
+        "(exit code: 1)" if "crun" in bench.low_level else "gpuprov: there is no GPU '9' on this host; its GPUs: 0, 1"
     )
     assert says in done.stderr
     assert "Traceback" not in done.stderr

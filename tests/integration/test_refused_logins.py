@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpuprov.fleet.target import HostTarget
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving

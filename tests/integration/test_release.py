@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov import __version__
 from gpuprov.cli.playbooks import write_playbooks
 from gpuprov.fleet.agent_build import locked
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -43,7 +44,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_another_clone_of_the_same_commit_gives_the_same_bytes(release: Path, tmp_path: Path) -> None:
     again = clone_and_build(tmp_path)
-    assert len(again) == 7
+    assert len(again) == 9
     assert {path.name: path.read_bytes() for path in release.iterdir()} == again
 
 
@@ -56,6 +57,27 @@ def test_the_sums_are_right_and_the_sbom_names_what_the_programs_hold(release: P
     named = {(one["name"], one["version"]) for one in bom["components"]}
     assert named == {(one.name, one.version) for one in locked()}
     assert all(one["version"] and one["purl"].startswith("pkg:pypi/") for one in bom["components"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("pipx", "install"), ("uv", "tool", "install")], ids=["pipx", "uv"])
+def test_tools_that_install_programs_take_the_wheel(release: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """pipx and uv, from PyPI, into this test's own folder."""
+    (wheel,) = release.glob("*.whl")
+    tool, *install = words
+    subprocess.run((sys.executable, "-m", "venv", tmp_path / "tools"), check=True)
+    subprocess.run((tmp_path / "tools/bin/pip", "install", "-q", "--disable-pip-version-check", tool), check=True)
+    names = ("PIPX_HOME", "PIPX_BIN_DIR", "UV_TOOL_DIR", "UV_TOOL_BIN_DIR", "UV_CACHE_DIR", "HOME")
+    own = {**{name: str(tmp_path / name) for name in names}, "UV_NATIVE_TLS": "1", "UV_PYTHON": sys.executable}
+    environment = {**os.environ, **own}
+    done = subprocess.run(
+        (tmp_path / "tools/bin" / tool, *install, wheel), env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (program,) = (path for name in ("PIPX_BIN_DIR", "UV_TOOL_BIN_DIR") for path in (tmp_path / name).glob("gpuprov"))
+    for argv, expected in ((("--version",), f"version {__version__}"), (("facts",), "facts of 1 host")):
+        called = subprocess.run((program, *argv), env=environment, capture_output=True, text=True, check=False)
+        assert called.returncode == 0 and expected in called.stdout, called.stdout + called.stderr
 
 
 @pytest.mark.slow

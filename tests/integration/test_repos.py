@@ -315,17 +315,13 @@ def remove_all(repository: Repository) -> None:
         (tamper_with_release, "a repository's signature is wrong"),
         (tamper_with_packages, "a repository delivered a damaged file"),
         (remove_all, "there is no repository at that address"),
-        (
-            lambda repository: repository.sign(Valid_Until="Sat, 01 Jan 2022 00:00:00 UTC"),
-            "this host's clock and a repository's disagree",
-        ),
-        (
-            lambda repository: repository.sign(Date="Fri, 01 Jan 2100 00:00:00 UTC"),
-            "this host's clock and a repository's disagree",
-        ),
+        (lambda repository: repository.sign(Valid_Until="Sat, 01 Jan 2022 00:00:00 UTC"),
+         "this host's clock and a repository's disagree"),
+        (lambda repository: repository.sign(Date="Fri, 01 Jan 2100 00:00:00 UTC"),
+         "this host's clock and a repository's disagree"),
     ],
     ids=["unsigned", "tampered-release", "tampered-packages", "gone", "expired", "of-the-future"],
-)
+)  # fmt: skip
 def test_apt_refuses_it_and_we_say_why(
     host: AptHost, repository: Repository, damage: Callable[[Repository], None], says: str
 ) -> None:

@@ -17,13 +17,8 @@ import pytest
 from gpuprov.core.changes import RemoveFile
 from gpuprov.machine.distros import distribution_of, kernel_headers
 from gpuprov.packages import known_repositories
-from gpuprov.packages.rpm_changes import (
-    InstallRpmKey,
-    InstallRpmPackages,
-    RefreshRpmIndex,
-    gather_keys,
-    rpm_lock_holder,
-)
+from gpuprov.packages.keys import InstallRpmKey, gather_keys
+from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, rpm_lock_holder
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
@@ -46,13 +41,7 @@ from tests.integration.rpm_repositories import (
     tell,
     template,
 )
-from tests.lab.rpm_repository import (
-    TOOLS,
-    RpmPackage,
-    index,
-    sign_index,
-    sign_package,
-)
+from tests.lab.rpm_repository import TOOLS, RpmPackage, index, sign_index, sign_package
 
 __all__ = ["host", "repository", "stranger", "template"]
 pytestmark = NEEDS
@@ -79,7 +68,7 @@ def test_packages_come_from_our_repository_and_go_again(host: RpmHost, repositor
     refresh(host)
     change, before, outcome = install(host, TOOLS.name)
     assert installed_files(host) == {TOOLS.name, "site-gpu-library"}
-    assert outcome == {"added": ["site-gpu-library-1.0-1.noarch", "site-gpu-tools-1.0-1.noarch"]}
+    assert outcome["added"] == ["site-gpu-library-1.0-1.noarch", "site-gpu-tools-1.0-1.noarch"]
     packages = facts_of(host).packages
     assert packages.installed[TOOLS.name] == "1.0-1.noarch"
     wanted = (TOOLS.name, f"{TOOLS.name}=1.0", f"{TOOLS.name}=1.0-1", "site-gpu-abi")
@@ -124,7 +113,7 @@ def test_a_version_is_installed_as_asked_and_an_upgraded_package_is_not_taken_aw
     install(host, "site-gpu-library=1.0")
     assert "site-gpu-library-1.0-1.noarch" in rpm_list(host)
     change, before, outcome = install(host, "newer")
-    assert outcome == {"added": ["newer-1.0-1.noarch"]}
+    assert outcome["added"] == ["newer-1.0-1.noarch"]
     change.undo(host, before, outcome)
     assert "site-gpu-library-2.0-1.noarch" in rpm_list(host) and "newer-1.0-1.noarch" not in rpm_list(host)
 

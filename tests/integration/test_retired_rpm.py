@@ -10,7 +10,8 @@ from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages import retired
 from gpuprov.packages.interface import COPIES
-from gpuprov.packages.rpm_changes import RemoveRpms, gather_keys
+from gpuprov.packages.keys import gather_keys
+from gpuprov.packages.rpm import RemoveRpms
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
@@ -103,7 +104,7 @@ def test_retired_repositories_and_their_key_go_and_come_back(host: RpmHost, repo
     spec = HostSpec(migrate_nvidia_docker=True, toolkit_key_fingerprint=fingerprint)
     changes: tuple[Change, ...] = plan_retired(gather(host), spec)
     assert [type(one).__name__ for one in changes] == ["RemoveFile", "RemoveRpmKey"]
-    captured = [(one, one.capture(host), one.apply(host, tell)) for one in changes]
+    captured = [(one, one.capture(host), one.apply(host, tell) or {}) for one in changes]
     assert fingerprint not in gather_keys(host)
     assert plan_retired(gather(host), spec) == ()
     # gpuprov's own source of NVIDIA's toolkit needs the key.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import simgpu
 from tests.integration.test_ansible import play
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
 OLD = "535.261.03"
@@ -22,16 +25,16 @@ if [ "$1" = drain ] && grep -qx "$2" {folder}/refused; then echo "error: $2 has 
 """
 
 
-def inventory(site: Site, version: str) -> Path:
+def inventory(site: Site, version: str, **more: Any) -> Path:
     """Write an inventory that asks for a driver, which the hosts' kernel has already: it is the container host's."""
     file = simgpu.build_run(site.lab.www, version)
     for name in HOSTS:
         outside = site.hosts[name].root / "usr/lib/simgpu/proc/driver/nvidia/version"
         outside.write_text(outside.read_text().replace(OLD, version).replace(DRIVER, version))
     return site.inventory(
-        *HOSTS, gpuprov_packages=None, gpuprov_repositories=None, gpuprov_driver_version=version,
-        gpuprov_driver_url=f"{site.lab.url}/{file.name}",
+        *HOSTS, gpuprov_driver_version=version, gpuprov_driver_url=f"{site.lab.url}/{file.name}",
         gpuprov_driver_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        **{"gpuprov_packages": None, "gpuprov_repositories": None, **more},
     )  # fmt: skip
 
 
@@ -81,6 +84,104 @@ def test_one_drain_fails_and_the_fleet_goes_on(site: Site, tmp_path: Path, monke
     assert again.returncode == 0, again.stdout
     assert calls.read_text().splitlines() == ["drain bullseye", "undrain bullseye"]
     assert driver(site, "bullseye") == DRIVER
+
+
+_HANGING = """#!/bin/sh
+if [ "$1" = undrain ] && [ -e {folder}/hold ]; then
+  : > {folder}/held; while [ -e {folder}/hold ]; do sleep 0.1; done; exit 1
+fi
+echo "$1 $2" >> {folder}/calls
+"""
+
+
+def test_a_killed_controller_leaves_who_is_drained_and_the_next_run_goes_on(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when the first of two hosts is done and still drained, and the second has not begun."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    script, calls, hold = (tmp_path / name for name in ("scheduler", "calls", "hold"))
+    script.write_text(_HANGING.format(folder=tmp_path))
+    script.chmod(0o700)
+    hold.write_text("")
+    assert gpuprov("install", "--hosts", inventory(site, DRIVER), "--limit", "main,twin", timeout=600).returncode == 0
+    words = (
+        "install", "--hosts", inventory(site, OLD), "--limit", "main,twin", "--serial", "1",
+        "--window", "00:00-24:00 UTC",
+        "--before-host", f"{script} drain {{host}}", "--after-host", f"{script} undrain {{host}}",
+    )  # fmt: skip
+    with subprocess.Popen(
+        [str(GPUPROV), *map(str, words), "--connect-timeout", "60"], stdout=subprocess.DEVNULL
+    ) as run:
+        wait_for("the command after the change", (tmp_path / "held").exists, 300)
+        run.kill()
+    hold.unlink()
+    assert calls.read_text().splitlines() == ["drain main"]
+    assert (driver(site, "main"), driver(site, "twin")) == (OLD, DRIVER)
+
+    again = gpuprov(*words, timeout=600)
+    assert again.returncode == 0, again.stdout
+    assert "was cut off: gpuprov install" in again.stdout and "; window: 00:00-24:00 UTC" in again.stdout
+    assert "its order: batch 1 of 2: main; batch 2 of 2: twin" in again.stdout
+    assert "main is drained since" in again.stdout and "this run undrains it once verify is green" in again.stdout
+    assert calls.read_text().splitlines() == ["drain main", "undrain main", "drain twin", "undrain twin"]
+    assert driver(site, "twin") == OLD
+    assert list((tmp_path / "state/gpuprov/drains").iterdir()) == []
+
+
+# A package that breaks the host for as long as it is there.
+_BREAKS = """cat > /etc/apt/apt.conf.d/99site <<'END'
+DPkg::Post-Invoke {"if dpkg -s site-gpu-tools 2>&1 | grep -q 'ok installed'; then mv /usr/bin/nvidia-smi /root/; \
+elif [ -e /root/nvidia-smi ]; then mv /root/nvidia-smi /usr/bin/; fi";};
+END"""
+
+
+def test_a_canary_that_is_not_green_goes_back(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    host = site.hosts["main"]
+    assert gpuprov("install", "--hosts", inventory(site, DRIVER), "--limit", "main").returncode == 0
+    host.ssh(_BREAKS)
+    before = host.ssh("dpkg-query --show; cat /etc/docker/daemon.json").stdout
+    window = ("--window", "00:00-24:00 UTC")
+    words = ("--hosts", site.inventory("main", "twin"), "--canary", "main", "--rollback-on-failure", *window)
+    failed = gpuprov("install", *words, timeout=600)
+    assert failed.returncode == 1, failed.stdout
+    assert "the host was rolled back, and verify is green" in failed.stdout
+    assert host.ssh("dpkg-query --show; cat /etc/docker/daemon.json").stdout == before
+    kept = json.loads(gpuprov("report", "--json").stdout)["results"]
+    assert [(one["host"], one["rolled_back"], one["begun"]) for one in kept] == [
+        ("main", "verified", True), ("twin", "", False)
+    ]  # fmt: skip
+    host.ssh("rm /etc/apt/apt.conf.d/99site")
+    done = gpuprov("install", *words, "--limit", "main", timeout=600)
+    assert done.returncode == 0 and "verifying the changes" in done.stdout, done.stdout
+
+
+# The same, whatever driver is installed; when the package goes, the container host has its former driver again.
+_HIDES_SMI = """cat > /etc/apt/apt.conf.d/99site <<'END'
+DPkg::Post-Invoke {{"if dpkg -s site-gpu-tools 2>&1 | grep -q 'ok installed'; then \
+ln -sf /bin/false /usr/local/bin/nvidia-smi; elif [ -e /usr/local/bin/nvidia-smi ]; then rm /usr/local/bin/nvidia-smi; \
+sed -i s/{new}/{old}/ /usr/lib/simgpu/proc/driver/nvidia/version; fi";}};
+END"""
+
+
+def test_a_playbook_takes_back_a_driver_that_is_not_green(site: Site) -> None:
+    host = site.hosts["main"]
+    assert gpuprov("install", "--hosts", inventory(site, OLD), "--limit", "main", timeout=600).returncode == 0
+    # Another test's package: it is to be installed beside the new driver.
+    host.ssh("dpkg --purge site-gpu-tools")
+    state = "dpkg-query --show; cat /etc/docker/daemon.json /etc/cdi/nvidia.json; sha256sum /usr/lib/*/libcuda.so.1"
+    before = host.ssh(state).stdout
+    host.ssh(_HIDES_SMI.format(new=DRIVER, old=OLD))
+    more = {name: site.variables[name] for name in ("gpuprov_packages", "gpuprov_repositories")}
+    words = ("--limit", "main", "-e", "gpuprov_play_rollback_on_failure=true")
+    failed = play("upgrade", inventory(site, DRIVER, **more), *words)
+    assert failed.returncode != 0, failed.stdout
+    assert "rolled back, and verify is green now; before: " in failed.stdout, failed.stdout
+    assert host.ssh(state).stdout == before
+    host.ssh("rm /etc/apt/apt.conf.d/99site")
+    done = play("upgrade", inventory(site, DRIVER, **more), *words)
+    assert done.returncode == 0, done.stdout
+    assert driver(site, "main") == DRIVER
 
 
 _TASKS = """

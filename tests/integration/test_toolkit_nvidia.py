@@ -72,8 +72,17 @@ def test_all_four_of_the_version_that_is_asked_for_held_changed_and_taken_away(l
     assert '"path":"/usr/bin/nvidia-container-runtime"' in runtimes
     assert not (host.root / "usr/bin/gpuprov-container-runtime").exists()
 
+    newer = lab_site.inventory("kit", gpuprov_toolkit_version=_NEW)
+    foreseen = gpuprov("install", "--hosts", newer, "--check").stdout
+    assert f"upgrade: toolkit {_OLD} → {_NEW}; " in foreseen
+    assert "way back: the toolkit's packages, by version (libnvidia-container-tools=" in foreseen
     install(lab_site, gpuprov_toolkit_version=_NEW)
     assert (versions(host), held(host)) == ({_NEW}, set(NAMES))
+    assert "restores the toolkit's packages (" in gpuprov("rollback", "--hosts", newer, "--check").stdout
+    back = gpuprov("rollback", "--hosts", newer)
+    assert back.returncode == 0, back.stdout
+    assert (versions(host), held(host)) == ({_OLD}, set(NAMES))
+    install(lab_site, gpuprov_toolkit_version=_NEW)
 
     source = host.root / "etc/apt/sources.list.d/gpuprov-nvidia-container-toolkit-experimental.sources"
     assert not source.exists()

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from gpuprov.facts.host import gather
+from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, configure
-from tests.integration.test_rpm_holds import converge
+from tests.integration.test_rpm_holds import converge, run, undo_last, with_docker
 from tests.lab.nvidia_toolkit import NAMES, RPM_REQUIRES
 from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
 
@@ -62,8 +63,12 @@ def test_all_four_of_the_version_that_is_asked_for_then_of_another(
     shutil.copytree(mirror, host.path("/opt/mirror"))
     configure(host, wanted(mirror))
     for version in (f"{_OLD}-1", f"{_NEW}-1"):
-        converge(host, wanted(mirror, version))
+        run(host, *PlanContext(with_docker(host), wanted(mirror, version)).package_changes)
         assert versions(host) == {version}
+    undo_last(host)
+    assert versions(host) == {f"{_OLD}-1"}
+    undo_last(host)
+    assert not {*NAMES} & {*gather(host).packages.installed}
 
 
 def test_without_a_version_the_newest(tmp_path: Path, mirror: Path) -> None:

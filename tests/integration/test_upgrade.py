@@ -175,12 +175,12 @@ def outside(site: Site, version: str) -> None:
 
 # What opening the node in a container says: of the simulated driver if the cgroup allows it.
 _OPENS = "No such device or address"
-_IMAGE = (
+CAT_IMAGE = (
     "tar -hc /bin/sleep /bin/cat /lib/x86_64-linux-gnu/libc.so.6 /lib64/ld-linux-x86-64.so.2 | tee /root/image.tar | "
     "docker import - sleeper:1; podman import /root/image.tar sleeper:1; rm /root/image.tar"
 )
 # podman in a host of the lab: no pids controller, and bookworm's crun does not start there.
-_PODMAN_CONF = '[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "systemd"\nruntime = "runc"\n'
+PODMAN_CONF = '[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "systemd"\nruntime = "runc"\n'
 # With CAP_MKNOD, a container may make any node; the cgroup decides whether it opens.
 _OTHER_NODE = (
     "pid=$(docker inspect -f '{{.State.Pid}}' by-one); mknod /proc/$pid/root/n0 c 195 0; "
@@ -211,11 +211,11 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     host.reset()
     host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
     host.ssh("mkdir -p /etc/containers/containers.conf.d")
-    host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=_PODMAN_CONF)
+    host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=PODMAN_CONF)
     before = (etc(host), packages(host), files(host))
     inventory = site.inventory("main")
     install_by(trees["57c247a"], inventory)
-    host.ssh(_IMAGE)
+    host.ssh(CAT_IMAGE)
     for name, words in _WAYS.items():
         host.ssh(f"{words} --detach --network none --name {name} sleeper:1 /bin/sleep 3600")
     every = dict.fromkeys(_WAYS, _OPENS)

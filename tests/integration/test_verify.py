@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpuprov.checks import containers
-from gpuprov.checks.containers import EngineTest
-from gpuprov.checks.engines import DOCKER
-from gpuprov.checks.image import REPOSITORY
+from gpuprov.checks import engine_checks
+from gpuprov.checks.engines import DOCKER, REPOSITORY, EngineTest
 from gpuprov.checks.outcome import Failed
 from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import TIMED_OUT
@@ -115,9 +113,9 @@ def test_what_an_image_asks_for_itself_is_taken_out(host: DockerHost) -> None:
 
 def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
     test = EngineTest(System(), DOCKER.image(System()), SmiReport("", "", ()))
-    assert containers.no_gpu(test) == ("", "no GPU visible")
+    assert engine_checks.no_gpu(test) == ("", "no GPU visible")
     with pytest.raises(Failed, match=r"exited 127: .*nvidia-smi.*; the container did not get it"):
-        containers.all_gpus(test)
+        engine_checks.all_gpus(test)
 
 
 def test_a_container_that_hangs_is_removed(host: DockerHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.places import KEPT
@@ -90,7 +90,7 @@ def restored(host: ChrootHost) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def undo_last(host: ChrootHost) -> None:
     last = last_undoable_run(host)
     assert last is not None
-    roll_back(host, last, CHANGE_KINDS, ignore)
+    undo_runs(host, (last,), CHANGE_KINDS, ignore)
 
 
 def test_a_rollback_installs_the_former_versions(host: ChrootHost) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.lab.shell import LabError, run
-from tests.lab.sources import source_lines
+from tests.lab.sources import behind, source_lines
 
 # `rpm` is a Debian with the package managers of rpm's distributions; which of those it claims to be, a host says.
 RELEASES = ("bullseye", "bookworm", "trixie", "sid", "rpm")
@@ -63,7 +63,7 @@ def build_base(cache: Path, release: str, tell: Callable[[str], None]) -> Path:
         keyring = "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"
         include = f"--include={','.join(_packages(release))}"
         debian = debian_release(release)
-        options = ("--quiet", "--variant=minbase", *_OPTIONS)
+        options = ("--quiet", "--variant=minbase", *_OPTIONS, *(f"--aptopt={line}" for line in behind(debian)))
         command = ("mmdebstrap", *options, keyring, include, *hooks, debian, str(half), "-")
         run(command, stdin="".join(f"{line}\n" for line in source_lines(debian)), timeout=_BUILD_SECONDS)
         half.rename(place)

@@ -28,11 +28,15 @@ _HOSTS = {
     "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
     "trixie": HostRequest("trixie", release="trixie", gpus=2),
     "twin": HostRequest("twin", gpus=2),
+    "sid": HostRequest("sid", release="sid", gpus=2, bind=(str(REPOSITORY),)),
 }
 _RPM_HOSTS = {
     "rocky": HostRequest("rocky", release="rpm", gpus=2, os_release="rocky-9.5"),
     "fedora": HostRequest("fedora", release="rpm", gpus=1, os_release="fedora-38"),
     "opensuse": HostRequest("opensuse", release="rpm", gpus=1, os_release="opensuse-tumbleweed"),
+    "alma": HostRequest("alma", release="rpm", gpus=1, os_release="almalinux-8.10"),
+    "leap": HostRequest("leap", release="rpm", gpus=1, os_release="opensuse-leap-15.6"),
+    "sles": HostRequest("sles", release="rpm", gpus=1, os_release="sles-16.0"),
 }
 
 

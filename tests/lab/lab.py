@@ -84,7 +84,7 @@ class Lab:
                 Host(HostRequest(name), self._host_directory(name), Path, "", self.network).kill()
             self._stop_serving()
             self.network.down()
-            run(("rm", "-rf", str(self.directory)))
+            run(("rm", "-rf", str(self.directory)), timeout=300)
 
     def host_names(self) -> tuple[str, ...]:
         """Return the names of all hosts of this lab, running or not."""
@@ -147,7 +147,7 @@ class Lab:
                 command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         listening = ("sh", "-c", f"ss -Hltn src {self.network.gateway}:{_PORT} | grep -q . && echo yes; :")
-        wait_for("the start of the file server", lambda: "yes" in run(listening), 10)
+        wait_for("the start of the file server", lambda: "yes" in run(listening), 60)
 
     def _servers(self) -> list[int]:
         """Return the process ids of its file servers: one that a killed `up` has left is written down nowhere."""

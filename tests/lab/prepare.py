@@ -38,7 +38,7 @@ def prepare(host: Host) -> None:
     _identity(host)
     copy_network_configuration(root, debian_release(request.release))
     if request.os_release:
-        _rpm_distribution(root, request.os_release)
+        rpm_distribution(root, request.os_release)
     if request.user:
         _login_user(host)
     if not request.docker:
@@ -64,7 +64,7 @@ def _identity(host: Host) -> None:
         shutil.copy2(path, root / "etc/ssh" / path.name)
 
 
-def _rpm_distribution(root: Path, os_release: str) -> None:
+def rpm_distribution(root: Path, os_release: str) -> None:
     """Make the host one of rpm's: it says so, its rpm keeps its database where theirs does, and apt is gone."""
     place = root / "etc/os-release"
     place.unlink()

@@ -11,6 +11,8 @@ from tests.lab.shell import LabError, run
 
 MIRROR_VARIABLE = "DEBIAN_MIRROR"
 _CA_BUNDLE = "etc/ssl/certs/ca-certificates.crt"
+# A mirror that is behind: of a release that never ends, unstable, its lists are then out of date.
+_BEHIND = re.compile(r'^Acquire::Check-Valid-Until "(false|0|no)";$', re.MULTILINE)
 # Proxies and certificates of the site are what a host needs to reach the same mirror.
 _PASSED = re.compile(r'^Acquire::(http|https)::(Proxy|CaInfo|Verify-Peer)\b.*";$', re.MULTILINE)
 
@@ -37,6 +39,15 @@ def mirrors() -> tuple[str, str]:
     beside = archive.rstrip("/") + "-security"
     security = next((uri for uri in uris if re.search(r"/debian-security/?$", uri)), beside)
     return archive, security
+
+
+def behind(release: str) -> tuple[str, ...]:
+    """Return the settings of apt for unstable if this machine's apt takes lists of a mirror that is behind."""
+    return (
+        ('Acquire::Check-Valid-Until "false"',)
+        if release == "sid" and _BEHIND.search(run(("apt-config", "dump")))
+        else ()
+    )
 
 
 def copy_network_configuration(root: Path, release: str) -> None:

@@ -17,7 +17,10 @@ _HINT = "install gcc and libc6-dev"
 _CFLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror")
 _SHARED = ("-shared", "-fPIC", "-fvisibility=hidden", "-s", "-Wl,--build-id=none")
 # Only these hold code; every other library is plain.c under another name.
-_CODE = {"libnvidia-ml.so.1": ("nvml.c", "nvml_device.c", "device.c"), "libcuda.so.1": ("cuda.c", "device.c")}
+_CODE = {
+    "libnvidia-ml.so.1": ("nvml.c", "nvml_device.c", "nvml_health.c", "device.c"),
+    "libcuda.so.1": ("cuda.c", "device.c"),
+}
 
 
 def build_libraries(version: str = DRIVER_VERSION, cuda_version: str = CUDA_VERSION) -> Path:

@@ -174,6 +174,8 @@ class FakeHost(System):
         return 0, ""
 
     def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "madison" not in words:
+            return 0, ""
         names = [name for name in words[words.index("madison") + 1 :] if name in self.available]
         where = "http://mirror.example/debian bookworm/main amd64 Packages"
         return 0, "".join(f"{name:>10} | {self.available[name]:>10} | {where}\n" for name in names)

@@ -16,14 +16,13 @@ from click.testing import CliRunner
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.result import HostResult, hosts_by_vulnerability
 from gpuprov.agent.run import run_request
-from gpuprov.agent.site_tables import advisories_path, for_request, use_newer_advisories, use_tables
-from gpuprov.bundle.manifest import ADVISORIES
+from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables, user_path
+from gpuprov.cli.advisories import parse_csaf
 from gpuprov.cli.main import cli
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.fleet.csaf import parse_csaf
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.report import summary_json
 from gpuprov.fleet.run import request_for
-from gpuprov.fleet.target import HostTarget
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import PlanContext
@@ -45,6 +44,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import ADVISORIES
 from gpuprov.verify import installed_versions, known_vulnerabilities
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
@@ -150,25 +150,32 @@ def test_what_is_there_already_is_no_installation(metal: HostFacts) -> None:
     )
 
 
+def _use_bundle(table: Mapping[str, object]) -> None:
+    content = json.dumps(table).encode()
+    use_newer_tables(lambda name: content if name == "advisories.json" else b"", "a bundle")
+
+
 def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> None:
     assert for_request(HostSpec()) == {}
     newer = table_of(merged(advisories(), [NEWER]), "2027-02-01")
-    advisories_path().parent.mkdir(parents=True)
-    advisories_path().write_text(json.dumps(newer))
+    user_path(ADVISORIES).parent.mkdir(parents=True)
+    user_path(ADVISORIES).write_text(json.dumps(newer))
     sent = json.loads(json.dumps(for_request(HostSpec())))
     # By both front doors.
     assert task_request("install", {}).tables == sent
     assert request_for(HostTarget("a", HostSpec()), Request("install"), alone=True).tables == sent
     assert vulnerabilities(DRIVER, "580.178.04") is None
-    use_tables(sent)
+    site = tables.packaged(tables.SERVERS) | {"servers": {"epel": "https://mirror.example/epel"}}
+    use_tables({**sent, tables.SERVERS: site})
     found = vulnerabilities(DRIVER, "580.178.04")
     assert found is not None
     assert found.bulletins == "2027/6000 (9.3)"
     # Those of a bundle count where they are newer, and only there.
-    use_newer_advisories(json.dumps({**newer, "rows": [], "updated": "2027-01-31"}).encode(), "a bundle")
+    _use_bundle({**newer, "rows": [], "updated": "2027-01-31"})
     assert vulnerabilities(DRIVER, "580.178.04") is not None
-    use_newer_advisories(json.dumps({**newer, "rows": [], "updated": "2027-02-02"}).encode(), "a bundle")
+    _use_bundle({**newer, "rows": [], "updated": "2027-02-02"})
     assert vulnerabilities(DRIVER, "580.178.04") is None
+    assert tables.server("epel") == "https://mirror.example/epel"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,7 @@ def test_documents_are_read_from_a_folder_and_listed(tmp_path: Path) -> None:
     shown = run()
     assert "2026/5999" in shown
     assert "580.300.01" in shown
-    assert str(advisories_path()) in shown
+    assert str(user_path(ADVISORIES)) in shown
     assert "(0 days ago)" in shown
     assert json.loads(run("--json"))["format"] == 1
 
@@ -215,7 +222,16 @@ def test_a_document_that_is_cut_off_changes_nothing_and_is_named(tmp_path: Path,
     (folder / "5861.json").write_bytes(content[:cut])
     with pytest.raises(GpuprovError, match=r"5861\.json can't be read, so nothing was changed"):
         run("update", "--from", str(folder))
-    assert not advisories_path().exists()
+    assert not user_path(ADVISORIES).exists()
+
+
+def test_a_cve_of_other_products_needs_no_score() -> None:
+    document = json.loads((DOCUMENTS / "5861.json").read_bytes())
+    rows = parse_csaf(json.dumps(document).encode(), "5861.json")
+    status = {"fixed": ["nemo_2_0_0"], "known_affected": ["nemo_all_versions_prior_to_2_0_0"]}
+    document["vulnerabilities"] += [{"cve": "CVE-1", "product_status": status}]
+    document["vulnerabilities"] += [{"cve": "CVE-2", "product_status": status, "scores": []}]
+    assert parse_csaf(json.dumps(document).encode(), "5861.json") == rows
 
 
 @pytest.mark.parametrize(
@@ -238,9 +254,9 @@ def test_digests_are_compared(tmp_path: Path) -> None:
         run("update", "--from", str(file))
     with pytest.raises(GpuprovError, match="not the one that was asked for"):
         run("update", "--from", str(tmp_path))
-    assert not advisories_path().exists()
+    assert not user_path(ADVISORIES).exists()
     run("update", "--from", f"file://{file}", "--sha256", digest)
-    assert advisories_path().exists()
+    assert user_path(ADVISORIES).exists()
     with pytest.raises(GpuprovError, match="over http needs a digest") as caught:
         run("update", "--from", "http://mirror.example/5850.json")
     assert caught.value.exit_code == ExitCode.USAGE
@@ -310,15 +326,15 @@ def test_a_run_warns_refuses_and_takes_the_newest_of_all_tables(tmp_path: Path) 
     assert end.problems[0].what == "driver 550.163.01 is refused for its known security holes"
     # The request's table counts, and a bundle's newer one before it.
     none = table_of((), "2027-02-01")
-    assert warned(checked(host, "/old.bundle", {tables.ADVISORIES: none})) == []
+    assert warned(checked(host, "/old.bundle", {ADVISORIES: none})) == []
     hole = replace(NEWER, branch="550", fixed_in="550.200.01")
     newer = json.dumps(table_of((hole,), "2027-02-02")).encode()
-    write_test_bundle(old.with_name("new.bundle"), files={**FILES, ADVISORIES: newer})
-    for sent in ({}, {tables.ADVISORIES: none}):
+    write_test_bundle(old.with_name("new.bundle"), files={**FILES, "advisories.json": newer})
+    for sent in ({}, {ADVISORIES: none}):
         (said,) = warned(checked(host, "/new.bundle", sent))
         assert "2027/6000 (9.3); fixed in 550.200.01" in said
     # Malformed, it is named, and nothing is done.
-    write_test_bundle(old.with_name("bad.bundle"), files={**FILES, ADVISORIES: newer[:-9]})
+    write_test_bundle(old.with_name("bad.bundle"), files={**FILES, "advisories.json": newer[:-9]})
     end = checked(host, "/bad.bundle")[-1]
     assert isinstance(end, Finished)
     assert "/bad.bundle is not valid JSON" in end.problems[0].what

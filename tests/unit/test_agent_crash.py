@@ -1,8 +1,9 @@
-"""A defect of gpuprov's own on a host: one sentence for the user, the traceback in a log with a bound."""
+"""The agent fails: one sentence for the user, the traceback in a log with a bound; too little memory."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +18,18 @@ import sys
 from gpuprov.agent import agent, run
 
 def defect(*_, **__):
-    raise ZeroDivisionError("a defect")
+    raise error
 
-agent.LOG_PATH, run.run_request = sys.argv.pop(1), defect
+agent.LOG_PATH, error, run.run_request = sys.argv.pop(1), eval(sys.argv.pop(1)), defect
 agent.main()
 """
 
 
-def crash(log: Path) -> subprocess.CompletedProcess[str]:
+def crash(log: Path, error: str = "ZeroDivisionError('a defect')") -> subprocess.CompletedProcess[str]:
     request = dump(Request("facts", run_id="r"))
     return subprocess.run(
-        (sys.executable, "-c", _AGENT, str(log)), input=f"{request}\n", capture_output=True, text=True, timeout=60,
-        check=False,
+        (sys.executable, "-c", _AGENT, str(log), error), input=f"{request}\n", capture_output=True, text=True,
+        timeout=60, check=False,
     )  # fmt: skip
 
 
@@ -42,6 +43,40 @@ def test_a_defect_is_one_sentence_and_a_traceback_in_the_log(tmp_path: Path) -> 
     assert problem["next_step"] == f"see {log} on the host"
     assert "ZeroDivisionError: a defect" in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "error", ["MemoryError()", "OSError(12, 'Cannot allocate memory')", 'RuntimeError("can\'t start new thread")']
+)
+def test_no_memory_is_no_defect(tmp_path: Path, error: str) -> None:
+    done = crash(tmp_path / "gpuprov.log", error)
+    assert (done.returncode, done.stderr) == (1, "")
+    (problem,) = json.loads(done.stdout.splitlines()[-1])["problems"]
+    assert problem["what"] == "gpuprov ran out of memory"
+    assert "ulimit -v" in problem["next_step"]
+
+
+@pytest.mark.parametrize("program", ["gpuprov", "gpuprov.agent.agent"])
+def test_a_low_limit_of_memory_is_named_before_anything_else(program: str, tmp_path: Path) -> None:
+    # Root may lift it, unless it lacks the capability.
+    unprivileged = ("setpriv", "--bounding-set=-sys_resource") if os.geteuid() == 0 else ()
+    done = subprocess.run(
+        (*unprivileged, "prlimit", "--as=100000000", sys.executable, "-m", program, "facts"), capture_output=True,
+        text=True, timeout=60, check=False, input=f"{dump(Request('facts', run_id='r'))}\n",
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "this login may use too little memory" in said and "ulimit -v: 97656" in said
+    assert "Traceback" not in said
+
+
+def test_the_limit_of_memory_is_lifted_if_possible() -> None:
+    lift = "import resource; from gpuprov.core.commands import lift_memory_limit as lift; lift(1 << 30)"
+    done = subprocess.run(
+        ("prlimit", f"--as=100000000:{4 << 30}", sys.executable, "-c", f"{lift}; print(resource.getrlimit(9)[0])"),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() in ("-1", str(4 << 30)), done.stderr
 
 
 @pytest.mark.parametrize("size", [1000, 2 << 20])

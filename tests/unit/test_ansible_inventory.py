@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.playbook_task import task_request
-from gpuprov.fleet.inventory import read_inventory
-from gpuprov.fleet.target import HostTarget
+from gpuprov.fleet.inventory import HostTarget, read_inventory
 from gpuprov.protocol.spec import spec_to_json
 
 CLONE = Path(__file__).parents[2]

@@ -149,5 +149,5 @@ def test_a_host_that_still_asks_for_a_reboot_after_three_runs_fails_its_task(
     runs = [*([asking] * reboots), Finished(int(ExitCode.DONE))]
     waited: list[str] = []
     task = SimpleNamespace(_ask=lambda *_, **__: (runs.pop(0),), _wait_for_boot=waited.append)
-    events = plugin.ActionModule._events(task, None, b"", "", {}, bootstrap=False)
+    events = plugin.ActionModule._events(task, None)
     assert (task_result("install", events).failed, len(waited)) == (failed, waits)

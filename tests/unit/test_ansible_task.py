@@ -39,6 +39,7 @@ from gpuprov.protocol.events import (
     Planned,
     PlannedChange,
     Started,
+    Upgrade,
     to_line,
 )
 from gpuprov.protocol.request import Request, request_from_line
@@ -67,6 +68,22 @@ def test_a_bundle_goes_with_what_installs(command: str, given: bool) -> None:
 @pytest.mark.parametrize(("command", "given"), [("verify", True), ("doctor", False), ("install", False)])
 def test_verify_alone_is_told_to_remember(command: str, given: bool) -> None:
     assert task_request(command, VARIABLES, remember=True).remember is given
+
+
+@pytest.mark.parametrize(("command", "given"), [("rollback", {"this_run": True}), ("install", {})])
+def test_rollback_alone_may_be_of_this_run(command: str, given: dict[str, Any]) -> None:
+    assert task_request(command, VARIABLES, this_run=True).arguments == given
+
+
+def test_no_task_begins_outside_of_its_window() -> None:
+    window, saturday = "Sat 02:00-06:00 UTC", 1795831200.0
+    assert task_request("plan", VARIABLES, window=window, now=saturday).check
+    assert task_request("plan", VARIABLES, window=window, now=0.0, check=True).check
+    with pytest.raises(GpuprovError, match="outside of the window Sat 02:00-06:00 UTC") as caught:
+        task_request("plan", VARIABLES, window=window, now=saturday - 60)
+    assert caught.value.problems[0].next_step == "it opens Sat 2026-11-28 02:00 UTC; then: run the same playbook again"
+    with pytest.raises(GpuprovError, match="takes days, times"):
+        task_request("plan", VARIABLES, window="always")
 
 
 def test_an_older_controllers_request_is_for_all_steps() -> None:
@@ -143,7 +160,7 @@ def test_what_is_wrong_is_named(command: str, variables: dict[str, Any], said: s
 @pytest.mark.parametrize("command", TASK_COMMANDS)
 def test_check_mode_leaves_out_what_cannot_be_told_without_doing_it(command: str) -> None:
     # The agent itself heeds `check` for these.
-    harmless = command in ("plan", "install", "facts", "doctor", "cuda", "rollback", "uninstall")
+    harmless = command in ("plan", "install", "health", "facts", "doctor", "cuda", "rollback", "uninstall")
     assert (skipped_in_check_mode(command) is None) is harmless
 
 
@@ -168,6 +185,14 @@ def test_only_a_plan_foresees_changes_without_being_one(command: str, changed: b
     found = result(command, PLANNED, Finished(0, 2, summary="2 changes would be made"))
     assert found["changed"] is changed
     assert len(found["changes"]) == 2
+
+
+def test_a_plan_says_what_it_upgrades() -> None:
+    upgrade = Upgrade("driver", "550.163.01", "580.65.06", ("web",), "yes", "driver 550.163.01 from /var/cache/x.run")
+    found = result("plan", Planned(PLANNED.changes, upgrades=(upgrade,)), Finished(0, 2))
+    assert found["upgrades"][0]["stops"] == ["web"]
+    said = "upgrade: driver 550.163.01 → 580.65.06; stops web; reboot: yes; way back: driver 550.163.01 from /var"
+    assert said in one_line(found)
 
 
 @pytest.mark.parametrize("disturbs", [True, False])

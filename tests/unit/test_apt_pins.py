@@ -55,12 +55,10 @@ def test_a_package_with_versions_and_no_candidate_is_pinned_out() -> None:
 @pytest.mark.parametrize(
     ("name", "places"),
     [
-        ("site-gpu-tools", ("/etc/apt/preferences.d/site:2",)),
-        ("libtirpc3", ("/etc/apt/preferences.d/site:2",)),
-        ("docker-ce", ("/etc/apt/preferences.d/site:7",)),
-        ("runc", ()),
+        ("site-gpu-tools", ("/etc/apt/preferences.d/site:2",)), ("libtirpc3", ("/etc/apt/preferences.d/site:2",)),
+        ("docker-ce", ("/etc/apt/preferences.d/site:7",)), ("runc", ()),
     ],
-)
+)  # fmt: skip
 def test_the_records_on_a_package_are_told_with_their_lines(name: str, places: tuple[str, ...]) -> None:
     assert pins_on({"/etc/apt/preferences.d/site": PREFERENCES}, name) == places
 

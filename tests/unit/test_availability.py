@@ -94,6 +94,28 @@ def test_an_answer_of_apts() -> None:
     assert apt.parse_madison(text) == {"linux-headers-6.1.0-13-amd64": ("6.1.55-1", "6.1.52-1")}
 
 
+def test_versions_that_the_preferences_refuse_are_not_offered() -> None:
+    offered = {"libcuda1": ("535.274.02-1", "535.247.01-1~deb12u1"), "cuda-drivers": ("580.1-1",)}
+    policy = """\
+libcuda1:
+  Installed: (none)
+  Candidate: 535.247.01-1~deb12u1
+  Version table:
+     535.274.02-1 -1
+        500 file:/srv/nvidia ./ Packages
+     535.247.01-1~deb12u1 500
+        500 file:/srv/debian ./ Packages
+cuda-drivers:
+  Installed: (none)
+  Candidate: (none)
+  Version table:
+     580.1-1 -1
+        500 file:/srv/nvidia ./ Packages
+"""
+    found = apt.not_refused(offered, policy)
+    assert found == {"libcuda1": ("535.247.01-1~deb12u1",), "cuda-drivers": ("580.1-1",)}
+
+
 def test_an_answer_of_dnfs() -> None:
     text = "kernel-devel 0:5.14.0-427.13.1.el9_4.x86_64\n\nkernel-devel 0:5.14.0-427.el9.x86_64\nLast metadata check\n"
     found = dnf.parse_repoquery(text)

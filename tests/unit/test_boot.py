@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import shutil
 import subprocess
+import sys
 import zipfile
 from dataclasses import replace
-from io import BytesIO
+from importlib.resources import files
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.boot import prepare, program_main, unit_texts
+from gpuprov.boot import prepare, program_main
 from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact
 from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot
-from gpuprov.facts.boot import (
-    MODULES,
-    NODES,
-    PERSISTENCE,
-    REFRESH,
-    SERVE,
-    SERVE_SOCKET,
-    UDEV_RULES,
-    UNITS,
-    WATCH,
-)
+from gpuprov.facts.boot import MODULES, NODES, PERSISTENCE, REFRESH, SERVE, SERVE_SOCKET, UDEV_RULES, UNITS, WATCH
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.runtime_hook.driver_files import CONTAINER
 from tests import simgpu
 from tests.pythons import VERSIONS
 from tests.unit.fake_host import FakeHost
@@ -120,7 +115,7 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
 
 def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: HostFacts) -> None:
     files = {path: content.decode() for path, content in prepared(container, spec()).files if path != boot.PROGRAM}
-    mig = unit_texts.mig_text([(0, "all-1g.5gb")])
+    mig = prepare.content_of(f"{UNITS}/{boot.MIG}", **prepare.mig_values([(0, "all-1g.5gb")])).decode()
     for unit in (files[f"{UNITS}/{NODES}"], files[f"{UNITS}/{REFRESH}"], mig):
         (before,) = (line.split() for line in unit.splitlines() if line.startswith("Before="))
         assert {f"{name}.service" for name in _ENGINES} <= {word.replace("Before=", "") for word in before}
@@ -133,6 +128,43 @@ def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: Ho
     assert f"Wants={boot.SOCKETS}" in files[f"{UNITS}/{NODES}"]
 
 
+class _ZipPath(zipfile.Path):
+    """As in Python 3.10.0 to 3.10.9 and 3.11.0 and 3.11.1 (CPython issue 101144)."""
+
+    def read_text(self, *args: Any, **kwargs: Any) -> str:
+        kwargs["encoding"] = kwargs.get("encoding") or "locale"
+        with self.open("rb") as stream:
+            return TextIOWrapper(stream, *args, **kwargs).read()
+
+
+def test_units_are_read_from_a_zip_by_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(prepare.__file__).parent
+    with zipfile.ZipFile(tmp_path / "agent.pyz", "w") as archive:
+        for path in (folder / "etc").rglob("*.*"):
+            archive.write(path, path.relative_to(folder))
+    there = prepare.content_of(boot.USERS)
+    monkeypatch.setattr(prepare, "files", lambda name: _ZipPath(tmp_path / "agent.pyz"))
+    assert prepare.content_of(boot.USERS) == there
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="this machine has no systemd-analyze")
+def test_systemd_reads_the_units_without_a_complaint(tmp_path: Path) -> None:
+    folder = files("gpuprov.boot").joinpath("etc/systemd/system")
+    units = [one.name for one in folder.iterdir() if one.is_file()]
+    values = {
+        "python": sys.executable, "schedule": "daily", "delay": "2h", "command": sys.executable, "environment": "",
+        **prepare.mig_values([(0, "all-1g.5gb")]),
+    }  # fmt: skip
+    for name in units:
+        (tmp_path / name).write_bytes(prepare.content_of(f"{UNITS}/{name}", **values))
+    done = subprocess.run(
+        ("systemd-analyze", "verify", "--man=no", *(tmp_path / name for name in units)),
+        env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if str(tmp_path) in line or "not executable" not in line]
+    assert units and said == []
+
+
 def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
     packaged = replace(metal, boot=replace(metal.boot, persistence_packaged=True))
     assert written(packaged, spec()) == EVERYWHERE | {MODULES}
@@ -140,7 +172,7 @@ def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
 
 def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
     path = f"{UNITS}/{PERSISTENCE}"
-    ours = FileFact(unit_texts.PERSISTENCE_TEXT.encode(), 0o644, 0, 0)
+    ours = FileFact(prepare.content_of(path), 0o644, 0, 0)
     packaged = replace(metal.boot, persistence_packaged=True)
     assert prepared(replace(metal, boot=packaged, files={**metal.files, path: ours}), spec()).stale == (path,)
     theirs = replace(ours, content=b"[Unit]\n")
@@ -197,6 +229,29 @@ def test_the_program_needs_nothing_but_python(tmp_path: Path, python: str) -> No
     assert done.returncode == 0, done.stderr
 
 
+_COUNT = """
+import collections, runpy, sys
+compiled = collections.Counter()
+sys.addaudithook(lambda event, details: event == "compile" and compiled.update([details[1]]))
+try:
+    runpy.run_path(sys.argv[1])
+except SystemExit as error:
+    print(error)
+print({name: count for name, count in compiled.items() if "gpuprov" in str(name)})
+"""
+
+
+@pytest.mark.parametrize("python", VERSIONS, indirect=True)
+def test_each_module_is_compiled_once(tmp_path: Path, python: str) -> None:
+    path = tmp_path / "boot.pyz"
+    path.write_bytes(boot_program())
+    done = subprocess.run((python, "-I", "-S", "-c", _COUNT, path), capture_output=True, text=True, check=True)
+    usage, counts = done.stdout.splitlines()
+    assert usage.startswith("usage: ")
+    compiled = ast.literal_eval(counts)
+    assert f"{path}/gpuprov/boot/program_main.py" in compiled and set(compiled.values()) == {1}
+
+
 def test_nodes_and_their_links_are_made(host: FakeHost) -> None:
     assert program_main.make_nodes(host) == "device nodes: 8, made now: 8"
     status = host.status("/dev/nvidia1")
@@ -241,6 +296,45 @@ def test_refresh_fails_and_says_why_if_files_and_module_differ(host: FakeHost) -
     with pytest.raises(GpuprovError, match=r"files are 550\.163\.01, the loaded module is 535.261.03"):
         program_main.refresh(host)
     assert host.read_bytes(CDI) == before
+
+
+MARKS = ("/run/reboot-required", "/run/reboot-needed", "/run/reboot-required.pkgs")
+
+
+@pytest.mark.parametrize("others", ["", "linux-base\n"])
+def test_refresh_marks_a_reboot_until_files_and_module_agree_again(host: FakeHost, others: str) -> None:
+    for path in (MARKS[0], MARKS[2]) if others else ():
+        host.write(path, others.encode())
+    host.remove(CONTAINER)
+    before = {path: host.read_bytes(path) for path in MARKS}
+    program_main.refresh(host)
+    assert {path: host.read_bytes(path) for path in MARKS} == before
+    simgpu.write_kernel_tree(host.root, 2, "535.261.03")
+    host.write("/run/gpuprov/driver", b"535.261.03")
+    for _ in range(2):
+        with pytest.raises(GpuprovError, match="reboot, or run"):
+            program_main.refresh(host)
+        assert host.read_text(MARKS[2]) == f"{others}nvidia-driver\n"
+        assert host.read_text(MARKS[0]) == (others or host.read_text(MARKS[1])) != ""
+    simgpu.write_kernel_tree(host.root, 2)
+    program_main.refresh(host)
+    after = {path: host.read_bytes(path) for path in MARKS}
+    assert {path: after[path] for path in (MARKS[0], MARKS[2])} == {path: before[path] for path in (MARKS[0], MARKS[2])}
+
+
+@pytest.mark.parametrize("file", ["", CONTAINER])
+def test_no_reboot_is_marked_that_would_not_help(host: FakeHost, file: str) -> None:
+    """They differed at the boot already, or the module is the container host's."""
+    host.remove(CONTAINER)
+    if file:
+        program_main.refresh(host)
+        host.write(file, b"lxc\n")
+    simgpu.write_kernel_tree(host.root, 2, "535.261.03")
+    if file:
+        host.write("/run/gpuprov/driver", b"535.261.03")
+    with pytest.raises(GpuprovError):
+        program_main.refresh(host)
+    assert not any(host.exists(path) for path in MARKS)
 
 
 def test_refresh_leaves_the_specification_to_a_run_that_goes_on(host: FakeHost) -> None:

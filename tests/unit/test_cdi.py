@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from gpuprov.cdi.discover import DriverFacts, Gpu, discover, missing_nodes, parse_kernel_version
+from gpuprov.cdi.discover import (
+    DriverFacts,
+    Gpu,
+    Node,
+    discover,
+    expected_nodes,
+    missing_nodes,
+    parse_devices,
+    parse_kernel_version,
+)
 from gpuprov.cdi.files import Library
 from gpuprov.cdi.generate import host_facts, specification
-from gpuprov.cdi.nodes import Node, expected_nodes, parse_devices, parse_information
-from gpuprov.cdi.specification import Device, Edits, Specification, render_json
+from gpuprov.cdi.specification import Edits, Specification, render_json
 from gpuprov.core.system import System
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
@@ -170,10 +178,7 @@ def test_a_library_of_another_version_than_the_kernels_is_told_apart(tmp_path: P
     write_kernel_tree(tmp_path, 1, "535.216.03")
     driver = discover(System(str(tmp_path)))
     assert (driver.kernel_version, driver.library_version) == ("535.216.03", "550.163.01")
-    assert host_facts(specification(driver)) == {
-        "--host-cuda-version": "12.4",
-        "--host-driver-version": "550.163.01",
-    }
+    assert host_facts(specification(driver)) == {"--host-cuda-version": "12.4", "--host-driver-version": "550.163.01"}
 
 
 def test_a_host_without_a_driver_has_nothing(tmp_path: Path) -> None:
@@ -271,29 +276,6 @@ def test_every_mount_is_read_only_and_unique(tmp_path: Path) -> None:
     assert "noexec" in socket["options"]
 
 
-def test_same_driver_same_bytes(tmp_path: Path) -> None:
-    system = host(tmp_path, 2)
-    first = render_json(specification(discover(system)))
-    assert first == render_json(specification(discover(system)))
-    assert first.endswith(b"}\n")
-
-
-@pytest.mark.parametrize(
-    ("names", "annotations", "version"),
-    [
-        (("gpu0", "all"), {}, "0.3.0"),
-        (("0", "all"), {}, "0.5.0"),
-        ((), {}, "0.3.0"),
-        (("gpu0",), {"example.com/x": VERSION}, "0.6.0"),
-    ],
-)
-def test_the_version_is_the_lowest_that_has_what_is_used(
-    names: tuple[str, ...], annotations: dict[str, str], version: str
-) -> None:
-    devices = tuple(Device(name, Edits()) for name in names)
-    assert Specification(devices, Edits(), annotations).version == version
-
-
 def test_a_library_without_links_is_mounted_where_it_lies() -> None:
     driver = DriverFacts(libraries=(Library("/usr/lib64/libnvidia-tls.so.1.2", ()),))
     assert mounts(driver) == {"/usr/lib64/libnvidia-tls.so.1.2": "/usr/lib64/libnvidia-tls.so.1.2"}
@@ -328,16 +310,6 @@ def test_proc_devices() -> None:
     )
     assert parse_devices(text) == {"mem": 1, "/dev/tty": 5, "nvidia": 195, "nvidiactl": 195, "nvidia-uvm": 511}
     assert parse_devices("") == {}
-
-
-def test_information_of_a_gpu() -> None:
-    text = (
-        "Model: \t\t NVIDIA H100 80GB HBM3\nBus Location: \t 0000:1b:00.0\nDevice Minor: \t 3\nGPU Excluded:\t No\n\n"
-    )
-    found = parse_information(text)
-    assert (found["Model"], found["Bus Location"], found["Device Minor"], found["GPU Excluded"]) == (
-        "NVIDIA H100 80GB HBM3", "0000:1b:00.0", "3", "No",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

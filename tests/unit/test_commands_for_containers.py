@@ -239,7 +239,7 @@ def test_explain_has_all_its_keys(host: Path) -> None:
         ("", None, None),
         ("NVIDIA_VISIBLE_DEVICES=void", None, None),
         ("NVIDIA_VISIBLE_DEVICES=none", [""], None),
-        ("NVIDIA_VISIBLE_DEVICES=7", ["7"], "there is no GPU '7' on this host; there are 0, 1"),
+        ("NVIDIA_VISIBLE_DEVICES=7", ["7"], "there is no GPU '7' on this host; its GPUs: 0, 1"),
         ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_REQUIRE_CUDA=cuda>=13.0", ["0"], "update the driver to ≥ 580"),
         ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_DRIVER_CAPABILITIES=magic", ["0"], "asks for magic"),
         ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_MIG_CONFIG_DEVICES=all", ["0"], "is for privileged containers alone"),

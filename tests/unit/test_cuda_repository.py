@@ -9,18 +9,28 @@ from typing import Any, Callable
 
 import pytest
 
+from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit
-from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
+from gpuprov.driver.packaged import (
+    ChangeDriver,
+    ChangeDriverPackages,
+    ChangeDriverRpms,
+    EnableStream,
+    LoadDriver,
+    foreign_removals,
+)
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.managers import Offers
+from gpuprov.packages.rpm import RefreshRpmIndex
 from gpuprov.plan.context import source_of
 from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
@@ -235,6 +245,50 @@ def test_a_stream_is_a_branch_whatever_version_of_it_is_asked_for(metal: HostFac
     assert source_of(facts, spec(driver_version="580.82.07")).plan_other_version() == ()
     _, change = source_of(facts, spec(driver_version="570")).plan_other_version()
     assert change == ChangeDriverRpms(DNF, ("nvidia-open",), wanted="570")
+
+
+@pytest.mark.parametrize("manager", ["apt", "dnf"])
+@pytest.mark.parametrize(("upgrade", "wanted"), [(True, "580.82.07"), (False, "")])
+def test_an_upgrade_takes_the_newest_release_of_the_branch(
+    metal: HostFacts, manager: str, upgrade: bool, wanted: str
+) -> None:
+    facts = packaged(metal, "580.65.06", **{"libnvidia-compute": "580.65.06-1"})
+    facts = on(facts, "rocky", "9.5", "dnf") if manager == "dnf" else facts
+    end = "-1.el9.x86_64" if manager == "dnf" else "-1"
+    names = ("nvidia-open", "libnvidia-compute")
+    facts = replace(facts, packages=replace(facts.packages, installed=dict.fromkeys(names, f"580.65.06{end}")))
+    found = tuple(f"{version}{end}" for version in ("580.65.06", "580.82.07", "590.44.01"))
+    facts = replace(facts, upgrade=upgrade, offers=Offers(manager, dict.fromkeys(names, found)))
+    source = source_of(facts, spec(driver_version="580"))
+    assert ({*names} <= {*source.questions()}) is upgrade
+    changes = [one for one in source.plan_other_version() if isinstance(one, ChangeDriver)]
+    assert [one.wanted for one in changes] == [wanted] * upgrade
+    asked = names if manager == "dnf" else tuple(f"{name}=580.82.07-1" for name in names)
+    assert [one.names for one in changes] == [asked] * upgrade
+    newest = replace(facts, packages=replace(facts.packages, installed=dict.fromkeys(names, f"580.82.07{end}")))
+    assert source_of(newest, spec(driver_version="580")).plan_other_version() == ()
+
+
+def test_an_upgrade_from_a_bundle_asks_no_repository(metal: HostFacts) -> None:
+    manifest = Manifest(
+        "rocky", "9", "x86_64", "1", packages=(BundlePackage("nvidia-open", "3:580.82.07-1.el9", "x86_64", "a.rpm"),)
+    )
+    facts = on(packaged(metal, "580.65.06"), "rocky", "9.5", "dnf", upgrade=True, bundle=BundleFacts(manifest))
+    facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-open": "3:580.65.06-1.el9.x86_64"}))
+    changes = source_of(facts, spec(driver_version="580")).plan_other_version()
+    assert [(type(one), getattr(one, "options", ())) for one in changes] == [
+        (RefreshRpmIndex, DNF.bundle_options),
+        (ChangeDriverRpms, DNF.bundle_options),
+    ]
+
+
+@pytest.mark.parametrize("upgrade", [True, False])
+def test_an_upgrade_says_where_it_can_take_no_newer_release(metal: HostFacts, upgrade: bool) -> None:
+    facts = on(packaged(metal, "580.65.06"), "opensuse-leap", "15.6", "zypper", upgrade=upgrade)
+    facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-open": "580.65.06-1.x86_64"}))
+    source = source_of(facts, spec())
+    assert source.plan_other_version() == ()
+    assert ("zypper can't be told a release; gpuprov install -e " in source.note()) is upgrade
 
 
 def test_a_driver_that_is_yet_to_come_is_not_changed(metal: HostFacts) -> None:

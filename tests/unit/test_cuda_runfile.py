@@ -13,7 +13,7 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.core.apply import last_undoable_run, roll_back
+from gpuprov.core.apply import last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, cuda_toolkit
@@ -95,7 +95,7 @@ def test_a_roll_back_leaves_nothing_of_it(host: CudaHost) -> None:
     install(host, spec(host))
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
     left = {path for path in {*before, *host.tree()} if before.get(path) != host.tree().get(path)}
     # Folders that the installer made for its menu entry.
     assert left <= {"/usr/share/applications", "/etc/ld.so.conf.d"}
@@ -114,7 +114,7 @@ def test_another_version_takes_the_link_and_a_roll_back_gives_it_back(host: Cuda
     LinkCudaToolkit.undo(host, before, {})
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
     assert (gather(host).cuda.link, list(gather(host).cuda.toolkits)) == (PREFIX, [PREFIX])
 
 

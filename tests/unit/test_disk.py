@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core import disk
+from gpuprov.core import files
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
@@ -51,9 +51,9 @@ def test_an_append_that_the_disk_cuts_short_leaves_no_part_of_a_line(tmp_path: P
     place = tmp_path / "lines"
     place.write_bytes(b"the first\n")
     with room_for(15), pytest.raises(OSError, match="File too large"):
-        disk.append_whole(place, b"the second, which is longer\n")
+        files.append_whole(place, b"the second, which is longer\n")
     assert place.read_bytes() == b"the first\n"
-    disk.append_whole(place, b"the third\n")
+    files.append_whole(place, b"the third\n")
     assert place.read_bytes() == b"the first\nthe third\n"
 
 
@@ -71,18 +71,34 @@ def test_a_journal_that_had_no_room_is_read_and_written_on_as_before(tmp_path: P
 
 
 def test_an_appended_line_is_on_the_disk_and_so_is_the_name_of_a_new_file(tmp_path: Path, calls: list[str]) -> None:
-    disk.append_whole(tmp_path / "lines", b"one\n")
+    files.append_whole(tmp_path / "lines", b"one\n")
     assert calls == ["fsync lines", f"fsync {tmp_path.name}"]
     calls.clear()
-    disk.append_whole(tmp_path / "lines", b"two\n")
+    files.append_whole(tmp_path / "lines", b"two\n")
     assert calls == ["fsync lines"]
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_before_anything_else(
     tmp_path: Path, calls: list[str]
 ) -> None:
-    disk.write_whole(tmp_path / "file", b"new", 0o644, None)
+    files.write_whole(tmp_path / "file", b"new", 0o644, None)
     assert calls == ["fsync .file.gpuprov", "rename .file.gpuprov file", f"fsync {tmp_path.name}"]
+
+
+def test_directory_that_another_process_makes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+
+    def made_after(self: Path) -> bool:
+        there = exists(self)
+        if not there:
+            self.mkdir(mode=0o700)
+        return there
+
+    monkeypatch.setattr(Path, "exists", made_after)
+    System(str(tmp_path)).make_directory("/gpuprov")
+    assert (tmp_path / "gpuprov").stat().st_mode & 0o777 == 0o755
 
 
 def _make_directories(system: System) -> None:
@@ -111,16 +127,16 @@ def test_each_file_system_is_synced_once_and_missing_folders_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    sync = disk._sync_file_system
+    call = files._call_libc
 
-    def noted(handle: int) -> None:
-        sync(handle)
+    def noted(function: str, handle: int) -> None:
+        call(function, handle)
         synced.append(os.fstat(handle).st_dev)
 
-    monkeypatch.setattr(disk, "_sync_file_system", noted)
+    monkeypatch.setattr(files, "_call_libc", noted)
     open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (no Path holds a descriptor open)
-    disk.sync_file_systems([tmp_path, tmp_path / "missing", tmp_path.parent, Path("/dev")])
+    files.sync_file_systems([tmp_path, tmp_path / "missing", tmp_path.parent, Path("/dev")])
     assert sorted(synced) == sorted({tmp_path.stat().st_dev, Path("/dev").stat().st_dev})
     assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208
     with pytest.raises(OSError, match="Bad file descriptor"):
-        sync(-1)
+        call("syncfs", -1)

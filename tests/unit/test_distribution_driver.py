@@ -15,13 +15,12 @@ from gpuprov.driver import distribution, fabric_manager, kernel, precompiled
 from gpuprov.driver.packaged import LoadDriver, SwitchBranch
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import PREFERENCES, HostFacts, gather
-from gpuprov.machine.distros import find_distribution
-from gpuprov.machine.driver_rows import OWN_DRIVERS
+from gpuprov.machine.distros import OWN_DRIVERS, find_distribution
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.apt_changes import InstallPackages
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import Offers
-from gpuprov.packages.rpm_changes import InstallRpmPackages
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.packages.sources import COMPONENTS_PATH as COMPONENTS
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight, security_warnings
@@ -32,7 +31,7 @@ from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
 _UBUNTU_KERNEL, _SLES_KERNEL = "6.8.0-31-generic", "6.4.0-150600.23.7-default"
-_H100, _V100, _B200, _K80 = "2330", "1db4", "2901", "102d"
+_H100, _V100, _B200, _GH200, _K80 = "2330", "1db4", "2901", "2342", "102d"
 _CODENAMES = {"11": "bullseye", "12": "bookworm", "13": "trixie", "22.04": "jammy", "24.04": "noble"}
 _COMPONENTS = "contrib non-free non-free-firmware restricted multiverse universe"
 
@@ -196,6 +195,9 @@ def test_modules_and_libraries_of_different_versions_are_told_before_anything_is
     machine = offering(host(some, "debian 12"), {**offered, "linux-headers-6.1.0-13-amd64": "6.1"})
     said = problem(machine, spec(kernel_module_type="open"))
     assert "nvidia-open-kernel-dkms 535.261.03, libcuda1 535.309.01" in said
+    assert "leave gpuprov_kernel_module_type out" in said
+    needs_open = replace(machine, gpus=(PciGpu("0000:00:00.0", _GH200),))
+    assert problem(needs_open, spec()).endswith("| set gpuprov_driver: runfile")
     whole = offering(machine, {**offered, "nvidia-kernel-dkms": "535.309.01-0+deb12u1"})
     assert source_of(whole, spec()).problems() == ()
 

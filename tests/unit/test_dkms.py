@@ -8,15 +8,15 @@ import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.bundle_create.recipe import Wanted, make_recipe
-from gpuprov.bundle_create.repository_rpm import _source_text
+from gpuprov.bundle_create.repository import _source_text
 from gpuprov.core.changes import FileFact, WriteFile
-from gpuprov.driver import dkms
+from gpuprov.driver.kernel import dkms_note, dkms_packages, dkms_problems, dkms_source
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.known_repositories import dkms_repository
-from gpuprov.packages.rpm_changes import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
@@ -132,30 +132,30 @@ OWN = {
 @pytest.mark.parametrize("text", OWN)
 def test_a_host_with_epel_gets_no_second_one(debian: HostFacts, text: str) -> None:
     facts = host(debian, files=text)
-    assert (dkms.repository(source_of(facts, RUNFILE)) is None) is OWN[text]
+    assert (dkms_source(source_of(facts, RUNFILE)) is None) is OWN[text]
     # It is forbidden to add one, not to use one's own.
-    assert dkms.packages(source_of(facts, RUNFILE)) == ("dkms",)
-    assert (dkms.packages(source_of(facts, replace(RUNFILE, epel=False))) == ("dkms",)) is OWN[text]
+    assert dkms_packages(source_of(facts, RUNFILE)) == ("dkms",)
+    assert (dkms_packages(source_of(facts, replace(RUNFILE, epel=False))) == ("dkms",)) is OWN[text]
 
 
 @pytest.mark.parametrize("name", ["SUSE_Package_Hub_15_SP6_x86_64:SUSE-PackageHub-15-SP6-Pool", "openSUSE_Backports"])
 def test_an_activated_package_hub_is_used(debian: HostFacts, name: str) -> None:
     facts = host(debian, "sles", "15.6", files=f"[{name}]\nbaseurl=x\nenabled=1\n")
-    assert dkms.repository(source_of(facts, RUNFILE)) is None and dkms.packages(source_of(facts, RUNFILE)) == ("dkms",)
+    assert dkms_source(source_of(facts, RUNFILE)) is None and dkms_packages(source_of(facts, RUNFILE)) == ("dkms",)
 
 
 def test_where_nothing_is_built_there_is_no_epel(debian: HostFacts) -> None:
     facts = host(debian)
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
     for spec in (RUNFILE, PACKAGES):
-        assert dkms.repository(source_of(inside, spec)) is None and dkms.packages(source_of(inside, spec)) == ()
+        assert dkms_source(source_of(inside, spec)) is None and dkms_packages(source_of(inside, spec)) == ()
     preinstalled = HostSpec(driver="preinstalled")
-    assert dkms.repository(source_of(facts, preinstalled)) is None
+    assert dkms_source(source_of(facts, preinstalled)) is None
     # SUSE's packages of NVIDIA's bring their modules.
-    assert dkms.repository(source_of(host(debian, "sles", "15.6"), PACKAGES)) is None
-    assert dkms.repository(source_of(host(debian, "fedora", "44"), RUNFILE)) is None
-    assert dkms.repository(source_of(host(debian, "rocky", "9.5", "dkms"), RUNFILE)) is None
-    assert dkms.repository(source_of(facts, replace(RUNFILE, packages=("dkms",)))) is None
+    assert dkms_source(source_of(host(debian, "sles", "15.6"), PACKAGES)) is None
+    assert dkms_source(source_of(host(debian, "fedora", "44"), RUNFILE)) is None
+    assert dkms_source(source_of(host(debian, "rocky", "9.5", "dkms"), RUNFILE)) is None
+    assert dkms_source(source_of(facts, replace(RUNFILE, packages=("dkms",)))) is None
 
 
 def test_a_repository_that_was_added_stays_with_what_it_gave(debian: HostFacts) -> None:
@@ -173,22 +173,22 @@ def test_a_repository_that_was_added_stays_with_what_it_gave(debian: HostFacts) 
 
 def test_epel_forbidden_is_a_refusal_where_dkms_is_needed(debian: HostFacts) -> None:
     facts, spec = host(debian), replace(PACKAGES, epel=False)
-    (problem,) = dkms.problems(source_of(facts, spec))
+    (problem,) = dkms_problems(source_of(facts, spec))
     assert problem in make_plan(facts, spec).problems
     assert problem.what == "NVIDIA's packages for Rocky Linux 9 need DKMS, which is in EPEL, and gpuprov_epel is false"
     assert "gpuprov_epel: true" in problem.next_step and "gpuprov_driver: runfile" in problem.next_step
-    assert dkms.problems(source_of(host(debian, "rocky", "9.5", "dkms"), spec)) == ()
-    assert dkms.problems(source_of(host(debian, files="[epel]\nbaseurl=x\n"), spec)) == ()
+    assert dkms_problems(source_of(host(debian, "rocky", "9.5", "dkms"), spec)) == ()
+    assert dkms_problems(source_of(host(debian, files="[epel]\nbaseurl=x\n"), spec)) == ()
     # The .run builds without it, and the plan says what that means.
-    assert dkms.problems(source_of(facts, replace(RUNFILE, epel=False))) == ()
-    assert "EPEL has" in dkms.note(source_of(facts, replace(RUNFILE, epel=False)))
-    assert dkms.note(source_of(facts, RUNFILE)) == ""
+    assert dkms_problems(source_of(facts, replace(RUNFILE, epel=False))) == ()
+    assert "EPEL has" in dkms_note(source_of(facts, replace(RUNFILE, epel=False)))
+    assert dkms_note(source_of(facts, RUNFILE)) == ""
 
 
 def test_an_unknown_key_is_told_with_the_way_to_set_it(debian: HostFacts) -> None:
     facts = host(debian, "sles", "16.0")
-    assert "PackageHub has" in dkms.note(source_of(facts, RUNFILE)) and dkms.problems(source_of(facts, RUNFILE)) == ()
-    (problem,) = dkms.problems(source_of(facts, replace(RUNFILE, epel_repository="http://mirror")))
+    assert "PackageHub has" in dkms_note(source_of(facts, RUNFILE)) and dkms_problems(source_of(facts, RUNFILE)) == ()
+    (problem,) = dkms_problems(source_of(facts, replace(RUNFILE, epel_repository="http://mirror")))
     assert "does not know the key of PackageHub" in problem.what
     assert "gpuprov_epel_key_fingerprint" in problem.next_step
     assert "SUSEConnect --product PackageHub/16.0/x86_64" in problem.next_step
@@ -211,4 +211,4 @@ def test_a_host_with_a_bundle_needs_what_the_bundle_has(debian: HostFacts, names
     held = tuple(BundlePackage(name, "3-1", "noarch", f"packages/{name}.rpm") for name in names)
     manifest = Manifest("rocky", "9.5", "x86_64", "0", packages=held)
     facts = replace(host(debian), bundle=BundleFacts(manifest, frozenset()))
-    assert dkms.packages(source_of(facts, RUNFILE)) == names
+    assert dkms_packages(source_of(facts, RUNFILE)) == names

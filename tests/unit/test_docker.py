@@ -251,20 +251,11 @@ def test_versions_compare_as_numbers() -> None:
 
 def test_info_of_docker_20_10() -> None:
     facts = parse_info(INFO_20_10)
+    built_in = dict.fromkeys(("io.containerd.runc.v2", "io.containerd.runtime.v1.linux", "runc"), "runc")
     assert facts == DockerFacts(
-        active=True,
-        version="20.10.24+dfsg1",
-        runtimes={
-            "io.containerd.runc.v2": "runc",
-            "io.containerd.runtime.v1.linux": "runc",
-            "nvidia": RUNTIME,
-            "runc": "runc",
-        },
-        default_runtime="runc",
-        running_containers=("#0", "#1"),
-        cgroup_version="1",
-        cgroup_driver="cgroupfs",
-    )
+        active=True, version="20.10.24+dfsg1", runtimes={**built_in, "nvidia": RUNTIME}, default_runtime="runc",
+        running_containers=("#0", "#1"), cgroup_version="1", cgroup_driver="cgroupfs",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -347,11 +338,7 @@ KEPT = {
         '{"log-driver": "caf' + _BYTE + '"}',
         '{"log-driver": "caf' + _BYTE + '", "runtimes": {"nvidia": ' + ENTRY + "}}",
     ),
-    "CRLF": (
-        "20.10.24",
-        '{\r\n  "debug": true\r\n}\r\n',
-        '{\r\n  "debug": true,\r\n' + _CRLF_ENTRY,
-    ),
+    "CRLF": ("20.10.24", '{\r\n  "debug": true\r\n}\r\n', '{\r\n  "debug": true,\r\n' + _CRLF_ENTRY),
     "CRLF, a name twice": (
         "20.10.24",
         '{\r\n  "debug": 1,\r\n  "debug": true\r\n}\r\n',
@@ -479,16 +466,24 @@ def test_a_docker_that_the_run_installs_decides_by_its_version(tmp_path: Path, v
 
 
 def test_lines_that_a_wrapper_of_the_client_prints_first_are_skipped() -> None:
-    assert parse_info(f"*** this host belongs to team ml ***\nsee https://wiki/\n{INFO_20_10}") == parse_info(
-        INFO_20_10
-    )
+    text = f"*** this host belongs to team ml ***\nsee https://wiki/\n{INFO_20_10}"
+    assert parse_info(text) == parse_info(INFO_20_10)
 
 
-def test_a_unit_that_refuses_a_restart_is_a_problem_only_where_one_is_needed() -> None:
-    unit = DockerUnit(load="loaded", active="active", refuses_restart=True)
+@pytest.mark.parametrize(
+    ("refusing", "evidence", "next_step"),
+    [
+        (DockerUnit(refuses_restart=True), "RefuseManualStop=yes", "RefuseManualStop=no"),
+        (DockerUnit(socket_masked=True), "docker.socket: LoadState=masked", "systemctl unmask docker.socket; "),
+    ],
+)
+def test_a_unit_that_refuses_a_restart_is_a_problem_only_where_one_is_needed(
+    refusing: DockerUnit, evidence: str, next_step: str
+) -> None:
+    unit = replace(refusing, load="loaded", active="active")
     facts = replace(parse_info(INFO_20_10), installed=True, config_text="{}", unit=unit, running_containers=())
     (problem,) = problems(facts, runtime_path=RUNTIME)
-    assert "RefuseManualStop=yes" in problem.evidence and "RefuseManualStop=no" in problem.next_step
+    assert evidence in problem.evidence and next_step in problem.next_step
     # With running containers docker is only reloaded, and a docker that knows the runtime is left alone.
     assert problems(replace(facts, running_containers=("a",)), runtime_path=RUNTIME) == ()
     configured = replace(facts, config_text=f'{{"runtimes": {{"nvidia": {ENTRY}}}}}')

@@ -96,8 +96,10 @@ actions = st.lists(
 @example(first=FIRST[3], history=["other spec", "install"])
 @example(first=FIRST[0], history=["uninstall", ('{"no-such-option": true}',), "install", ("",)])
 @given(first=st.sampled_from(FIRST), history=actions)
-def test_docker_ends_as_it_was_before_the_first_run(first: tuple[str | None, bool], history: list[object]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+def test_docker_ends_as_it_was_before_the_first_run(
+    tmp_path_factory: pytest.TempPathFactory, first: tuple[str | None, bool], history: list[object]
+) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
         host = healthy_tree(Path(folder) / "root")
         model = Model(host, first)
         model.edit(first[0])

@@ -27,9 +27,10 @@ ExecStart={{ path=/usr/sbin/dockerd ; argv[]={command} ; ignore_errors=no ; star
 pid=0 ; code=(null) ; status=0/0 }}
 Environment=LEVEL=info
 EnvironmentFiles=/etc/default/docker (ignore_errors=yes)
+Requires=docker.socket system.slice sysinit.target
 
 Id=docker.socket
-LoadState=loaded
+LoadState={socket_load}
 ActiveState=active
 UnitFileState={socket}
 Listen=/run/docker.sock (Stream)
@@ -43,7 +44,14 @@ class UnitHost(System):
     def __init__(self, root: Path, command: str = _DOCKERD, **words: str) -> None:
         super().__init__(str(root))
         self.shown = SHOWN.format(
-            **{"enabled": "enabled", "socket": "enabled", "pid": "0", "command": command, **words}
+            **{
+                "enabled": "enabled",
+                "socket": "enabled",
+                "socket_load": "loaded",
+                "pid": "0",
+                "command": command,
+                **words,
+            }
         )
 
     def which(self, program: str) -> str | None:
@@ -139,7 +147,9 @@ def test_what_stands_on_the_command_line_is_not_written_to_the_file_too(
 ) -> None:
     facts = running("{}", unit=gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd {flags}")))
     found = problems(facts, runtime_path=RUNTIME, set_default=set_default)
-    assert [problem.evidence for problem in found] == ([f"systemctl cat docker: {evidence}"] if evidence else [])
+    assert [problem.evidence for problem in found] == (
+        [f"systemctl show docker.service: {evidence}"] if evidence else []
+    )
 
 
 def test_a_runtime_that_the_command_line_registers_is_left_alone(tmp_path: Path) -> None:
@@ -192,3 +202,8 @@ Failed to start Docker Application Container Engine.
 )
 def test_the_decisive_line_of_dockers_journal_is_the_evidence(log: str, said: str) -> None:
     assert decisive_lines(log) == said
+
+
+def test_a_masked_socket_that_docker_requires_is_seen(tmp_path: Path) -> None:
+    assert gather_unit(UnitHost(tmp_path, socket_load="masked")).socket_masked
+    assert not gather_unit(UnitHost(tmp_path)).socket_masked

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import tomllib
 
+from gpuprov.agent.playbook_task import Change
 from gpuprov.doctor.examine import RULES
 from gpuprov.fleet.agent_build import _HOST_FILES, _HOST_FOLDERS
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.events import CheckDone, Upgrade
 from gpuprov.runtime_hook.settings import _KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
@@ -52,6 +55,9 @@ def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
 def test_the_reference_of_the_collection_is_its_own() -> None:
     text = ansible_page.PAGE.read_text()
     assert "| `reboot_needed` |" in text and ansible_page.page() == text, "next: make docs"
+    rows = dict(re.findall(r"^\| `(\w+)` \| (?:list of )?dict \|.*each with (.*)\. \|$", text, re.MULTILINE))
+    for name, kind in (("checks", CheckDone), ("upgrades", Upgrade), ("changes", Change)):
+        assert set(re.findall(r"`(\w+)`", rows[name].partition(". ")[0])) == {one.name for one in fields(kind)}
 
 
 def test_phrases_with_a_plainer_form_are_found_in_names_too() -> None:

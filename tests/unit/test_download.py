@@ -202,26 +202,6 @@ def test_a_password_never_gets_into_an_error(system: System, site: Site) -> None
     assert "secret" not in str(caught.value) and "user:***@127.0.0.1" in str(caught.value)
 
 
-def test_a_local_file_is_copied(system: System) -> None:
-    system.write("/media.run", CONTENT)
-    download(system, "file:///media.run")
-    assert system.read_bytes("/file") == system.read_bytes("/media.run") == CONTENT
-    with pytest.raises(GpuprovError, match=r"there is no file /nothing\.run"):
-        fetch(system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
-
-
-def test_small_files_have_a_limit(system: System, site: Site) -> None:
-    site.files = {"/key": b"x" * (1 << 20), "/huge": b"x" * ((1 << 20) + 1)}
-    assert fetch_small(system, f"{site.url}/key") == site.files["/key"]
-    with pytest.raises(GpuprovError, match="larger than expected"):
-        fetch_small(system, f"{site.url}/huge")
-    system.write("/huge", site.files["/huge"])
-    with pytest.raises(GpuprovError, match="larger than expected"):
-        fetch_small(system, "file:///huge")
-    with pytest.raises(GpuprovError, match="there is no file"):
-        fetch_small(system, "file:///nothing")
-
-
 def test_a_small_file_that_breaks_off_is_an_error(system: System, site: Site) -> None:
     site.files["/key"] = b"x" * 1000
     site.cuts = [10] * 4
@@ -314,17 +294,6 @@ def test_a_server_may_say_how_long_to_wait_within_reason(system: Impatient, site
         system.remove("/file")
         download(system, f"{site.url}/f")
         assert system.pauses == [pause]
-
-
-def test_trouble_that_does_not_pass_is_told(system: Impatient, site: Site) -> None:
-    site.files["/f"] = CONTENT
-    site.troubles = [503] * 9
-    with pytest.raises(GpuprovError, match="can't be had") as caught:
-        download(system, f"{site.url}/f")
-    assert "HTTP 503" in str(caught.value) and len(site.asked) == 4
-    site.troubles = [0] * 9
-    with pytest.raises(GpuprovError, match="can't be reached"):
-        download(system, f"{site.url}/f")
 
 
 def test_keys_and_digests_are_asked_for_again_too(system: Impatient, site: Site) -> None:

@@ -12,15 +12,7 @@ from gpuprov.core import download
 from gpuprov.core.download import fetch, fetch_small, unreachable
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem
-from tests.unit.download_server import (
-    CONTENT,
-    DIGEST,
-    PIECE,
-    Impatient,
-    Site,
-    site,
-    system,
-)
+from tests.unit.download_server import CONTENT, DIGEST, PIECE, Impatient, Site, site, system
 
 __all__ = ["site", "system"]
 
@@ -152,7 +144,9 @@ def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) ->
     with pytest.raises(GpuprovError) as caught:
         fetch(system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
     (problem,) = caught.value.problems
-    assert (problem.evidence, problem.next_step) == ("", "check the path")
+    assert (problem.what, problem.evidence, problem.next_step) == (
+        "there is no file /nothing.run", "", "check the path",
+    )  # fmt: skip
 
 
 def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
@@ -188,8 +182,9 @@ def test_small_files_that_can_not_be_had_say_what_to_do(system: System, site: Si
     )  # fmt: skip
     assert (found[1].what, found[1].evidence) == ("there is no file file:///nothing", "")
     assert found[1].next_step == "check the path"
-    system.write("/there", b"content")
-    assert fetch_small(system, "file:///there") == b"content"
+    system.write("/there", b"x" * (1 << 20))
+    site.files["/there"] = b"x" * (1 << 20)
+    assert fetch_small(system, "file:///there") == fetch_small(system, f"{url}/there") == site.files["/there"]
 
 
 def test_of_a_huge_local_file_no_more_than_the_limit_is_read(tmp_path: Path) -> None:

@@ -7,19 +7,11 @@ import os
 import pytest
 import requests
 
-from gpuprov.core.download import fetch, fetch_small, unreachable
-from gpuprov.core.http_session import proxy_for, proxy_source, through
+from gpuprov.core.download import fetch, fetch_small, proxy_for, proxy_source, through, unreachable
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
-from tests.unit.download_server import (
-    DIGEST,
-    Impatient,
-    Site,
-    download,
-    site,
-    system,
-)
+from tests.unit.download_server import DIGEST, Impatient, Site, download, site, system
 
 __all__ = ["site", "system"]
 

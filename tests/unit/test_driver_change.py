@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.facts.driver_change import difference, package_change, since
+from gpuprov.facts.driver import package_change, since, version_difference
 from tests.unit.fake_host import FakeHost
 
 NEW = "580.178.04"
@@ -48,9 +48,9 @@ def test_without_a_log_nothing_is_said(host: FakeHost) -> None:
 
 def test_one_sentence_says_versions_and_the_way_out(host: FakeHost) -> None:
     driver = DriverFacts(kernel_version="550.163.01", library_version=NEW)
-    assert difference(host, driver) == (
+    assert version_difference(host, driver) == (
         f"the driver's files are {NEW}, the loaded module is 550.163.01: "
         "run `gpuprov install -e gpuprov_driver_version=550.163.01`: the module belongs to the container host"
     )
     for files, module in ((NEW, NEW), (NEW, ""), ("", NEW)):
-        assert difference(host, DriverFacts(kernel_version=module, library_version=files)) == ""
+        assert version_difference(host, DriverFacts(kernel_version=module, library_version=files)) == ""

@@ -16,14 +16,13 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.driver.run_files import FetchRunfile, require_digest, require_room
-from gpuprov.driver.way_back import INCOMPLETE_MARK
+from gpuprov.driver.run_files import INCOMPLETE_MARK, FetchRunfile, require_digest, require_room
 from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.facts.host import gather
 from gpuprov.plan.context import source_of
-from gpuprov.protocol.driver_releases import known_sha256
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
+from gpuprov.protocol.tables import known_sha256
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuprov.facts.gpus import mig_layout
 from gpuprov.protocol.codec import WrongDataError, load
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.events import (
@@ -33,6 +34,7 @@ EVENTS: tuple[Event, ...] = (
     CheckDone("gpu 0 uuid", "failed", "a", "b", "differs"),
     FactsGathered({"os": {"id": "debian"}}),
     Finished(1, 3, 0.5, (Problem("what", "seen", "next"),), "done", {"driver": "550"}),
+    Finished(0, versions={"mig": mig_layout((index, ("1g.10gb",) * 7) for index in range(16))}),
 )
 
 

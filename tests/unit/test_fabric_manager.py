@@ -12,9 +12,10 @@ import pytest
 from gpuprov import verify
 from gpuprov.agent.run import run_request
 from gpuprov.checks.outcome import Failed
+from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_manager
-from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
+from gpuprov.driver.fabric_manager import RunFabricManager, packages
 from gpuprov.facts.gpus import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import gather_gpus
@@ -23,7 +24,7 @@ from gpuprov.packages.dpkg import missing
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import manager_of
 from gpuprov.plan.context import PlanContext, source_of
-from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.plan.steps import CHANGE_KINDS, STEPS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished
 from gpuprov.protocol.request import Request
@@ -102,6 +103,83 @@ def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
     assert host.commands == []
 
 
+def with_gpus(root: Path, device_id: str, count: int) -> FakeHost:
+    """A bare machine with GPUs of a model alone, and no NVSwitch in sight."""
+    host = FakeHost(root, gpus=count, metal=True)
+    for gpu in gather_gpus(host):
+        (root / f"sys/bus/pci/devices/{gpu.bus_id}/device").write_text(f"0x{device_id}\n")
+    return host
+
+
+# Device id, number of GPUs → whether their switches are hidden, a rack's; what the plan says.
+MODELS = [
+    ("2901", 8, True, False), ("3182", 8, True, False), ("2901", 1, False, False), ("3182", 7, False, False),
+    ("2941", 4, False, True), ("31c2", 4, False, True), ("2342", 1, False, False), ("2330", 8, False, False),
+    ("27b8", 8, False, False), ("2bb5", 8, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device_id", "count", "hidden", "rack"), MODELS)
+def test_switches_that_are_not_in_sight_are_judged_by_the_model(
+    tmp_path: Path, device_id: str, count: int, hidden: bool, rack: bool
+) -> None:
+    host = with_gpus(tmp_path / "root", device_id, count)
+    facts = gather(host)
+    assert (bool(facts.fabric.hidden), facts.fabric.rack, facts.fabric.switches) == (hidden, rack, ())
+    problems = fabric_manager.plan_problems(source_of(facts, spec()))
+    assert [one.what.partition(":")[0] for one in problems] == (
+        ["this host's GPUs are joined by NVSwitches, and none is in sight"] if hidden else []
+    )
+    assert all("modprobe -a mlx5_ib ib_umad" in one.next_step and "mlx5_ib" in one.evidence for one in problems)
+    assert fabric_manager.plan(source_of(facts, spec())) == ()
+    outside = spec(fabric_manager="preinstalled")
+    assert fabric_manager.plan_problems(source_of(facts, outside)) == ()
+    inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
+    assert fabric_manager.plan_problems(source_of(inside, spec())) == ()
+
+
+@pytest.mark.parametrize("device_id", ["2941", "31c2"])
+def test_a_tray_of_a_rack_gets_no_fabric_manager_whatever_is_on_its_bus(host: SwitchHost, device_id: str) -> None:
+    for gpu in gather_gpus(host):
+        (host.root / f"sys/bus/pci/devices/{gpu.bus_id}/device").write_text(f"0x{device_id}\n")
+    facts = gather(host)
+    assert facts.fabric == FabricFacts(rack=True)
+    assert fabric_manager.plan(source_of(facts, spec(driver_version="580.159.04"))) == ()
+
+
+def behind_adapters(host: SwitchHost) -> HostFacts:
+    (host.root / "sys/class/infiniband/mlx5_1/device").mkdir(parents=True)
+    (host.root / "sys/class/infiniband/mlx5_1/device/vpd").write_bytes(b"SW_MNG")
+    return gather(host)
+
+
+def test_modules_for_switches_behind_adapters_are_loaded_first(host: SwitchHost) -> None:
+    facts, wanted = behind_adapters(host), spec(driver_version="580.159.04")
+    changes = fabric_manager.plan(source_of(facts, wanted))
+    file, run = changes[-2:]
+    assert isinstance(file, WriteFile) and isinstance(run, RunFabricManager)
+    assert (file.path, file.content) == ("/etc/modules-load.d/gpuprov-fabric.conf", b"mlx5_ib\nib_umad\n")
+    host.version = "580.159.04"
+    run.apply(host, lambda *words: None)
+    assert ("modprobe", "-a", "mlx5_ib", "ib_umad") in host.commands
+    file.apply(host, lambda *words: None)
+    settled = replace(gather(host), driver=facts.driver)
+    assert fabric_manager.plan(source_of(settled, wanted)) == ()
+
+
+def test_a_missing_module_is_named_with_its_command(host: SwitchHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.version, host.failing_unit = VERSION, UNIT
+    says = 'Kernel module "ib_umad" has not been loaded, fabric manager cannot be started'
+    plain = host.run
+    monkeypatch.setattr(
+        host, "run",
+        lambda argv, **more: Completed(tuple(argv), 0, says) if argv[0] == "journalctl" else plain(argv, **more),
+    )  # fmt: skip
+    with pytest.raises(GpuprovError) as raised:
+        RunFabricManager(VERSION).apply(host, lambda *words: None)
+    assert says in str(raised.value) and "modprobe -a mlx5_ib ib_umad" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("version", "manager", "name"),
     [
@@ -126,35 +204,35 @@ def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> Non
     assert changes == [
         "refresh the package index (apt-get update)",
         f"install nvidia-fabricmanager-550={VERSION}-*",
-        "hold nvidia-fabricmanager-550 at this version",
         f"enable and start {UNIT} ({VERSION})",
     ]
     assert [one.name for one in cuda_repository.repositories(source_of(facts, spec()))] == ["cuda"]
 
 
 def holds(facts: HostFacts, spec: HostSpec) -> list[str]:
-    changes = (*PlanContext(facts, spec).package_changes, *fabric_manager.plan(source_of(facts, spec)))
+    context = PlanContext(facts, spec)
+    changes = [change for step in STEPS if step.name in ("packages", "driver") for change in step.plan(context)]
     return [change.summary() for change in changes if "hold" in change.summary()]
 
 
-def test_one_beside_a_run_file_is_held_and_changed_with_the_driver(facts: HostFacts) -> None:
+@pytest.mark.parametrize("more", [{}, {"hold_pinned": False}, {"driver": "preinstalled"}], ids=str)
+def test_one_beside_a_run_file_is_held_and_changed_with_the_driver(facts: HostFacts, more: dict[str, Any]) -> None:
     name, runs = "nvidia-fabricmanager-550", FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
     there = replace(facts.packages, installed={**facts.packages.installed, name: f"{VERSION}-1"})
     beside = replace(facts, fabric=runs, packages=there)
-    assert holds(beside, spec()) == [f"hold {name} at this version"], "one that an earlier gpuprov installed"
+    hold = f"hold the driver's packages at this version ({name})"
+    assert holds(beside, spec(**more)) == [hold], "one that an earlier gpuprov installed"
     ours = replace(beside, packages=replace(there, held=frozenset({name}), held_here=frozenset({name})))
-    assert holds(ours, spec()) == []
-    assert holds(ours, spec(hold_pinned=False)) == [f"no longer hold {name}"]
-    assert holds(replace(ours, packages=replace(ours.packages, held_here=frozenset())), spec(hold_pinned=False)) == []
+    assert holds(ours, spec(**more)) == []
+    assert holds(ours, spec(**more, driver_updates="follow")) == [f"no longer hold {name}"]
+    others = replace(ours, packages=replace(ours.packages, held_here=frozenset()))
+    assert holds(others, spec(**more, driver_updates="follow")) == []
+    if more:
+        return
     other = replace(ours, fabric=replace(runs, version=OTHER))
     changed = replace(other, packages=replace(ours.packages, installed={**there.installed, name: f"{OTHER}-1"}))
     assert f"install {name}={VERSION}-* (taking the hold off {name})" in holds(changed, spec())
-    assert holds(changed, spec())[-1] == f"hold {name} at this version"
-
-
-@pytest.mark.parametrize("values", [{"driver": "packages"}, {"fabric_manager": "preinstalled"}], ids=str)
-def test_one_that_moves_with_packages_or_is_the_sites_is_not_held(facts: HostFacts, values: dict[str, str]) -> None:
-    assert fabric_manager.held(source_of(facts, spec(**values))) == ()
+    assert holds(changed, spec())[-1] == "hold the driver's packages at this version"
 
 
 def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
@@ -170,11 +248,12 @@ def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
 def test_versions_that_differ_are_told_where_the_site_installs_it(facts: HostFacts) -> None:
     old = replace(facts, fabric=replace(facts.fabric, version=OTHER))
     (problem,) = fabric_manager.plan_problems(source_of(old, spec(fabric_manager="preinstalled")))
-    assert f"the driver will be {VERSION}" in problem.what
+    assert problem.what == f"fabric manager is {OTHER}, the driver is {VERSION}: they must agree to the last digit"
     assert f"{OTHER}; NVSwitches: 0000:c1:00.0" in problem.evidence
     assert fabric_manager.plan(source_of(old, spec(fabric_manager="preinstalled"))) == ()
     assert fabric_manager.plan_problems(source_of(old, spec())) == ()
-    assert problems(FabricFacts(), VERSION, ours=False) == ()
+    without = replace(old, fabric=FabricFacts())
+    assert fabric_manager.plan_problems(source_of(without, spec(fabric_manager="preinstalled"))) == ()
 
 
 def test_its_unit_is_enabled_and_started_and_undo_takes_that_back(host: SwitchHost) -> None:
@@ -209,7 +288,7 @@ def test_what_the_program_says_of_itself_is_read() -> None:
 SHOWN = {
     "another version": (FabricFacts(("0000:c1:00.0",), False, OTHER, True), f"fabric manager is {OTHER}, the driver"),
     "none": (FabricFacts(("0000:c1:00.0",)), "fabric manager is not installed"),
-    "stopped": (FabricFacts(("0000:c1:00.0",), False, VERSION, False), "does not run, so CUDA answers 802"),
+    "stopped": (FabricFacts(("0000:c1:00.0",), False, VERSION, False), "does not run: CUDA ends with error 802"),
 }
 
 
@@ -240,5 +319,6 @@ def test_each_change_that_uses_the_package_manager_says_so() -> None:
     assert {name for name, kind in CHANGE_KINDS.items() if kind.uses_package_manager} == {
         "RefreshPackageIndex", "InstallPackages", "HoldPackages", "InstallRpmKey", "RefreshRpmIndex",
         "InstallRpmPackages", "EnableStream", "SwitchPin", "SwitchBranch", "ChangeDriverPackages", "ChangeDriverRpms",
+        "InstallDriverPackages", "InstallDriverRpms",
         "RemovePackages", "RemoveRpms", "RemoveRpmKey",
     }  # fmt: skip

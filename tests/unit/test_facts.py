@@ -61,6 +61,8 @@ def test_facts_warn_of_a_driver_that_was_replaced_and_not_loaded(tmp_path: Path)
     (said,) = (one for one in events if isinstance(one, Note))
     assert said.level == "warning"
     assert said.message.startswith("the driver's files are 550.163.01, the loaded module is 535.261.03: ")
+    assert isinstance(events[-1], Finished)
+    assert (events[-1].versions["driver"], events[-1].versions["gpus"]) == ("550.163.01", "2")
 
 
 def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:

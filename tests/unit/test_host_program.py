@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from gpuprov.cli.main import cli
 from gpuprov.fleet.agent_build import locked, wheels
 from tests.pythons import VERSIONS, interpreter, too_old
-from tools import host_packages, host_program
+from tools import host_packages, host_program, linux_packages
 from tools.host_packages import OLDEST_PYTHON
 
 _PYPROJECT = Path(host_program.__file__).parents[1] / "pyproject.toml"
@@ -173,6 +173,13 @@ def test_an_extra_variable_for_ansible_alone_says_so(program: Path, home: Path) 
     done = run(interpreter(VERSIONS[0]), program, "facts", "-e", "gpuprov_toolkit={{ other }}", home=home)
     assert done.returncode == 2
     assert "templates and vaults need the whole gpuprov" in done.stderr
+
+
+def test_the_packages_program_starts_a_newer_python_where_python3_is_older(tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "gpuprov"
+    path.write_bytes(linux_packages.program())
+    done = run(too_old(), path, "--version", home=home)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("gpuprov, version ")
 
 
 def test_an_older_python_is_told_what_is_needed(program: Path, home: Path) -> None:

@@ -15,9 +15,8 @@ import pytest
 from gpuprov.boot import clean, prepare
 from gpuprov.core.changes import Change, FileFact, WriteFile
 from gpuprov.core.commands import Completed
-from gpuprov.core.image_system import ImageSystem
+from gpuprov.core.system import ImageSystem
 from gpuprov.driver import generations, kernel
-from gpuprov.driver.installer import install_arguments
 from gpuprov.driver_run import InstallDriver
 from gpuprov.facts.boot import MODULES, SSH_KEYGEN, SSH_KEYS
 from gpuprov.facts.host import HostFacts, gather
@@ -25,7 +24,9 @@ from gpuprov.facts.kernels import ImageFacts, InstalledKernel, gather_identity, 
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import GENERATIONS, HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
 
@@ -53,9 +54,21 @@ def what(facts: HostFacts, wanted: HostSpec) -> str:
 
 
 def test_each_generation_that_can_be_said_has_a_device_id_of_its_own() -> None:
-    found = [generations.generation_of(one) for one in generations.ids_of(GENERATIONS)]
+    found = [generation_of(one) for one in generations.ids_of(GENERATIONS)]
     names = [row.name.lower().replace(" lovelace", "").replace(" ", "-") for row in found if row is not None]
     assert names == list(GENERATIONS)
+
+
+def test_generation_that_a_sites_table_lacks_is_named() -> None:
+    table = tables.packaged(tables.MODELS)
+    tables.use(
+        {tables.MODELS: {**table, "generations": [one for one in table["generations"] if one["name"] != "Volta"]}}
+    )
+    try:
+        with pytest.raises(GpuprovError, match="volta"):
+            generations.ids_of(("maxwell", "volta"))
+    finally:
+        tables.use({})
 
 
 def test_a_yes_or_no_without_default_goes_through_json_and_back() -> None:
@@ -107,10 +120,8 @@ def test_the_installer_is_told_the_kernel_and_never_asks_the_machine(facts: Host
 
 @pytest.mark.parametrize(("version", "skips"), [("550.163.01", True), ("535.261.03", False)])
 def test_options_that_an_installer_does_not_know_are_left_out(version: str, skips: bool) -> None:
-    found = install_arguments(
-        version, kernel_modules=True, module_type="open", dkms=True, has_libgl=True, temporary="/t", log="/l",
-        image_kernel=_NEW, without_systemd=True,
-    )  # fmt: skip
+    driver = InstallDriver(version, "/driver.run", "", "x86_64", True, "open", image_kernel=_NEW, without_systemd=True)
+    found = driver.arguments(dkms=True, temporary="/t", log="/l")
     assert f"--kernel-name={_NEW}" in found and "--no-systemd" in found
     assert ("--skip-module-load" in found) == skips
 

@@ -24,10 +24,7 @@ _GATHER = (
 @pytest.mark.parametrize(
     ("code", "without"),
     [
-        (
-            _READ,
-            ("gpuprov.facts", "gpuprov.plan", "gpuprov.agent.run", "requests", "tomlkit", "rich.progress"),
-        ),
+        (_READ, ("gpuprov.facts", "gpuprov.plan", "gpuprov.agent.run", "requests", "tomlkit", "rich.progress")),
         (
             _GATHER,
             (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from gpuprov.driver.installer import explain_failure, install_arguments, knows, parse_header
+from gpuprov.driver.installer import Installation, explain_failure, knows, parse_header
 from gpuprov.packages.apt import APT
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import PackageManager
@@ -59,6 +61,11 @@ def test_options_by_version(version: str, option: str, known: bool) -> None:
     assert knows(version, option) is known
 
 
+def arguments(version: str, modules: bool, dkms: bool = False, **fields: Any) -> tuple[str, ...]:
+    driver = Installation(version, "/driver.run", "", "x86_64", modules, **fields)
+    return driver.arguments(dkms=dkms, temporary="/var/tmp/x", log="/var/log/l")
+
+
 @pytest.mark.parametrize(
     ("version", "modules", "kind", "dkms", "expected", "unexpected"),
     [
@@ -74,15 +81,7 @@ def test_options_by_version(version: str, option: str, known: bool) -> None:
 def test_install_arguments(
     version: str, modules: bool, kind: str, dkms: bool, expected: list[str], unexpected: list[str]
 ) -> None:
-    found = install_arguments(
-        version,
-        kernel_modules=modules,
-        module_type=kind,
-        dkms=dkms,
-        has_libgl=True,
-        temporary="/var/tmp/x",
-        log="/var/log/l",
-    )
+    found = arguments(version, modules, dkms, module_type=kind)
     assert set(expected) <= set(found)
     assert not set(unexpected) & set(found)
     # Two words: the stub ignores --tmpdir=DIR, and takes it only in front of the installer's own options.
@@ -91,15 +90,7 @@ def test_install_arguments(
 
 def test_open_modules_of_a_driver_that_has_none_are_refused() -> None:
     with pytest.raises(GpuprovError, match="no open kernel modules"):
-        install_arguments(
-            "460.32.03",
-            kernel_modules=True,
-            module_type="open",
-            dkms=False,
-            has_libgl=True,
-            temporary="/t",
-            log="/l",
-        )
+        arguments("460.32.03", True, module_type="open")
 
 
 @pytest.mark.parametrize(
@@ -169,29 +160,13 @@ def test_versions_compare_by_number() -> None:
 
 @pytest.mark.parametrize(("has_libgl", "option"), [(True, "--no-install-libglvnd"), (False, "--install-libglvnd")])
 def test_the_distributions_libgl_is_kept_and_a_headless_host_gets_one(has_libgl: bool, option: str) -> None:
-    found = install_arguments(
-        "550.163.01",
-        kernel_modules=False,
-        module_type="auto",
-        dkms=False,
-        has_libgl=has_libgl,
-        temporary="/t",
-        log="/l",
-    )
-    assert option in found
+    assert option in arguments("550.163.01", False, has_libgl=has_libgl)
 
 
 def test_modules_are_signed_with_the_sites_key() -> None:
-    pair = ("/root/mok.key", "/root/mok.der")
-    found = install_arguments(
-        "550.163.01", kernel_modules=True, module_type="auto", dkms=True, has_libgl=True, temporary="/t", log="/l",
-        signing=pair,
-    )  # fmt: skip
-    assert "--module-signing-secret-key=/root/mok.key" in found
-    assert "--module-signing-public-key=/root/mok.der" in found
-    for modules, signing in ((False, pair), (True, ("/root/mok.key", ""))):
-        found = install_arguments(
-            "550.163.01", kernel_modules=modules, module_type="auto", dkms=True, has_libgl=True, temporary="/t",
-            log="/l", signing=signing,
-        )  # fmt: skip
-        assert not [one for one in found if "signing" in one]
+    key: dict[str, Any] = {"signing_key": "/root/mok.key"}
+    both = {**key, "signing_certificate": "/root/mok.der"}
+    options = {"--module-signing-secret-key=/root/mok.key", "--module-signing-public-key=/root/mok.der"}
+    assert options <= {*arguments("550.163.01", True, **both)}
+    for modules, signing in ((False, both), (True, key)):
+        assert not [one for one in arguments("550.163.01", modules, **signing) if "signing" in one]

@@ -13,13 +13,7 @@ import pytest
 from gpuprov.core.system import System
 from gpuprov.facts.boot import NODES, UNITS
 from gpuprov.facts.host import gather
-from gpuprov.facts.interpreter import (
-    MISSING,
-    Interpreter,
-    bytecode_is_current,
-    compile_bytecode,
-    gather_interpreter,
-)
+from gpuprov.facts.interpreter import MISSING, Interpreter, bytecode_is_current, compile_bytecode, gather_interpreter
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.protocol.spec import parse_spec

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, roll_back
+from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, undo_runs
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
@@ -67,7 +66,7 @@ def test_roll_back_gives_back_every_byte_and_mode(system: System, tmp_path: Path
     assert snapshot(tmp_path) != before
     run = last_undoable_run(system)
     assert run is not None
-    assert roll_back(system, run, KINDS, ignore) == 2
+    assert undo_runs(system, (run,), KINDS, ignore) == 2
     assert {name: value for name, value in snapshot(tmp_path).items() if not name.startswith("var")} == before
     assert last_undoable_run(system) is None
 
@@ -123,7 +122,7 @@ def test_a_run_that_was_cut_off_and_taken_up_rolls_back_to_before_its_first_part
     journal.end("done")
     run = last_undoable_run(system)
     assert run is not None
-    roll_back(system, run, KINDS, ignore)
+    undo_runs(system, (run,), KINDS, ignore)
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
@@ -141,19 +140,6 @@ def test_journals_are_for_root_alone(system: System, tmp_path: Path) -> None:
     folder = tmp_path / RUNS_DIRECTORY.lstrip("/")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
-
-
-def test_unknown_kind_of_change_names_the_journal(system: System) -> None:
-    class Foreign(WriteFile):
-        undo_when_interrupted: ClassVar[bool] = True
-
-    journal = new_journal(system, "install")
-    apply_changes([Foreign("/x", b"x")], system, journal, ignore)
-    journal.end("done")
-    run = last_undoable_run(system)
-    assert run is not None
-    with pytest.raises(GpuprovError, match="can't undo a change of kind 'Foreign'"):
-        roll_back(system, run, KINDS, ignore)
 
 
 def test_the_unfinished_run_is_found_wherever_a_journal_was_cut_off(system: System) -> None:

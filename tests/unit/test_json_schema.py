@@ -25,7 +25,7 @@ from gpuprov.fleet.history import Run, save
 from gpuprov.fleet.progress import JsonLines
 from gpuprov.fleet.report import summary
 from gpuprov.protocol.errors import ExitCode, Problem
-from gpuprov.protocol.events import SCHEMA, Event, PlannedChange
+from gpuprov.protocol.events import SCHEMA, ChosenDriver, Event, PlannedChange, Upgrade
 from gpuprov.protocol.request import COMMANDS, Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
@@ -33,7 +33,7 @@ from tests.bundles import write_test_bundle
 from tests.unit.fake_host import FakeHost, write_runfile
 
 _PAGE = Path(__file__).parents[2] / "docs/json.md"
-_CLASSES: tuple[type[Any], ...] = (*get_args(Event), PlannedChange, Problem)
+_CLASSES: tuple[type[Any], ...] = (*get_args(Event), PlannedChange, Upgrade, ChosenDriver, Problem)
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int,
@@ -43,7 +43,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
     "any": lambda value: True,
 }
-_PARTS = {"changes": "PlannedChange", "problems": "Problem"}
+_PARTS = {"changes": "PlannedChange", "upgrades": "Upgrade", "problems": "Problem"}
 
 
 def documented() -> dict[str, dict[str, str]]:
@@ -130,15 +130,17 @@ def test_every_line_of_every_command_is_as_documented(host: FakeHost, tmp_path: 
     seen: set[str] = set()
     asked: set[str] = set()
     for command, check in (("facts", False), ("install", True), ("install", False), ("verify", False),
-                           ("doctor", False), ("cuda", False), ("rollback", True), ("rollback", False),
-                           ("install", False), ("uninstall", True), ("uninstall", False)):  # fmt: skip
+                           ("doctor", False), ("health", False), ("accept", False), ("cuda", False), ("rollback", True),
+                           ("rollback", False), ("install", False), ("uninstall", True),
+                           ("uninstall", False)):  # fmt: skip
         lines = lines_of(Request(command, spec, check=check, diff=check), host)
         events = [require_documented(line) for line in lines]
         assert (events[0], events[-2:]) == ("Started", ["Finished", "Summary"])
         seen |= set(events)
         asked.add(command)
     assert asked == set(COMMANDS)
-    assert seen == {*(cls.__name__ for cls in get_args(Event)), "Summary"}
+    # FakeHost runs no container.
+    assert {*seen, "GpuMeasured"} == {*(cls.__name__ for cls in get_args(Event)), "Summary"}
 
 
 def commands_with_json(group: click.Group, *names: str) -> Iterator[str]:
@@ -159,6 +161,7 @@ DOCUMENTS = {
     "cdi list": ("--spec-dir", "."),
     "cuda": (),
     "hook explain": (),
+    "init": ("new.yml", "--hosts", "gpu01", "--no-look", "--yes"),
     "kubernetes manifest": (),
     "report": (),
     "runtime configure": ("--config", "{folder}/daemon.json", "--dry-run"),
@@ -193,8 +196,9 @@ def test_an_explained_cause_is_as_documented() -> None:
 
 
 def test_what_the_program_prints_is_as_documented(tmp_path: Path) -> None:
+    words = ("-m", "tests.unit.on_fake_host", str(tmp_path / "host"), "facts", "--json")
     done = subprocess.run(
-        (sys.executable, "-m", "gpuprov", "facts", "--json"), capture_output=True, text=True, timeout=60,
+        (sys.executable, *words), capture_output=True, text=True, timeout=60,
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
     )  # fmt: skip
     events = [require_documented(line) for line in done.stdout.splitlines()]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
@@ -196,7 +196,7 @@ def test_undo_gives_back_every_byte_owner_and_mode(host: FakeHost, spec: HostSpe
     apply_step(host, spec, name)
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, ignore)
+    undo_runs(host, (run,), CHANGE_KINDS, ignore)
     after, installed_after, loaded_after, _ = host.state()
     log = {"/var/log/nvidia-installer.log"}
     assert {path: after.get(path) for path in {*tree, *after} - log if after.get(path) != tree.get(path)} == {}

@@ -26,7 +26,7 @@ with host_lock(system, pid=system.own_pid(), command="install", since="12:00", w
     note("step 4 of 10")
     child = None
     if sys.argv[2] == "child":
-        script = "echo started >&2; until test -e $1/over; do sleep 0.05; done"
+        script = "echo started >&2; while test -d $1/run && ! test -e $1/over; do sleep 0.05; done"
         System().run(("sh", "-c", script, "sh", sys.argv[1]), on_line=lambda line: print(line, flush=True))
     print("held", flush=True)
     sys.stdin.read()
@@ -103,6 +103,12 @@ def test_what_a_killed_run_left_running_is_waited_for_and_named(system: System, 
 def test_a_spoiled_lock_file_holds_nobody_up(system: System, tmp_path: Path) -> None:
     (tmp_path / LOCK_PATH.lstrip("/")).write_text("garbage")
     assert take(system, 0) == []
+
+
+def test_a_lock_that_cannot_be_opened_is_a_sentence(system: System, tmp_path: Path) -> None:
+    (tmp_path / LOCK_PATH.lstrip("/")).mkdir()
+    with pytest.raises(GpuprovError, match=r"the lock .* can.t be opened"):
+        take(system, 0)
 
 
 @pytest.mark.root

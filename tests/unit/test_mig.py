@@ -199,6 +199,53 @@ def test_what_needs_a_reset_gets_one(host: MigHost) -> None:
     assert host.instances == ["3g.40gb"]
 
 
+class MonitoredHost(MigHost):
+    """One on which DCGM and its exporter run and have the GPU open; `refused`: a unit that does not start again."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.units, self.refused = ["nvidia-dcgm-exporter.service", "nvidia-dcgm.service"], ""
+        self.order: list[str] = []
+
+    def _smi(self, words: list[str]) -> tuple[int, str]:
+        self.busy = bool(self.units)
+        return super()._smi(words)
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[0] == "is-active":
+            return 0, "".join("active\n" if unit in self.units else "inactive\n" for unit in words[1:])
+        self.order.append(" ".join(words))
+        if words[1] == self.refused and words[0] == "start":
+            return 1, "Job failed."
+        self.units = [*self.units, words[1]] if words[0] == "start" else [one for one in self.units if one != words[1]]
+        return 0, ""
+
+
+_AROUND = [
+    "stop nvidia-dcgm-exporter.service", "stop nvidia-dcgm.service",
+    "start nvidia-dcgm.service", "start nvidia-dcgm-exporter.service",
+]  # fmt: skip
+
+
+def test_dcgm_is_stopped_meanwhile_and_started_again(tmp_path: Path) -> None:
+    host = MonitoredHost(tmp_path / "root")
+    change = DivideGpus(((0, "3g.40gb"),))
+    before = change.capture(host)
+    change.apply(host, lambda *words: None)
+    assert (host.mode, host.instances, host.order) == ("Enabled", ["3g.40gb"], _AROUND)
+    DivideGpus.undo(host, before, {})
+    assert (host.mode, host.instances, host.order) == ("Disabled", [], _AROUND * 2)
+
+
+def test_dcgm_runs_again_after_a_division_that_fails_and_one_that_does_not_is_told(tmp_path: Path) -> None:
+    host, told = MonitoredHost(tmp_path / "root"), []
+    host.refused = "nvidia-dcgm-exporter.service"
+    with pytest.raises(GpuprovError, match="has no MIG profile"):
+        DivideGpus(((0, "all-2g.99gb"),)).apply(host, lambda text, *counts: told.append(text))
+    assert host.units == ["nvidia-dcgm.service"]
+    assert told[-1].startswith("nvidia-dcgm-exporter.service did not start again: ")
+
+
 FAULTS: dict[str, tuple[str, str, str]] = {
     "in use": ("3g.40gb", "MIG on GPU 0 is Disabled, Enabled only after a reset", "In use by another client"),
     "no MIG": ("3g.40gb", "GPU 0 can't be divided: it has no MIG", "[N/A]"),
@@ -223,6 +270,7 @@ def test_what_can_not_be_is_said(host: MigHost, name: str) -> None:
     (problem,) = raised.value.problems
     assert what in problem.what
     assert evidence in problem.evidence
+    assert name != "no MIG" or "A30" in problem.next_step
 
 
 def test_a_gpu_without_mig_is_as_it_should_be_where_none_is_wanted(host: MigHost) -> None:

@@ -13,6 +13,7 @@ from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON, edited
+from gpuprov.engines.known import RuntimeEntry
 from gpuprov.engines.nvidia_docker import RemoveFolder
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
@@ -78,7 +79,7 @@ def test_by_default_nothing_is_removed_and_one_line_says_what_is_there(bare: Hos
     facts = with_packages(bare, SECOND, volumes=(Volume("nvidia_driver_375.26", "local"),))
     facts = replace(facts, files={**facts.files, "/etc/apt/sources.list.d/old.list": file(OLD)})
     plain = replace(ASKED, migrate_nvidia_docker=False)
-    assert migration.plan(facts, plain) == () == migration.plan_packages(facts, plain)
+    assert migration.plan(facts, plain) == () == migration.removed_packages(facts, plain)
     (line,) = [note for note in make_plan(facts, plain).notes if "nvidia-docker" in note]
     assert "nvidia-docker2, " in line and "nvidia_driver_375.26" in line
     assert "/etc/apt/sources.list.d/old.list" in line and line.endswith("=true --check --diff")
@@ -87,7 +88,7 @@ def test_by_default_nothing_is_removed_and_one_line_says_what_is_there(bare: Hos
 def test_with_nvidias_toolkit_the_toolkit_stays_and_the_others_go_before_it(bare: HostFacts) -> None:
     facts, spec = with_packages(bare, SECOND), replace(ASKED, toolkit="nvidia", toolkit_version="1.18.1-1")
     assert keys(facts, spec) == []
-    (change,) = migration.plan_packages(facts, spec)
+    (change,) = migration.removed_packages(facts, spec)
     assert change.key == "remove nvidia-docker2, nvidia-container-runtime"
     steps = [item.change.key for item in make_plan(facts, spec).changes]
     assert steps.index(change.key) < next(index for index, key in enumerate(steps) if key.startswith("install nvidia"))
@@ -187,20 +188,15 @@ def test_a_docker_that_does_not_run_is_asked_for_where_there_are_traces(bare: Ho
 @pytest.mark.parametrize(
     ("sources", "keyring", "gone"),
     [
-        ("", "/etc/apt/trusted.gpg", True),
-        ("", "/etc/apt/trusted.gpg.d/nvidia.gpg", True),
-        ("", "/usr/share/keyrings/libnvidia-container.gpg", True),
-        ("", "/usr/share/keyrings/site.gpg", False),
+        ("", "/etc/apt/trusted.gpg", True), ("", "/etc/apt/trusted.gpg.d/nvidia.gpg", True),
+        ("", "/usr/share/keyrings/libnvidia-container.gpg", True), ("", "/usr/share/keyrings/site.gpg", False),
         (f"deb {CURRENT}", "/etc/apt/trusted.gpg", False),
         (f"deb [signed-by=/usr/share/keyrings/libnvidia-container.gpg] {CURRENT}", "/etc/apt/trusted.gpg", True),
-        (
-            f"deb [signed-by=/usr/share/keyrings/libnvidia-container.gpg] {CURRENT}",
-            "/usr/share/keyrings/libnvidia-container.gpg",
-            False,
-        ),
+        (f"deb [signed-by=/usr/share/keyrings/libnvidia-container.gpg] {CURRENT}",
+         "/usr/share/keyrings/libnvidia-container.gpg", False),
         (OLD, "/etc/apt/trusted.gpg", True),
     ],
-)
+)  # fmt: skip
 def test_the_key_goes_where_no_source_needs_it(sources: str, keyring: str, gone: bool) -> None:
     files = {"/etc/apt/sources.list.d/x.list": file(sources), keyring: file(key_packet(1))}
     expected = (RemoveFile(keyring, "the key of NVIDIA's retired repositories"),) if gone else ()
@@ -246,10 +242,8 @@ def test_retired_sections_leave_a_repo_file(text: str, left: str | None) -> None
     ("before", "after"),
     [
         ('{"runtimes": {"nvidia": {"path": "/r", "args": []}}}', None),
-        (
-            '{"default-runtime": "old", "runtimes": {"old": {"path": "/x"}, "nvidia": {"path": "/r", "args": []}}}',
-            '{"runtimes": {"nvidia": {"path": "/r", "args": []}}}',
-        ),
+        ('{"default-runtime": "old", "runtimes": {"old": {"path": "/x"}, "nvidia": {"path": "/r", "args": []}}}',
+         '{"runtimes": {"nvidia": {"path": "/r", "args": []}}}'),
         # Edited in place: a name may be duplicated.
         (
             '{"debug": true, "debug": false, "default-runtime": "old", "runtimes": {"old": {"path": "/x"}, '
@@ -257,9 +251,9 @@ def test_retired_sections_leave_a_repo_file(text: str, left: str | None) -> None
             '{"debug": true, "debug": false, "runtimes": {"nvidia": {"path": "/r", "args": []}}}',
         ),
     ],
-)
+)  # fmt: skip
 def test_a_dead_runtime_leaves_daemon_json(before: str, after: str | None) -> None:
-    assert edited(before, "nvidia", "/r", set_default=False, drop=("old",)) == after
+    assert edited(before, RuntimeEntry(path="/r"), drop=("old",)) == after
 
 
 def test_a_control_file_has_the_package_s_fields_and_none_of_dpkgs() -> None:

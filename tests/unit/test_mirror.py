@@ -16,7 +16,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import gather
-from gpuprov.protocol import driver_releases
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
@@ -111,7 +111,7 @@ def test_a_branch_becomes_a_release_with_its_file_and_known_digest(server: Serve
     found = run_files.resolved(System(), spec("550", server.url + slash), "x86_64")
     assert found.driver_version == "550.163.01"
     assert found.driver_url == f"{server.url}/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
-    assert found.driver_sha256 == driver_releases.known_sha256("550.163.01", "x86_64")
+    assert found.driver_sha256 == tables.known_sha256("550.163.01", "x86_64")
     assert run_files.resolved(System(), found, "x86_64") == found
 
 
@@ -136,12 +136,10 @@ def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) 
 @pytest.mark.parametrize(
     ("wanted", "held", "expected"),
     [
-        ("580", "580.95.05", "580.95.05"),
-        ("latest", "550.163.01", "550.163.01"),
-        ("580", "550.163.01", driver_releases.resolved("580")),
-        ("565.77", "550.163.01", "565.77"),
+        ("580", "580.95.05", "580.95.05"), ("latest", "550.163.01", "550.163.01"),
+        ("580", "550.163.01", tables.resolved("580")), ("565.77", "550.163.01", "565.77"),
     ],
-)
+)  # fmt: skip
 def test_with_a_bundle_a_branch_is_the_release_in_it(wanted: str, held: str, expected: str) -> None:
     assert run_files.of_bundle(spec(wanted, "http://mirror.example"), held).driver_version == expected
 

@@ -30,6 +30,10 @@ FLAVOURS = {
     "6.5.0-1014-aws": "aws",
     "6.4.0-150600.23.25-default": "default",
     "5.14.0-427.13.1.el9_4.x86_64": "",
+    "5.14.0-427.13.1.el9_4.aarch64+64k": "64k",
+    "5.14.0-427.13.1.el9_4.x86_64+rt": "rt",
+    "5.14.0-427.13.1.el9_4.aarch64+64k-debug": "64k-debug",
+    "6.1.0-50-arm64-16k": "arm64-16k",
     "6.18.5": "",
 }
 
@@ -99,6 +103,10 @@ def test_modules_that_come_compiled_come_as_a_package() -> None:
     assert module_package(("kmod-nvidia-latest-dkms",), following) == ""
     kmp = "nvidia-open-driver-G06-signed-cuda-kmp-default"
     assert module_package((kmp, "nv-prefer-signed-open-driver"), "6.4.0-150600.23.7-default") == kmp
+    ubuntu = "linux-modules-nvidia-580-server-open-"
+    assert module_package((f"{ubuntu}generic", f"{ubuntu}6.8.0-30-generic"), "6.8.0-31-generic") == (
+        f"{ubuntu}6.8.0-31-generic"
+    )
     for release, said in ((running, True), (following, False)):
         found = InstalledKernel(release, headers=False, module=said)
         reason = fault(found, headers=("kernel-devel",), missing=(), dkms=False, compiled=package)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.driver import nouveau
@@ -62,7 +62,7 @@ def test_undo_gives_back_the_files_and_the_image(host: FakeHost) -> None:
     apply(host, nouveau.plan(source_of(gather(host), spec())))
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
     assert host.tree() == before
 
 
@@ -89,7 +89,7 @@ def test_undo_that_cannot_rebuild_an_image_says_so_but_for_a_change_that_failed(
     (change,) = nouveau.plan(source_of(gather(host), spec()))
     before = change.capture(host)
     told: list[tuple[str, int, int]] = []
-    outcome = change.apply(host, lambda *words: told.append(words))
+    outcome = change.apply(host, lambda *words: told.append(words)) or {}
     assert told == [(f"rebuilding {IMAGE}", 0, 1)]
     assert "blacklist" not in change.diff(host)
     host.initramfs_error = "cpio: write error: No space left on device"
@@ -155,10 +155,7 @@ def test_image_names(name: str) -> None:
 
 
 COMMANDS = {
-    "initrd.img-6.1.0-13-amd64": (
-        ("update-initramfs", "dracut"),
-        ("update-initramfs", "-u", "-k", "6.1.0-13-amd64"),
-    ),
+    "initrd.img-6.1.0-13-amd64": (("update-initramfs", "dracut"), ("update-initramfs", "-u", "-k", "6.1.0-13-amd64")),
     "initrd.img-6.1.0-14-amd64": (
         ("dracut",),
         ("dracut", "--force", "/boot/initrd.img-6.1.0-14-amd64", "6.1.0-14-amd64"),

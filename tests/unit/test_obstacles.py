@@ -11,11 +11,10 @@ import pytest
 
 from gpuprov import toolkit
 from gpuprov.agent.run import run_request
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
-from gpuprov.core.changes import file_diff, text_diff
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
+from gpuprov.core.changes import SetMode, file_diff, text_diff
 from gpuprov.core.journal import new_journal
 from gpuprov.core.lock import other_run
-from gpuprov.core.repairs import SetMode
 from gpuprov.doctor.examine import Cause, diagnose
 from gpuprov.doctor.gather import gather as examine
 from gpuprov.doctor.gather import runs_now
@@ -170,7 +169,7 @@ def test_closed_modes_are_set_and_come_back(host: DoctorHost) -> None:
     assert make_plan(gather(host), SPEC).changes == ()
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, ignore)
+    undo_runs(host, (run,), CHANGE_KINDS, ignore)
     after = host.tree()
     assert [path for path in {*before, *after} if before.get(path) != after.get(path) and "/runs" not in path] == []
 

@@ -14,8 +14,7 @@ from gpuprov.core.places import SOURCES_LIST
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, plan_holds
 from gpuprov.packages.dpkg import gather_packages
 from gpuprov.packages.failures import Advice
-from gpuprov.packages.held import HELD_LIST
-from gpuprov.packages.interface import PackageFacts, pinned
+from gpuprov.packages.interface import HELD_LIST, PackageFacts, pinned
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 
@@ -87,14 +86,6 @@ def test_a_package_that_no_repository_has_gets_its_advice(tmp_path: Path) -> Non
     advice = Advice("linux-headers", "no repository has the headers", "boot the newest kernel")
     with pytest.raises(GpuprovError, match=r"no repository has the headers(.|\n)*boot the newest kernel"):
         InstallPackages(("linux-headers-6.1",), advice=advice).apply(host, lambda *_: None)
-
-
-def test_progress_of_an_installation_is_told(tmp_path: Path) -> None:
-    host = RecordedApt(tmp_path, answer=(0, "Setting up gcc (12) ...\n", ""))
-    host.installs = ("gcc",)
-    told: list[str] = []
-    InstallPackages(("gcc",)).apply(host, lambda message, *_: told.append(message))
-    assert told == ["Setting up gcc (12) ..."]
 
 
 @pytest.mark.parametrize("bundle", [True, False])

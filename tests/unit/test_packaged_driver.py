@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuprov.bundle.manifest import BundlePackage
+from gpuprov.core.places import FOLDER, KEPT_PACKAGES
+from gpuprov.core.retention import prune
+from gpuprov.driver.packaged import keep
 from gpuprov.facts.boot import REBOOT_ASKED
+from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
 from tests.unit.fake_host import FakeHost
@@ -114,3 +120,48 @@ def test_packages_that_are_not_the_drivers_do_not_go_for_it(tmp_path: Path) -> N
     finished, _ = take_550(host)
     assert finished.problems[0].what == "apt would take away pytorch for driver 550"
     assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (OLD, OLD))
+
+
+class BundledHost(PackagedHost):
+    """That machine where only gpuprov's own folder has the former packages."""
+
+    kept = f"{KEPT_PACKAGES}/{OLD}/nvidia-open_{OLD}-1_amd64.deb"
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        by_version = f"nvidia-open={OLD}-1"
+        if "--simulate" in words and by_version in words:
+            return 100, "E: Version not found"
+        return super()._apt_get(tuple(by_version if word == self.kept else word for word in words))
+
+
+def test_packages_that_a_rollback_installs_outlive_those_that_it_undoes(tmp_path: Path) -> None:
+    host = BundledHost(tmp_path / "root")
+    for number, version in enumerate((OLD, NEW)):
+        host.make_directory(f"{KEPT_PACKAGES}/{version}")
+        os.utime(host.path(f"{KEPT_PACKAGES}/{version}"), (number, number))
+    host.write(host.kept, b"")
+    take_550(host)
+    os.utime(host.path(f"{KEPT_PACKAGES}/{OLD}"), (0, 0))
+    assert install(host, command="rollback")[0].exit_code == ExitCode.DONE
+    assert host.installed["nvidia-open"] == f"{OLD}-1"
+    # The next upgrade's.
+    host.make_directory(f"{KEPT_PACKAGES}/580.82.07")
+    prune(host, CHANGE_KINDS)
+    assert host.list_directory(KEPT_PACKAGES) == (OLD, "580.82.07")
+    assert host.list_directory(f"{KEPT_PACKAGES}/{OLD}") == (host.kept.rpartition("/")[2],)
+
+
+def test_kept_packages_lie_in_the_folder_of_the_drivers_version(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    own = {"libnvidia-egl-wayland1": "1:1.1.10-1", "libnvidia-ml1": "580.82.07-1", "nvidia-smi": "580.82.07-1"}
+    own.update(
+        dict.fromkeys(("libnvidia-container1", "libnvidia-container-tools", "nvidia-container-toolkit"), "1.18.0-1")
+    )
+    host.installed.update(own)
+    packages = [BundlePackage(name, version, "amd64", f"repository/{name}.deb") for name, version in own.items()]
+    host.make_directory(f"{FOLDER}/repository")
+    for one in packages:
+        host.write(f"{FOLDER}/{one.file}", b"")
+    keep(host, packages)
+    assert host.list_directory(KEPT_PACKAGES) == ("580.82.07",)
+    assert len(host.list_directory(f"{KEPT_PACKAGES}/580.82.07")) == len(own)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
@@ -19,8 +20,7 @@ from gpuprov.facts.host import gather
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, parse_conffiles, plan_holds
 from gpuprov.packages.dpkg import gather_packages, lock_holder, missing
 from gpuprov.packages.failures import listed_under
-from gpuprov.packages.held import HELD_LIST
-from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.interface import HELD_LIST, PackageFacts
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
 
@@ -64,13 +64,10 @@ def test_a_machine_without_apt_has_no_package_manager(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "lacking"),
     [
-        ((), ()),
-        (("adduser", "libc6=2.36-9+deb12u13"), ()),
-        (("gcc", "adduser", "make", "gcc"), ("gcc", "make")),
-        (("libc6=2.36",), ("libc6=2.36",)),
-        (("docker.io",), ("docker.io",)),
+        ((), ()), (("adduser", "libc6=2.36-9+deb12u13"), ()), (("gcc", "adduser", "make", "gcc"), ("gcc", "make")),
+        (("libc6=2.36",), ("libc6=2.36",)), (("docker.io",), ("docker.io",)),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_named_once_and_in_order(
     tmp_path: Path, names: tuple[str, ...], lacking: tuple[str, ...]
 ) -> None:
@@ -154,39 +151,28 @@ EARLY = (
         ("E: Package 'vim' has no installation candidate", "no repository has such a package", "'vim'"),
         ("E: Version '9' for 'site-gpu-tools' was not found", "no repository has such a package", "Version '9'"),
         (NO_KEY, "a repository is not signed with a key that this host trusts", "NO_PUBKEY 55D8683531720410"),
-        (
-            "E: The repository 'http://example.org/apt ./ Release' is not signed.",
-            "a repository is not signed with a key that this host trusts", "http://example.org/apt",
-        ),
+        ("E: The repository 'http://example.org/apt ./ Release' is not signed.",
+         "a repository is not signed with a key that this host trusts", "http://example.org/apt"),
         (BAD_SIGNATURE, "a repository's signature is wrong", "BADSIG A148C242264A90DC"),
-        (
-            BAD_SIGNATURE.replace("BADSIG", "EXPKEYSIG"),
-            "a repository's key has expired", "EXPKEYSIG A148C242264A90DC",
-        ),
+        (BAD_SIGNATURE.replace("BADSIG", "EXPKEYSIG"), "a repository's key has expired", "EXPKEYSIG A148C242264A90DC"),
         (LOG_IN, "a repository gave something else than its index", "does the network require"),
         (HASH, "a repository delivered a damaged file", "http://example.org/apt/./Packages"),
         (EXPIRED, "this host's clock and a repository's disagree", "1785d"),
         (EARLY, "this host's clock and a repository's disagree", "26703d"),
-        (
-            "E: The repository 'http://example.org/apt ./ Release' does not have a Release file.",
-            "there is no repository at that address", "http://example.org/apt",
-        ),
+        ("E: The repository 'http://example.org/apt ./ Release' does not have a Release file.",
+         "there is no repository at that address", "http://example.org/apt"),
         (GONE, "or the file is gone from it", "site-gpu-tools_1.0_all.deb"),
         (
             "E: Conflicting values set for option Signed-By regarding source http://example.org/apt/ ./: /a.gpg != \n"
             "E: The list of sources could not be read.",
             "two sources name the same repository, with different keys", "http://example.org/apt/",
         ),
-        (
-            "E: Failed to fetch http://no-such-host.invalid/apt/./InRelease  Could not resolve 'no-such-host.invalid'",
-            "a repository's name is not known", "no-such-host.invalid",
-        ),
+        ("E: Failed to fetch http://no-such-host.invalid/apt/./InRelease  Could not resolve 'no-such-host.invalid'",
+         "a repository's name is not known", "no-such-host.invalid"),
         (REFUSED, "a repository can't be reached", "127.0.0.1:9"),
         ("E: You don't have enough free space in /var/cache/apt/archives/.", "the disk is full", "/var/cache/apt"),
-        (
-            "dpkg: error: failed to write status database: No space left on device",
-            "the disk is full", "status database",
-        ),
+        ("dpkg: error: failed to write status database: No space left on device", "the disk is full",
+         "status database"),
         (UNMET, "the packages do not fit together", "unmet dependencies"),
     ],
 )  # fmt: skip
@@ -253,13 +239,14 @@ def test_a_killed_dpkg_is_finished_first(tmp_path: Path, trace: str) -> None:
     assert told == ["finishing what an interrupted dpkg left half done"]
 
 
-def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [RefreshPackageIndex(), InstallPackages(("gcc",))])
+def test_progress_is_told_and_chatter_is_not(tmp_path: Path, change: Change) -> None:
     printed = (
         "Reading package lists...\nGet:1 http://example.org gcc\nUnpacking gcc (12) ...\nSetting up gcc (12) ...\n"
     )
-    host = RecordedApt(tmp_path, answer=(0, printed, ""))
+    host = RecordedApt(tmp_path, ("gcc",), answer=(0, printed, ""))
     told: list[str] = []
-    RefreshPackageIndex().apply(host, lambda message, *_: told.append(message))
+    change.apply(host, lambda message, *_: told.append(message))
     assert told == ["Get:1 http://example.org gcc", "Unpacking gcc (12) ...", "Setting up gcc (12) ..."]
 
 
@@ -422,12 +409,7 @@ HOLDS = PackageFacts("apt", {"a": "1", "b": "1", "c": "1"}, held=frozenset({"a",
 
 @pytest.mark.parametrize(
     ("names", "changes"),
-    [
-        (("a",), ()),
-        (("a", "c"), ()),
-        (("b",), (HoldPackages(("b",), ("a",)),)),
-        ((), (HoldPackages((), ("a",)),)),
-    ],
+    [(("a",), ()), (("a", "c"), ()), (("b",), (HoldPackages(("b",), ("a",)),)), ((), (HoldPackages((), ("a",)),))],
 )
 def test_holds_of_others_are_left_alone(names: tuple[str, ...], changes: tuple[HoldPackages, ...]) -> None:
     assert plan_holds(HOLDS, names) == changes
@@ -464,9 +446,9 @@ def test_undone_holds_leave_marks_and_list_as_they_were(tmp_path: Path, listed: 
     before = host.everything()
     change = HoldPackages(("nvidia-driver", "libc6"), ("docker-ce",))
     captured = change.capture(host)
-    outcome = change.apply(host, lambda message, done, total: None)
+    change.apply(host, lambda message, done, total: None)
     assert host.held == {"nvidia-driver", "libc6"}
     assert (host.read_text(HELD_LIST) or "").split() == ["libc6", "nvidia-driver"]
-    HoldPackages.undo(host, captured, outcome)
+    HoldPackages.undo(host, captured, {})
     assert host.held == {"docker-ce"}
     assert host.everything() == before

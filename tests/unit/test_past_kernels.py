@@ -13,7 +13,7 @@ import pytest
 
 import gpuprov
 from gpuprov.agent.site_tables import for_request, use_tables
-from gpuprov.bundle_create.rpm_sources import rpm_sources
+from gpuprov.bundle_create.recipe import rpm_sources
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.facts.host import HostFacts, gather
@@ -21,8 +21,8 @@ from gpuprov.machine.distros import ROWS, Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.packages.failures import Advice, finish_apt, finish_rpm
 from gpuprov.packages.interface import PackageFacts
+from gpuprov.packages.keys import InstallRpmKey
 from gpuprov.packages.known_repositories import advice, past_releases
-from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
@@ -94,9 +94,7 @@ def test_every_distribution_has_a_next_command() -> None:
     [
         ("rocky", "9", EL9, ["https://dl.rockylinux.org/vault/rocky/9.4/BaseOS/aarch64/os/",
                              "https://dl.rockylinux.org/vault/rocky/9.4/AppStream/aarch64/os/"]),
-        ("almalinux", "8", EL8, []),
-        ("rhel", "9", EL9, []),
-        ("debian", "12", "6.1.0-13-amd64", []),
+        ("almalinux", "8", EL8, []), ("rhel", "9", EL9, []), ("debian", "12", "6.1.0-13-amd64", []),
         # A kernel of somebody else's, ELRepo's say.
         ("rocky", "9", "6.9.8-1.elrepo.x86_64", []),
     ],

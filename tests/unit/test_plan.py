@@ -14,8 +14,8 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.driver import kernel
-from gpuprov.driver.run_files import FetchRunfile
-from gpuprov.driver.way_back import INCOMPLETE_MARK
+from gpuprov.driver.packaged import InstallDriverPackages, InstallDriverRpms
+from gpuprov.driver.run_files import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
@@ -25,12 +25,15 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.apt_changes import InstallPackages
+from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol import driver_releases
+from gpuprov.plan.upgrades import upgrades
+from gpuprov.protocol import tables
+from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH, deployed_files, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -139,7 +142,7 @@ def test_a_kubernetes_distributions_own_containerd_is_left_alone_and_said_so(fac
 
 
 def test_all_problems_are_told_at_once(facts: HostFacts) -> None:
-    bad = replace(facts, gpus=(), driver_packaged="nvidia-driver", free_bytes={"/etc": 0})
+    bad = replace(facts, clock=0, driver_packaged="nvidia-driver", free_bytes={"/etc": 0})
     assert len(preflight(PlanContext(bad, spec()))) == 3
     assert make_plan(bad, spec()).changes == ()
 
@@ -199,6 +202,14 @@ def test_headers_that_are_there_are_not_installed_again(metal: HostFacts) -> Non
     assert planned(ready, spec(), InstallPackages) is None
 
 
+def test_a_kept_driver_that_runs_needs_no_headers_of_its_kernel(metal: HostFacts) -> None:
+    """Nothing is built, and perhaps no repository has them any more; those of kernels to come are another matter."""
+    runs = replace(metal, driver=DriverFacts(library_version=VERSION, kernel_version=VERSION))
+    assert f"linux-headers-{RELEASE}" not in software.wanted(source_of(runs, spec()))
+    not_loaded = replace(metal, driver=DriverFacts(library_version=VERSION))
+    assert f"linux-headers-{RELEASE}" in software.wanted(source_of(not_loaded, spec()))
+
+
 def test_docker_gets_apparmors_parser_where_the_kernel_has_apparmor_on(metal: HostFacts, facts: HostFacts) -> None:
     """Without it docker runs no container at all; a system container's profiles are the container host's."""
     on = replace(metal, kernel=replace(metal.kernel, apparmor=True))
@@ -229,10 +240,7 @@ def test_another_version_is_replaced_and_said_so(facts: HostFacts) -> None:
 
 @pytest.mark.parametrize(
     ("release", "expected"),
-    [
-        ("12", {"docker.io"}),
-        ("13", {"docker.io", "docker-cli", "docker-buildx", "docker-compose"}),
-    ],
+    [("12", {"docker.io"}), ("13", {"docker.io", "docker-cli", "docker-buildx", "docker-compose"})],
 )
 def test_docker_comes_from_the_distribution(facts: HostFacts, release: str, expected: set[str]) -> None:
     bare = PackageFacts("apt", {})
@@ -247,6 +255,25 @@ def test_nvidias_toolkit_brings_its_repository_and_four_packages_of_one_version(
     summaries = [item.change.summary() for item in make_plan(facts, wanted).changes]
     assert any("gpuprov-nvidia-container-toolkit.sources" in line for line in summaries)
     assert any("C95B321B61E88C1809C4F759DDCAE044F796ECB0" in line for line in summaries)
+
+
+def test_another_version_of_nvidias_toolkit_is_an_upgrade(facts: HostFacts) -> None:
+    there = replace(facts, packages=PackageFacts("apt", {**facts.packages.installed, TOOLKIT_PACKAGE: "1.19.0-1"}))
+    (upgrade,) = make_plan(there, spec(toolkit="nvidia", toolkit_version="1.18.0-1")).upgrades
+    assert (upgrade.product, upgrade.installed, upgrade.wanted) == ("toolkit", "1.19.0-1", "1.18.0-1")
+    assert upgrade.sentence.startswith("downgrade: toolkit 1.19.0-1 → 1.18.0-1; stops no container; reboot: no; ")
+    assert make_plan(facts, spec(toolkit="nvidia", toolkit_version="1.18.0-1")).upgrades == ()
+
+
+@pytest.mark.parametrize("rpm", [False, True])
+def test_packages_of_the_driver_that_are_asked_for_are_an_upgrade(facts: HostFacts, rpm: bool) -> None:
+    there = replace(
+        facts, driver=DriverFacts("", "550.163.01"), packages=PackageFacts("apt", {"nvidia-open": "550.163.01-1"})
+    )
+    names = ("site-tools=1.0", "nvidia-open=580.178.04-1")
+    change = InstallDriverRpms(DNF, names) if rpm else InstallDriverPackages(names)
+    (upgrade,) = upgrades(PlanContext(there, spec(driver="preinstalled", driver_version="")), (change,))
+    assert (upgrade.product, upgrade.installed, upgrade.wanted) == ("driver", "550.163.01", "580.178.04")
 
 
 def test_planning_is_pure(facts: HostFacts) -> None:
@@ -326,7 +353,7 @@ def test_a_file_in_the_cache_counts_by_its_digest(metal: HostFacts) -> None:
 
 def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts) -> None:
     wanted = spec(driver_version="580")
-    known = driver_releases.known_sha256(wanted.driver_version, "x86_64")
+    known = tables.known_sha256(wanted.driver_version, "x86_64")
     assert planned(metal, wanted, FetchRunfile).sha256 == known != ""
     # Wherever the file comes from: a release has one file. A file without a known digest needs one given, or https.
     assert planned(metal, spec(driver_version="580", driver_url="http://a.example/x.run"), FetchRunfile).sha256 == known
@@ -366,10 +393,11 @@ def test_a_plan_with_problems_tells_what_it_would_fetch(metal: HostFacts) -> Non
     wanted = spec(driver_url="http://mirror.example/driver.run", driver_sha256="0" * 64, toolkit="nvidia")
     well = make_plan(metal, wanted)
     assert well.problems == () and "http://mirror.example/driver.run" in well.urls
-    ill = make_plan(replace(metal, gpus=()), wanted)
+    ill = make_plan(replace(metal, clock=0), wanted)
     assert ill.problems and ill.changes == ()
     assert set(ill.urls) == set(well.urls)
-    assert make_plan(replace(metal, gpus=()), wanted, ("docker",)).urls == ()
+    assert make_plan(replace(metal, clock=0), wanted, ("docker",)).urls == ()
+    assert make_plan(replace(metal, gpus=()), wanted).urls == ()
     unknown = replace(metal, os=replace(metal.os, id="arch", like=()))
     assert make_plan(unknown, wanted).urls == ()
 

@@ -18,7 +18,7 @@ from gpuprov.machine.machine import has_key_of
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import Offers
-from gpuprov.packages.rpm_changes import InstallRpmPackages
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
@@ -67,7 +67,7 @@ def offered(facts: HostFacts, *packages: str) -> HostFacts:
 
 
 def module_problems(facts: HostFacts, wanted: HostSpec) -> tuple[Problem, ...]:
-    return precompiled.problems(facts, wanted, precompiled.chosen(facts, wanted))
+    return tuple(precompiled.problems(facts, wanted, precompiled.chosen(facts, wanted)))
 
 
 def spec(**values: Any) -> HostSpec:
@@ -95,10 +95,7 @@ def test_the_newest_driver_with_modules_for_this_kernel_is_taken_and_nothing_is_
     others = (kmod("580.200.01", "5.14.0-611.30.1"), kmod("580.99.01", kind="open-"), "kernel-devel 0:5-1.x86_64")
     facts = offered(rhel(metal), kmod("570.211.01"), kmod("580.95.05"), kmod("580.105.08"), *others)
     assert source_of(facts, spec()).plan_preparation() == (EnableStream("580"),)
-    assert source_of(facts, spec()).packages() == (
-        "cuda-drivers=580.105.08",
-        "kmod-nvidia-580.105.08-5.14.0-611.24.1",
-    )
+    assert source_of(facts, spec()).packages() == ("cuda-drivers=580.105.08", "kmod-nvidia-580.105.08-5.14.0-611.24.1")
     assert kernel.packages(source_of(facts, spec())) == ()
     assert source_of(facts, spec(driver_version="570")).plan_preparation() == (EnableStream("570"),)
     assert source_of(facts, spec(driver_version="570")).packages()[0] == "cuda-drivers=570.211.01"

@@ -179,12 +179,7 @@ REASONS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "all of one version": ("550.163.01", "550.163.01", {}, False),
     "libraries were updated": ("535.261.03", "550.163.01", {}, True),
     "not loaded": ("", "550.163.01", {}, False),
-    "about to be installed": (
-        "535.261.03",
-        "535.261.03",
-        {"driver": "runfile", "driver_version": "550.163.01"},
-        False,
-    ),
+    "about to be installed": ("535.261.03", "535.261.03", {"driver": "runfile", "driver_version": "550.163.01"}, False),
 }
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
 from gpuprov.packages.keys import InstallKey
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from gpuprov.repos import apt_repositories
 from tests.apt_host import plan_repositories, problems
+from tests.keys import key_fingerprint, key_packet
 
 URI = "https://apt.example.org/gpu"
 KEY_URL = "https://apt.example.org/gpu/key.asc"
@@ -24,21 +21,8 @@ OTHERS = "/etc/apt/sources.list.d/others"
 WITHDRAWN = "AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80"
 
 
-def gpg(home: Path, *words: str) -> bytes:
-    argv = ("gpg", "--homedir", str(home), "--batch", "--passphrase", "", *words)
-    return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
-    """Two keys: fingerprint → content, in the order of their making."""
-    home = tmp_path_factory.mktemp("gnupg")
-    home.chmod(0o700)
-    for name in ("first", "second"):
-        gpg(home, "--quick-gen-key", f"{name}@example.org", "ed25519", "sign", "never")
-    listed = gpg(home, "--with-colons", "--list-keys").decode()
-    yield {one: gpg(home, "--export", one) for one in re.findall(r"^fpr:+([0-9A-F]{40}):", listed, re.MULTILINE)}
-    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+KEYS = {key_fingerprint(number): key_packet(number) for number in (1, 2)}
+(PINNED, FIRST), (_, SECOND) = KEYS.items()
 
 
 def spec(fingerprint: str, *, uri: str = URI, suite: str = "./", components: str = "") -> HostSpec:
@@ -108,53 +92,29 @@ def test_a_bare_host_gets_the_key_before_the_source() -> None:
     assert isinstance(source, WriteFile) and source.path == SOURCE
 
 
-def test_a_host_that_is_right_is_not_touched(keys: Mapping[str, bytes]) -> None:
-    for fingerprint, key in keys.items():
+def test_a_host_that_is_right_is_not_touched() -> None:
+    for fingerprint, key in KEYS.items():
         assert plan_repositories(settled(fingerprint, key), spec(fingerprint), "x86_64") == ()
 
 
-def test_a_key_that_is_not_exactly_the_pinned_one_is_replaced(keys: Mapping[str, bytes]) -> None:
-    (pinned, key), (_, other) = keys.items()
-    wrong = (
-        fact(other),
-        fact(key + other),
-        fact(other + key),
-        fact(b""),
-        fact(b"<html>"),
-        fact(key[:-1]),
-        fact(key, 0o600),
-    )
-    for found in wrong:
-        changes = plan_repositories({**settled(pinned, key), KEY: found}, spec(pinned), "x86_64")
-        assert changes == (InstallKey(KEY, KEY_URL, pinned),)
-
-
-def test_a_source_that_was_edited_is_written_again(keys: Mapping[str, bytes]) -> None:
-    pinned, key = next(iter(keys.items()))
-    (one,) = apt_repositories(spec(pinned), "x86_64")
-    for found in (fact(str(one) + "Trusted: yes\n"), fact(str(one), 0o600)):
-        changes = plan_repositories({**settled(pinned, key), SOURCE: found}, spec(pinned), "x86_64")
-        assert changes == (WriteFile(SOURCE, str(one).encode()),)
-
-
-DEBIAN = "deb http://mirror.example/debian bookworm main\n"
+WRONG_KEYS = (SECOND, FIRST + SECOND, SECOND + FIRST, b"", b"<html>", FIRST[:-1])
+ONE = str(apt_repositories(spec(PINNED), "x86_64")[0])
 
 
 @pytest.mark.parametrize(
-    ("path", "content"),
+    ("path", "found", "change"),
     [
-        (f"{OTHERS}.list", f"deb {URI} ./\n"),
-        (f"{OTHERS}.list", f"# the site's\n\ndeb [arch=amd64 signed-by=/a.gpg] {URI}/ ./\ndeb-src {URI} ./\n"),
-        (f"{OTHERS}.list", f"  deb\t[ trusted=yes ]\t{URI}\t./\n"),
-        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\n"),
-        (f"{OTHERS}.sources", f"types: deb\nuris:{URI}/\nsuites: ./\n"),
+        *((KEY, fact(key), InstallKey(KEY, KEY_URL, PINNED)) for key in WRONG_KEYS),
+        (KEY, fact(FIRST, 0o600), InstallKey(KEY, KEY_URL, PINNED)),
+        (SOURCE, fact(f"{ONE}Trusted: yes\n"), WriteFile(SOURCE, ONE.encode())),
+        (SOURCE, fact(ONE, 0o600), WriteFile(SOURCE, ONE.encode())),
     ],
 )
-def test_a_second_source_for_the_same_repository_goes(path: str, content: str) -> None:
-    found = {path: fact(content)}
-    assert problems(found, spec("A" * 40), "x86_64") == ()
-    (removed,) = (c for c in plan_repositories(found, spec("A" * 40), "x86_64") if isinstance(c, RemoveFile))
-    assert removed.summary() == f"remove {path} (a second source for {URI})"
+def test_a_file_that_is_not_exactly_right_is_replaced(path: str, found: FileFact, change: Change) -> None:
+    assert plan_repositories({**settled(PINNED, FIRST), path: found}, spec(PINNED), "x86_64") == (change,)
+
+
+DEBIAN = "deb http://mirror.example/debian bookworm main\n"
 
 
 STANZA = "Types: deb\nURIs: http://mirror.example/debian\nSuites: sid\n"
@@ -163,6 +123,11 @@ STANZA = "Types: deb\nURIs: http://mirror.example/debian\nSuites: sid\n"
 @pytest.mark.parametrize(
     ("path", "content", "cleaned"),
     [
+        (f"{OTHERS}.list", f"deb {URI} ./\n", ""),
+        (f"{OTHERS}.list", f"# x\n\ndeb [arch=amd64 signed-by=/a.gpg] {URI}/ ./\ndeb-src {URI} ./\n", ""),
+        (f"{OTHERS}.list", f"  deb\t[ trusted=yes ]\t{URI}\t./\n", ""),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\n", ""),
+        (f"{OTHERS}.sources", f"types: deb\nuris:{URI}/\nsuites: ./\n", ""),
         (f"{OTHERS}.list", f"{DEBIAN}deb {URI} ./\n", f"{DEBIAN}# deb {URI} ./\n"),
         ("/etc/apt/sources.list", f"{DEBIAN}\n\ndeb {URI} ./ # the site's", f"{DEBIAN}\n\n# deb {URI} ./ # the site's"),
         (f"{OTHERS}.sources", f"{STANZA}\nTypes: deb\nURIs: {URI}\nSuites: ./\n",
@@ -171,11 +136,12 @@ STANZA = "Types: deb\nURIs: http://mirror.example/debian\nSuites: sid\n"
          f"# # x\n# Types: deb\n# URIs: {URI}\n# Suites: ./\n# Signed-By:\n#  -----BEGIN\n#  .\n\n{STANZA}"),
     ],
 )  # fmt: skip
-def test_a_second_source_among_others_is_commented_out(path: str, content: str, cleaned: str) -> None:
+def test_a_second_source_goes_and_among_others_is_commented_out(path: str, content: str, cleaned: str) -> None:
     found = {path: fact(content, 0o640)}
     assert problems(found, spec("A" * 40), "x86_64") == ()
     (change,) = (c for c in plan_repositories(found, spec("A" * 40), "x86_64") if getattr(c, "path", "") == path)
-    assert change == WriteFile(path, cleaned.encode(), 0o640)
+    removed = RemoveFile(path, f"a second source for {URI}")
+    assert change == (WriteFile(path, cleaned.encode(), 0o640) if cleaned else removed)
     again = plan_repositories({path: fact(cleaned)}, spec("A" * 40), "x86_64")
     assert not any(getattr(change, "path", "") == path for change in again)
 
@@ -222,8 +188,7 @@ def test_nvidias_retired_repositories_go_with_its_toolkit_or_on_request(uri: str
 @pytest.mark.parametrize(
     ("path", "content"),
     [
-        (f"{OTHERS}.list", f"# deb {URI} ./\n{DEBIAN}"),
-        (f"{OTHERS}.list", f"deb {URI}/other ./\n"),
+        (f"{OTHERS}.list", f"# deb {URI} ./\n{DEBIAN}"), (f"{OTHERS}.list", f"deb {URI}/other ./\n"),
         (f"{OTHERS}.list.save", f"deb {URI} ./\n"),
         (f"{OTHERS}.sources", f"# URIs: {URI}\nTypes: deb\nURIs: http://mirror.example/debian\nSuites: sid\n"),
         # Another suite of the same mirror is another repository, with the distribution's key.
@@ -231,10 +196,9 @@ def test_nvidias_retired_repositories_go_with_its_toolkit_or_on_request(uri: str
         (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: bookworm bookworm-updates\nComponents: main\n"),
         (f"{OTHERS}.sources", f"Enabled: no\nTypes: deb\nURIs: {URI}\nSuites: ./\n"),
         (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\nenabled: No\n"),
-        (f"{OTHERS}.sources", ""),
-        ("/etc/cdi/nvidia.json", f"deb {URI} ./\n"),
+        (f"{OTHERS}.sources", ""), ("/etc/cdi/nvidia.json", f"deb {URI} ./\n"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_active_source_for_it_stays(path: str, content: str) -> None:
     found = {path: fact(content)}
     assert problems(found, spec("A" * 40), "x86_64") == ()
@@ -259,19 +223,14 @@ def test_each_suite_of_a_repository_counts() -> None:
     assert any(isinstance(change, RemoveFile) for change in plan_repositories(found, wanted, "x86_64"))
 
 
-def test_what_is_no_longer_asked_for_goes_and_nothing_else(keys: Mapping[str, bytes]) -> None:
-    pinned, key = next(iter(keys.items()))
+def test_what_is_no_longer_asked_for_goes_and_nothing_else() -> None:
     strangers = {
         "/etc/apt/sources.list": fact(DEBIAN),
         f"{OTHERS}.list": fact("deb http://example.com/x ./\n"),
         "/etc/apt/keyrings/docker.asc": fact("a key"),
     }
-    changes = plan_repositories({**settled(pinned, key), **strangers}, HostSpec(), "x86_64")
-    assert [(change.path, change.reason) for change in changes if isinstance(change, RemoveFile)] == [
-        (KEY, "no longer asked for"),
-        (SOURCE, "no longer asked for"),
-    ]
-    assert len(changes) == 2
+    changes = plan_repositories({**settled(PINNED, FIRST), **strangers}, HostSpec(), "x86_64")
+    assert changes == tuple(RemoveFile(path, "no longer asked for") for path in (KEY, SOURCE))
 
 
 def test_a_withdrawn_key_is_refused() -> None:

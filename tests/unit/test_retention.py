@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core import retention
-from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, undo_runs
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change, WriteFile
 from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Journal, new_journal, pruned_numbers, read_runs
-from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.places import CACHE_DIRECTORY, KEPT_PACKAGES
 from gpuprov.core.retention import JOURNALS, prune
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
@@ -74,10 +75,35 @@ def test_a_thousand_runs_keep_the_newest_and_the_first_state(host: Still, tmp_pa
     assert host.read_text(PRUNED) == "[[2, 900]]"
     last = last_undoable_run(host)
     assert last is not None
-    roll_back(host, last, CHANGE_KINDS, ignore)
+    undo_runs(host, (last,), CHANGE_KINDS, ignore)
     assert (tmp_path / "etc/one").read_text() == "998"
     undo_all(host)
     assert (tmp_path / "etc/one").read_text() == "before gpuprov"
+
+
+@pytest.mark.parametrize(("keep_driver", "left"), [(True, ("2", "3")), (False, ())])
+def test_packages_of_two_drivers_stay(host: Still, keep_driver: bool, left: tuple[str, ...]) -> None:
+    for number in (1, 2, 3):
+        folder = host.path(f"{KEPT_PACKAGES}/{number}")
+        folder.mkdir(parents=True)
+        (folder / "nvidia-open.deb").touch()
+        os.utime(folder, (number, number))
+    prune(host, CHANGE_KINDS, keep_driver=keep_driver)
+    assert host.list_directory(KEPT_PACKAGES) == left
+
+
+@pytest.mark.parametrize(("gigabytes", "left"), [(1, ("2", "3")), (3, ("3",)), (5, ("3",))])
+def test_packages_of_drivers_have_a_bound_in_bytes(host: Still, gigabytes: int, left: tuple[str, ...]) -> None:
+    """The installed driver's stay, whatever their size."""
+    for number in (1, 2, 3):
+        folder = host.path(f"{KEPT_PACKAGES}/{number}")
+        (folder / "below").mkdir(parents=True)
+        for name in ("nvidia-open.deb", "below/libnvidia-ml1.deb"):
+            (folder / name).touch()
+            os.truncate(folder / name, gigabytes << 29)
+        os.utime(folder, (number, number))
+    prune(host, CHANGE_KINDS)
+    assert host.list_directory(KEPT_PACKAGES) == left
 
 
 def test_journals_of_a_large_size_are_fewer(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +205,8 @@ def test_what_was_used_today_stays(host: Still, tmp_path: Path) -> None:
     for number in range(9):
         (cache / f"agent-{number}").mkdir(parents=True)
     (tmp_path / "var/tmp/gpuprov-tmp-abcd_123").mkdir()
+    for place in (*cache.iterdir(), tmp_path / "var/tmp/gpuprov-tmp-abcd_123"):
+        os.utime(place, (time.time(), time.time()))  # the kernel's clock may differ from libfaketime's
     prune(host, CHANGE_KINDS)
     assert len(list(cache.iterdir())) == 9
     assert (tmp_path / "var/tmp/gpuprov-tmp-abcd_123").exists()

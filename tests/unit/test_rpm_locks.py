@@ -11,17 +11,9 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.held import HELD_LIST
+from gpuprov.packages.interface import HELD_LIST, LockFacts
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_locks import (
-    LOCK_TOOLS,
-    HoldRpmPackages,
-    LockFacts,
-    edited,
-    gather_locks,
-    held_names,
-    plan,
-)
+from gpuprov.packages.rpm_locks import LOCK_TOOLS, HoldRpmPackages, edited, gather_locks, held_names, plan
 from gpuprov.packages.zypper import ZYPPER
 
 NAME, EVR = "nvidia-container-toolkit", "0:1.17.8-1"
@@ -72,8 +64,7 @@ def test_a_name_with_dashes_and_a_version_with_an_epoch(tool: str) -> None:
 @pytest.mark.parametrize(
     ("held", "held_here", "wanted", "lacking", "changes"),
     [
-        ((), (), ("a",), ("a",), ["hold a at this version"]),
-        (("a",), ("a",), ("a",), (), []),
+        ((), (), ("a",), ("a",), ["hold a at this version"]), (("a",), ("a",), ("a",), (), []),
         # A newer version is asked for: the hold goes for the installation, and comes back with the new version.
         (("a",), ("a",), ("a",), ("a",), ["no longer hold a", "hold a at this version"]),
         # Somebody else's hold is in the way of the version that is asked for; what is not asked for is left.
@@ -84,7 +75,7 @@ def test_a_name_with_dashes_and_a_version_with_an_epoch(tool: str) -> None:
         # gpuprov_hold_pinned: false.
         (("a",), ("a",), (), ("a",), ["no longer hold a"]),
     ],
-)
+)  # fmt: skip
 def test_when_a_hold_is_taken_off_and_set(
     held: tuple[str, ...], held_here: tuple[str, ...], wanted: tuple[str, ...], lacking: tuple[str, ...],
     changes: list[str],
@@ -153,24 +144,20 @@ def test_a_list_that_was_not_there_is_gone_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("manager", "program", "files", "found"),
     [
-        (DNF, "dnf-3", {}, ("dnf", "")),
-        (DNF, "dnf-3", {"etc/dnf/plugins/versionlock.conf": "[main]\nenabled = 1\n"}, ("dnf", LIST)),
-        (
-            DNF,
-            "dnf-3",
-            {"etc/dnf/plugins/versionlock.conf": "[main]\nlocklist = /srv/locks\n"},
-            ("dnf", "/srv/locks"),
-        ),
-        (DNF, "dnf5", {}, ("dnf5", "/etc/dnf/versionlock.toml")),
-        (ZYPPER, "zypper", {}, ("zypper", "/etc/zypp/locks")),
+        (DNF, "dnf-3", {}, ("dnf", LIST, ("python3-dnf-plugin-versionlock",))),
+        (DNF, "dnf-3", {"etc/dnf/plugins/versionlock.conf": "[main]\nenabled = 1\n"}, ("dnf", LIST, ())),
+        (DNF, "dnf-3", {"etc/dnf/plugins/versionlock.conf": "[main]\nlocklist = /srv/locks\n"},
+         ("dnf", "/srv/locks", ())),
+        (DNF, "dnf5", {}, ("dnf5", "/etc/dnf/versionlock.toml", ())),
+        (ZYPPER, "zypper", {}, ("zypper", "/etc/zypp/locks", ())),
     ],
-)
+)  # fmt: skip
 def test_which_tool_holds_packages_here(
-    tmp_path: Path, manager: RpmManager, program: str, files: dict[str, str], found: tuple[str, str]
+    tmp_path: Path, manager: RpmManager, program: str, files: dict[str, str], found: tuple[str, str, tuple[str, ...]]
 ) -> None:
     host = make_host(tmp_path, **files, **{f"usr/bin/{program}": "#!/bin/sh\n"})
     host.path(f"/usr/bin/{program}").chmod(0o755)
     if program != manager.name:
         host.path(f"/usr/bin/{manager.name}").symlink_to(program)
     facts = gather_locks(host, manager.hold_tool(host))
-    assert (facts.tool, facts.path) == found
+    assert (facts.tool, facts.path, facts.missing_plugin) == found

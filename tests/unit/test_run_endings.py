@@ -10,14 +10,7 @@ from typing import ClassVar
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.core.apply import (
-    Applied,
-    apply_changes,
-    last_undoable_run,
-    resume_run,
-    roll_back,
-    undo_runs,
-)
+from gpuprov.core.apply import Applied, apply_changes, last_undoable_run, resume_run, undo_runs
 from gpuprov.core.changes import Change, Json, NextAction, Tell, WriteFile
 from gpuprov.core.journal import (
     RUNS_DIRECTORY,
@@ -300,7 +293,7 @@ def test_each_change_is_announced_told_of_and_timed(system: Recording) -> None:
     ]
     journal.end("done")
     events.clear()
-    assert roll_back(system, read_runs(system)[0], KINDS, events.append) == 2
+    assert undo_runs(system, (read_runs(system)[0],), KINDS, events.append) == 2
     assert events == [
         ChangeStarted("write /a", "undo: write /a", 1, 2), ChangeDone("write /a", 1.5),
         ChangeStarted("do half of it", "undo: do half of it", 2, 2), ChangeDone("do half of it", 1.5),

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core.apply import last_undoable_run, roll_back
+from gpuprov.core.apply import last_undoable_run, undo_runs
+from gpuprov.core.changes import tell_nobody
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver.running_driver import Unloading, parse_containers, unload
+from gpuprov.driver.running_driver import StartContainers, Unloading, parse_containers, stop_users, unload
 from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.facts.driver import GpuHolder, gather_holders, mapped_devices, parse_cgroup
 from gpuprov.plan.steps import CHANGE_KINDS
@@ -45,6 +46,9 @@ CGROUPS = {
         f"0::/user.slice/user-7.slice/user@7.service/app.slice/docker-{CONTAINER}.scope\n", ("user@7.service", ""),
     ),
     "a user's cgroup with a container's name": (f"0::/user.slice/user-7.slice/docker/{CONTAINER}\n", ("", "")),
+    "a service in an LXC container": ("0::/lxc.payload.c1/system.slice/ssh.service\n", ("", "")),
+    "a service in a machine": ("0::/machine.slice/machine-c1.scope/payload/system.slice/ssh.service\n", ("", "")),
+    "an instance of a template": ("0::/system.slice/system-job.slice/job@7.service/x\n", ("job@7.service", "")),
     "a user in a container": (f"0::/docker/{CONTAINER}/user.slice/user-7.slice\n", ("", CONTAINER)),
     "a name that contains an id": (f"0::/system.slice/x{CONTAINER}y.scope\n", ("", "")),
     "nothing": ("", ("", "")),
@@ -127,6 +131,8 @@ def test_services_are_stopped_modules_unloaded_in_order_and_all_started_again(ho
     assert host.units == {PERSISTENCED, DCGM}
     assert not host.exists(STOPPED)
     (planned,) = [event for event in events if isinstance(event, Planned)]
+    (upgrade,) = planned.upgrades
+    assert (upgrade.installed, upgrade.wanted, upgrade.stops, upgrade.reboot) == (OLD, NEW, (DCGM, PERSISTENCED), "no")
     (change,) = planned.changes
     assert change.summary.endswith(f"instead of {OLD}; stopped meanwhile: {DCGM}, {PERSISTENCED}")
     assert change.diff.splitlines() == [
@@ -165,6 +171,7 @@ def test_a_container_is_stopped_with_consent_alone_and_runs_again(host: LoadedHo
     finished, events = install(host, steps=(), stop_containers=True)
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert ("docker", "stop", "train") in host.commands
+    assert [event.upgrades[0].stops[0] for event in events if isinstance(event, Planned)] == ["train"]
     assert host.running == {"train"}
     assert loaded(host) == (NEW, NEW)
     # What it is given at its start stands in the CDI specification: that comes first.
@@ -254,8 +261,10 @@ def test_with_leave_it_is_left_to_the_reboot(host: LoadedHost, reason: str) -> N
         host.kernel_holds = True
     else:
         host.process(950, "python3 train.py", "/user.slice/user-0.slice/session-3.scope")
-    finished, _ = install(host, reboot="if-needed")
+    finished, events = install(host, reboot="if-needed")
     assert (finished.exit_code, finished.left_boot) == (ExitCode.REBOOT_NEEDED, "boot-1"), finished.problems
+    foreseen = [event.upgrades[0].reboot for event in events if isinstance(event, Planned)]
+    assert foreseen == ["if-in-use" if host.kernel_holds else "yes"]
     assert loaded(host) == (OLD, NEW)
     assert host.units == {PERSISTENCED, DCGM}
     host.load(NEW)
@@ -300,6 +309,14 @@ def test_a_run_that_was_killed_is_taken_up_and_starts_what_it_had_stopped(host: 
     assert loaded(host) == (NEW, NEW)
 
 
+def test_units_that_a_killed_repair_has_stopped_start_with_its_containers(host: LoadedHost) -> None:
+    host.container("job", 900)
+    stop_users(host, Unloading(units=(DCGM,), containers=("job",)), tell_nobody)
+    assert (host.running, DCGM in host.units) == (set(), False)
+    StartContainers(("job",)).apply(host, tell_nobody)
+    assert (host.running, DCGM in host.units, host.exists(STOPPED)) == ({"job"}, True, False)
+
+
 def test_a_driver_installed_by_others_is_loaded_without_a_reboot(host: LoadedHost) -> None:
     host._lay(NEW)
     finished, _ = install(host)
@@ -323,6 +340,6 @@ def test_a_roll_back_takes_the_driver_out_of_the_kernel_if_nobody_uses_it(host: 
     host.kernel_holds = in_use
     run = last_undoable_run(host)
     assert run is not None
-    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
     assert host.units == {PERSISTENCED, DCGM}
     assert loaded(host) == (NEW if in_use else "", "")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.agent.probe import PROBE, parse_probe
+from gpuprov.agent.probe import PROBE, claim_in, local_machine, machine_of, parse_probe
 from gpuprov.agent.result import HostResult
-from gpuprov.agent.same_machine import claim_in, local_machine, machine_of
 from gpuprov.core.system import System
 from gpuprov.fleet.grouping import spreads
 from gpuprov.fleet.report import last_line
@@ -75,4 +74,4 @@ def test_machines_are_counted_once() -> None:
     ]
     assert last_line("verify", results, check=False, next_command="").endswith("containers see 8 + 8 GPUs")
     assert "2 changes" in last_line("install", results, check=True, next_command="")
-    assert {spread.count for spread in spreads(results)} == {2}
+    assert {len(versions[0][1]) for _, versions in spreads(results)} == {2}

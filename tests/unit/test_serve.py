@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.boot import serve_main
-from gpuprov.boot.serve_answers import Answers
+from gpuprov.boot import serve as server
+from gpuprov.boot.serve import Answers
 from gpuprov.engines.plain_flags import Device, Mount, PlainFlags
 from gpuprov.protocol.errors import GpuprovError
 
@@ -51,15 +51,15 @@ ANSWERS = Answers(lambda: REPORT, flags)
 
 
 def start(*sockets: socket.socket) -> None:
-    servers = [serve_main.Server(one, ANSWERS) for one in sockets]
-    threading.Thread(target=serve_main.run, args=(servers,), daemon=True).start()
+    servers = [server.Server(one, ANSWERS) for one in sockets]
+    threading.Thread(target=server.run, args=(servers,), daemon=True).start()
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
     """A server on a port of its own; the Host header must still name the real one, or none."""
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    (listening,) = serve_main.own_sockets(("127.0.0.1", 0))
+    (listening,) = server.own_sockets(("127.0.0.1", 0))
     start(listening)
     return int(listening.getsockname()[1])
 
@@ -173,7 +173,7 @@ def test_requests_that_are_none_or_too_large(port: int, request_: bytes, status:
 
 
 def test_a_client_that_sends_nothing_is_disconnected(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_main.Handler, "timeout", 0.1)
+    monkeypatch.setattr(server.Handler, "timeout", 0.1)
     assert raw(port, b"GET /docker/cli HTTP/1.1\r\n") == b""
 
 
@@ -182,9 +182,9 @@ REQUEST = b"GET /docker/cli HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.mark.parametrize("sent", [b"", b"GET", REQUEST], ids=["silent", "half a request", "after the answer"])
 def test_idle_clients_shut_nobody_out(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_main.Handler, "timeout", _SECONDS)
+    monkeypatch.setattr(server.Handler, "timeout", _SECONDS)
     idle = []
-    for _ in range(3 * serve_main.MOST_AT_ONCE):
+    for _ in range(3 * server.MOST_AT_ONCE):
         idle.append(socket.create_connection(("127.0.0.1", port), timeout=_SECONDS))
         idle[-1].sendall(sent)
         if sent == REQUEST:
@@ -195,8 +195,8 @@ def test_idle_clients_shut_nobody_out(port: int, sent: bytes, monkeypatch: pytes
 
 
 def test_a_request_waits_while_the_server_works_on_all_it_may(port: int) -> None:
-    begun = threading.Barrier(serve_main.MOST_AT_ONCE + 1)
-    with concurrent.futures.ThreadPoolExecutor(serve_main.MOST_AT_ONCE + 1) as pool:
+    begun = threading.Barrier(server.MOST_AT_ONCE + 1)
+    with concurrent.futures.ThreadPoolExecutor(server.MOST_AT_ONCE + 1) as pool:
         BLOCKED.clear()
         BEGUN.append(begun)
         answers = [pool.submit(raw, port, REQUEST.replace(b"cli", b"cli?dev=6")) for _ in range(begun.parties - 1)]
@@ -215,11 +215,11 @@ def test_the_unix_socket_is_roots_and_the_other_ones_clients_take_no_place_of_it
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:  # of a server that was killed
         dead.bind(str(path))
-    sockets = serve_main.own_sockets(("127.0.0.1", 0), str(path))
+    sockets = server.own_sockets(("127.0.0.1", 0), str(path))
     status = path.stat()
     assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, 0)
     start(*sockets)
-    idle = [socket.create_connection(sockets[0].getsockname()) for _ in range(serve_main.MOST_AT_ONCE)]
+    idle = [socket.create_connection(sockets[0].getsockname()) for _ in range(server.MOST_AT_ONCE)]
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         client.sendall(REQUEST)
@@ -230,7 +230,7 @@ def test_the_unix_socket_is_roots_and_the_other_ones_clients_take_no_place_of_it
 
 def test_a_port_in_use_is_a_sentence(port: int) -> None:
     with pytest.raises(GpuprovError, match=f"127.0.0.1:{port} can't be used"):
-        serve_main.own_sockets(("127.0.0.1", port))
+        server.own_sockets(("127.0.0.1", port))
 
 
 def test_a_request_has_a_bound(port: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import FileFact
 from gpuprov.core.commands import TIMED_OUT, Completed
-from gpuprov.packages.dns import dns_problem
+from gpuprov.packages.sources import dns_problem
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeStarted, Event, Finished
 from gpuprov.protocol.request import Request

@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import stat
+import struct
 from pathlib import Path
 
 import pytest
 
 from gpuprov.core.commands import NOT_FOUND, TIMED_OUT
-from gpuprov.core.disk import temporary_name
-from gpuprov.core.files import NotRegularError
+from gpuprov.core.files import NotRegularError, temporary_name
 from gpuprov.core.system import System, sha256_of
 from tests.clock import clock_of, has_ended
 
@@ -32,6 +32,41 @@ def test_write_keeps_owner_and_leaves_no_temporary_file(system: System, tmp_path
     assert target.read_bytes() == b"new"
     assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (12, 34, 0o640)
     assert [entry.name for entry in tmp_path.iterdir()] == ["daemon.json"]
+
+
+def test_write_keeps_acl_and_user_attributes(system: System, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    entries = ((1, 6, -1), (2, 4, 65534), (4, 4, -1), (16, 4, -1), (32, 0, -1))
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(file, "user.team", b"storage")
+    os.setxattr(file, "system.posix_acl_access", acl)
+    system.write("/file", b"new", mode=0o640)
+    assert os.getxattr(file, "user.team") == b"storage"
+    assert os.getxattr(file, "system.posix_acl_access") == acl
+    # A closed mode closes the file to the others whom an ACL names, too: its mask is empty.
+    system.write("/file", b"secret", mode=0o600)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_write_keeps_the_other_attributes_if_one_is_refused(
+    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    names = ("user.a", "user.b", "user.c")
+    for name in names:
+        os.setxattr(file, name, b"x")
+    refused, set_attribute = os.listxattr(file)[0], os.setxattr
+
+    def set_but_one(place: int, name: str, value: bytes) -> None:
+        if name == refused:
+            raise PermissionError(1, "Operation not permitted")
+        set_attribute(place, name, value)
+
+    monkeypatch.setattr(os, "setxattr", set_but_one)
+    system.write("/file", b"new")
+    assert set(os.listxattr(file)) == {*names} - {refused}
 
 
 def test_write_through_a_link_keeps_the_link(system: System, tmp_path: Path) -> None:
@@ -141,12 +176,14 @@ def test_run_shows_lines_as_they_come() -> None:
     assert sorted(lines) == ["one", "two"]
 
 
-@pytest.fixture(params=["fifo", "link to a fifo", "directory", "socket", "sparse", "missing"])
+@pytest.fixture(params=["fifo", "link to a fifo", "directory", "socket", "sparse", "link loop", "missing"])
 def no_file(request: pytest.FixtureRequest, system: System, tmp_path: Path) -> str:
     """Something that another user may put where root looks; return its path."""
     place = tmp_path / "x"
     if request.param == "directory":
         place.mkdir()
+    elif request.param == "link loop":
+        place.symlink_to("x")
     elif request.param == "socket":
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(str(place))
@@ -194,6 +231,7 @@ def test_a_foreign_file_is_small_and_no_link(system: System, tmp_path: Path) -> 
     assert system.read_foreign("/small", 10) == ""
     assert system.read_foreign("/link", 64) == ""
     assert system.read_foreign("/loop", 64) == ""
+    assert system.list_directory("/loop") == ()
 
 
 def test_a_folder_that_is_a_link_to_nothing_prevents_a_write(tmp_path: Path) -> None:

@@ -95,3 +95,7 @@ def test_an_errors_lines_are_its_own(capsys: pytest.CaptureFixture[str]) -> None
         "  seen:",
         "  next:",
     ]
+
+
+def test_blank_evidence_has_no_line() -> None:
+    assert str(Problem("what", "\n", "next")) == "what\n  next: next"

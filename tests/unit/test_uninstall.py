@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.boot.unit_texts import NODES_TEXT, REFRESH_TEXT
+from gpuprov.boot.prepare import content_of
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, read_runs
+from gpuprov.engines.containers import stop_command
 from gpuprov.facts.boot import NODES, REFRESH, UNITS
 from gpuprov.facts.host import gather
 from gpuprov.facts.interpreter import MISSING
@@ -34,11 +35,15 @@ DRIVER = "root/driver.run"
 LINKS = {"195:0": "../nvidia0", "195:255": "../nvidiactl", "4:1": "../tty1"}
 
 
+def with_runfile(host: FakeHost) -> FakeHost:
+    (host.root / "root").mkdir(exist_ok=True)
+    write_runfile(host.root / DRIVER)
+    return host
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> FakeHost:
-    made = FakeHost(tmp_path)
-    (tmp_path / "root").mkdir()
-    write_runfile(tmp_path / DRIVER)
+    made = with_runfile(FakeHost(tmp_path))
     (tmp_path / "etc/docker/daemon.json").write_text('{\n  "log-driver": "journald"\n}\n')
     made.run(("systemctl", "reload", "docker.service"))
     return made
@@ -56,6 +61,11 @@ def carry_out(host: FakeHost, command: str, spec: HostSpec = SPEC, *, check: boo
 def finished(events: Sequence[Event]) -> Finished:
     assert isinstance(events[-1], Finished)
     return events[-1]
+
+
+def plan_of(events: Sequence[Event]) -> Planned:
+    (plan,) = (event for event in events if isinstance(event, Planned))
+    return plan
 
 
 def done(events: Sequence[Event]) -> Finished:
@@ -156,8 +166,10 @@ _BEFORE_THE_RECORD = {
     LAUNCHER_PATH: "#!/bin/sh\nexec /usr/bin/python3 -I -S -E -B -c 'import gc, sys\n' \"$@\"\n",
     HOOK_PATH: "#!/usr/bin/python3 -ISEB\nfrom runtime_hook.hook_main import main\n",
     NVIDIA_HOOK_PATH: "#!/usr/bin/python3 -ISEB\nfrom runtime_hook.hook_main import main\n",
-    f"{UNITS}/{NODES}": NODES_TEXT.format(python="/usr/bin/python3"),
-    f"{UNITS}/{REFRESH}": REFRESH_TEXT.format(python="/usr/bin/python3"),
+    **{
+        f"{UNITS}/{name}": content_of(f"{UNITS}/{name}", python="/usr/bin/python3").decode()
+        for name in (NODES, REFRESH)
+    },
 }
 
 
@@ -204,30 +216,20 @@ def test_a_second_uninstall_does_nothing_and_an_installation_starts_afresh(host:
     assert [run.path.rpartition("/")[2] for run in read_runs(host)] == ["0001.jsonl"]
 
 
-def test_check_tells_what_would_be_done_and_changes_nothing(host: FakeHost) -> None:
+@pytest.mark.parametrize(("command", "sign"), [("uninstall", ""), ("rollback", "-")])
+def test_check_tells_what_would_be_undone_and_changes_nothing(host: FakeHost, command: str, sign: str) -> None:
     install_in_two_runs(host)
     before, journals = host.state(), read_runs(host)
-    foreseen = carry_out(host, "uninstall", check=True)
+    foreseen = carry_out(host, command, check=True)
     assert (host.state(), read_runs(host)) == (before, journals)
-    (plan,) = (event for event in foreseen if isinstance(event, Planned))
-    assert '"default-runtime": "nvidia"' in "\n".join(change.diff for change in plan.changes)
-    events = carry_out(host, "uninstall")
-    (again,) = (event for event in events if isinstance(event, Planned))
-    assert [change.key for change in again.changes] == [change.key for change in plan.changes]
-    assert done(events).changed == done(foreseen).changed == len(plan.changes)
-
-
-def test_rollback_check_tells_what_would_be_undone_and_changes_nothing(host: FakeHost) -> None:
-    install_in_two_runs(host)
-    before, journals = host.state(), read_runs(host)
-    foreseen = carry_out(host, "rollback", check=True)
-    assert (host.state(), read_runs(host)) == (before, journals)
-    (plan,) = (event for event in foreseen if isinstance(event, Planned))
-    assert {change.step for change in plan.changes} == {"rollback"}
-    assert '-  "default-runtime": "nvidia"' in "\n".join(change.diff for change in plan.changes)
-    events = carry_out(host, "rollback")
+    plan = plan_of(foreseen)
+    assert {change.step for change in plan.changes} == {command}
+    assert f'{sign}  "default-runtime": "nvidia"' in "\n".join(change.diff for change in plan.changes)
+    events = carry_out(host, command)
     undone = [event.key for event in events if isinstance(event, ChangeStarted)]
-    assert undone == [change.key for change in plan.changes]
+    assert undone == [change.key for change in plan.changes if change.summary.startswith("undo: ")]
+    if command == "uninstall":
+        assert [change.key for change in plan_of(events).changes] == [change.key for change in plan.changes]
     assert done(events).changed == done(foreseen).changed == len(plan.changes)
 
 
@@ -278,7 +280,7 @@ def test_a_rolled_back_run_is_not_undone_again(host: FakeHost) -> None:
     install_in_two_runs(host)
     done(carry_out(host, "rollback"))
     kept = len(read_runs(host)[0].undoable)
-    (plan,) = (event for event in carry_out(host, "uninstall", check=True) if isinstance(event, Planned))
+    plan = plan_of(carry_out(host, "uninstall", check=True))
     assert len([change for change in plan.changes if change.summary.startswith("undo: ")]) == kept
 
 
@@ -287,14 +289,14 @@ def warnings(events: Sequence[Event]) -> list[str]:
 
 
 def test_what_does_not_come_back_is_told_before_anything_is_done(host: FakeHost) -> None:
-    simgpu.install_tree(host.root, version="535.261.03")
+    simgpu.install_tree(host.root, version="535.999.01")
     done(carry_out(host, "install"))
     daemon = host.root / "etc/docker/daemon.json"
     daemon.write_text(json.dumps({**json.loads(daemon.read_text()), "debug": True}))
     events = carry_out(host, "uninstall")
     first = next(number for number, event in enumerate(events) if isinstance(event, ChangeStarted))
     told = warnings(events[:first])
-    assert any("driver 535.261.03 can't be restored" in line for line in told)
+    assert any("driver 535.999.01 can't be restored" in line for line in told)
     assert "/etc/docker/daemon.json was changed after gpuprov wrote it; that change goes too" in told
 
 
@@ -324,9 +326,7 @@ class WithContainer(FakeHost):
 
 
 def test_a_container_that_still_runs_keeps_its_runtime(tmp_path: Path) -> None:
-    host = WithContainer(tmp_path)
-    (tmp_path / "root").mkdir()
-    write_runfile(tmp_path / DRIVER)
+    host = with_runfile(WithContainer(tmp_path))
     done(carry_out(host, "install"))
     before = host.state()
     problem, restarted = finished(carry_out(host, "uninstall")).problems
@@ -337,12 +337,23 @@ def test_a_container_that_still_runs_keeps_its_runtime(tmp_path: Path) -> None:
     assert host.state() == before
 
 
+def test_a_task_of_swarm_is_ended_by_its_service() -> None:
+    task, of_node = f"trainer.1.{'k2h' * 8}1", f"exporter.{'5ay' * 8}2.{'uvc' * 8}3"
+    assert stop_command(["web", task]) == "docker stop web and docker service scale trainer=0"
+    assert stop_command([task]) == "docker service scale trainer=0"
+    # A global service has no scale.
+    drain = f"docker node update --availability drain {'5ay' * 8}2"
+    assert stop_command([of_node]) == drain
+    assert stop_command(["web", task, of_node]) == f"docker stop web and {drain}"
+    assert stop_command(["a.1.b"], "podman") == "podman stop a.1.b"
+
+
 # What is spoilt, how it is told, and the next command; in all of them `uninstall` and `rollback` change nothing.
 OBSTACLES = {
     "chattr +i {}/var/lib/gpuprov/runs/*": ("immutable (chattr +i)", "chattr -i "),
     "chattr +i {}/etc/docker/daemon.json": ("immutable (chattr +i)", "chattr -i "),
     "mount --bind {0}/etc {0}/etc; mount -o remount,bind,ro {0}/etc": ("etc is mounted read-only", "remount,rw "),
-    "touch {0}/run/gpuprov.lock; cd {0}/..; seq 90000 | xargs touch 2>&- || :": ("inodes left", "df -i "),
+    "touch {0}/run/gpuprov.lock; cd {0}/..; seq 5000 | xargs touch 2>&- || :": ("inodes left", "df -i "),
     "cp {0}/etc/docker/daemon.json {0}/root/j; mount --bind {0}/root/j {0}/etc/docker/daemon.json": (
         "daemon.json is a mount point",
         "umount ",
@@ -357,14 +368,14 @@ def test_what_prevents_a_command_is_known_before_its_first_change(tmp_path: Path
     """Files are on a file system of their own: not each one below /tmp knows chattr(1)."""
     image = tmp_path / "image"
     script = (
-        'truncate -s 300M "$1"; mkfs.ext4 -q "$1"; mkdir "$2"; mount -o loop "$1" "$2"; mkdir "$2/host" "$2/host/root"'
+        'truncate -s 300M "$1"; mkfs.ext4 -q -N 4000 "$1"; mkdir "$2"; '
+        'mount -o loop "$1" "$2"; mkdir "$2/host" "$2/host/root" # few inodes, to use them up'
     )
     place = tmp_path / "disk"
     subprocess.run(("sh", "-ec", script, "sh", image, place), check=True)
     try:
         root = place / "host"
-        host = FakeHost(root)
-        write_runfile(root / DRIVER)
+        host = with_runfile(FakeHost(root))
         if command != "install":
             done(carry_out(host, "install"))
         elif "runs" in spoil:
@@ -413,14 +424,13 @@ class WithStopped(FakeHost):
         return super()._docker(words)
 
 
-def test_stopped_containers_with_gpus_are_named_before_anything_is_done(tmp_path: Path) -> None:
-    host = WithStopped(tmp_path)
-    (tmp_path / "root").mkdir()
-    write_runfile(tmp_path / DRIVER)
+@pytest.mark.parametrize("command", ["rollback", "uninstall"])
+def test_stopped_containers_with_gpus_are_named_before_anything_is_done(tmp_path: Path, command: str) -> None:
+    host = with_runfile(WithStopped(tmp_path))
     done(carry_out(host, "install"))
     told = ["stopped containers with GPUs can't start again without gpuprov: nightly, weekly (docker)"]
-    assert warnings(carry_out(host, "rollback", check=True)) == told
-    assert warnings(carry_out(host, "uninstall")) == told
+    assert warnings(carry_out(host, command, check=True)) == told
+    assert warnings(carry_out(host, command)) == told
 
 
 class Meddled(FakeHost):
@@ -434,9 +444,7 @@ class Meddled(FakeHost):
 
 
 def test_a_file_that_is_not_as_before_is_named(tmp_path: Path) -> None:
-    host = Meddled(tmp_path)
-    (tmp_path / "root").mkdir()
-    write_runfile(tmp_path / DRIVER)
+    host = with_runfile(Meddled(tmp_path))
     done(carry_out(host, "install"))
     (problem,) = finished(carry_out(host, "uninstall")).problems
     assert problem.evidence == "/etc/cdi/nvidia.json: it was not there before"

@@ -18,8 +18,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.checks import cuda_checks
-from gpuprov.checks.containers import EngineTest, ended
-from gpuprov.checks.engines import PODMAN
+from gpuprov.checks.engines import PODMAN, EngineTest, ended
 from gpuprov.checks.outcome import Checks
 from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import Completed
@@ -289,24 +288,18 @@ def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
 @pytest.mark.parametrize(
     ("key", "answer", "failed", "reason"),
     [
-        (
-            "all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "docker, all GPUs",
-            f"GPU 0 UUID: host {gpu(0).uuid}, container {gpu(5).uuid}",
-        ),
+        ("all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "docker, all GPUs",
+         f"GPU 0 UUID: host {gpu(0).uuid}, container {gpu(5).uuid}"),
         ("all", (0, only(REPORT, 0), ""), "docker, all GPUs", "GPU count: host 2, container 1"),
         ("all", (0, "<html/>", ""), "docker, all GPUs", "driver: host 550.163.01, container (none)"),
         ("all", (0, LAUGHS, ""), "docker, all GPUs", "is no report"),
-        (
-            "all", (125, "", "docker: Error response\ngpuprov: there is no GPU 7\nSee 'docker run --help'."),
-            "docker, all GPUs", "the container exited 125: gpuprov: there is no GPU 7",
-        ),
+        ("all", (125, "", "docker: Error response\ngpuprov: there is no GPU 7\nSee 'docker run --help'."),
+         "docker, all GPUs", "the container exited 125: gpuprov: there is no GPU 7"),
         ("all", (1, "", ""), "docker, all GPUs", "the container exited 1: (silent)"),
         (gpu(1).uuid, (0, REPORT, ""), "docker, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
         (gpu(1).uuid, (0, "<x/>", ""), "docker, one GPU", "the container sees none"),
-        (
-            "none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "docker, no GPU",
-            "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl",
-        ),
+        ("none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "docker, no GPU",
+         "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl"),
         ("void", (0, "/usr/bin/nvidia-smi\n", ""), "docker, no GPU", "got /usr/bin/nvidia-smi"),
         ("void", (127, "", "sh: not found"), "docker, no GPU", "exited 127: sh: not found"),
     ],
@@ -368,22 +361,14 @@ def test_a_specification_with_what_only_nvml_knows_is_right_while_nvml_is_silent
     [
         ({"ServerVersion": "20.10.24+dfsg1", "CDISpecDirs": None}, None, None, ""),
         ({"ServerVersion": "26.1.5"}, {"features": {"cdi": True}}, "ok", ""),
-        (
-            {"ServerVersion": "26.1.5", "CDISpecDirs": []}, {"features": {"cdi": True}}, "failed",
-            "docker has not been restarted since features.cdi was set; systemctl restart docker",
-        ),
-        (
-            {"ServerVersion": "26.1.5", "CDISpecDirs": []}, None, "failed",
-            "features.cdi is not set in /etc/docker/daemon.json, which docker 26.1.5 needs; run gpuprov install",
-        ),
-        (
-            {"ServerVersion": "26.1.5", "CDISpecDirs": [], "ContainersRunning": 1}, {"features": {"cdi": True}},
-            "skipped", "docker has not been restarted since features.cdi was set: trainer would stop",
-        ),
-        (
-            {"ServerVersion": "29.0.0", "CDISpecDirs": []}, {"features": {"cdi": False}}, "skipped",
-            "features.cdi is false in /etc/docker/daemon.json",
-        ),
+        ({"ServerVersion": "26.1.5", "CDISpecDirs": []}, {"features": {"cdi": True}}, "failed",
+         "docker has not been restarted since features.cdi was set; systemctl restart docker"),
+        ({"ServerVersion": "26.1.5", "CDISpecDirs": []}, None, "failed",
+         "features.cdi is not set in /etc/docker/daemon.json, which docker 26.1.5 needs; run gpuprov install"),
+        ({"ServerVersion": "26.1.5", "CDISpecDirs": [], "ContainersRunning": 1}, {"features": {"cdi": True}}, "skipped",
+         "docker has not been restarted since features.cdi was set: trainer would stop"),
+        ({"ServerVersion": "29.0.0", "CDISpecDirs": []}, {"features": {"cdi": False}}, "skipped",
+         "features.cdi is false in /etc/docker/daemon.json"),
     ],
 )  # fmt: skip
 def test_docker_gives_devices_by_cdi_where_it_can(
@@ -478,20 +463,14 @@ def test_a_docker_that_is_to_be_left_alone_is_named(host: RecordedHost) -> None:
 
 # podman's exit code and last words → the hint; it takes 126 and 127 from its runtime, too.
 ENDED = [
-    (
-        126,
-        "Error: crun: open `/proc/self/oom_score_adj`: Permission denied: OCI permission denied",
-        "OCI runtime starts",
-    ),
+    (126, "Error: crun: open `/proc/self/oom_score_adj`: Permission denied: OCI permission denied",
+     "OCI runtime starts"),
     (126, "Error: crun: executable file `nvidia-smi` is not executable: OCI permission denied", "give another image"),
     (126, "sh: nvidia-smi: Permission denied", "give another image"),
-    (
-        127,
-        "Error: runc: runc create failed: unable to start container process: error during init",
-        "OCI runtime starts",
-    ),
+    (127, "Error: runc: runc create failed: unable to start container process: error during init",
+     "OCI runtime starts"),
     (127, "Error: crun: executable file `nvidia-smi` not found in $PATH: No such file", "the container did not get it"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "said", "hint"), ENDED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,9 +198,21 @@ def test_a_bundles_host_is_not_asked_for_what_only_the_bundle_has(
     monkeypatch.setattr(watch, "run_request", run)
     watch.watch(host)
     assert "watch" in asked[0].steps and not {"packages", "repositories", "images"} & set(asked[0].steps)
-    assert [request.command for request in asked] == ["install", "verify"]
+    assert [request.command for request in asked] == ["install", "verify", "health"]
     assert asked[0].check
 
 
 def test_delays_spread_each_schedule() -> None:
     assert set(boot_watch._DELAYS) == {"hourly", "daily", "weekly"}
+
+
+def test_the_metrics_have_the_worst_of_plan_proof_and_health(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(host, DAILY)
+    codes = {"install": 3, "verify": 0, "health": 7}
+
+    def run(request: Request, sink: Any, *_: Any) -> None:
+        sink(Finished(codes[request.command]))
+
+    monkeypatch.setattr(watch, "run_request", run)
+    watch.watch(host)
+    assert re.search(r"gpuprov_host_exit_code\{.*\} 7", host.read_text(METRICS) or "")

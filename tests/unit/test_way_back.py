@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import functools
 import hashlib
 import http.server
@@ -10,18 +11,22 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.cdi.discover import discover
-from gpuprov.core.journal import read_runs
+from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, read_runs
 from gpuprov.core.places import KEPT
-from gpuprov.driver.way_back import INCOMPLETE_MARK, RECORD
+from gpuprov.driver.installer import Installation
+from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, sentence
 from gpuprov.driver_run import InstallDriver
 from gpuprov.facts.boot import REBOOT_ASKED
+from gpuprov.fleet.rolling import install_or_roll_back
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Event, Finished, Note
+from gpuprov.protocol.events import Event, Finished, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
@@ -40,6 +45,7 @@ class Site:
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
+        self.releases: dict[str, Any] = {}
         for version in (OLD, NEW):
             write_runfile(folder / f"{version}.run", version)
         (folder / "root").mkdir()
@@ -50,9 +56,10 @@ class Site:
         self.outside(version)
         url = url or f"{self.url}/{version}.run"
         digest = self.host.sha256(url) if url.startswith("/") else _sha256(self.folder / f"{version}.run")
-        spec = parse_spec({"driver_version": version, "driver_url": url, "driver_sha256": digest, "keep_driver": keep})
-        events: list[Event] = []
-        code = run_request(Request(command, spec_to_json(spec), check=check), events.append, self.host)
+        values = {"driver_version": version, "driver_url": url, "driver_sha256": digest, "keep_driver": keep}
+        spec, events = parse_spec({**values, "driver_mirror": f"{self.url}/mirror"}), list[Event]()
+        sent = {tables.RELEASES: self.releases} if self.releases else {}
+        code = run_request(Request(command, spec_to_json(spec), check=check, tables=sent), events.append, self.host)
         ended = events[-1]
         assert isinstance(ended, Finished)
         assert code == ExitCode.DONE, ended.problems
@@ -78,6 +85,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield Site(tmp_path, f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
+    tables.use({})
 
 
 def version(site: Site) -> str:
@@ -88,8 +96,11 @@ def test_rollback_restores_the_driver_that_a_run_replaced(site: Site) -> None:
     site.call("install", OLD)
     first = site.host.tree()
     assert site.kept() == {f"{OLD}.run"}
-    assert f"way back: driver {OLD} from {KEPT}/{OLD}.run" in site.call("install", check=True)
-    assert f"way back: driver {OLD} from {KEPT}/{OLD}.run" in site.call("install")
+    said = (
+        f"upgrade: driver {OLD} → {NEW}; stops no container; reboot: no; way back: driver {OLD} from {KEPT}/{OLD}.run"
+    )
+    assert said in site.call("install", check=True).splitlines()
+    assert said in site.call("install").splitlines()
     assert (version(site), site.kept()) == (NEW, {f"{OLD}.run", f"{NEW}.run"})
     assert site.host.path(KEPT).stat().st_mode & 0o777 == 0o700
     told = site.call("rollback", check=True)
@@ -101,6 +112,62 @@ def test_rollback_restores_the_driver_that_a_run_replaced(site: Site) -> None:
     assert json.loads(site.host.read_text(RECORD) or "")["version"] == OLD
     site.call("uninstall", OLD)
     assert version(site) == ""
+
+
+def test_a_rollback_of_this_run_undoes_no_other(site: Site) -> None:
+    site.call("install", OLD)
+    before = site.host.tree()
+    for run_id, changed in (("another", False), ("", True)):
+        events: list[Event] = []
+        request = Request("rollback", run_id=run_id, arguments={"this_run": True})
+        assert run_request(request, events.append, site.host) == ExitCode.DONE
+        ended = events[-1]
+        assert isinstance(ended, Finished)
+        assert (ended.changed > 0, site.host.tree() != before) == (changed, changed)
+
+
+def test_run_whose_only_change_fails_rolls_back_no_earlier_run(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.call("install", OLD)
+    site.outside(NEW)
+    events: list[Event] = []
+    values = {
+        "driver_version": NEW,
+        "driver_url": f"{site.url}/{NEW}.run",
+        "driver_sha256": _sha256(site.folder / f"{NEW}.run"),
+    }
+
+    def carry_out(request: Request, sink: Sink) -> Finished:
+        run_request(
+            request, lambda event: events.append(event) if isinstance(event, Finished) else sink(event), site.host
+        )
+        ended = events[-1]
+        assert isinstance(ended, Finished)
+        return ended
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gpuprov.core.download._fetch_from", full)
+    spec = parse_spec({**values, "driver_mirror": f"{site.url}/mirror", "keep_driver": True})
+    ended = install_or_roll_back(Request("install", spec_to_json(spec)), lambda _: None, carry_out)
+    assert ended.problems[0].what.startswith("the changes failed; the host was rolled back")
+    assert [one.changed for one in events if isinstance(one, Finished)] == [0, 0, 0]
+    assert (version(site), read_runs(site.host)[0].end) == (OLD, "done")
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_rollback_of_this_run_covers_one_it_resumed_and_none_after_it(site: Site, *, between: bool) -> None:
+    run = new_journal(site.host, "install", "cut off")
+    run.begin("k", "unknown", {})
+    run.belongs_to("mine")
+    if between:
+        new_journal(site.host, "install", "theirs").begin("k", "unknown", {})
+    events: list[Event] = []
+    run_request(Request("rollback", run_id="mine", arguments={"this_run": True}), events.append, site.host)
+    ended = events[-1]
+    assert isinstance(ended, Finished)
+    expected = "another run has changed this host since" if between else "can't undo a change of kind 'unknown'"
+    assert expected in ended.problems[0].what
 
 
 def test_undoing_it_again_has_no_effect(site: Site) -> None:
@@ -230,9 +297,108 @@ def test_a_file_on_the_host_is_copied_and_its_copy_is_checked(site: Site) -> Non
     assert not any(command[0] == "sh" for command in site.host.commands[commands:])
 
 
-def test_a_driver_of_others_is_said_not_to_come_back(site: Site) -> None:
+def by_hand(site: Site) -> str:
+    """Install a driver that gpuprov has no record of, and put its file on the mirror; return the file's URL there."""
     simgpu.install_tree(site.host.root, version=OLD)
-    expected = f"driver {OLD} can't be restored: gpuprov has no record of its installation, nor its file"
+    folder = site.folder / "mirror" / OLD
+    folder.mkdir(parents=True)
+    name = f"NVIDIA-Linux-x86_64-{OLD}.run"
+    (folder / name).write_bytes((site.folder / f"{OLD}.run").read_bytes())
+    known = json.loads(json.dumps(tables.packaged(tables.RELEASES)))
+    known["sha256"]["x86_64"][OLD] = _sha256(folder / name)
+    site.releases = known
+    return f"{site.url}/mirror/{OLD}/{name}"
+
+
+def test_a_run_file_installed_by_hand_is_fetched_by_its_digest(site: Site) -> None:
+    url = by_hand(site)
+    libraries = {path for path in site.host.tree() if "libcuda" in path}
+    assert f"way back: driver {OLD}, downloaded again from {url}" in site.call("install", check=True)
+    site.call("install")
+    assert version(site) == NEW
+    for command in ("uninstall", "rollback"):
+        assert f"restores driver {OLD}, downloaded again from {url}" in site.call(command, check=True)
+    site.call("rollback", OLD)
+    assert (version(site), site.host.exists(INCOMPLETE_MARK)) == (OLD, False)
+    assert {path for path in site.host.tree() if "libcuda" in path} == libraries
+    # As before: gpuprov has no record of a driver that it did not install.
+    assert not site.host.exists(RECORD)
+
+
+def test_an_uninstall_needs_no_driver_that_an_earlier_gpuprov_installed(site: Site) -> None:
+    """Its journal has no record of how: the next run takes the driver for one that was installed by hand."""
+    site.call("install", OLD)
+    (journal,) = site.host.path(RUNS_DIRECTORY).iterdir()
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for one in lines:
+        if one.get("kind") == "InstallDriver":
+            del one["before"]["record"], one["before"]["by_hand"]
+    journal.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    site.host.remove(RECORD)
+    site.host.remove_tree(KEPT)
+    url = by_hand(site)
+    assert url in site.call("install")
+    (site.folder / url[len(site.url) + 1 :]).unlink()
+    site.call("uninstall")
+    assert version(site) == ""
+
+
+def test_a_mirror_without_the_replaced_file_is_said_before_the_upgrade(site: Site) -> None:
+    url = by_hand(site)
+    (site.folder / url[len(site.url) + 1 :]).unlink()
+    told = site.call("install", check=True)
+    assert f"way back: driver {OLD} can't be restored: " in told
+    assert url in told
+
+
+@pytest.mark.parametrize("command", ["rollback", "uninstall"])
+def test_a_driver_that_can_not_be_fetched_prevents_no_undo(site: Site, command: str) -> None:
+    url = by_hand(site)
+    site.call("install")
+    (site.folder / url[len(site.url) + 1 :]).unlink()
+    expected = f"driver {OLD} can't be restored: {url} can't be had; no driver will remain installed"
+    assert expected in site.call(command, check=True)
+    assert version(site) == NEW
+    assert expected in site.call(command)
+    assert (version(site), site.host.exists(INCOMPLETE_MARK)) == ("", False)
+
+
+def test_a_mirror_on_this_host_that_is_gone_is_said(site: Site) -> None:
+    site.host.make_directory("/mirror")
+    write_runfile(site.host.path(f"/mirror/{OLD}.run"), OLD)
+    digest = _sha256(site.host.path(f"/mirror/{OLD}.run"))
+    former = Installation(OLD, f"file:///mirror/{OLD}.run", digest, "x86_64", kernel_modules=False)
+    assert sentence(site.host, OLD, former) == (f"driver {OLD}, downloaded again from {former.url}", True)
+    site.host.remove(f"/mirror/{OLD}.run")
+    assert sentence(site.host, OLD, former) == (f"driver {OLD} can't be restored: there is no /mirror/{OLD}.run", False)
+
+
+def test_uninstall_goes_on_where_a_download_fails(site: Site) -> None:
+    url = by_hand(site)
+    site.call("install")
+    (site.folder / url[len(site.url) + 1 :]).write_text("a proxy's page")
+    assert f"what {url} gave is not the file that was asked for; no driver will remain installed" in site.call(
+        "uninstall"
+    )
+    assert version(site) == ""
+
+
+def test_a_rollback_that_nobody_watches_removes_no_driver_for_nothing(site: Site) -> None:
+    url = by_hand(site)
+    site.call("install")
+    (site.folder / url[len(site.url) + 1 :]).unlink()
+    whole, events = site.host.tree(), list[Event]()
+    run_request(Request("rollback", arguments={"this_run": True}), events.append, site.host)
+    ended = events[-1]
+    assert isinstance(ended, Finished)
+    assert [one.what for one in ended.problems] == [f"{url} can't be had"]
+    assert {path: text for path, text in site.host.tree().items() if KEPT not in path} == whole
+
+
+def test_a_driver_of_others_is_said_not_to_come_back(site: Site) -> None:
+    old = "535.999.01"
+    simgpu.install_tree(site.host.root, version=old)
+    expected = f"driver {old} can't be restored: gpuprov has no record of its installation, nor its file"
     assert f"way back: {expected}" in site.call("install", check=True)
     site.call("install")
     assert f"{expected}; no driver will remain installed" in site.call("rollback", check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,6 +32,15 @@ def test_devices_and_state_of_the_machine_are_not_seen() -> None:
         for path in map(Path, ("/dev", "/run", "/etc", os.environ["HOME"]))
     )
     assert not [path for path in Path("/dev").iterdir() if path.name.startswith("nvidia")]
+
+
+@pytest.mark.root
+def test_temporary_folders_of_unit_tests_lie_in_memory_where_there_is_enough(tmp_path: Path) -> None:
+    if world.MEMORY.is_mount():
+        assert tmp_path.is_relative_to(world.MEMORY)
+        assert shutil.disk_usage(world.MEMORY).total == world.MEMORY_SIZE
+    else:
+        assert world.free_memory() < world.MEMORY_SIZE + world.MEMORY_LEFT
 
 
 @pytest.mark.parametrize("place", ["etc/passwd", "run/new", "var/lib/new", "dev/nvidia0", "dev/char/195:0"])

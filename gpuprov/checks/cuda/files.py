@@ -133,16 +133,12 @@ def _examined(archive: tarfile.TarFile) -> Iterator[tuple[str, str | bytes]]:
             yield f"{path}/", b""
         elif member.isreg() and _KEPT.fullmatch(path):
             source = archive.extractfile(member)
-            yield path, source.read(_size(path)) if source is not None else b""
+            most = ELF_HEADER if _LIBRARY.fullmatch(posixpath.basename(path)) else _LARGEST_FILE
+            yield path, source.read(most) if source is not None else b""
 
 
 def _absolute(name: str) -> str:
     return posixpath.normpath("/" + name.lstrip("/"))
-
-
-def _size(path: str) -> int:
-    """Return how much of a file is examined, in bytes."""
-    return ELF_HEADER if _LIBRARY.fullmatch(posixpath.basename(path)) else _LARGEST_FILE
 
 
 def add_driver(root: Root, settings: Settings | None = None) -> str:

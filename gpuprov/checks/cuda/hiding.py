@@ -45,13 +45,9 @@ def hidden(found: Found, version: str) -> str | None:
     # CUDA's stubs and compatibility libraries are another matter: programs ask for them.
     if one is None or one.stub or one.compat or (one.version == version and not one.fault):
         return None
-    folder = _folder(one)
-    own = next((o.path for o in found.others if o.version == version and _folder(o) != folder), None)
+    others = (other for other in found.others if _parent(other.chain[-1]) != _parent(one.chain[-1]))
+    own = next((other.path for other in others if other.version == version), None)
     return own if own is not None else "" if one.path.startswith(_FOREIGN) else None
-
-
-def _folder(one: Candidate) -> str:
-    return one.chain[-1].rpartition("/")[0]
 
 
 def _named(system: System, found: Found, own: str) -> HidingLibrary:
@@ -62,13 +58,12 @@ def _named(system: System, found: Found, own: str) -> HidingLibrary:
     shown = (paths[0], *(path for path in paths[1:] if system.real_path(_parent(paths[0])) + _base(paths[0]) != path))
     # A link may lead to any file: only the library's own names in the folder that the loader searches are removed.
     folder, stem = system.real_path(_parent(paths[0])), f"/{found.name.partition('.so')[0]}.so"
-    own_names = (path for path in shown if system.real_path(_parent(path)) == folder and _base(path).startswith(stem))
-    removable = tuple(own_names)
+    in_folder = (path for path in shown if system.real_path(_parent(path)) == folder)
+    removable = tuple(path for path in in_folder if _base(path).startswith(stem))
     owner = _owner(system, removable[-1]) if removable else ""
     foreign = replaceable(system, folder, system_groups=True)
-    return HidingLibrary(
-        found.name, shown, one.version, _reason(system, one), own, owner, one.fault, removable, foreign
-    )  # fmt: skip
+    reason = _reason(system, one)
+    return HidingLibrary(found.name, shown, one.version, reason, own, owner, one.fault, removable, foreign)
 
 
 def _parent(path: str) -> str:
@@ -87,8 +82,8 @@ def _reason(system: System, one: Candidate) -> str:
     if source in _VARIABLES:
         return _line(system, ENVIRONMENT, rf"\b{source}=") + f" sets {source}"
     folder = _parent(one.path)
-    for path in (_CONFIGURATION[0], *(f"{_CONFIGURATION[1]}/{name}" for name in
-                                      sorted(system.list_directory(_CONFIGURATION[1])))):  # fmt: skip
+    file, directory = _CONFIGURATION
+    for path in (file, *(f"{directory}/{name}" for name in system.list_directory(directory))):
         place = _line(system, path, rf"^\s*{re.escape(folder)}/?\s*(?:#.*)?$")
         if place != path:
             return f"{place} names {folder}"

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from gpuprov.checks.cuda.files import chain, names, read
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, MUSL, Found, Loader
+from gpuprov.protocol.tables import rows
 from gpuprov.protocol.versions import version_numbers
-from gpuprov.runtime_hook.freshness import disagreement, next_step
+from gpuprov.runtime_hook.driver_files import disagreement, next_step
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
 from gpuprov.runtime_hook.rootfs import Root
 
@@ -118,15 +119,9 @@ _NO_LOADER = Finding(
 
 
 def judge(
-    loader: Loader,
-    found: tuple[Found, ...],
-    kernel: str,
-    runtimes: tuple[Runtime, ...],
-    *,
-    kind: str,
-    has_driver: bool = True,
-    is_container: bool = False,
-) -> tuple[Finding, ...]:
+    loader: Loader, found: tuple[Found, ...], kernel: str, runtimes: tuple[Runtime, ...], *, kind: str,
+    has_driver: bool = True, is_container: bool = False,
+) -> tuple[Finding, ...]:  # fmt: skip
     """Return what is wrong, the first to correct first.
 
     `kind` is host, container or image; `has_driver` says whether an image's files have the driver's among them, as they
@@ -203,20 +198,16 @@ def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Finding]:
         return
     supported = cuda_version_of_driver(one.version)
     for runtime in runtimes:
-        least = least_driver(runtime.version)
+        least, release = least_driver(runtime.version), f"CUDA {runtime.version}"
         if not least:
-            what = (
-                f"whether CUDA {runtime.version} runs on driver {one.version} is unknown: gpuprov has no table for it"
-            )
+            what = f"whether {release} runs on driver {one.version} is unknown: gpuprov has no table for it"
             yield Finding((), what, runtime.source, "read NVIDIA's release notes of this CUDA release", note=True)
         elif version_numbers(one.version) < version_numbers(least):
-            what = f"CUDA {runtime.version} needs driver {least} or later, {one.path} is of {one.version}"
+            what = f"{release} needs driver {least} or later, {one.path} is of {one.version}"
             step = f"update the driver, or use an image for CUDA {supported or 'of an older release'} or earlier"
             yield Finding((35,), what, runtime.source, step)
         elif supported and version_numbers(runtime.version) > version_numbers(supported):
-            what = (
-                f"minor version compatibility: CUDA {runtime.version} runs on driver {one.version} (CUDA {supported})"
-            )
+            what = f"minor version compatibility: {release} runs on driver {one.version} (CUDA {supported})"
             step = "most programs run; calls of the newer release give 36, PTX of it gives 222: then update the driver"
             yield Finding((36, 222), what, runtime.source, step, note=True)
 
@@ -234,3 +225,25 @@ def _management(management: Found, own_step: str, kernel: str, is_host: bool) ->
         what = f"{one.path} is of driver {one.version}, the loaded kernel module is {kernel}: nvidia-smi exits 18"
         what = f"{disagreement(one.version, kernel)}: nvidia-smi exits 18" if own_step else what
         yield Finding((), what, seen, own_step or _way_out(one.reason, is_host))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result. `codes`: its numbers, those of older releases first; `names`: the runtime's and the driver's."""
+
+    codes: tuple[int, ...]
+    names: tuple[str, ...]
+    meaning: str
+    cause: str
+    evidence: str
+    remedy: str
+
+
+RESULTS = rows("cuda_results", "results", Result)
+
+
+def result_of(text: str) -> Result | None:
+    """Return the row of a number or a name, whatever its case; None if there is no such row."""
+    wanted = text.strip().lower()
+    known = ((one, (*map(str, one.codes), *map(str.lower, one.names))) for one in RESULTS)
+    return next((one for one, names in known if wanted in names), None)

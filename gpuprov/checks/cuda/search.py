@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from gpuprov.cdi.files import CACHE, parse_cache
 from gpuprov.checks.cuda.files import ELF_HEADER, chain, names, read
+from gpuprov.facts.driver import PRELOAD
 from gpuprov.runtime_hook.rootfs import Root
 
 LIBCUDA, LIBNVIDIA_ML = "libcuda.so.1", "libnvidia-ml.so.1"
@@ -25,7 +26,6 @@ _MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm"}
 _FOLDER_LIST = re.compile(rb"(?:(?<![\w.+/-])/[\w.+/-]{1,200}/\0){2,8}")
 # For a loader whose file names none: /usr/lib/MULTIARCH is Debian's, the others everybody's.
 _USUAL_FOLDERS = ("/lib/{0}-linux-gnu", "/usr/lib/{0}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
-_PRELOAD_FILE = "/etc/ld.so.preload"
 _LARGEST = 8 << 20
 _LARGEST_PRELOAD = 64 << 10
 _MOST_FOLDERS = 1000
@@ -152,9 +152,9 @@ def _places(root: Root, loader: Loader, program: Program, name: str) -> Iterator
 
 def _preloaded(root: Root, program: Program, name: str) -> Iterator[tuple[str, str]]:
     """Yield libraries loaded before all others, by their file's name; one without a path is searched as any other."""
-    text = (read(root, _PRELOAD_FILE, _LARGEST_PRELOAD) or b"").decode("utf-8", "replace")
+    text = (read(root, PRELOAD, _LARGEST_PRELOAD) or b"").decode("utf-8", "replace")
     lines = " ".join(line.partition("#")[0] for line in text.splitlines())
-    for source, words in (("LD_PRELOAD", program.environment.get("LD_PRELOAD", "")), (_PRELOAD_FILE, lines)):
+    for source, words in (("LD_PRELOAD", program.environment.get("LD_PRELOAD", "")), (PRELOAD, lines)):
         for word in re.split(r"[ :\t]+", words):
             folder, _, file = word.rpartition("/")
             if folder and file.startswith(name.removesuffix(".1")):

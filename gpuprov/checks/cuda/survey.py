@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.judgement import Finding, Runtime, find_runtimes, judge
-from gpuprov.checks.cuda.search import (
-    LIBCUDA,
-    LIBNVIDIA_ML,
-    Candidate,
-    Found,
-    Loader,
-    Program,
-    find_loader,
-    search,
-)
+from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
-from gpuprov.runtime_hook.freshness import CONTAINER
+from gpuprov.runtime_hook.driver_files import CONTAINER
 from gpuprov.runtime_hook.rootfs import Root
 
 ENGINES = ("docker", "podman")
@@ -37,12 +29,17 @@ _SECONDS = 60
 _LARGEST_MARK = 64
 _EXPORT_SECONDS = 900
 _MODULE = "/proc/driver/nvidia/version"
+# How mountinfo shows a bind mount whose file was removed from its folder since (proc_pid_mountinfo(5)).
+_REMOVED = "//deleted"
 _NOT_SEARCHED = "the loader does not look there"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is looked at: its kind (host, container or image), name, files, and how these were read."""
+    """What is looked at: its kind (host, container or image), name, files, and how these were read.
+
+    `removed`: mounts in a running container whose files the host has no more; `restart`: the command that renews them.
+    """
 
     kind: str
     name: str
@@ -50,6 +47,8 @@ class Subject:
     program: Program
     read: str
     has_driver: bool = True
+    removed: frozenset[str] = frozenset()
+    restart: str = ""
 
 
 @contextlib.contextmanager
@@ -75,7 +74,10 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
             # What the process has may be less than what the engine gave: an entry point may unset variables.
             environment = _variables((system.read_text(f"/proc/{pid}/environ") or "").split("\0")) or environment
             program = Program({**environment, **call.environment}, folder)
-            yield Subject(kind, name, root, program, f"running in {engine}: /proc/{pid}/root")
+            mounts = (line.split() for line in (system.read_text(f"/proc/{pid}/mountinfo") or "").splitlines())
+            removed = frozenset(words[4] for words in mounts if len(words) > 4 and words[3].endswith(_REMOVED))
+            read = f"running in {engine}: /proc/{pid}/root"
+            yield Subject(kind, name, root, program, read, removed=removed, restart=renew_command(engine, name))
         return
     place = system.temporary_directory()
     try:
@@ -87,6 +89,11 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
             yield Subject(kind, name, root, program, read, added.startswith("with "))
     finally:
         system.remove_tree(place)
+
+
+def renew_command(engine: str, *names: str) -> str:
+    """Return the command that gives containers the files of the host's present driver."""
+    return shlex.join((engine, "restart", *names))
 
 
 @contextlib.contextmanager
@@ -182,6 +189,10 @@ class Survey:
         """Whether nothing is wrong; notes do not count."""
         return all(one.note for one in self.findings)
 
+    def winner(self, name: str) -> Candidate | None:
+        """Return the library of this name that programs load."""
+        return next(one.winner for one in self.libraries if one.name == name)
+
 
 def survey(system: System, name: str, call: Program) -> Survey:
     """Look at the host (no name), a container or an image. Raises GpuprovError if it can't be read."""
@@ -199,10 +210,15 @@ def survey_of(subject: Subject, kernel: str) -> Survey:
         loader, libraries, kernel, runtimes, kind=subject.kind, has_driver=subject.has_driver,
         is_container=bool(read(subject.root, CONTAINER, _LARGEST_MARK)),
     )  # fmt: skip
+    used = {one.name: one.winner.chain[-1] for one in libraries if one.winner}
+    stale = {name for name, path in used.items() if path in subject.removed}
+    since = "the host's driver was updated since it started"
+    findings = tuple(
+        replace(one, evidence=f"{one.evidence}; {since}", next_step=subject.restart) if one.library in stale else one
+        for one in findings
+    )
     unknown = tuple(_unknown(environment, runtimes, kernel, has_driver=subject.has_driver))
-    return Survey(
-        subject.kind, subject.name, subject.read, loader, kernel, libraries, runtimes, findings, unknown
-    )  # fmt: skip
+    return Survey(subject.kind, subject.name, subject.read, loader, kernel, libraries, runtimes, findings, unknown)
 
 
 def _unknown(
@@ -223,19 +239,10 @@ def _unknown(
 
 def as_json(found: Survey) -> dict[str, Any]:
     """Return a survey as JSON values; docs/json.md describes them."""
-    return {
-        "kind": found.kind, "name": found.name, "read": found.read,
-        "loader": {"path": found.loader.path, "library": found.loader.library, "folders": list(found.loader.folders)},
-        "kernel_module": found.kernel,
-        "libraries": [
-            {"name": one.name, "winner": asdict(one.winner) if one.winner else None,
-             "others": [asdict(other) for other in one.others]}
-            for one in found.libraries
-        ],
-        "cuda": [asdict(one) for one in found.runtimes],
-        "findings": [asdict(one) for one in found.findings],
-        "unknown": list(found.unknown),
-    }  # fmt: skip
+    made = asdict(found)
+    made["kernel_module"], made["cuda"] = made.pop("kernel"), made.pop("runtimes")
+    del made["loader"]["machine"]
+    return made
 
 
 def as_lines(found: Survey) -> Iterator[str]:
@@ -286,9 +293,8 @@ def _problem(one: Finding, label: str = "") -> Problem:
 def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finished:
     """Look at the host, a container or an image, and report each library. Raises GpuprovError if it can't be read."""
     variables = arguments.get("variables")
-    environment = {
-        str(name): str(value) for name, value in (variables if isinstance(variables, Mapping) else {}).items()
-    }
+    pairs = variables.items() if isinstance(variables, Mapping) else ()
+    environment = {str(name): str(value) for name, value in pairs}
     found = survey(system, str(arguments.get("subject") or ""), Program(environment))
     sink(CudaSurveyed(as_json(found)))
     for library in found.libraries:

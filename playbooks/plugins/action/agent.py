@@ -1,7 +1,7 @@
 """Carries one request to gpuprov's agent on a host, over Ansible's own connection, and its answer back.
 
 The agent is the one that `gpuprov --hosts` pushes: the same file, at the same place, once per version, its digest
-checked. What to ask and how to read the answer is gpuprov/playbook_task.py's; nothing is decided here.
+checked. gpuprov/agent/playbook_task.py makes the request and reads the answer; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -46,6 +46,17 @@ _PASSWORDS = (
 _GRACE_SECONDS = 30.0
 # ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
 _ERRORS_ALONE = " -o LogLevel=ERROR"
+# Documented in plugins/modules/agent.py; playbook_task.task_request has parameters of these names.
+_ARGUMENTS = {
+    "command": {"type": "str", "default": "install"},
+    "steps": {"type": "list", "elements": "str", "default": []},
+    "container": {"type": "str", "default": ""},
+    "fix": {"type": "bool", "default": False},
+    "remember": {"type": "bool", "default": False},
+    "this_run": {"type": "bool", "default": False},
+    "window": {"type": "str", "default": ""},
+    "minutes": {"type": "int", "default": 10},
+}
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -58,58 +69,41 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run the task and return its result."""
         result: dict[str, Any] = super().run(tmp, task_vars)
-        arguments = self.validate_argument_spec(
-            {
-                "command": {"type": "str", "default": "install"},
-                "steps": {"type": "list", "elements": "str", "default": []},
-                "container": {"type": "str", "default": ""},
-                "fix": {"type": "bool", "default": False},
-                "remember": {"type": "bool", "default": False},
-            }
-        )[1]
+        arguments = self.validate_argument_spec(_ARGUMENTS)[1]
         self._warnings: list[str] = []
         self._quiet_ssh()
-        agent, digest = _agent()
+        self._task_vars = task_vars or {}
+        self._agent, self._digest = _agent()
         from gpuprov.agent import playbook_task
         from gpuprov.protocol.errors import GpuprovError
         from gpuprov.protocol.secrets import hidden, secret_forms
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
-            variables = self._variables(task_vars or {})
+            variables = self._variables()
             bundle, bundle_digest = _bundle(variables) if playbook_task.installs(command) else ("", "")
             request = playbook_task.task_request(
-                command,
-                variables,
-                steps=arguments["steps"],
-                check=check,
-                diff=bool(self._task.diff),
-                run_id=_run_id(),
-                bundle=bundle,
-                bundle_digest=bundle_digest,
-                container=arguments["container"],
-                fix=arguments["fix"],
-                remember=arguments["remember"],
-            )
+                **{name: arguments[name] for name in _ARGUMENTS}, variables=variables, check=check,
+                diff=bool(self._task.diff), run_id=_run_id(), bundle=bundle, bundle_digest=bundle_digest,
+                now=time.time(),
+            )  # fmt: skip
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
                 return {**result, **skipped}
-            bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
+            self._bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
             if self._task.async_val:
-                job = self._begin_job(command, request, agent, digest, task_vars or {}, bootstrap)
+                job = self._begin_job(command, request)
                 if not self._task.poll:
                     # Nothing of the host's answer: Ansible obeys `add_host` in an action plugin's result.
                     return {**result, **job.started()}
                 found = self._end_of_job(job)
             else:
-                found = playbook_task.task_result(
-                    command, self._events(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
-                )
+                found = playbook_task.task_result(command, self._events(request))
         except GpuprovError as error:
             found = playbook_task.failure(error)
         found = replace(found, warnings=(*found.warnings, *self._warnings))
-        found = hidden(found, secret_forms(self._secrets(task_vars or {}), self._passwords(task_vars or {})))
-        return {**result, **self._displayed(found.answer(_local_facts(task_vars or {})), task_vars or {})}
+        found = hidden(found, secret_forms(self._secrets(), self._passwords()))
+        return {**result, **self._displayed(found.answer(_local_facts(self._task_vars)), self._task_vars)}
 
     def _quiet_ssh(self) -> None:
         """Make ssh print its errors alone: stderr is the host's then, without banners and notices of new host keys."""
@@ -127,57 +121,52 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             Display().display(f"{task_vars.get('inventory_hostname', 'host')}: {line}")
         return found
 
-    def _variables(self, task_vars: dict[str, Any]) -> dict[str, Any]:
+    def _variables(self) -> dict[str, Any]:
         """Return the gpuprov_ variables, their templates resolved."""
-        from gpuprov.protocol.errors import ExitCode, GpuprovError
+        from gpuprov.protocol.errors import UsageError
 
         found = {}
-        for name in sorted(task_vars):
-            if not name.startswith("gpuprov_"):
-                continue
+        for name in sorted(name for name in self._task_vars if name.startswith("gpuprov_")):
             try:
-                found[name] = self._templar.template(task_vars[name])
+                found[name] = self._templar.template(self._task_vars[name])
             except AnsibleError as error:
                 what = f"the template in {name} does not resolve"
-                raise GpuprovError(what, str(error), exit_code=ExitCode.USAGE) from None
+                raise UsageError(what, str(error)) from None
         return found
 
-    def _secrets(self, task_vars: dict[str, Any]) -> list[Any]:
+    def _secrets(self) -> list[Any]:
         """Return the gpuprov_ variables that resolve; URLs in them may have logins."""
         from gpuprov.protocol.errors import GpuprovError
 
         try:
-            return list(self._variables(task_vars).values())
+            return list(self._variables().values())
         except GpuprovError:
             return []
 
-    def _passwords(self, task_vars: dict[str, Any]) -> tuple[str, ...]:
+    def _passwords(self) -> tuple[str, ...]:
         """Return the passwords of the connection, which a host is told and may print."""
-        variables = _connection_variables(task_vars, self._task.delegate_to)
+        variables = _connection_variables(self._task_vars, self._task.delegate_to)
         named = [self._templar.template(variables[name]) for name in _PASSWORDS if variables.get(name)]
         typed = (self._play_context.password, self._play_context.become_pass)
         return tuple(str(word) for word in (*named, *typed) if word)
 
-    def _begin_job(
-        self, command: str, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], bootstrap: bool
-    ) -> Any:
+    def _begin_job(self, command: str, request: Any) -> Any:
         """Let the agent continue without the connection (`async`), and return the Job."""
         from gpuprov.agent.agent import JOB, Job
         from gpuprov.agent.playbook_task import for_a_job
         from gpuprov.agent.push import agent_command
         from gpuprov.protocol.codec import dump
 
-        request = for_a_job(request)
-        probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
+        probe, request = self._prepare(for_a_job(request))
         job = Job(
             id=f"j{secrets.randbelow(10**12)}.{os.getpid()}",
             folder=self.get_shell_option("async_dir", default="~/.ansible_async"),
             command=command,
             seconds=self._task.async_val,
-            local_facts=_local_facts(task_vars),
+            local_facts=_local_facts(self._task_vars),
         )
         lines = f"{dump(request)}\n{dump(job)}\n".encode()
-        done = self._on_host(shlex.join((*agent_command(probe, digest), JOB)), lines, become=True)
+        done = self._on_host(shlex.join((*agent_command(probe, self._digest), JOB)), lines, become=True)
         self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
         return job
 
@@ -209,15 +198,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             "give the task more time; the agent stops after the change that it is at",
         )  # fmt: skip
 
-    def _events(
-        self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
-    ) -> tuple[Any, ...]:
+    def _events(self, request: Any) -> tuple[Any, ...]:
         """Return the events of the run, and of those that follow a reboot."""
         from gpuprov.agent.playbook_task import before_reboot, left_boot
 
         events: tuple[Any, ...] = ()
         for _run in range(_MOST_RUNS):
-            found = self._ask(request, agent, digest, task_vars, bootstrap=bootstrap)
+            found = self._ask(request)
             left = left_boot(found)
             if not left:
                 return events + found
@@ -225,46 +212,42 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             self._wait_for_boot(left)
         return events
 
-    def _ask(
-        self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
-    ) -> tuple[Any, ...]:
+    def _ask(self, request: Any) -> tuple[Any, ...]:
         """Send the request to the host's agent, put there first if it is missing; return its events."""
         from gpuprov.agent.playbook_task import split_output
         from gpuprov.agent.push import agent_command, unfinished_problem
         from gpuprov.protocol.codec import dump
         from gpuprov.protocol.errors import GpuprovError
 
-        probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
+        probe, request = self._prepare(request)
         line = f"{dump(request)}\n".encode()
-        done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
+        done = self._on_host(shlex.join(agent_command(probe, self._digest)), line, become=True)
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
             raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
         return events
 
-    def _prepare(
-        self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
-    ) -> tuple[Any, Any]:
+    def _prepare(self, request: Any) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
         from gpuprov.agent.playbook_task import BOOTSTRAP_OPTION
         from gpuprov.agent.probe import bootstrap_input, bootstrap_script, python_problem
         from gpuprov.agent.push import STORE
         from gpuprov.protocol.errors import GpuprovError
 
-        variables = _connection_variables(task_vars, self._task.delegate_to)
+        variables = _connection_variables(self._task_vars, self._task.delegate_to)
         named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
-        probe = self._probe(digest, named)
-        if probe.python is None and bootstrap:
+        probe = self._probe(named)
+        if probe.python is None and self._bootstrap:
             next_step = "correct the host's package repositories, or install Python ≥ 3.9 by hand"
             done = self._on_host(bootstrap_script(probe), bootstrap_input(request.spec), become=True)
             self._require(done, "Python cannot be installed on the host", next_step)
-            probe = self._probe(digest, named)
+            probe = self._probe(named)
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)
         if problem is not None:
             raise GpuprovError.several((problem,))
-        self._warn_of_twin(probe.machine, self._task.delegate_to or task_vars.get("inventory_hostname", "host"))
-        if probe.agent_digest != digest:
-            stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
+        self._warn_of_twin(probe.machine, self._task.delegate_to or self._task_vars.get("inventory_hostname", "host"))
+        if probe.agent_digest != self._digest:
+            stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {self._digest}", self._agent)
             next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
             self._require(stored, "the agent cannot be stored on the host", next_step)
         if request.bundle:
@@ -273,20 +256,20 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _warn_of_twin(self, machine: str, name: str) -> None:
         """Warn of a machine that the play reaches under another name too; the host's lock lets one run at a time."""
-        from gpuprov.agent import same_machine
+        from gpuprov.agent.probe import claim_in, unproven_note
 
-        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov-machines", name, machine)
+        other = claim_in(Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov-machines", name, machine)
         if other:
-            self._warnings.append(same_machine.unproven(name, other))
+            self._warnings.append(unproven_note(name, other))
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
-        from gpuprov.agent.push import ending
-        from gpuprov.bundle.place import ASK, CACHE, TAKE, Place, parse_there
+        from gpuprov.agent.push import ASK_BUNDLE, TAKE_BUNDLE, Place, ending, parse_there
+        from gpuprov.core.places import CACHE_DIRECTORY
         from gpuprov.protocol.errors import GpuprovError
 
         place = Place(request.bundle_digest, Path(request.bundle).stat().st_size)
-        asked = self._on_host(shlex.join(place.command(ASK)), b"", become=True)
+        asked = self._on_host(shlex.join(place.command(ASK_BUNDLE)), b"", become=True)
         there = parse_there(asked.stdout.splitlines())
         if there is None:
             raise GpuprovError("the host does not say what it has of the bundle", ending(asked), "run it again")
@@ -296,10 +279,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         copied = self._connection._shell.join_path(folder, "bundle")
         try:
             self._transfer_file(request.bundle, copied)
-            stored = self._on_host(shlex.join(place.command(TAKE, copied)), b"", become=True)
+            stored = self._on_host(shlex.join(place.command(TAKE_BUNDLE, copied)), b"", become=True)
         finally:
             self._remove_tmp_path(folder)
-        self._require(stored, "the bundle can't be stored on the host", f"is there room? df -h ~ {CACHE}")
+        self._require(stored, "the bundle can't be stored on the host", f"is there room? df -h ~ {CACHE_DIRECTORY}")
         return place.path
 
     def _wait_for_boot(self, left: str) -> None:
@@ -323,13 +306,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
 
-    def _probe(self, digest: str, named_python: str) -> Any:
+    def _probe(self, named_python: str) -> Any:
         from gpuprov.agent.probe import PROBE, PYTHONS, parse_probe
         from gpuprov.agent.push import no_probe_problem
         from gpuprov.protocol.errors import GpuprovError
 
         pythons = (named_python,) if named_python else PYTHONS
-        done = self._on_host(shlex.join(("sh", "-s", digest, *pythons)), PROBE.encode())
+        done = self._on_host(shlex.join(("sh", "-s", self._digest, *pythons)), PROBE.encode())
         probe = parse_probe(done.stdout)
         if probe is None:
             raise GpuprovError.several((no_probe_problem(done)[0],))
@@ -403,7 +386,7 @@ def _run_id() -> str:
 def _bundle(variables: dict[str, Any]) -> tuple[str, str]:
     """Return the bundle that the variables name, and its digest; one that is not right is refused before it travels."""
     from gpuprov.agent.playbook_task import BUNDLE_KEY_VARIABLE, BUNDLE_VARIABLE
-    from gpuprov.bundle.check import digest_once
+    from gpuprov.bundle.open import digest_once
 
     named, key = (str(variables.get(name) or "") for name in (BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE))
     path = str(Path(named).expanduser().absolute()) if named else ""

@@ -7,27 +7,29 @@ module: agent
 short_description: Runs gpuprov's agent on a host
 description:
   - Pushes gpuprov's agent to the host, once per version.
-  - The agent then makes or carries out a plan, verifies, tells facts, or rolls back.
-  - The host needs Python 3.9 or later, and nothing else; C(gpuprov_play_bootstrap_python) installs it.
+  - The agent then makes or carries out a plan, verifies, gathers facts, or rolls back.
+  - The host needs only Python 3.9 or later; C(gpuprov_play_bootstrap_python) installs it.
   - C(gpuprov_play_bundle) names a bundle to install from, C(gpuprov_play_bundle_key) the key that must have signed it.
-  - C(become) is needed for all commands but C(facts), and C(cuda) for the host itself.
-  - What the host shall be is read from the variables that begin with C(gpuprov_); C(gpuprov options) lists them.
+  - C(become) is needed for all commands but C(facts), C(health), and C(cuda) for the host itself.
+  - Variables that begin with C(gpuprov_) specify the desired state; C(gpuprov options) lists them.
 options:
   command:
     description:
-      - C(install) brings the host to what the variables say. C(plan) only tells what that would change.
+      - C(install) brings the host to the desired state. C(plan) only reports what that would change.
       - C(verify) compares what containers see with what the host has. C(facts) sets C(ansible_local.gpuprov).
       - C(doctor) says why containers do not see the GPUs, and fails if it finds a cause.
       - Without C(fix) it changes nothing.
+      - C(health) says whether each GPU is fit for work, and fails if one is unfit.
+      - C(accept) loads each GPU for I(minutes) in a container, and fails if a GPU is unfit.
       - C(cuda) says which libcuda programs load, on the host or in I(container), and fails if it is a wrong one.
       - C(rollback) undoes the last run. All tasks of one C(ansible-playbook) are one run.
-      - C(uninstall) takes everything away that gpuprov ever put there.
+      - C(uninstall) removes everything that gpuprov has installed.
     type: str
     default: install
-    choices: [plan, install, verify, facts, doctor, cuda, rollback, uninstall]
+    choices: [plan, install, verify, health, accept, facts, doctor, cuda, rollback, uninstall]
   steps:
     description:
-      - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
+      - Limits C(plan) and C(install) to these steps, in the plan's own order. Empty means all.
       - C(download), C(repositories), C(packages), C(nouveau), C(reboot), C(driver), C(boot), C(device nodes),
         C(toolkit), C(cdi), C(docker), C(engines), C(images), C(watch).
     type: list
@@ -39,19 +41,33 @@ options:
     default: ""
   fix:
     description:
-      - C(doctor) does about the causes what gpuprov can do, and looks again. C(rollback) undoes it.
+      - C(doctor) fixes the causes that gpuprov can fix, then checks again. C(rollback) undoes the fixes.
     type: bool
     default: false
   remember:
-    description: C(verify) takes the GPUs that are there now as all that should be there.
+    description: C(verify) records the present GPUs as the expected ones.
     type: bool
     default: false
+  this_run:
+    description: C(rollback) undoes nothing but what this C(ansible-playbook) has changed.
+    type: bool
+    default: false
+  window:
+    description:
+      - The task fails outside of this window, as C(Sat 02:00-06:00) or C(Mon-Fri 22:00-04:00 Europe/Berlin).
+      - Without a zone the controller's counts. Check mode ignores it.
+    type: str
+    default: ""
+  minutes:
+    description: How long C(accept) may take.
+    type: int
+    default: 10
 author:
   - gpuprov (@gpuprov)
 attributes:
   check_mode:
     support: full
-    description: Tells the plan, of a rollback and an uninstallation too. C(verify) is left out.
+    description: Reports the plan, also of a rollback and an uninstallation. C(verify) is skipped.
   diff_mode:
     support: full
     description: Shows the plan's diffs.
@@ -85,9 +101,21 @@ disturbs:
   description: Whether containers, or processes on the GPUs, may stop by these changes.
   returned: C(plan), C(install), C(rollback) and C(uninstall)
   type: bool
+upgrades:
+  description: >-
+    Installed versions that the plan replaces, each with C(product), C(installed), C(wanted), C(stops), C(reboot)
+    and C(way_back).
+  returned: C(plan) and C(install), if there are any
+  type: list
+  elements: dict
+choice:
+  description: >-
+    The driver that was chosen, with C(gpus), C(driver), C(version), C(why) and C(newer). Each host chooses for itself.
+  returned: C(plan) and C(install), if the variables name no version
+  type: dict
 checks:
-  description: What was verified, each with C(name), C(status), C(host), C(container) and C(reason).
-  returned: C(verify), C(doctor) and C(cuda)
+  description: What was verified, each with C(name), C(status), C(on_host), C(in_container), C(reason) and C(engine).
+  returned: C(verify), C(health), C(accept), C(doctor) and C(cuda)
   type: list
   elements: dict
 cuda:

@@ -205,6 +205,31 @@ unsigned long long simgpu_memory_mib(const struct simgpu *gpu)
     return simgpu_setting("memory", text, sizeof text) != NULL ? (unsigned long long)atoll(text) : gpu->memory_mib;
 }
 
+/* On the host a file /run/simgpu/NAME-MINOR has each number. Containers don't have that folder, but they have the GPU's
+ * firmware mounted: there, simgpu.state may have lines NAME-MINOR=NUMBER. */
+bool simgpu_number(const struct simgpu *gpu, const char *name, unsigned int *number)
+{
+    char path[128], line[128], key[64];
+    bool found = false;
+    FILE *file;
+
+    snprintf(path, sizeof path, "/run/simgpu/%s-%d", name, gpu->minor);
+    file = fopen(path, "re");
+    if (file != NULL) {
+        found = fscanf(file, "%u", number) == 1;
+        fclose(file);
+        return found;
+    }
+    snprintf(path, sizeof path, "/lib/firmware/nvidia/%s/simgpu.state", simgpu_driver_version());
+    snprintf(key, sizeof key, "%s-%d=", name, gpu->minor);
+    file = fopen(path, "re");
+    while (file != NULL && !found && fgets(line, sizeof line, file) != NULL)
+        found = strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), "%u", number) == 1;
+    if (file != NULL)
+        fclose(file);
+    return found;
+}
+
 void simgpu_uuid_bytes(const struct simgpu *gpu, unsigned char bytes[16])
 {
     const char *hex = gpu->uuid + strlen("GPU-");

@@ -43,6 +43,9 @@ int simgpu_mig_devices(const struct simgpu *gpu, struct simgpu_mig found[SIMGPU_
 void simgpu_mig_uuid(const struct simgpu_mig *mig, char *text, size_t size);
 unsigned long long simgpu_memory_mib(const struct simgpu *gpu);
 
+/* What the simulated kernel keeps of a GPU: false if there is no such number. */
+bool simgpu_number(const struct simgpu *gpu, const char *name, unsigned int *number);
+
 /* The bytes of a UUID, as cuDeviceGetUuid hands them out. */
 void simgpu_uuid_bytes(const struct simgpu *gpu, unsigned char bytes[16]);
 

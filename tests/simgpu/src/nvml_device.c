@@ -6,6 +6,24 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* What the real kernel module keeps of a GPU: here a file of the machine has the number, and none is 0. */
+static void state_path(const struct simgpu *gpu, const char *name, char *path, size_t size)
+{
+    snprintf(path, size, "/run/simgpu/%s-%d", name, gpu->minor);
+}
+
+nvmlReturn_t nvml_number(const struct simgpu *gpu, const char *name, unsigned int *number)
+{
+    return simgpu_number(gpu, name, number) ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+}
+
+static unsigned int state_of(const struct simgpu *gpu, const char *name)
+{
+    unsigned int value = 0;
+
+    return nvml_number(gpu, name, &value) == NVML_SUCCESS ? value : 0;
+}
+
 nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length)
 {
     char text[96];
@@ -122,8 +140,8 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
     GET_ROW(gpu, device, memory);
     memory->total = simgpu_memory_mib(gpu) << 20;
-    memory->used = 0;
-    memory->free = memory->total;
+    memory->used = (unsigned long long)state_of(gpu, "memory-used") << 20;
+    memory->free = memory->total - memory->used;
     return NVML_SUCCESS;
 }
 
@@ -132,8 +150,8 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *me
     GET_ROW(gpu, device, memory);
     memory->total = simgpu_memory_mib(gpu) << 20;
     memory->reserved = 0;
-    memory->used = 0;
-    memory->free = memory->total;
+    memory->used = (unsigned long long)state_of(gpu, "memory-used") << 20;
+    memory->free = memory->total - memory->used;
     return NVML_SUCCESS;
 }
 
@@ -143,6 +161,7 @@ nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, nvmlTemperatureSensor
     if (sensor != NVML_TEMPERATURE_GPU)
         return NVML_ERROR_INVALID_ARGUMENT;
     *celsius = 30 + (unsigned int)gpu->minor;
+    (void)nvml_number(gpu, "temperature", celsius);
     return NVML_SUCCESS;
 }
 
@@ -163,31 +182,9 @@ nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned int *
 nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *utilization)
 {
     GET_ROW(gpu, device, utilization);
-    utilization->gpu = 0;
+    utilization->gpu = state_of(gpu, "load");
     utilization->memory = 0;
     return NVML_SUCCESS;
-}
-
-/* What the real kernel module keeps of a GPU: here a file of the machine has the number, and none is 0. */
-static void state_path(const struct simgpu *gpu, const char *name, char *path, size_t size)
-{
-    snprintf(path, size, "/run/simgpu/%s-%d", name, gpu->minor);
-}
-
-static unsigned int state_of(const struct simgpu *gpu, const char *name)
-{
-    char path[64];
-    unsigned int value = 0;
-    FILE *file;
-
-    state_path(gpu, name, path, sizeof path);
-    file = fopen(path, "re");
-    if (file == NULL)
-        return 0;
-    if (fscanf(file, "%u", &value) != 1)
-        value = 0;
-    fclose(file);
-    return value;
 }
 
 static nvmlReturn_t set_state(const struct simgpu *gpu, const char *name, unsigned int value)
@@ -245,14 +242,17 @@ nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *correc
     *correctable = *uncorrectable = 0;
     *pending = state_of(gpu, "remap-pending");
     *failed = state_of(gpu, "remap-failed");
-    return *pending || *failed ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
+    *correctable = state_of(gpu, "remapped");
+    return *correctable || *pending || *failed ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
 }
 
 nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfoV_t *info)
 {
     GET_ROW(gpu, device, info);
     info->state = (nvmlGpuFabricState_t)state_of(gpu, "fabric");
-    info->status = NVML_SUCCESS;
+    info->status = (nvmlReturn_t)state_of(gpu, "fabric-status");
+    info->cliqueId = state_of(gpu, "clique");
+    info->healthMask = state_of(gpu, "fabric-health");
     return info->state ? NVML_SUCCESS : NVML_ERROR_NOT_SUPPORTED;
 }
 
@@ -350,7 +350,7 @@ nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDeviceAttribute
 nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t device, nvmlGpuVirtualizationMode_t *mode)
 {
     GET_ROW(gpu, device, mode);
-    *mode = NVML_GPU_VIRTUALIZATION_MODE_NONE;
+    *mode = (nvmlGpuVirtualizationMode_t)state_of(gpu, "virtualization");
     return NVML_SUCCESS;
 }
 

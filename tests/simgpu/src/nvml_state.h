@@ -22,6 +22,9 @@ const struct simgpu *nvml_row(nvmlDevice_t device);
 /* The MIG device that a handle stands for, NULL if it stands for a GPU. */
 const struct simgpu_mig *nvml_mig(nvmlDevice_t device);
 
+/* What the kernel module keeps of a GPU under this name; NVML_ERROR_NOT_SUPPORTED: nothing. */
+nvmlReturn_t nvml_number(const struct simgpu *gpu, const char *name, unsigned int *number);
+
 #define GET_ROW(gpu, device, out)                                                \
     const struct simgpu *gpu = nvml_row(device);                                 \
     if (nvml_gpu_count < 0)                                                      \

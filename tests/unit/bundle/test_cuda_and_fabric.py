@@ -11,14 +11,14 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
-from gpuprov.bundle_create.recipe import Recipe, RunFile, Wanted, make_recipe
-from gpuprov.bundle_create.sources import mirror_at
+from gpuprov.bundle_create.recipe import Recipe, RunFile, Wanted, make_recipe, mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
-from gpuprov.packages.rpm_changes import InstallRpmKey
-from gpuprov.packages.rpm_locks import LockFacts
+from gpuprov.packages.interface import LockFacts
+from gpuprov.packages.keys import InstallRpmKey
+from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once
@@ -238,9 +238,15 @@ def asked(facts: HostFacts) -> HostSpec:
 
 def test_a_bundle_need_not_contain_the_plugin_by_which_dnf_holds_it(tmp_path: Path) -> None:
     facts = switches(tmp_path)
-    lacking = dataclasses.replace(facts, packages=dataclasses.replace(facts.packages, locks=LockFacts("dnf")))
-    assert fabric_manager.held(source_of(facts, asked(facts))) == ("nvidia-fabricmanager-550",)
-    assert fabric_manager.held(source_of(lacking, asked(facts))) == ()
+    lacking = dataclasses.replace(
+        facts, packages=dataclasses.replace(facts.packages, locks=LockFacts(missing_plugin=("plugin",)))
+    )
+    assert software.unheld(source_of(facts, asked(facts))) == ""
+    source = source_of(lacking, asked(facts))
+    assert software.unheld(source) == "the driver's packages are not held: the bundle lacks plugin"
+    assert "plugin" not in software.wanted(source) and software.plan_driver_hold(source, coming=True) == ()
+    connected = dataclasses.replace(source, facts=dataclasses.replace(lacking, bundle=None))
+    assert "plugin" in software.wanted(connected)
 
 
 def test_the_bundle_is_the_only_source_of_the_fabric_manager(tmp_path: Path) -> None:

@@ -239,8 +239,7 @@ PLAIN = {"packages": [], "images": [], "driver_file": ""}
     ("changes", "says"),
     [
         ({"format": 1}, "its format is 1, this gpuprov reads 3 alone"),
-        ({"version": 12}, "Manifest.version is not a text"),
-        ({"surprise": "x"}, "keys that it does not know"),
+        ({"version": 12}, "Manifest.version is not a text"), ({"surprise": "x"}, "keys that it does not know"),
         ({"files": {}}, "Manifest.files is not a list"),
         ({"files": [file("a", size=True)], **PLAIN}, "Manifest.files[0].size is not a whole number"),
         ({"files": [file("a", size=-1)], **PLAIN}, "size or digest of a"),
@@ -255,7 +254,7 @@ PLAIN = {"packages": [], "images": [], "driver_file": ""}
         ({"inputs": []}, "Manifest.inputs is not an object"),
         ({"packages": [{"name": "a"}]}, "Manifest.packages[0].version is missing"),
     ],
-)
+)  # fmt: skip
 def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], says: str) -> None:
     assert says in manifest_refusal(**changes)
 

@@ -14,9 +14,8 @@ from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import FOLDER, SOURCES_LIST
+from gpuprov.core.places import FOLDER
 from gpuprov.facts.host import gather
-from gpuprov.packages.apt_changes import InstallPackages
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import ExitCode
@@ -124,20 +123,6 @@ def test_half_of_a_package_is_unpacked_again_from_the_bundle(tmp_path: Path) -> 
     assert ["--simulate" in command for command in calls(host)] == [False, True, False, False]
     assert ["--reinstall" in command for command in calls(host)] == [False, False, True, False]
     assert all(ONLY_SOURCE in command for command in calls(host))
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_roll_back_uses_the_bundle_only_while_it_is_unpacked(tmp_path: Path, *, there: bool) -> None:
-    """Behind its run there would be no source at all."""
-    host = TornHost(tmp_path)
-    before = InstallPackages(("site-gpu-tools",), options=("-o", ONLY_SOURCE)).capture(host)
-    host.make_directory(FOLDER)
-    if there:
-        host.write(SOURCES_LIST, b"")
-    host.commands.clear()
-    InstallPackages.undo(host, before, {"added": []})
-    (reinstallation,) = calls(host)
-    assert (ONLY_SOURCE in reinstallation) == there
 
 
 def test_the_drivers_pin_comes_from_the_bundle_too(tmp_path: Path) -> None:

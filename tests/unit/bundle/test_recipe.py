@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle_create.recipe import Recipe, Wanted, make_recipe
-from gpuprov.bundle_create.sources import ARCHIVES, NO_MIRROR, Mirror, default_sources, machine_mirror, mirror_at
+from gpuprov.bundle_create.recipe import (
+    NO_MIRROR,
+    Mirror,
+    Recipe,
+    Wanted,
+    default_sources,
+    machine_mirror,
+    make_recipe,
+    mirror_at,
+)
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.machine.distros import find_distribution
+from gpuprov.machine.distros import ROWS, Distribution
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 
@@ -26,6 +34,9 @@ TOOLKIT = (
 )  # fmt: skip
 
 
+OWN = HostSpec(driver="distribution", docker="preinstalled")
+
+
 def recipe(*specs: HostSpec, **options: Any) -> Recipe:
     return make_recipe(dataclasses.replace(WANTED, **options), specs or (HostSpec(),))
 
@@ -36,22 +47,18 @@ def recipe(*specs: HostSpec, **options: Any) -> Recipe:
         ({}, (HostSpec(),), {"docker.io"}),
         ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli", "docker-buildx", "docker-compose"}),
         ({"distro": "ubuntu-24.04"}, (HostSpec(),), {"docker.io", "docker-buildx", "docker-compose-v2"}),
-        ({}, (HostSpec(docker="preinstalled"),), set()),
-        ({}, (HostSpec(docker="none"),), set()),
+        ({}, (HostSpec(docker="preinstalled"),), set()), ({}, (HostSpec(docker="none"),), set()),
         ({}, (HostSpec(docker="none", packages=("podman",)),), {"podman"}),
         ({}, (HostSpec(docker="preinstalled"), HostSpec()), {"docker.io"}),
         ({"kernels": (KERNEL,)}, (HostSpec(),), {"docker.io", *HEADERS}),
         ({"packages": ("htop", "tini=0.19.0-1")}, (HostSpec(),), {"docker.io", "htop", "tini=0.19.0-1"}),
         ({}, (HostSpec(packages=("a",)), HostSpec(packages=("b", "a"))), {"docker.io", "a", "b"}),
         ({}, (HostSpec(toolkit="nvidia"),), {"docker.io", *TOOLKIT}),
-        (
-            {},
-            (HostSpec(docker="docker-ce"),),
-            {"docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin"},
-        ),
+        ({}, (HostSpec(docker="docker-ce"),),
+         {"docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin"}),
         ({}, (HostSpec(cuda="12.4"),), {"docker.io", "cuda-toolkit-12-4"}),
     ],
-)
+)  # fmt: skip
 def test_packages(options: dict[str, Any], specs: tuple[HostSpec, ...], packages: set[str]) -> None:
     found = recipe(*specs, **options)
     assert set(found.packages) == packages
@@ -59,33 +66,17 @@ def test_packages(options: dict[str, Any], specs: tuple[HostSpec, ...], packages
 
 
 def test_the_distributions_own_driver_comes_with_its_components() -> None:
-    own = HostSpec(driver="distribution", docker="preinstalled")
-    libraries = recipe(own)
+    libraries = recipe(OWN)
     assert {"libcuda1", "nvidia-smi"} < {*libraries.packages} and "nvidia-kernel-dkms" not in libraries.packages
     assert all(line.endswith(" main contrib non-free non-free-firmware") for line in libraries.sources)
     assert all(line.endswith(" main") for line in recipe(HostSpec()).sources)
-    assert "nvidia-kernel-dkms" in recipe(own, kernels=(KERNEL,)).packages
-    older = dataclasses.replace(own, driver_version="535", kernel_modules="build")
+    assert "nvidia-kernel-dkms" in recipe(OWN, kernels=(KERNEL,)).packages
+    older = dataclasses.replace(OWN, driver_version="535", kernel_modules="build")
     assert "nvidia-tesla-535-kernel-dkms" in recipe(older, distro="debian-13", kernels=(KERNEL,)).packages
     kernels = ("6.8.0-31-generic", "6.8.0-40-generic")
-    compiled = recipe(own, distro="ubuntu-24.04", kernels=kernels).packages
+    compiled = recipe(OWN, distro="ubuntu-24.04", kernels=kernels).packages
     assert {f"linux-modules-nvidia-580-server-open-{one}" for one in kernels} < {*compiled}
     assert "nvidia-headless-580-server-open" not in compiled
-
-
-@pytest.mark.parametrize(
-    ("distro", "values", "said"),
-    [
-        ("rocky-9", {}, "bundles hold it for Debian and Ubuntu"),
-        ("sles-15", {}, "bundles hold it for Debian and Ubuntu"),
-        ("debian-13", {"driver_version": "580"}, "its branches: 550 (open,proprietary), 535 (proprietary)"),
-        ("debian-11", {"kernel_module_type": "open"}, "Debian 11 has no open driver"),
-    ],
-)
-def test_a_distribution_without_that_driver_is_a_usage_error(distro: str, values: dict[str, Any], said: str) -> None:
-    with pytest.raises(GpuprovError) as caught:
-        recipe(HostSpec(driver="distribution", **values), distro=distro)
-    assert said in str(caught.value) and caught.value.exit_code == ExitCode.USAGE
 
 
 def test_the_driver_is_the_one_that_the_hosts_ask_for() -> None:
@@ -123,12 +114,18 @@ def test_what_it_is_made_from_holds_no_password() -> None:
 OTHER_SITE = dataclasses.replace(SITE, uri="https://elsewhere.example")
 REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
     ({"distro": "fedora-40"}, (HostSpec(),), "where the packages of fedora 40 come from must be said"),
+    ({"distro": "fedora"}, (HostSpec(toolkit="nvidia", toolkit_version="1.17.8-1"),), "where the packages of fedora"),
     ({"distro": "debian"}, (HostSpec(),), "supported are: Debian 11"),
+    ({"distro": "rocky-9"}, (OWN,), "bundles hold it for Debian and Ubuntu"),
+    ({"distro": "sles-15"}, (OWN,), "bundles hold it for Debian and Ubuntu"),
+    ({"distro": "debian-13"}, (HostSpec(driver="distribution", driver_version="580"),),
+     "its branches: 550 (open,proprietary), 535 (proprietary)"),
+    ({"distro": "debian-11"}, (HostSpec(driver="distribution", kernel_module_type="open"),),
+     "Debian 11 has no open driver"),
+    ({"mirror": NO_MIRROR}, (HostSpec(),), "name it with --mirror URL"),
     ({"architecture": "riscv64"}, (HostSpec(),), "riscv64 is not supported"),
-    (
-        {}, (HostSpec(driver_version="550.163.01"), HostSpec(driver_version="535.261.03")),
-        "the hosts ask for different drivers",
-    ),
+    ({}, (HostSpec(driver_version="550.163.01"), HostSpec(driver_version="535.261.03")),
+     "the hosts ask for different drivers"),
     (
         {}, (HostSpec(driver_version="1234.5", driver_sha256="0" * 64),
              HostSpec(driver_version="1234.5", driver_sha256="1" * 64)),
@@ -148,19 +145,21 @@ def test_what_can_not_be_is_a_wrong_call(options: dict[str, Any], specs: tuple[H
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize(("distribution", "version"), ARCHIVES)
-def test_every_archive_is_of_a_release_that_gpuprov_supports(distribution: str, version: str) -> None:
-    assert find_distribution(distribution, version) is not None
+APT = {f"{row.id}-{row.version}": row for row in ROWS if row.package_manager == "apt"}
+
+
+@pytest.mark.parametrize("row", APT.values(), ids=APT)
+def test_every_release_of_debian_and_ubuntu_has_an_archive(row: Distribution) -> None:
     for architecture in ("x86_64", "aarch64"):
-        lines = default_sources(distribution, version, architecture, MIRROR)
+        lines = default_sources(row, architecture, MIRROR)
         assert len(lines) == 3
         assert all("signed-by=/usr/share/keyrings/" in line for line in lines)
         assert sum("-security" in line for line in lines) == 1
 
 
 def test_ubuntu_for_arm_is_on_the_ports_server() -> None:
-    assert all("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "aarch64", NO_MIRROR))
-    assert not any("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "x86_64", NO_MIRROR))
+    assert all("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "aarch64", NO_MIRROR))
+    assert not any("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "x86_64", NO_MIRROR))
 
 
 def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> None:
@@ -169,7 +168,7 @@ def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> N
         "http://mirror.example/debian-security",
     )
     assert mirror_at("https://m.example/ubuntu").security == "https://m.example/ubuntu"
-    lines = default_sources("debian", "13", "x86_64", Mirror("https://m.example/deb", "https://s.example/deb"))
+    lines = default_sources(APT["debian-13"], "x86_64", Mirror("https://m.example/deb", "https://s.example/deb"))
     assert [line.split()[2:4] for line in lines] == [
         ["https://m.example/deb", "trixie"],
         ["https://m.example/deb", "trixie-updates"],
@@ -177,11 +176,7 @@ def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> N
     ]
 
 
-def test_a_debian_bundle_without_a_mirror_asks_for_one() -> None:
-    with pytest.raises(GpuprovError, match="no mirror of debian is known on this machine") as caught:
-        recipe(mirror=NO_MIRROR)
-    assert "--mirror URL" in str(caught.value)
-    assert caught.value.exit_code == ExitCode.USAGE
+def test_sources_replace_the_mirror() -> None:
     assert recipe(mirror=NO_MIRROR, sources=("deb https://m.example bookworm main",)).sources
 
 
@@ -197,10 +192,9 @@ https://download.example/linux/debian/\tDocker\tbookworm
     ("distribution", "code", "found"),
     [
         ("debian", 0, Mirror("http://d.example/debian", "http://d.example/debian-security")),
-        ("ubuntu", 0, NO_MIRROR),
-        ("debian", 100, NO_MIRROR),
+        ("ubuntu", 0, NO_MIRROR), ("debian", 100, NO_MIRROR),
     ],
-)
+)  # fmt: skip
 def test_the_machines_own_mirror(distribution: str, code: int, found: Mirror) -> None:
     class Apt(System):
         def run(self, argv: Sequence[str], **_: Any) -> Completed:

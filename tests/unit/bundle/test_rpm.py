@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundleFile, BundlePackage, Manifest
-from gpuprov.bundle_create.recipe import Recipe, Wanted, make_recipe
-from gpuprov.bundle_create.rpm_sources import RpmSource, rpm_sources
+from gpuprov.bundle_create.recipe import Recipe, RpmSource, Wanted, make_recipe, rpm_sources
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
@@ -20,8 +19,8 @@ from gpuprov.machine.machine import OperatingSystem
 from gpuprov.packages import rpm
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import Installation, PackageFacts
+from gpuprov.packages.keys import InstallRpmKey, plan_bundle_keys
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_changes import InstallRpmKey
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import with_bundle
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -146,10 +145,10 @@ def test_what_the_bundle_holds(facts: HostFacts, name: str, held: bool) -> None:
 
 def test_the_makers_keys_are_trusted_where_they_are_not_yet() -> None:
     keys = BundleFacts(MANIFEST).vendor_keys
-    assert rpm.plan_bundle_keys(keys, frozenset()) == (
+    assert plan_bundle_keys(keys, frozenset()) == (
         InstallRpmKey(f"{FOLDER}/trusted/{KEY}.asc", f"file://{FOLDER}/keys/{KEY}.asc", KEY),
     )
-    assert rpm.plan_bundle_keys(keys, frozenset((KEY,))) == ()
+    assert plan_bundle_keys(keys, frozenset((KEY,))) == ()
 
 
 @pytest.mark.parametrize(("manager", "packages_key"), [(DNF, "gpgcheck"), (ZYPPER, "pkg_gpgcheck")])

@@ -17,7 +17,7 @@ from gpuprov.core.journal import read_runs
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import sha256_of
 from gpuprov.engines.containers import image_identity
-from gpuprov.plan.images import LoadImage
+from gpuprov.plan.with_bundle import LoadImage
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned
 from gpuprov.protocol.request import Request
@@ -76,10 +76,8 @@ def with_image() -> tuple[Manifest, dict[str, bytes]]:
     return dataclasses.replace(MANIFEST, images=(image,)), {**FILES, IMAGE_FILE: b"what is in app:1"}
 
 
-def run(
-    host: FakeHost, spec: HostSpec = SPEC, *, check: bool = False, digest: str = "", bundle: str = BUNDLE
-) -> Finished:
-    return events(host, spec, check=check, digest=digest, bundle=bundle)[1]
+def run(host: FakeHost, spec: HostSpec = SPEC, **options: Any) -> Finished:
+    return events(host, spec, **options)[1]
 
 
 def events(

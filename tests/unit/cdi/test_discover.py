@@ -16,10 +16,9 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
+from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, expected_nodes, missing_nodes
 from gpuprov.cdi.files import CachedLibrary, parse_cache
 from gpuprov.cdi.generate import difference, host_facts, specification
-from gpuprov.cdi.nodes import Node, expected_nodes
 from gpuprov.cdi.nvml import GpuAnswer, parse_answers, sysfs_bus_id
 from gpuprov.cdi.specification import problems, render_json
 from gpuprov.core.commands import Completed

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts, discover
+from gpuprov.cdi.files import find_firmware, find_libraries
 from gpuprov.cdi.generate import specification
 from gpuprov.core.system import System
 from gpuprov.runtime_hook import driver_files
@@ -88,10 +89,9 @@ def test_programs_can_be_linked_though_the_host_has_no_development_links(tmp_pat
 
 CONFIGURATION = (
     "/etc/X11/xorg.conf.d/10-nvidia.conf", "/usr/share/X11/xorg.conf.d/10-nvidia.conf",
-    "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/usr/local/share/X11/xorg.conf.d/10-nvidia.conf",
+    "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/usr/share/vulkan/icd.d/nvidia_icd.aarch64.json",
     "/usr/share/egl/egl_external_platform.d/09_nvidia_wayland2.json", "/etc/vulkan/icd.d/nvidia_layers.json",
-    "/usr/share/vulkan/icd.d/nvidia_layers.json", "/usr/local/share/vulkan/icd.d/nvidia_icd.json",
-    "/usr/local/share/glvnd/egl_vendor.d/10_nvidia.json",
+    "/usr/share/vulkan/icd.d/nvidia_layers.json",
     "/usr/lib/xorg/modules/drivers/nvidia_drv.so", "/usr/lib64/xorg/modules/updates/drivers/nvidia_drv.so",
     "/usr/lib64/nvidia/xorg/libglxserver_nvidia.so",
     "/usr/lib64/xorg/modules/updates/extensions/libglxserver_nvidia.so",
@@ -108,3 +108,76 @@ def test_a_file_for_graphics_is_mounted_where_it_lies_and_for_graphics_alone(tmp
     found = mounts(discover(System(str(tmp_path))))
     assert found[path] == path
     assert driver_files.capabilities_of(path) == ("display", "graphics")
+
+
+@pytest.mark.parametrize("name", ["glvnd/egl_vendor.d/10_nvidia.json", "vulkan/icd.d/nvidia_icd.json"])
+def test_a_file_of_the_hosts_local_folder_is_mounted_where_containers_look(tmp_path: Path, name: str) -> None:
+    simgpu.install_tree(tmp_path)
+    (tmp_path / "usr/share" / name).unlink(missing_ok=True)
+    local = tmp_path / "usr/local/share" / name
+    local.parent.mkdir(parents=True)
+    local.touch()
+    found = mounts(discover(System(str(tmp_path))))
+    assert found[f"/usr/share/{name}"] == f"/usr/local/share/{name}"
+    assert f"/usr/local/share/{name}" not in found
+
+
+def test_libraries_of_an_unusual_folder_get_a_place_in_the_machines_own(tmp_path: Path) -> None:
+    class Arm(System):
+        def architecture(self) -> str:
+            return "aarch64"
+
+    for folder in ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "opt/driver"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        (tmp_path / "opt/driver" / f"{name[:-2]}.{VERSION}").touch()
+        (tmp_path / "opt/driver" / name).symlink_to(f"{name[:-2]}.{VERSION}")
+    libraries, _ = find_libraries(Arm(str(tmp_path)), ("/opt/driver",))
+    assert {name.rpartition("/")[0] for one in libraries for name in one.links} == {"/usr/lib/aarch64-linux-gnu"}
+
+
+# -- firmware where the kernel would look for it, and the folders of services -----------------------------------------
+
+
+VERSION = simgpu.DRIVER_VERSION
+KERNEL = "6.1.0-18-amd64"
+
+
+def put(root: Path, folder: str, *names: str) -> None:
+    place = root / folder.lstrip("/") / "nvidia" / VERSION
+    place.mkdir(parents=True)
+    for name in names:
+        (place / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        (["/lib/firmware"], "/lib/firmware"),
+        (["/lib/firmware", f"/lib/firmware/{KERNEL}"], f"/lib/firmware/{KERNEL}"),
+        ([f"/lib/firmware/{KERNEL}", "/lib/firmware/updates"], "/lib/firmware/updates"),
+        (["/lib/firmware/updates", f"/lib/firmware/updates/{KERNEL}"], f"/lib/firmware/updates/{KERNEL}"),
+        (["/lib/firmware", "/srv/firmware"], "/srv/firmware"),
+        ([], ""),
+    ],
+)
+def test_the_first_folder_in_the_kernels_order_counts(tmp_path: Path, folders: list[str], found: str) -> None:
+    for path, text in (("proc/sys/kernel/osrelease", KERNEL), ("sys/module/firmware_class/parameters/path", "")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(f"{text}\n")
+    if "/srv/firmware" in folders:
+        (tmp_path / "sys/module/firmware_class/parameters/path").write_text("/srv/firmware\n")
+    for folder in folders:
+        put(tmp_path, folder, "gsp_ga10x.bin", "gsp_tu10x.bin")
+    expected = tuple(f"{found}/nvidia/{VERSION}/{name}" for name in ("gsp_ga10x.bin", "gsp_tu10x.bin")) if found else ()
+    assert find_firmware(System(str(tmp_path)), VERSION) == expected
+    assert find_firmware(System(str(tmp_path)), "") == ()
+
+
+def test_mps_is_never_in_the_specification(tmp_path: Path) -> None:
+    simgpu.install_tree(tmp_path)
+    simgpu.write_kernel_tree(tmp_path, 1)
+    (tmp_path / "tmp/nvidia-mps").mkdir(parents=True)
+    (tmp_path / "run/nvidia-fabricmanager").mkdir(parents=True)
+    (tmp_path / "run/nvidia-fabricmanager/socket").touch()
+    assert discover(System(str(tmp_path))).sockets == ("/run/nvidia-fabricmanager/socket",)

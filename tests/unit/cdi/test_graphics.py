@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi.discover import discover
+from gpuprov.cdi.discover import Node, discover
 from gpuprov.cdi.generate import specification
-from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.specification import problems
 from gpuprov.core.system import System
 from tests import simgpu

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.cdi.registry import read_registry
-from gpuprov.cdi.specification import parse, problems, render
-from gpuprov.cdi.transform import with_root
+from gpuprov.cdi.specification import parse, problems, render, with_root
 from gpuprov.cli.main import cli
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
-from gpuprov.cdi.generate import difference, specification
-from gpuprov.cdi.nodes import parse_mig_minors
+from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes, parse_mig_minors
+from gpuprov.cdi.generate import chosen_devices, difference, specification
 from gpuprov.cdi.specification import Edits, problems, render_json
-from gpuprov.cdi.transform import chosen_devices
 from tests.simgpu import gpu, install_tree, mig_nodes, mig_uuid, write_kernel_tree
 from tests.simgpu.gpus import MIG_INSTANCES
 from tests.unit.cdi.test_discover import ANSWER, Host, make_nodes

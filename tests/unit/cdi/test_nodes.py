@@ -53,3 +53,21 @@ def test_a_group_that_the_driver_is_told_of_is_the_nodes(tmp_path: Path) -> None
     MakeNode("/dev/nvidia0", 195, 0, 0o660, 44).apply(System(str(tmp_path)), lambda *_: None)
     status = (tmp_path / "dev/nvidia0").stat()
     assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (0, 44, 0o660)
+
+
+@pytest.mark.parametrize(("there", "left"), [(None, None), ((195, 0), None), ((195, 7), (195, 7))])
+def test_a_node_that_the_units_of_the_run_made_goes_with_it(
+    tmp_path: Path, there: tuple[int, int] | None, left: tuple[int, int] | None
+) -> None:
+    """A node of other numbers was there before the plan, one of the same numbers was not."""
+    host = System(str(tmp_path))
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/null").write_text("")
+    if there is not None:
+        host.make_node("/dev/nvidia0", *there, 0o666)
+    change = MakeNode("/dev/nvidia0", 195, 0)
+    before = change.capture(host)
+    change.apply(host, lambda *_: None)
+    change.undo(host, before, {})
+    found = host.status("/dev/nvidia0")
+    assert ((found.major, found.minor) if found is not None else None) == left

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov import toolkit
-from gpuprov.cdi.other_devices import MODES, PATHS, specification_of, specifications
+from gpuprov.cdi.generate import MODES, OTHER_PATHS, other_specifications, specification_of
 from gpuprov.cdi.specification import problems
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
@@ -95,11 +95,11 @@ def test_where_there_is_nothing_it_is_said(tmp_path: Path, mode: str) -> None:
 
 
 def test_an_installation_writes_what_the_host_has_devices_for(host: System) -> None:
-    found = specifications(host)
-    assert tuple(found) == PATHS
+    found = other_specifications(host)
+    assert tuple(found) == OTHER_PATHS
     assert json.loads(found["/etc/cdi/nvidia-gds.json"])["kind"] == "nvidia.com/gds"
     host.remove("/dev/gdrdrv")
-    assert tuple(specifications(host)) == tuple(path for path in PATHS if "gdrcopy" not in path)
+    assert tuple(other_specifications(host)) == tuple(path for path in OTHER_PATHS if "gdrcopy" not in path)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_an_installation_writes_what_the_host_has_devices_for(host: System) -> N
 def test_a_kind_that_somebody_elses_file_has_is_left_to_it(host: System, text: str) -> None:
     host.make_directory("/etc/cdi")
     host.write("/etc/cdi/gds.yaml", text.encode())
-    assert "/etc/cdi/nvidia-gds.json" not in specifications(host)
+    assert "/etc/cdi/nvidia-gds.json" not in other_specifications(host)
     host.write("/etc/cdi/gds.yaml", text.replace("/gds", "/gds-2").encode())
-    assert "/etc/cdi/nvidia-gds.json" in specifications(host)
+    assert "/etc/cdi/nvidia-gds.json" in other_specifications(host)
     # Our own of before is no other's.
     host.write("/etc/cdi/nvidia-gds.json", text.encode())
-    assert "/etc/cdi/nvidia-gds.json" in specifications(host)
+    assert "/etc/cdi/nvidia-gds.json" in other_specifications(host)
 
 
 def test_an_installation_brings_them_up_to_date_with_the_gpus_own(host: System) -> None:
@@ -121,7 +121,7 @@ def test_an_installation_brings_them_up_to_date_with_the_gpus_own(host: System) 
     change = toolkit.WriteCdiSpecification(None)
     before = change.capture(host)
     change.apply(host, lambda *_: None)
-    assert {path for path in PATHS if host.exists(path)} == set(PATHS)
+    assert {path for path in OTHER_PATHS if host.exists(path)} == set(OTHER_PATHS)
     assert host.exists(toolkit.CDI_SPECIFICATION)
     change.undo(host, before, None)
-    assert not [path for path in (*PATHS, toolkit.CDI_SPECIFICATION) if host.exists(path)]
+    assert not [path for path in (*OTHER_PATHS, toolkit.CDI_SPECIFICATION) if host.exists(path)]

@@ -70,7 +70,6 @@ def test_an_invalid_file_is_an_error_of_its_own_and_the_others_load(tmp_path: Pa
     assert values(registry) == {"v.com/c=x": "good"}
     assert list(registry.errors) == [str(tmp_path / "bad.json")]
     assert says in registry.errors[str(tmp_path / "bad.json")][0]
-    assert registry.missing_folders == [str(tmp_path / "missing")]
 
 
 def test_yaml_is_read_as_well(tmp_path: Path) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification
-from gpuprov.cdi.transform import with_root
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, with_root
 
 
 def of(common: Edits, **devices: Edits) -> Specification:
     return Specification(tuple(Device(name, edits) for name, edits in devices.items()), common, {})
 
 
-NODE, OTHER_NODE = DeviceNode("/dev/nvidia0", 195, 0), DeviceNode("/dev/nvidia1", 195, 1)
+NODE, OTHER_NODE = DeviceNode("/dev/nvidia0", major=195, minor=0), DeviceNode("/dev/nvidia1", major=195, minor=1)
 MOUNT = Mount("/usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1")
 
 
@@ -45,7 +44,7 @@ HOOKS = tuple(
 
 
 def test_on_the_host_side_move_sources_nodes_and_the_hooks_that_run_there() -> None:
-    edits = Edits(device_nodes=(DeviceNode("/a/dev", 1, 1), DeviceNode("/c", 1, 1, host_path="/a/c")), hooks=HOOKS,
+    edits = Edits(device_nodes=(DeviceNode("/a/dev"), DeviceNode("/c", host_path="/a/c")), hooks=HOOKS,
                   mounts=(Mount("/a/m", "/a/m"),))  # fmt: skip
     found = with_root(of(edits, x=edits), "/a", "/b")
     for one in (found.edits, found.devices[0].edits):
@@ -59,12 +58,12 @@ def test_on_the_host_side_move_sources_nodes_and_the_hooks_that_run_there() -> N
 
 
 def test_a_node_moved_onto_its_own_path_needs_no_host_path() -> None:
-    edits = Edits(device_nodes=(DeviceNode("/b/dev", 1, 1, host_path="/a/dev"),))
+    edits = Edits(device_nodes=(DeviceNode("/b/dev", host_path="/a/dev"),))
     assert with_root(of(edits), "/a", "/b").edits.device_nodes[0].host_path == ""
 
 
 def test_on_the_containers_side_move_targets_and_the_hooks_that_run_there() -> None:
-    edits = Edits(device_nodes=(DeviceNode("/a/dev", 1, 1),), hooks=HOOKS, mounts=(Mount("/a/m", "/a/m"),))
+    edits = Edits(device_nodes=(DeviceNode("/a/dev"),), hooks=HOOKS, mounts=(Mount("/a/m", "/a/m"),))
     found = with_root(of(edits), "/a", "/b", relative_to="container")
     assert [(node.path, node.host_path) for node in found.edits.device_nodes] == [("/b/dev", "")]
     assert found.edits.mounts == (Mount("/a/m", "/b/m"),)

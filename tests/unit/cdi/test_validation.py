@@ -24,7 +24,7 @@ from gpuprov.cdi.specification import (
 )
 from gpuprov.protocol.errors import GpuprovError
 
-NODE = DeviceNode("/dev/nvidia0", 195, 0)
+NODE = DeviceNode("/dev/nvidia0", major=195, minor=0)
 GPU = Device("gpu0", Edits(device_nodes=(NODE,)))
 GOOD = Specification((GPU,), Edits(("A=1",), mounts=(Mount("/a", "/b"),)), {})
 
@@ -187,7 +187,7 @@ def document(**changes: Any) -> bytes:
         (b"null", "the document must be an object"),
         (b"[]", "the document must be an object"),
         (b"\xff{}", "can't decode"),
-        (b'{"kind": "a/b", "kind": "a/b"}', "'kind' stands there twice"),
+        (b'{"kind": "a/b", "kind": "a/b"}', "'kind' twice in one object"),
         (b"[" * 200_000, "nested too deeply"),
         (document(spec=1), "the document has a key that CDI does not know: 'spec'"),
         (document(cdiVersion=1), "cdiVersion must be text"),
@@ -220,7 +220,7 @@ def test_a_key_that_is_missing_means_none() -> None:
     """Not what a dataclass's own default says: an engine takes a node without numbers from the host's node."""
     content = document(containerEdits={"deviceNodes": [{"path": "/dev/a"}], "mounts": [{"hostPath": "/a"}]})
     (node,) = parse_json(content).edits.device_nodes
-    assert node == DeviceNode("/dev/a", None, None, permissions="", type="")
+    assert node == DeviceNode("/dev/a", permissions="", type="")
     assert parse_json(content).edits.mounts == (Mount("/a", "", ()),)
     assert parse_json(document(containerEdits=None)).edits == Edits()
     assert problems(parse_json(b'{"cdiVersion": "0.3.0"}')) == (

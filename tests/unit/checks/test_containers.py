@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
 
-from gpuprov.checks import containers, frameworks
-from gpuprov.checks.containers import EngineTest
+from gpuprov.checks import engine_checks, engines, frameworks
 from gpuprov.checks.engines import (
     ALL,
     DOCKER,
@@ -19,12 +19,14 @@ from gpuprov.checks.engines import (
     PODMAN,
     Containerd,
     Engine,
+    EngineTest,
     full_reference,
 )
 from gpuprov.checks.outcome import Failed
 from gpuprov.checks.smi import parse_smi
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError
 
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 TWO = parse_smi(REPORT)
@@ -58,7 +60,7 @@ def test_of_several_gpus_the_last_is_asked_for_by_its_uuid() -> None:
     uuid = TWO.gpus[1].uuid
     docker = Docker((0, REPORT.replace(TWO.gpus[0].uuid, "GPU-other"), ""))
     with pytest.raises(Failed, match=f"asked for {uuid}, the container sees GPU-other, {uuid}; gpuprov install"):
-        containers.one_gpu(EngineTest(docker, IMAGE, TWO))
+        engine_checks.one_gpu(EngineTest(docker, IMAGE, TWO))
     assert f"NVIDIA_VISIBLE_DEVICES={uuid}" in environment(docker.asked[0])
 
 
@@ -67,14 +69,14 @@ def test_an_only_gpu_is_asked_for_by_its_index() -> None:
     first_alone = f"{REPORT[:end]}</nvidia_smi_log>\n"
     assert start < end and parse_smi(first_alone).gpus == ONE.gpus
     docker = Docker((0, first_alone, ""))
-    assert containers.one_gpu(EngineTest(docker, IMAGE, ONE)) == ("0", "only the requested GPU")
+    assert engine_checks.one_gpu(EngineTest(docker, IMAGE, ONE)) == ("0", "only the requested GPU")
     assert "NVIDIA_VISIBLE_DEVICES=0" in environment(docker.asked[0])
 
 
 def test_what_the_image_sets_is_taken_out_where_nothing_shall_be_asked_for() -> None:
     """NVIDIA's images set NVIDIA_VISIBLE_DEVICES=all themselves."""
     docker = Docker((0, "", ""), (0, "", ""))
-    assert containers.no_gpu(EngineTest(docker, IMAGE, TWO)) == ("", "no GPU visible")
+    assert engine_checks.no_gpu(EngineTest(docker, IMAGE, TWO)) == ("", "no GPU visible")
     assert [environment(argv) for argv in docker.asked] == [
         ["NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION"],
         ["NVIDIA_VISIBLE_DEVICES=void"],
@@ -84,13 +86,13 @@ def test_what_the_image_sets_is_taken_out_where_nothing_shall_be_asked_for() -> 
 def test_a_container_that_hangs_is_removed() -> None:
     docker = Docker((TIMED_OUT, "", "stopped after 120 s, its time limit"))
     with pytest.raises(Failed, match=r"exited 124: stopped after 120 s.*; dmesg"):
-        containers.all_gpus(EngineTest(docker, IMAGE, TWO))
+        engine_checks.all_gpus(EngineTest(docker, IMAGE, TWO))
     assert docker.verbs() == ["run", "rm"]
     name = docker.asked[1][-1]
     assert f"--name={name}" in docker.asked[0] and docker.asked[1][2] == "--force"
 
 
-@pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, frameworks.torch])
+@pytest.mark.parametrize("check", [engine_checks.all_gpus, engine_checks.no_gpu, frameworks.torch])
 def test_no_container_pulls(check: Callable[[EngineTest], object]) -> None:
     docker = Docker((1, "", "x"))
     with pytest.raises(Failed):
@@ -126,21 +128,30 @@ def test_the_users_image_is_pulled_once_if_it_is_missing() -> None:
 )
 def test_how_a_container_ended_comes_with_what_to_do(answer: tuple[int, str, str], says: str) -> None:
     with pytest.raises(Failed) as caught:
-        containers.all_gpus(EngineTest(Docker(answer), IMAGE, TWO))
+        engine_checks.all_gpus(EngineTest(Docker(answer), IMAGE, TWO))
     assert says in caught.value.reason and "\n" not in caught.value.reason
 
 
 def test_our_own_runtimes_word_needs_no_hint() -> None:
     said = "docker: Error response from daemon: OCI runtime create failed\ngpuprov: there is no GPU '7' on this host\n"
     with pytest.raises(Failed) as caught:
-        containers.all_gpus(EngineTest(Docker((125, "", said)), IMAGE, TWO))
+        engine_checks.all_gpus(EngineTest(Docker((125, "", said)), IMAGE, TWO))
     assert caught.value.reason == "the container exited 125: gpuprov: there is no GPU '7' on this host"
+
+
+def test_a_full_disk_asks_for_room_and_not_for_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "own_image", lambda system: SimpleNamespace(tag="1", root=lambda: b""))
+    full = Docker()
+    full.answers |= {"images": (0, "", ""), "import": (1, "", "write /x/link: no space left on device")}
+    with pytest.raises(GpuprovError) as caught:
+        DOCKER.image(full)
+    assert caught.value.problems[0].next_step.endswith("docker system df")
 
 
 def test_a_difference_shows_both_sides_and_what_to_do() -> None:
     other = REPORT.replace(TWO.gpus[1].uuid, "GPU-bbb")
     with pytest.raises(Failed) as caught:
-        containers.all_gpus(EngineTest(Docker((0, other, "")), IMAGE, TWO))
+        engine_checks.all_gpus(EngineTest(Docker((0, other, "")), IMAGE, TWO))
     failed = caught.value
     assert (failed.host, failed.container) == (TWO.gpus[1].uuid, "GPU-bbb")
     assert failed.reason.startswith(f"GPU 1 UUID: host {TWO.gpus[1].uuid}, container GPU-bbb; gpuprov install")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.checks.cuda.calls import KERNEL, OWN, Calls, Failure, Kernel, command, parse_calls
+from gpuprov.checks.cuda_checks import KERNEL, OWN, Calls, Failure, Kernel, command, parse_calls
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from tests.simgpu import build_libraries
@@ -51,10 +51,7 @@ def test_the_kernel_computes_on_each_gpu(computing: Path) -> None:
     ("fault", "kernel"),
     [
         ("result:3", Kernel(wrong="GPU 0: 3 of 100003 results are wrong", gpus=2)),
-        (
-            "cuLaunchKernel:700",
-            Kernel(wrong="GPU 0: cuLaunchKernel gives 700 (CUDA_ERROR_ILLEGAL_ADDRESS)", gpus=2),
-        ),
+        ("cuLaunchKernel:700", Kernel(wrong="GPU 0: cuLaunchKernel gives 700 (CUDA_ERROR_ILLEGAL_ADDRESS)", gpus=2)),
         ("cuCtxSynchronize:719", Kernel(wrong="GPU 0: cuCtxSynchronize gives 719", gpus=2)),
         ("cuModuleLoadData:222", Kernel(wrong="GPU 0: cuModuleLoadData gives 222", gpus=2)),
         # Other programs use the GPU: no fault of the host's.
@@ -84,7 +81,7 @@ def test_the_simulated_library_has_the_mark_that_leaves_the_kernel_out() -> None
         "import ctypes, runpy, sys; program = runpy.run_path(sys.argv[1]);"
         "print(program['computed'](ctypes.CDLL('libcuda.so.1'), 2))"
     )
-    program = str(Path(SOURCE).parents[3] / "gpuprov/checks/cuda/calls_program.py")
+    program = str(Path(SOURCE).parents[3] / "gpuprov/checks/calls_program.py")
     environment = {"LD_LIBRARY_PATH": str(build_libraries())}
     done = System().run((PYTHON, "-c", check, program), env=environment)
     assert done.stdout == "{'left_out': 'the GPUs are simulated and compute nothing', 'gpus': []}\n", done.evidence()
@@ -101,20 +98,16 @@ def test_without_a_library_the_loaders_message_is_told(tmp_path: Path) -> None:
     ("done", "why"),
     [
         (Completed((), 127, "", "exec: python3: not found"), "exited 127: exec: python3: not found"),
-        (
-            Completed((), 1, "", "Traceback\nModuleNotFoundError: No module named '_ctypes'"),
-            "No module named '_ctypes'",
-        ),
+        (Completed((), 1, "", "Traceback\nModuleNotFoundError: No module named '_ctypes'"),
+         "No module named '_ctypes'"),
         (Completed((), 0, "banner\n", ""), "exited 0: banner"),
         (Completed((), 0, "{}", ""), "its output is not that of gpuprov's program"),
-        (
-            Completed((), 0, '{"loaded": {}, "faults": {}, "variables": {}, "version": Infinity}', ""),
-            "its output is not that of gpuprov's program",
-        ),
+        (Completed((), 0, '{"loaded": {}, "faults": {}, "variables": {}, "version": Infinity}', ""),
+         "its output is not that of gpuprov's program"),
         (Completed((), 0, '{"loaded": 1}', ""), "its output is not that of gpuprov's program"),
         (Completed((), 0, "{" * 100_000, ""), "exited 0: {{"),
     ],
-)
+)  # fmt: skip
 def test_output_that_is_none_is_a_sentence(done: Completed, why: str) -> None:
     found = parse_calls(done)
     assert isinstance(found, str)

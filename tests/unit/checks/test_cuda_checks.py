@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from gpuprov.checks import cuda_checks
-from gpuprov.checks.containers import EngineTest
 from gpuprov.checks.cuda.survey import Survey
-from gpuprov.checks.engines import DOCKER, PODMAN, Containerd, Engine
+from gpuprov.checks.engines import DOCKER, PODMAN, Containerd, Engine, EngineTest
 from gpuprov.checks.outcome import Checks
 from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
@@ -202,17 +201,13 @@ def test_a_missing_library_is_named_on_either_side(case: Case, tmp_path: Path, n
 @pytest.mark.parametrize(
     ("key", "answer", "reason"),
     [
-        (
-            "host", (0, failing("cuInit", 999, "CUDA_ERROR_UNKNOWN"), ""),
-            "on the host: cuInit gives 999 (CUDA_ERROR_UNKNOWN): often /dev/nvidia-uvm is missing",
-        ),
+        ("host", (0, failing("cuInit", 999, "CUDA_ERROR_UNKNOWN"), ""),
+         "on the host: cuInit gives 999 (CUDA_ERROR_UNKNOWN): often /dev/nvidia-uvm is missing"),
         ("host", (0, failing("cuInit", 802), ""), "on the host: cuInit gives 802: the GPUs are joined by NVSwitches"),
         ("all", (0, failing("cuInit", 100), ""), "cuInit gives 100: the container has the libraries and no device"),
         ("all", (0, failing("cuInit", 701), ""), "cuInit gives 701"),
-        (
-            "all", (0, output(["GPU-0"], variables={"CUDA_VISIBLE_DEVICES": "0"}), ""),
-            "CUDA has GPU-0 in the container, GPU-0, GPU-1 on the host: the image sets CUDA_VISIBLE_DEVICES=0",
-        ),
+        ("all", (0, output(["GPU-0"], variables={"CUDA_VISIBLE_DEVICES": "0"}), ""),
+         "CUDA has GPU-0 in the container, GPU-0, GPU-1 on the host: the image sets CUDA_VISIBLE_DEVICES=0"),
         ("all", (0, output(version=12020), ""), "CUDA is 12.2 in the container"),
         ("all", (0, output(version=12060), ""), "CUDA is 12.6 in the container"),
         ("all", (0, output((), faults={"libcuda.so.1": MISSING}), ""), MISSING),
@@ -240,14 +235,11 @@ def test_an_image_with_a_libcuda_of_its_own_may_have_no_gpu(case: Case, none: tu
     ("kernel", "status", "reason"),
     [
         (NO_KERNEL, "failed", "printed nothing of it"),
-        (
-            {"left_out": "the GPUs are simulated and compute nothing", "gpus": []},
-            "skipped",
-            "simulated and compute nothing",
-        ),
+        ({"left_out": "the GPUs are simulated and compute nothing", "gpus": []}, "skipped",
+         "simulated and compute nothing"),
         ({"left_out": "", "gpus": [{**WELL, "wrong": 2}]}, "failed", "GPU 0: 2 of 9 results are wrong; dmesg"),
     ],
-)
+)  # fmt: skip
 def test_the_kernel(case: Case, kernel: dict[str, Any], status: str, reason: str) -> None:
     case.host.answers["all"] = (0, output(kernel=kernel), "")
     found = case.checks()["CUDA kernel"]
@@ -294,3 +286,11 @@ def test_a_container_that_can_not_be_read_is_removed_all_the_same(case: Case, mo
     monkeypatch.setattr(cuda_checks, "survey", refuse)
     assert "stopped while it was read" in case.checks()["libcuda.so.1"].reason
     assert ("docker", "rm", "--force", "--volumes", "c0ffee") in case.host.asked
+
+
+def test_what_an_image_prints_is_told_in_few_words(case: Case) -> None:
+    case.host.answers["all"] = (0, output(["GPU-0"], variables={"CUDA_VISIBLE_DEVICES": "0," * 900}), "")
+    reason = case.checks()["CUDA"].reason
+    assert "CUDA_VISIBLE_DEVICES=0,0" in reason and len(reason) < 400
+    case.host.answers["all"] = (0, output((), faults={"libcuda.so.1": "long " * 900}), "")
+    assert len(case.checks()["CUDA"].reason) < 400

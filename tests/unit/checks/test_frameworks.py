@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.checks import frameworks
-from gpuprov.checks.containers import EngineTest
+from gpuprov.checks.engines import EngineTest
 from gpuprov.checks.outcome import Failed, Values
 from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
@@ -95,40 +95,24 @@ def test_a_gpu_that_is_divided_counts_otherwise() -> None:
     [
         ({**NONE, "cuda": ""}, "torch 2.5.1 in app is built without CUDA; use an image with a CUDA build of PyTorch"),
         ({**NONE, "cuda": "", "hip": "6.2"}, "torch 2.5.1 in app is built for ROCm 6.2; use"),
-        (
-            {**NONE, "warnings": [UNEXPECTED.format("36: API call is not supported in the installed CUDA driver")]},
-            "the runtime is newer than the driver, of the same major release",
-        ),
-        (
-            {**NONE, "warnings": [UNEXPECTED.format("803: system has unsupported display driver")]},
-            "libcuda.so.1 is of another version than the loaded kernel module",
-        ),
-        (
-            {**NONE, "warnings": [UNEXPECTED.format("802: system not yet initialized")]},
-            "the GPUs are joined by NVSwitches",
-        ),
-        (
-            {**NONE, "warnings": [f"{INIT}: The NVIDIA driver on your system is too old (found version 11040)."]},
-            "(found version 11040).; libcuda.so.1 is older than the runtime's major release needs",
-        ),
-        (
-            {**NONE, "warnings": [f"{INIT}: Found no NVIDIA driver on your system. Please check"]},
-            "no libcuda.so.1 can be loaded",
-        ),
-        (
-            {**NONE, "warnings": [f"{INIT}: CUDA unknown error - this may be due to an incorrectly set up"]},
-            "often /dev/nvidia-uvm is missing",
-        ),
-        (
-            {**NONE, "warnings": [f"{INIT}: CUDA driver initialization failed, you might not have a CUDA gpu."]},
-            "the program forked after it had used CUDA",
-        ),
+        ({**NONE, "warnings": [UNEXPECTED.format("36: API call is not supported in the installed CUDA driver")]},
+         "the runtime is newer than the driver, of the same major release"),
+        ({**NONE, "warnings": [UNEXPECTED.format("803: system has unsupported display driver")]},
+         "libcuda.so.1 is of another version than the loaded kernel module"),
+        ({**NONE, "warnings": [UNEXPECTED.format("802: system not yet initialized")]},
+         "the GPUs are joined by NVSwitches"),
+        ({**NONE, "warnings": [f"{INIT}: The NVIDIA driver on your system is too old (found version 11040)."]},
+         "(found version 11040).; libcuda.so.1 is older than the runtime's major release needs"),
+        ({**NONE, "warnings": [f"{INIT}: Found no NVIDIA driver on your system. Please check"]},
+         "no libcuda.so.1 can be loaded"),
+        ({**NONE, "warnings": [f"{INIT}: CUDA unknown error - this may be due to an incorrectly set up"]},
+         "often /dev/nvidia-uvm is missing"),
+        ({**NONE, "warnings": [f"{INIT}: CUDA driver initialization failed, you might not have a CUDA gpu."]},
+         "the program forked after it had used CUDA"),
         (NONE, "torch 2.5.1 for CUDA 12.4 sees no GPU in app"),
         ({**FOUND, "count": 1}, "torch.cuda.device_count() of torch 2.5.1 is 1 in app, the host has 2"),
-        (
-            {**FOUND, "error": "CUDA error: no kernel image is available for execution on the device"},
-            "the program was built for other GPU generations",
-        ),
+        ({**FOUND, "error": "CUDA error: no kernel image is available for execution on the device"},
+         "the program was built for other GPU generations"),
         ({**FOUND, "error": "GPU 1: wrong result"}, "sees the GPUs and can't compute in app: GPU 1: wrong result"),
     ],
 )  # fmt: skip
@@ -145,34 +129,22 @@ def test_why_pytorch_has_no_gpu(found: dict[str, Any], reason: str) -> None:
         ({**FLOW, "count": 0, "built_with_cuda": False}, "", "tensorflow 2.16.1 in app is built without CUDA"),
         ({**FLOW, "count": 1}, "", "tensorflow 2.16.1: the number of GPUs is 1 in app, the host has 2"),
         ({**FLOW, "count": 0}, "", "tensorflow 2.16.1 sees no GPU in app"),
-        (
-            {**FLOW, "count": 0},
-            "E cuda_driver.cc:265] failed call to cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
-            "the container has the libraries and no device nodes",
-        ),
-        (
-            {**FLOW, "count": 0},
-            "E cuda_platform.cc:51] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: "
-            "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: system has unsupported display driver",
-            "libcuda.so.1 is of another version than the loaded kernel module",
-        ),
-        (
-            {**FLOW, "count": 0}, "E cuda_driver.cc:266] failed call to cuInit: UNKNOWN ERROR (303)",
-            "sees no GPU in app: failed call to cuInit: UNKNOWN ERROR (303)",
-        ),
-        (
-            {**FLOW, "count": 0},
-            "E cuda_diagnostics.cc:313] kernel version 550.163.1 does not match DSO version 535.261.3 -- cannot find",
-            "kernel version 550.163.1 does not match DSO version 535.261.3; libcuda.so.1 is of another version",
-        ),
-        (
-            {**FLOW, "count": 0}, "W dso_loader.cc:64] Could not load dynamic library 'libcudart.so.11.0'; dlerror: x",
-            "Could not load dynamic library 'libcudart.so.11.0'",
-        ),
-        (
-            {**FLOW, "count": 0}, "W gpu_device.cc:2256] Cannot dlopen some GPU libraries. Please make sure",
-            "Cannot dlopen some GPU libraries: the image lacks CUDA's libraries",
-        ),
+        ({**FLOW, "count": 0},
+         "E cuda_driver.cc:265] failed call to cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
+         "the container has the libraries and no device nodes"),
+        ({**FLOW, "count": 0},
+         "E cuda_platform.cc:51] failed call to cuInit: INTERNAL: CUDA error: Failed call to cuInit: "
+         "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: system has unsupported display driver",
+         "libcuda.so.1 is of another version than the loaded kernel module"),
+        ({**FLOW, "count": 0}, "E cuda_driver.cc:266] failed call to cuInit: UNKNOWN ERROR (303)",
+         "sees no GPU in app: failed call to cuInit: UNKNOWN ERROR (303)"),
+        ({**FLOW, "count": 0},
+         "E cuda_diagnostics.cc:313] kernel version 550.163.1 does not match DSO version 535.261.3 -- cannot find",
+         "kernel version 550.163.1 does not match DSO version 535.261.3; libcuda.so.1 is of another version"),
+        ({**FLOW, "count": 0}, "W dso_loader.cc:64] Could not load dynamic library 'libcudart.so.11.0'; dlerror: x",
+         "Could not load dynamic library 'libcudart.so.11.0'"),
+        ({**FLOW, "count": 0}, "W gpu_device.cc:2256] Cannot dlopen some GPU libraries. Please make sure",
+         "Cannot dlopen some GPU libraries: the image lacks CUDA's libraries"),
     ],
 )  # fmt: skip
 def test_why_tensorflow_has_no_gpu(found: dict[str, Any], log: str, reason: str) -> None:

@@ -15,9 +15,9 @@ import pytest
 from gpuprov.checks import memory
 from gpuprov.checks.memory import CHECK, Gpu, changed, parse_links, recall
 from gpuprov.core.commands import Completed
-from gpuprov.core.image_system import BOOTED
 from gpuprov.core.lock import LockHolder
 from gpuprov.core.places import REMEMBERED
+from gpuprov.core.system import BOOTED
 from gpuprov.facts.kernels import gather_identity
 from gpuprov.protocol.events import CheckDone, Event, Note
 from gpuprov.protocol.spec import HostSpec
@@ -25,6 +25,9 @@ from gpuprov.verify import verify
 from tests.simgpu import gpu, write_kernel_tree
 from tests.unit.checks.test_smi import REPORT
 from tests.unit.doctor.host import DoctorHost, examined, first, healthy, names
+from tests.unit.fake_host import FakeHost
+from tests.unit.test_uninstall import carry_out, done
+from tests.unit.test_uninstall import host as set_up
 from tests.unit.test_verify import SPEC, RecordedHost, only
 from tests.unit.test_verify import cuda_is_well as cuda_is_well
 from tests.unit.test_verify import host as recorded
@@ -32,6 +35,9 @@ from tests.unit.test_verify import host as recorded
 pytestmark = pytest.mark.root
 FIRST, SECOND = 1793692800, 1795420800  # 2026-11-03 08:00 and 2026-11-23 08:00 UTC
 XID = "[ 12.1] NVRM: Xid (PCI:0000:2a:00): 79, pid='<unknown>', GPU has fallen off the bus."
+GPUS = [{"uuid": gpu(n).uuid, "model": gpu(n).name, "bus_id": gpu(n).sysfs_id} for n in range(3)]
+KEPT = {"schema": 1, "date": "2026-11-03 08:00:00 UTC", "machine": "", "gpus": GPUS, "driver": "550.163.01",
+        "kernel": "6.1", "gpuprov": "1"}  # fmt: skip
 HEALTHY_BOOT = "[  1.2] nvidia 0000:2a:00.0: enabling device (0140 -> 0142)"
 
 
@@ -56,7 +62,7 @@ class Machine(RecordedHost):
         return super().run(argv, **more)
 
 
-host = recorded
+host, container = recorded, set_up
 
 
 @pytest.fixture
@@ -253,6 +259,24 @@ def test_a_card_of_the_same_model_stands_for_a_missing_one() -> None:
     assert changed((a, b), (a, other)) == memory.Changed((b,), (other,))
 
 
+def test_an_install_warns_of_a_lost_gpu_and_makes_no_change_of_it(container: FakeHost) -> None:
+    done(carry_out(container, "install"))
+    container.write(REMEMBERED, json.dumps({**KEPT, "gpus": GPUS[:2]}).encode(), mode=0o600)
+    assert _warned(container) == ("0 changes: the host is as it should be", [])
+    container.write(REMEMBERED, json.dumps(KEPT).encode(), mode=0o600)
+    warning = (
+        f"3 GPUs on 2026-11-03, 2 today: {gpu(2).uuid} (NVIDIA H100 80GB HBM3 at {gpu(2).sysfs_id}) is gone; "
+        "gpuprov doctor; taken out on purpose: gpuprov verify --remember"
+    )
+    assert _warned(container, check=True) == ("nothing to change", [warning])
+    assert _warned(container) == ("0 changes: no change brings a lost GPU back", [warning])
+
+
+def _warned(host: FakeHost, *, check: bool = False) -> tuple[str, list[str]]:
+    events = carry_out(host, "install", check=check)
+    return done(events).summary, [one.message for one in events if isinstance(one, Note) and one.level == "warning"]
+
+
 # -- the doctor ----------------------------------------------------------------------------------------------------
 
 
@@ -260,11 +284,8 @@ def test_a_card_of_the_same_model_stands_for_a_missing_one() -> None:
 def ill(tmp_path: Path) -> DoctorHost:
     """A host that remembers three GPUs and has two."""
     made = healthy(tmp_path)
-    gpus = [{"uuid": gpu(n).uuid, "model": gpu(n).name, "bus_id": gpu(n).sysfs_id} for n in range(3)]
-    kept = {"schema": 1, "date": "2026-11-03 08:00:00 UTC", "machine": "", "gpus": gpus, "driver": "550.163.01",
-            "kernel": "6.1", "gpuprov": "1"}  # fmt: skip
     made.write("/etc/machine-id", b"\n")
-    made.write(REMEMBERED, json.dumps(kept).encode(), mode=0o600)
+    made.write(REMEMBERED, json.dumps(KEPT).encode(), mode=0o600)
     return made
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 from gpuprov.doctor.finding import CERTAIN
-from gpuprov.doctor.parse import ModuleFile, Unit
-from gpuprov.doctor.snapshot import HostSnapshot, Smi
+from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi, Unit
 from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.facts.driver import HidingLibrary
 from gpuprov.facts.gpus import FabricFacts
@@ -128,6 +127,15 @@ def switches(version: str = "550.163.01") -> Change:
     """Two NVSwitches of this machine's own, and the fabric manager's program of a version."""
     fabric = FabricFacts(("0000:c1:00.0", "0000:c2:00.0"), version=version)
     return lambda x: with_kernel(replace(x, host=replace(x.host, fabric=fabric)), container="")
+
+
+def fabric_says(*lines: str) -> Change:
+    return lambda x: replace(x, fabric_log=lines)
+
+
+def fabric(**more: Any) -> Change:
+    """Facts of the fabric, of a machine of its own."""
+    return lambda x: with_kernel(replace(x, host=replace(x.host, fabric=FabricFacts(**more))), container="")
 
 
 def unit(name: str, **more: str) -> Change:

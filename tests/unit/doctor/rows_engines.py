@@ -14,7 +14,7 @@ from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.engines.kubernetes import KUBELET_CONFIG
+from gpuprov.engines.known import KUBELET_CONFIG
 from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from tests.unit.doctor.ill import (
@@ -50,416 +50,186 @@ def containerd(config: bytes) -> dict[str, EngineFacts]:
 
 ENGINE_ROWS = (
     # -- docker
-    Row(
-        "docker-missing",
-        docker(installed=False, active=False, runtimes=None, config_text=None),
-        "command -v dockerd",
-        "gpuprov install",
-    ),
-    Row(
-        "docker-snap",
-        docker(installed=False, snap=True, active=False, runtimes=None, config_text=None),
-        "/snap/bin/docker",
-        "snap remove docker",
-    ),
+    Row("docker-missing", docker(installed=False, active=False, runtimes=None, config_text=None), "command -v dockerd",
+        "gpuprov install"),
+    Row("docker-snap", docker(installed=False, snap=True, active=False, runtimes=None, config_text=None),
+        "/snap/bin/docker", "snap remove docker"),
     Row("docker-is-podman", installed(podman_docker="4.3.1"), "podman-docker", "--device nvidia.com/gpu=all", WARNING),
-    Row(
-        "daemon-json-broken",
+    Row("daemon-json-broken",
         docker(config_text='{\n  "runtimes": {,\n}\n', refused="invalid character ',' looking for beginning of string"),
-        "dockerd: invalid character ','",
-        "+2 /etc/docker/daemon.json",
-    ),
+        "dockerd: invalid character ','", "+2 /etc/docker/daemon.json"),
     # dockerd 20.10.24 reads the first value, and nothing after it.
-    Row(
-        "daemon-json-broken",
-        lambda x: docker(config_text=f"{x.host.docker.config_text} x")(x),
-        "Extra data",
-        "/etc/docker/daemon.json",
-        WARNING,
-    ),
-    Row(
-        "daemon-json-broken",
+    Row("daemon-json-broken", lambda x: docker(config_text=f"{x.host.docker.config_text} x")(x), "Extra data",
+        "/etc/docker/daemon.json", WARNING),
+    Row("daemon-json-broken",
         docker(config_text="{}", config_path="/opt/dk/d.json", refused="no such option", active=False, runtimes=None),
-        "dockerd: no such option",
-        "${EDITOR:-vi} /opt/dk/d.json",
-    ),
-    Row(
-        "daemon-json-broken",
+        "dockerd: no such option", "${EDITOR:-vi} /opt/dk/d.json"),
+    Row("daemon-json-broken",
         docker(config_text=None, config_kind="directory", refused="is a directory", active=False, runtimes=None),
-        "stat /etc/docker/daemon.json: directory",
-        "mv /etc/docker/daemon.json /etc/docker/daemon.json.old",
-    ),
+        "stat /etc/docker/daemon.json: directory", "mv /etc/docker/daemon.json /etc/docker/daemon.json.old"),
     # docker.io purged, containerd and daemon.json left.
-    Row(
-        "docker-missing",
+    Row("docker-missing",
         both(docker(installed=False, active=False, runtimes=None), there("/usr/bin/containerd", "/usr/bin/podman")),
-        "command -v dockerd: nothing\n/etc/docker/daemon.json: runtime nvidia is",
-        "gpuprov install",
-    ),
-    Row(
-        "docker-missing",
+        "command -v dockerd: nothing\n/etc/docker/daemon.json: runtime nvidia is", "gpuprov install"),
+    Row("docker-missing",
         both(docker(installed=False, active=False, runtimes=None, config_text=None), there("/usr/bin/containerd")),
-        "command -v dockerd: nothing",
-        "gpuprov install",
-    ),
-    Row(
-        "docker-disabled",
+        "command -v dockerd: nothing", "gpuprov install"),
+    Row("docker-disabled",
         both(docker(active=False, runtimes=None), unit("docker.service", active="inactive", enabled="disabled")),
-        "systemctl show docker.service: disabled, inactive",
-        "systemctl enable --now docker.service",
-    ),
+        "systemctl show docker.service: disabled, inactive", "systemctl enable --now docker.service"),
     Row("docker-disabled", unit("docker.service", enabled="disabled"), "disabled, active", "systemctl enable", WARNING),
-    Row(
-        "docker-unreachable",
+    Row("docker-unreachable",
         docker(active=False, runtimes=None, address="tcp://127.0.0.1:2376", error="client sent an HTTP request"),
         "docker --host tcp://127.0.0.1:2376 info: client sent an HTTP request",
-        "docker --host tcp://127.0.0.1:2376 info",
-        LIKELY,
-    ),
-    Row(
-        "docker-unit-changed",
+        "docker --host tcp://127.0.0.1:2376 info", LIKELY),
+    Row("docker-unit-changed",
         docker(unit=DockerUnit(load="loaded", command=("dockerd", "--config-file=/n"), running=("dockerd", "-H", "x"))),
-        "/proc/PID/cmdline of dockerd: dockerd -H x",
-        "systemctl restart docker",
-    ),
-    Row(
-        "docker-host",
-        both(
-            docker(unit=DockerUnit(load="loaded", command=("dockerd",)), address="unix:///var/run/docker.sock"),
-            text("/etc/environment", "DOCKER_HOST=tcp://build.example:2375\n"),
-        ),
-        "/etc/environment: DOCKER_HOST=tcp://build.example:2375",
-        "sed -i",
-        LIKELY,
-    ),
+        "/proc/PID/cmdline of dockerd: dockerd -H x", "systemctl restart docker"),
+    Row("docker-host",
+        both(docker(unit=DockerUnit(load="loaded", command=("dockerd",)), address="unix:///var/run/docker.sock"),
+             text("/etc/environment", "DOCKER_HOST=tcp://build.example:2375\n")),
+        "/etc/environment: DOCKER_HOST=tcp://build.example:2375", "sed -i", LIKELY),
     # dockerd 20.10.24, its unit started with --add-runtime beside the file.
-    Row(
-        "docker-flags-twice",
-        both(
-            docker(active=False, runtimes=None),
-            unit("docker.service", active="failed", result="exit-code"),
-            docker_says(
-                "unable to configure the Docker daemon with file /etc/docker/daemon.json: the following directives are "
-                "specified both as a flag and in the configuration file: hosts: (from flag: [fd://], from file: [tcp://x])"
-            ),
-        ),
-        "specified both as a flag",
-        "systemctl cat docker",
-    ),
-    Row(
-        "docker-masked",
-        both(
-            docker(active=False, unit=DockerUnit(load="masked")),
-            unit("docker.service", load="masked", active="inactive"),
-        ),
-        "masked",
-        "systemctl unmask docker.service",
-    ),
-    Row(
-        "docker-down",
-        both(
-            docker(active=False, error="Cannot connect"),
-            unit("docker.service", active="failed", result="exit-code"),
-            docker_says(
-                'level=error msg="failed to start daemon: error initializing graphdriver: driver not supported"'
-            ),
-        ),
-        "failed, exit-code",
-        "systemctl reset-failed docker; systemctl restart docker",
-    ),
-    Row(
-        "docker-not-restarted",
-        docker(runtimes={"runc": "runc"}),
-        f"runtime nvidia is {LAUNCHER_PATH}",
-        "systemctl restart docker",
-    ),
-    Row(
-        "docker-not-restarted",
-        docker(runtimes={"runc": "runc", "nvidia": "/opt/old"}),
-        "has runtime nvidia as /opt/old",
-        "systemctl restart docker",
-    ),
-    Row(
-        "runtime-unregistered",
-        docker(config_text="{}", runtimes={"runc": "runc"}),
-        "no runtimes.nvidia",
-        "gpuprov install",
-    ),
-    Row(
-        "runtime-unregistered",
-        both(nvidias, docker(config_text=None, runtimes={"runc": "runc"})),
-        "No such file",
-        "nvidia-ctk runtime configure --runtime=docker; systemctl restart docker",
-    ),
+    Row("docker-flags-twice",
+        both(docker(active=False, runtimes=None), unit("docker.service", active="failed", result="exit-code"),
+             docker_says("unable to configure the Docker daemon with file /etc/docker/daemon.json: the following "
+                         "directives are specified both as a flag and in the configuration file: hosts: (from flag: "
+                         "[fd://], from file: [tcp://x])")),
+        "specified both as a flag", "systemctl cat docker"),
+    Row("docker-masked",
+        both(docker(active=False, unit=DockerUnit(load="masked")),
+             unit("docker.service", load="masked", active="inactive")),
+        "masked", "systemctl unmask docker.service"),
+    Row("docker-down",
+        both(docker(active=False, error="Cannot connect"), unit("docker.service", active="failed", result="exit-code"),
+             docker_says('level=error msg="failed to start daemon: error initializing graphdriver: driver not '
+                         'supported"')),
+        "failed, exit-code", "systemctl reset-failed docker; systemctl restart docker"),
+    Row("docker-not-restarted", docker(runtimes={"runc": "runc"}), f"runtime nvidia is {LAUNCHER_PATH}",
+        "systemctl restart docker"),
+    Row("docker-not-restarted", docker(runtimes={"runc": "runc", "nvidia": "/opt/old"}),
+        "has runtime nvidia as /opt/old", "systemctl restart docker"),
+    Row("runtime-unregistered", docker(config_text="{}", runtimes={"runc": "runc"}), "no runtimes.nvidia",
+        "gpuprov install"),
+    Row("runtime-unregistered", both(nvidias, docker(config_text=None, runtimes={"runc": "runc"})), "No such file",
+        "nvidia-ctk runtime configure --runtime=docker; systemctl restart docker"),
     Row("runtime-unsaved", docker(config_text="{}"), "no runtimes.nvidia", "gpuprov install", LIKELY),
     # A tool that manages the file has written it after each of two runs: the next installation would not last either.
-    Row(
-        "runtime-unsaved",
-        both(
-            docker(config_text="{}"),
-            lambda x: replace(x, docker_file_rewritten=2, modified={DAEMON_JSON: 1700000000.0}),
-        ),
+    Row("runtime-unsaved",
+        both(docker(config_text="{}"),
+             lambda x: replace(x, docker_file_rewritten=2, modified={DAEMON_JSON: 1700000000.0})),
         "2 runs wrote it, and another tool wrote it after each",
-        "journalctl --no-pager --since @1699999940 --until @1700000060; gpuprov install",
-        LIKELY,
-    ),
+        "journalctl --no-pager --since @1699999940 --until @1700000060; gpuprov install", LIKELY),
     # systemd 252: "Operation refused, unit docker.service may be requested by dependency only".
-    Row(
-        "docker-not-restarted",
+    Row("docker-not-restarted",
         docker(runtimes={"runc": "runc"}, unit=DockerUnit(load="loaded", active="active", refuses_restart=True)),
-        f"runtime nvidia is {LAUNCHER_PATH}",
-        "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no",
-    ),
+        f"runtime nvidia is {LAUNCHER_PATH}", "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no"),
     # docker 26.1, `docker run` with fluentd stopped.
-    Row(
-        "log-driver-unreachable",
-        both(
-            lambda x: docker(
-                config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "log-driver": "fluentd"})
-            )(x),
-            docker_says(_NO_LOG_SERVER),
-        ),
+    Row("log-driver-unreachable",
+        both(lambda x: docker(
+                 config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "log-driver": "fluentd"})
+             )(x),
+             docker_says(_NO_LOG_SERVER)),
         "log-driver: fluentd",
-        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl restart docker  # or start the server of fluentd",
-        LIKELY,
-    ),
+        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl restart docker  # or start the server of fluentd", LIKELY),
     Row("log-driver-unreachable", docker_says(_NO_LOG_SERVER), "dial tcp 127.0.0.1:24224", "logging driver", WARNING),
-    Row(
-        "default-runtime-unknown",
+    Row("default-runtime-unknown",
         lambda x: docker(
             config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "default-runtime": "kata"})
         )(x),
-        "default-runtime: kata",
-        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker",
-        LIKELY,
-    ),
-    Row(
-        "hook-missing",
-        both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
-        f"ls {NVIDIA_HOOK_PATH}",
-        "systemctl restart docker",
-    ),
-    Row(
-        "hook-missing",
-        both(
-            installed(nvidia_container_toolkit="1.19.1-1", nvidia_container_toolkit_base="1.19.1-1"),
-            both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
-        ),
-        f"ls {NVIDIA_HOOK_PATH}",
-        "apt-get install -y --reinstall nvidia-container-toolkit; ",
-    ),
+        "default-runtime: kata", "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker", LIKELY),
+    Row("hook-missing", both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
+        f"ls {NVIDIA_HOOK_PATH}", "systemctl restart docker"),
+    Row("hook-missing",
+        both(installed(nvidia_container_toolkit="1.19.1-1", nvidia_container_toolkit_base="1.19.1-1"),
+             both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"}))),
+        f"ls {NVIDIA_HOOK_PATH}", "apt-get install -y --reinstall nvidia-container-toolkit; "),
     # dockerd 20.10.24 and 26.1.5, `docker run --gpus all` without the hook at its start.
-    Row(
-        "hook-unseen",
-        docker_says(
-            'level=error msg="Handler for POST /v1.41/containers/x/start returned error: could not select device '
-            'driver \\"\\" with capabilities: [[gpu]]"'
-        ),
-        "could not select device driver",
-        "systemctl restart docker",
-    ),
-    Row(
-        "hook-unseen",
-        lambda x: replace(x, modified={NVIDIA_HOOK_PATH: 20.0, "/run/docker.pid": 10.0}),
-        "stat",
-        "systemctl restart docker",
-        WARNING,
-    ),
-    Row(
-        "hook-not-on-path",
+    Row("hook-unseen",
+        docker_says('level=error msg="Handler for POST /v1.41/containers/x/start returned error: could not select '
+                    'device driver \\"\\" with capabilities: [[gpu]]"'),
+        "could not select device driver", "systemctl restart docker"),
+    Row("hook-unseen", lambda x: replace(x, modified={NVIDIA_HOOK_PATH: 20.0, "/run/docker.pid": 10.0}), "stat",
+        "systemctl restart docker", WARNING),
+    Row("hook-not-on-path",
         lambda x: replace(x, docker_unit="[Service]\nEnvironment=PATH=/usr/bin\nEnvironment=PATH=/opt/bin:/bin\n"),
-        "PATH=/opt/bin:/bin",
-        "systemctl edit docker",
-        LIKELY,
-    ),
-    Row(
-        "docker-context",
-        text("/root/.docker/config.json", '{"currentContext": "desktop-linux"}'),
-        "desktop-linux",
-        "docker context use default",
-        LIKELY,
-    ),
-    Row(
-        "docker-rootless",
-        lambda x: replace(x, rootless=("/run/user/1000/docker.sock",)),
-        "/run/user/1000",
-        "systemctl --user restart docker",
-        WARNING,
-    ),
-    Row(
-        "selinux-denies",
-        lambda x: replace(x, selinux="Enforcing", container_use_devices="off", kernel_log=(AVC,)),
-        "xserver_misc_device_t",
-        "setsebool -P container_use_devices 1",
-        LIKELY,
-    ),
-    Row(
-        "selinux-denies",
-        lambda x: replace(x, selinux="Enforcing", container_use_devices="on", audit_log=(AVC,)),
-        "denied",
-        "setsebool",
-        POSSIBLE,
-    ),
-    Row(
-        "apparmor-denies",
+        "PATH=/opt/bin:/bin", "systemctl edit docker", LIKELY),
+    Row("docker-context", text("/root/.docker/config.json", '{"currentContext": "desktop-linux"}'), "desktop-linux",
+        "docker context use default", LIKELY),
+    Row("docker-rootless", lambda x: replace(x, rootless=("/run/user/1000/docker.sock",)), "/run/user/1000",
+        "systemctl --user restart docker", WARNING),
+    Row("selinux-denies", lambda x: replace(x, selinux="Enforcing", container_use_devices="off", kernel_log=(AVC,)),
+        "xserver_misc_device_t", "setsebool -P container_use_devices 1", LIKELY),
+    Row("selinux-denies", lambda x: replace(x, selinux="Enforcing", container_use_devices="on", audit_log=(AVC,)),
+        "denied", "setsebool", POSSIBLE),
+    Row("apparmor-denies",
         lambda x: replace(
             x,
             kernel_log=(
                 'audit: apparmor="DENIED" operation="open" profile="docker-default" name="/dev/nvidiactl" pid=1',
             ),
         ),
-        "docker-default",
-        "aa-status",
-        POSSIBLE,
-    ),
-    Row(
-        "bpf-refused",
-        docker_says(
-            "nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
-            "BPF_CGROUP_DEVICE) failed: operation not permitted"
-        ),
-        "bpf_prog_query",
-        "CDI",
-        WARNING,
-    ),
-    Row(
-        "library-not-loaded",
-        docker_says(
-            "nvidia-container-cli: initialization error: load library failed: "
-            "libnvidia-ml.so.1: cannot open shared object file"
-        ),
-        "libnvidia-ml",
-        "ldconfig",
-        WARNING,
-    ),
-    Row(
-        "cdi-unresolved",
-        docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
-        "gpu=7",
-        "gpuprov cdi list",
-        WARNING,
-    ),
-    Row(
-        "requirement-unmet",
-        docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
-        "cuda>=13.0",
-        "image",
-        WARNING,
-    ),
+        "docker-default", "aa-status", POSSIBLE),
+    Row("bpf-refused",
+        docker_says("nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
+                    "BPF_CGROUP_DEVICE) failed: operation not permitted"),
+        "bpf_prog_query", "CDI", WARNING),
+    Row("library-not-loaded",
+        docker_says("nvidia-container-cli: initialization error: load library failed: "
+                    "libnvidia-ml.so.1: cannot open shared object file"),
+        "libnvidia-ml", "ldconfig", WARNING),
+    Row("cdi-unresolved", docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
+        "gpu=7", "gpuprov cdi list", WARNING),
+    Row("requirement-unmet", docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
+        "cuda>=13.0", "image", WARNING),
     # -- other engines
     Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y cri-o"),
-    Row(
-        "engine-missing", host(engines={"k3s": EngineFacts()}), "command -v k3s", "curl -sfL https://get.k3s.io | sh -"
-    ),
+    Row("engine-missing", host(engines={"k3s": EngineFacts()}), "command -v k3s",
+        "curl -sfL https://get.k3s.io | sh -"),
     Row("engine-missing", host(engines={"rke2": EngineFacts()}), "command -v rke2", "curl -sfL https://get.rke2.io"),
     Row("engine-missing", host(engines={"microk8s": EngineFacts()}), "command -v microk8s", "snap install microk8s"),
-    Row(
-        "engine-missing",
-        lambda x: replace(host(docker=DockerFacts())(x), spec=replace(x.spec, docker="none")),
-        "command -v containerd crio podman: nothing",
-        "apt-get install -y podman",
-    ),
-    Row(
-        "engine-unreadable",
+    Row("engine-missing", lambda x: replace(host(docker=DockerFacts())(x), spec=replace(x.spec, docker="none")),
+        "command -v containerd crio podman: nothing", "apt-get install -y podman"),
+    Row("engine-unreadable",
         host(engines={"containerd": EngineFacts("/bin/containerd", "", {"/etc/containerd/config.toml": b"a = "})}),
-        "line 1",
-        "${EDITOR:-vi} /etc/containerd/config.toml; gpuprov install  # correct it",
-    ),
-    Row(
-        "engine-unconfigured",
-        host(
-            engines={
-                "containerd": EngineFacts(
-                    "/bin/containerd", "", {"/etc/containerd/config.toml": b"[plugins.cri]\na = 1\n"}
-                )
-            }
-        ),
-        "/etc/containerd/config.toml",
-        "gpuprov install",
-    ),
-    Row(
-        "engine-down",
-        both(
-            host(engines=registered("containerd")),
-            unit("containerd.service", active="failed", result="timeout"),
-        ),
-        "failed, timeout",
-        "systemctl restart containerd",
-    ),
+        "line 1", "${EDITOR:-vi} /etc/containerd/config.toml; gpuprov install  # correct it"),
+    Row("engine-unconfigured",
+        host(engines={
+                 "containerd": EngineFacts(
+                     "/bin/containerd", "", {"/etc/containerd/config.toml": b"[plugins.cri]\na = 1\n"}
+                 )
+             }),
+        "/etc/containerd/config.toml", "gpuprov install"),
+    Row("engine-down",
+        both(host(engines=registered("containerd")), unit("containerd.service", active="failed", result="timeout")),
+        "failed, timeout", "systemctl restart containerd"),
     # -- Kubernetes nodes
-    Row(
-        "node-engine-unnamed",
-        host(kubernetes=("kubelet",)),
-        "kubernetes: kubelet; gpuprov_engines: not set",
-        """gpuprov install -e '{"gpuprov_engines": ["containerd"]}'""",
-        WARNING,
-    ),
-    Row(
-        "node-engine-unnamed",
-        both(host(kubernetes=("k3s",)), lambda x: replace(x, spec=replace(x.spec, docker="none"))),
-        "kubernetes: k3s",
-        """gpuprov install -e '{"gpuprov_engines": ["k3s"]}'""",
-        LIKELY,
-    ),
-    Row(
-        "engine-not-restarted",
+    Row("node-engine-unnamed", host(kubernetes=("kubelet",)), "kubernetes: kubelet; gpuprov_engines: not set",
+        """gpuprov install -e '{"gpuprov_engines": ["containerd"]}'""", WARNING),
+    Row("node-engine-unnamed",
+        both(host(kubernetes=("k3s",)), lambda x: replace(x, spec=replace(x.spec, docker="none"))), "kubernetes: k3s",
+        """gpuprov install -e '{"gpuprov_engines": ["k3s"]}'""", LIKELY),
+    Row("engine-not-restarted",
         host(engines={"containerd": replace(registered("containerd")["containerd"], running=CriStatus(("runc",)))}),
-        "handlers runc",
-        "systemctl restart containerd",
-    ),
+        "handlers runc", "systemctl restart containerd"),
     # Nobody has named it, and pods depend on it.
-    Row(
-        "engine-not-restarted",
-        host(
-            engines={"containerd": replace(registered("containerd")["containerd"], running=CriStatus(("runc",)))},
-            kubernetes=("kubelet",),
-        ),
-        "CRI Status at /run/containerd/containerd.sock",
-        "systemctl restart containerd",
-        WARNING,
-    ),
-    Row(
-        "containerd-cri-off",
+    Row("engine-not-restarted",
+        host(engines={"containerd": replace(registered("containerd")["containerd"], running=CriStatus(("runc",)))},
+             kubernetes=("kubelet",)),
+        "CRI Status at /run/containerd/containerd.sock", "systemctl restart containerd", WARNING),
+    Row("containerd-cri-off",
         host(engines=containerd(b'version = 2\ndisabled_plugins = ["cri"]\n'), kubernetes=("kubelet",)),
-        'disabled_plugins = ["cri"]',
-        "systemctl restart containerd",
-    ),
-    Row(
-        "containerd-cdi-off",
-        host(engines=containerd(CRI + b"enable_cdi = false\n")),
-        "enable_cdi = false",
-        "systemctl restart containerd",
-        WARNING,
-    ),
-    Row(
-        "cgroup-drivers-differ",
-        both(
-            host(engines=containerd(CRI), kubernetes=("kubelet",)),
-            text(KUBELET_CONFIG, "apiVersion: kubelet.config.k8s.io/v1beta1\ncgroupDriver: systemd\n"),
-        ),
-        "no SystemdCgroup = true for runc",
-        "SystemdCgroup = true",
-        POSSIBLE,
-    ),
-    Row(
-        "podman-without-cdi",
-        both(installed(podman="3.0.1+dfsg1-3"), host(engines=registered("podman"))),
-        "3.0.1",
-        "apt-get install -y podman",
-        LIKELY,
-    ),
-    Row(
-        "refresh-unit-failed",
-        unit("gpuprov-refresh.service", active="failed", result="exit-code"),
-        "exit-code",
-        "systemctl start gpuprov-refresh",
-        WARNING,
-    ),
-    Row(
-        "persistenced-failed",
-        unit("nvidia-persistenced.service", active="failed", result="signal"),
-        "signal",
-        "systemctl reset-failed nvidia-persistenced.service; systemctl restart nvidia-persistenced.service; ",
-        WARNING,
-    ),
-)
+        'disabled_plugins = ["cri"]', "systemctl restart containerd"),
+    Row("containerd-cdi-off", host(engines=containerd(CRI + b"enable_cdi = false\n")), "enable_cdi = false",
+        "systemctl restart containerd", WARNING),
+    Row("cgroup-drivers-differ",
+        both(host(engines=containerd(CRI), kubernetes=("kubelet",)),
+             text(KUBELET_CONFIG, "apiVersion: kubelet.config.k8s.io/v1beta1\ncgroupDriver: systemd\n")),
+        "no SystemdCgroup = true for runc", "SystemdCgroup = true", POSSIBLE),
+    Row("podman-without-cdi", both(installed(podman="3.0.1+dfsg1-3"), host(engines=registered("podman"))), "3.0.1",
+        "apt-get install -y podman", LIKELY),
+    Row("refresh-unit-failed", unit("gpuprov-refresh.service", active="failed", result="exit-code"), "exit-code",
+        "systemctl start gpuprov-refresh", WARNING),
+    Row("persistenced-failed", unit("nvidia-persistenced.service", active="failed", result="signal"), "signal",
+        "systemctl reset-failed nvidia-persistenced.service; systemctl restart nvidia-persistenced.service; ", WARNING),
+)  # fmt: skip

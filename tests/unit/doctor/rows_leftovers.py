@@ -36,36 +36,17 @@ def _left(**values: object) -> Change:
 
 LEFTOVER_ROWS = (
     Row("toolkit-retired", installed(nvidia_docker2="2.13.0-1"), "nvidia-docker2", f"{_MIGRATE}  # keeps", WARNING),
-    Row(
-        "toolkit-retired", installed(nvidia_container_runtime="3.4.0-1"), "nvidia-container-runtime", _MIGRATE, WARNING
-    ),
-    Row(
-        "nvidia-docker-plugin",
-        _left(files=("/usr/bin/nvidia-docker-plugin",), unit="active", folder=True),
-        f"/usr/bin/nvidia-docker-plugin\n{FOLDER}\nsystemctl is-active nvidia-docker",
-        _MIGRATE,
-        WARNING,
-    ),
-    Row(
-        "nvidia-docker-volumes",
+    Row("toolkit-retired", installed(nvidia_container_runtime="3.4.0-1"), "nvidia-container-runtime", _MIGRATE,
+        WARNING),
+    Row("nvidia-docker-plugin", _left(files=("/usr/bin/nvidia-docker-plugin",), unit="active", folder=True),
+        f"/usr/bin/nvidia-docker-plugin\n{FOLDER}\nsystemctl is-active nvidia-docker", _MIGRATE, WARNING),
+    Row("nvidia-docker-volumes",
         _left(volumes=(Volume("nvidia_driver_375.26", "nvidia-docker", ("job (Exited (0) 2 years ago)",)),)),
-        "nvidia_driver_375.26, used by job (Exited",
-        "stays",
-        WARNING,
-    ),
+        "nvidia_driver_375.26, used by job (Exited", "stays", WARNING),
     Row("nvidia-docker-repository", _file(_LIST, _TEXT), _LIST, _MIGRATE, WARNING),
-    Row(
-        "nvidia-docker-key",
-        both(_file("/etc/apt/trusted.gpg", key_packet(1) + key_packet(2)), _own_key),
-        "/etc/apt/trusted.gpg",
-        _MIGRATE,
-        WARNING,
-    ),
-    Row(
-        "nvidia-docker-runtimes",
+    Row("nvidia-docker-key", both(_file("/etc/apt/trusted.gpg", key_packet(1) + key_packet(2)), _own_key),
+        "/etc/apt/trusted.gpg", _MIGRATE, WARNING),
+    Row("nvidia-docker-runtimes",
         both(docker(config_text=json.dumps({"runtimes": _RUNTIMES})), _left(dead_runtimes=("nvidia-experimental",))),
-        "runtime nvidia-experimental is /usr/bin/nvidia-container-runtime.x",
-        _MIGRATE,
-        WARNING,
-    ),
-)
+        "runtime nvidia-experimental is /usr/bin/nvidia-container-runtime.x", _MIGRATE, WARNING),
+)  # fmt: skip

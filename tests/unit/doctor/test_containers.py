@@ -10,8 +10,9 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.doctor import containers
-from gpuprov.doctor.containers import Loaded, gather_containers
+from gpuprov.doctor import gather
+from gpuprov.doctor.gather import gather_containers
+from gpuprov.doctor.snapshot import Containers, Loaded
 
 
 class Docker(System):
@@ -38,16 +39,16 @@ def surveys(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RecursionError("too deep")
         return SimpleNamespace(libraries=(), findings=())
 
-    monkeypatch.setattr(containers, "survey", survey)
-    monkeypatch.setattr(containers, "_has_node", lambda pid: pid != "2")
+    monkeypatch.setattr(gather, "survey", survey)
+    monkeypatch.setattr(gather, "_has_node", lambda pid: pid != "2")
 
 
 def test_one_that_ends_meanwhile_hides_no_other() -> None:
     found = gather_containers(Docker("a", "without-gpus", "b", "gone"))
-    assert found == containers.Containers((Loaded("docker", "a"), Loaded("docker", "b")))
+    assert found == Containers((Loaded("docker", "a"), Loaded("docker", "b")))
 
 
 def test_an_examination_that_breaks_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     found = gather_containers(Docker("a", "without-gpus", "hostile", "b", "gone"))
-    assert found == containers.Containers((Loaded("docker", "a"),), 2, "RecursionError: too deep")
+    assert found == Containers((Loaded("docker", "a"),), 2, "RecursionError: too deep")
     assert capfd.readouterr().err == ""

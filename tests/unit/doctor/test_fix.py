@@ -347,3 +347,5 @@ def test_an_installation_keeps_driver_and_toolkit_that_are_there(host: DoctorHos
     assert spec_as_found(x).toolkit == "bundled"
     asked = replace(x, spec=HostSpec(driver_version="580.178.04"))
     assert spec_as_found(asked).driver_version == "580.178.04"
+    packaged = replace(x, host=replace(x.host, driver_packaged="nvidia-driver-libs"))
+    assert spec_as_found(packaged).driver_version == ""  # a version means the .run file, which is refused over packages

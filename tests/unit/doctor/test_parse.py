@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.doctor.parse import (
+from gpuprov.checks.smi import per_gpu
+from gpuprov.doctor.snapshot import (
     ModuleFile,
     Unit,
     docker_lines,
@@ -13,7 +14,6 @@ from gpuprov.doctor.parse import (
     lines_that_match,
     parse_modinfo,
     parse_units,
-    per_gpu,
     telling_lines,
 )
 from tests.unit.doctor.host import SMI
@@ -128,6 +128,13 @@ def test_each_gpu_of_a_real_report() -> None:
         assert gpu["mig_mode/current_mig"] == "Disabled"
         assert gpu["mig_devices"] == "None"
         assert gpu["compute_mode"] == "Default"
+
+
+@pytest.mark.parametrize("said", [
+    f"{SMI}WARNING: infoROM is corrupted at gpu 0000:1B:00.0\n", f"Welcome to our cluster\n{SMI}", SMI[:-400],
+])  # fmt: skip
+def test_a_report_counts_up_to_where_it_ends(said: str) -> None:
+    assert [gpu["compute_mode"] for gpu in per_gpu(said)] == ["Default", "Default"]
 
 
 @pytest.mark.parametrize("said", ["", "NVIDIA-SMI has failed", "<a>" * 5000, SMI[:200]])

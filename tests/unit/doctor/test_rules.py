@@ -6,15 +6,22 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpuprov.doctor.examine import RULES, diagnose, report
-from gpuprov.doctor.finding import ANY_ROOT, CERTAIN, CONFIDENCES, TOOLKIT, WARNING, Finding, Rule
-from gpuprov.doctor.snapshot import HostSnapshot
-from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
+from gpuprov.doctor.examine import INSTALL_OBSTRUCTED, RULE_FAILED, RULES, diagnose, report
+from gpuprov.doctor.finding import CERTAIN, CONFIDENCES, GPUS, TOOLKIT, WARNING, Finding
+from gpuprov.doctor.rules import ANY_ROOT, Rule, _look
+from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi
 from gpuprov.engines.docker_unit import DockerUnit
+from gpuprov.facts.driver import without_preload
+from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.machine.pci import PciGpu
+from gpuprov.protocol import advisories
+from gpuprov.protocol.advisories import DRIVER
+from gpuprov.protocol.events import Event, Note
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import examined, healthy, with_driver
 from tests.unit.doctor.ill import (
@@ -24,10 +31,12 @@ from tests.unit.doctor.ill import (
     both,
     bound_to,
     docker,
+    docker_says,
     hidden,
     host,
     kernel_says,
     mismatched,
+    on_metal,
     text,
     unit,
     without,
@@ -37,6 +46,7 @@ from tests.unit.doctor.rows_driver import DRIVER_ROWS
 from tests.unit.doctor.rows_engines import ENGINE_ROWS
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
 from tests.unit.doctor.rows_libraries import LIBRARY_ROWS
+from tests.unit.fake_host import RELEASE
 
 pytestmark = pytest.mark.root
 ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS, *LIBRARY_ROWS)
@@ -51,50 +61,28 @@ def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSnapshot]:
 # What else is found there follows from these, and is told after them: (rule, what makes the host ill, the first cause).
 CONSEQUENCES = (
     ("version-mismatch", hidden(), "library-hidden"),
-    (
-        "module-not-loaded",
-        kernel_says("NVRM: The NVIDIA probe routine failed for 2 device(s)."),
-        "probe-failed",
-    ),
-    (
-        "probe-failed",
-        kernel_says(
-            "NVRM: GPU 0000:17:00.0: RmInitAdapter failed! (0x24:0xffff:1220)",
-            "NVRM: The NVIDIA probe routine failed for 2 device(s).",
-        ),
-        "init-failed",
-    ),
-    (
-        "runtime-missing",
-        both(
-            without(LAUNCHER_PATH),
-            host(read_only={"/usr": "/usr (ro)"}),
-            lambda x: replace(x, absent=frozenset({LAUNCHER_PATH})),
-        ),
-        "install-obstructed",
-    ),
-    (
-        "node-does-not-open",
-        lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "Input/output error"}),
-        "version-mismatch",
-    ),
+    ("module-not-loaded", kernel_says("NVRM: The NVIDIA probe routine failed for 2 device(s)."), "probe-failed"),
+    ("probe-failed",
+     kernel_says("NVRM: GPU 0000:17:00.0: RmInitAdapter failed! (0x24:0xffff:1220)",
+                 "NVRM: The NVIDIA probe routine failed for 2 device(s)."),
+     "init-failed"),
+    ("runtime-missing",
+     both(without(LAUNCHER_PATH), host(read_only={"/usr": "/usr (ro)"}),
+          lambda x: replace(x, absent=frozenset({LAUNCHER_PATH}))),
+     "install-obstructed"),
+    ("node-does-not-open", lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "Input/output error"}),
+     "version-mismatch"),
     ("nodes-unit-failed", both(unit(NODES, active="failed"), lambda x: with_driver(x, present=())), "nodes-missing"),
     ("nvidia-smi-18", mismatched, "version-mismatch"),
     ("module-not-loaded", bound_to("nouveau"), "gpu-nouveau"),
-    (
-        "docker-down",
-        both(
-            docker(active=False, runtimes=None, config_text="{", refused="unexpected EOF"),
-            unit("docker.service", active="failed", result="exit-code"),
-        ),
-        "daemon-json-broken",
-    ),
-    (
-        "docker-down",
-        both(docker(active=False, runtimes=None), unit("docker.service", active="inactive", enabled="disabled")),
-        "docker-disabled",
-    ),
-)
+    ("docker-down",
+     both(docker(active=False, runtimes=None, config_text="{", refused="unexpected EOF"),
+          unit("docker.service", active="failed", result="exit-code")),
+     "daemon-json-broken"),
+    ("docker-down",
+     both(docker(active=False, runtimes=None), unit("docker.service", active="inactive", enabled="disabled")),
+     "docker-disabled"),
+)  # fmt: skip
 COVERED = {row.rule for row in ROWS} | {name for name, _, _ in CONSEQUENCES}
 
 
@@ -120,6 +108,14 @@ READ_BY_DOCKER = (
 def test_a_file_that_docker_reads_is_no_trouble(x: HostSnapshot, version: str, beginning: str) -> None:
     text = beginning + (x.host.docker.config_text or "")[1:]
     assert diagnose(docker(config_text=text, version=version, cdi=True)(x)) == ()
+
+
+def test_a_gpu_that_is_divided_is_no_trouble(x: HostSnapshot) -> None:
+    divided = x.smi.text.replace("<current_mig>Disabled", "<current_mig>Enabled")
+    parts = "<mig_device><index>0</index><gpu_instance_id>1</gpu_instance_id></mig_device>"
+    said = re.sub(r"(?<=<mig_devices>)\s*None", parts, divided)
+    assert said.count(parts) == 2
+    assert diagnose(replace(x, smi=Smi(0, said))) == ()
 
 
 @pytest.mark.parametrize("address", ["unix:///run/docker.sock", "tcp://localhost:2375", "tcp://127.0.0.1:2375"])
@@ -178,6 +174,30 @@ def test_what_obstructs_an_installation_does_not_follow_from_itself(x: HostSnaps
     assert done.problems[1].next_step == finding.next_step
 
 
+def test_a_rule_that_fails_is_one_warning_and_keeps_no_other_back(x: HostSnapshot) -> None:
+    row = {"name": "no-gpu", "area": GPUS, "kernel_log": "Xid", "meaning": "{bus}", "next_step": "ls"}
+    told: list[Event] = []
+    broken = Rule("no-gpu", GPUS, "…", _look(row))
+    causes = diagnose(replace(docker(active=False)(x), kernel_log=("Xid",)), (broken, *RULES))
+    assert [(cause.rule.name, cause.rule.area) for cause in causes[-1:]] == [(RULE_FAILED, GPUS)]
+    assert causes[0].rule.name == "docker-unreachable"
+    done = report(x, causes[-1:], told.append)
+    (warning,) = [event for event in told if isinstance(event, Note)]
+    assert done.exit_code == 0 and "the rule no-gpu failed" in warning.message
+    assert causes[-1].finding.evidence.startswith("AttributeError: ") and "rules.py:" in causes[-1].finding.evidence
+
+
+@pytest.mark.parametrize("line", [
+    "[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out",
+    "[ 9.1] oom-kill:task_memcg=/user.slice/NVRM: Xid (PCI:0000:1b:00): 79, x,task=a.out,pid=7,uid=1000",
+    "[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 79, Ch 00000010",
+    "[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 48, Ch 00000010",
+    "[ 9.1] a[7]: NVRM: Xid (PCI:0): 119, segfault",
+])  # fmt: skip
+def test_a_line_that_a_user_can_make_is_no_xid_of_a_gpu(x: HostSnapshot, line: str) -> None:
+    assert {cause.rule.name for cause in diagnose(replace(x, kernel_log=(line,)), RULES)} == set()
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_what_a_rule_follows_from_exists(rule: Any) -> None:
     assert rule.follows == ANY_ROOT or set(rule.follows) <= {one.name for one in RULES} - {rule.name}
@@ -189,7 +209,7 @@ PROGRAMS = {
     "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "curl", "dkms", "dmesg", "docker", "echo",
     "gpuprov",
     "grep", "journalctl", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
-    "nvidia-bug-report.sh", "nvidia-ctk", "openssl",
+    "nvidia-bug-report.sh", "nvidia-ctk", "nvidia-imex-ctl", "openssl",
     "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "sh", "snap",
     "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
@@ -201,6 +221,44 @@ def test_what_to_type_is_a_line_that_a_shell_takes(x: HostSnapshot, row: Row) ->
     subprocess.run(("sh", "-n", "-c", step), check=True, timeout=300)
     commands = re.split(r"; | \| ", step.partition("  # ")[0])
     assert {command.split()[0] for command in commands} <= PROGRAMS
+
+
+EVIL = "/opt/a|b $(id)\ntouch /x; #.so"
+
+
+@pytest.mark.parametrize(("change", "rule"), [
+    (docker(config_path=EVIL, config_text='{"default-runtime": "x"}'), "default-runtime-unknown"),
+    (docker(config_path=EVIL, config_text="{"), "daemon-json-broken"),
+    (both(docker(config_path=EVIL, config_text='{"log-driver": "x\\ntouch /x; #"}'),
+          docker_says("failed to initialize logging driver: dial")), "log-driver-unreachable"),
+    (docker(active=False, error="none", address=f"unix://{EVIL}"), "docker-unreachable"),
+    (lambda x: replace(x, smi=Smi(0, "no report"), smi_path=EVIL), "nvidia-smi-replaced"),
+    (on_metal(dkms=f"nvidia;id/550, {RELEASE}: added", module=ModuleFile(),
+              kernels=(InstalledKernel(RELEASE, headers=True, module=False),)), "dkms-failed"),
+])  # fmt: skip
+def test_a_value_of_the_host_stays_one_word_of_a_command(x: HostSnapshot, change: Change, rule: str) -> None:
+    (step,) = [cause.finding.next_step for cause in diagnose(change(x)) if cause.rule.name == rule]
+    programs = re.split(r"; | \| ", re.sub(r"'[^']*'", "WORD", step).partition("  # ")[0])
+    assert "\n" not in step and {one.split()[0] for one in programs} <= PROGRAMS, step
+
+
+@pytest.mark.parametrize("name", ["/a/b.so", "/a|b.so", "/a[1]*.so", r"/a\b.so", "/a|touch x|e;.so"])
+def test_a_library_is_taken_out_of_the_preloads_by_its_name_alone(name: str) -> None:
+    words = without_preload(name).split(" -i ")[1].rpartition(" ")[0]
+    done = subprocess.run(
+        ("sh", "-c", f"sed {words}"), input=f"{name} /other.so", capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == " /other.so"
+
+
+def test_a_gpu_that_no_safe_driver_serves_is_named_in_a_comment(
+    x: HostSnapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hole = SimpleNamespace(fixed_in="595.91.07")
+    monkeypatch.setattr(advisories, "vulnerabilities", lambda product, _: hole if product == DRIVER else None)
+    volta = replace(x, host=replace(x.host, gpus=(PciGpu("0000:17:00.0", "1db4", "nvidia"),)))
+    (step,) = [one.finding.next_step for one in diagnose(volta) if one.rule.name == "driver-old"]
+    assert "  # replace the GPU: driver 595.91.07 no longer serves" in step
 
 
 def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: HostSnapshot) -> None:

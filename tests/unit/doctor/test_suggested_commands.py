@@ -57,19 +57,29 @@ def test_packages(
     assert rebuild_initramfs(there) == initramfs
 
 
+def test_a_held_package_is_reinstalled_in_its_version(x: HostSnapshot) -> None:
+    """Without it, apt takes the newest: `Held packages were changed and -y was used`."""
+    there = on(x, "debian", "12", "apt", "6.1.0-13-amd64")
+    packages = replace(there.host.packages, installed={"p": "1.0-1", "q": "2"}, held=frozenset({"p"}))
+    there = replace(there, host=replace(there.host, packages=packages))
+    assert reinstall_packages(there, "p", "q") == "apt-get install -y --reinstall p=1.0-1 q"
+
+
 def test_an_installation_names_the_driver_where_the_inventory_does_not(x: HostSnapshot) -> None:
     plain = replace(x, spec=HostSpec())
     assert gpuprov_install(plain) == "gpuprov install -e gpuprov_driver_version=550.163.01"
     assert gpuprov_install(replace(x, spec=HostSpec(driver_version="580.95.05"))) == "gpuprov install"
     assert gpuprov_install(replace(x, spec=HostSpec(driver="packages"))) == "gpuprov install"
+    # A version means the .run file, which is refused over packages.
+    assert gpuprov_install(replace(plain, host=replace(x.host, driver_packaged="libcuda1"))) == "gpuprov install"
     nothing = with_driver(plain, kernel_version="", library_version="")
     assert gpuprov_install(nothing) == "gpuprov install"
 
 
 def test_only_efi_firmware_is_told_to_show_its_setup(x: HostSnapshot) -> None:
-    assert firmware_setup(with_kernel(x, secure_boot="disabled"), "do") == ("systemctl reboot --firmware-setup  # do")
-    bios = firmware_setup(with_kernel(x, secure_boot="no-efi"), "do")
-    assert bios == "systemctl reboot  # and in the firmware's setup: do"
+    assert firmware_setup(with_kernel(x, secure_boot="disabled")) == "systemctl reboot --firmware-setup  #"
+    bios = firmware_setup(with_kernel(x, secure_boot="no-efi"))
+    assert bios == "systemctl reboot  # and in the firmware's setup:"
 
 
 def test_the_bus_is_listed_by_what_the_host_has(x: HostSnapshot) -> None:

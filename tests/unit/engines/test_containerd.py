@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tomllib
 from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml
 from gpuprov.engines.configure import configuration, write
-from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, RuntimeEntry
+from gpuprov.engines.known import Configuration, ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 
 OLD = "#!/bin/sh\necho 'containerd github.com/containerd/containerd v1.7.24 abc'\n"
@@ -113,6 +114,13 @@ def changed(found: Configuration) -> list[str]:
     return [edit.path for edit in found.edits if edit.changes]
 
 
+def configured(system: System, engine: str, runtime: RuntimeEntry = RUNTIME, **options: Any) -> Configuration:
+    """Do what a call does; return it."""
+    found = configuration(system, ConfigureRequest(engine, runtime, **options))
+    write(system, found.edits)
+    return found
+
+
 MAIN, DROP_IN = containerd.MAIN, containerd.DROP_IN
 
 
@@ -140,15 +148,9 @@ def test_file_that_takes_the_runtime(
     tmp_path: Path, files: dict[str, str], program: str, drop_in: str | None, edited: list[str]
 ) -> None:
     system, executable = host(tmp_path, files, program)
-    request = ConfigureRequest("containerd", RUNTIME, drop_in=drop_in, executable=executable)
-    found = configuration(system, request)
-    assert changed(found) == edited
-    write(system, found.edits)
-    assert changed(configuration(system, request)) == []
-    undone = configuration(
-        system, ConfigureRequest("containerd", RUNTIME, drop_in=drop_in, executable=executable, unset=True)
-    )
-    write(system, undone.edits)
+    assert changed(configured(system, "containerd", drop_in=drop_in, executable=executable)) == edited
+    assert changed(configured(system, "containerd", drop_in=drop_in, executable=executable)) == []
+    configured(system, "containerd", drop_in=drop_in, executable=executable, unset=True)
     assert {name: system.read_text(name) for name in files} == files
     for name in (MAIN, DROP_IN):
         assert system.exists(name) is (name in files)
@@ -156,11 +158,9 @@ def test_file_that_takes_the_runtime(
 
 def test_import_stays_for_those_who_came_to_need_it(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: "version = 3\n"}, NEW)
-    request = ConfigureRequest("containerd", RUNTIME, executable=executable)
-    write(system, configuration(system, request).edits)
+    configured(system, "containerd", executable=executable)
     system.write("/etc/containerd/conf.d/50-site.toml", b"oom_score = 1\n")
-    undone = configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable, unset=True))
-    write(system, undone.edits)
+    undone = configured(system, "containerd", executable=executable, unset=True)
     assert not system.exists(DROP_IN)
     assert "imports" in str(system.read_text(MAIN))
     assert "50-site.toml needs it" in undone.notes[0]
@@ -169,18 +169,14 @@ def test_import_stays_for_those_who_came_to_need_it(tmp_path: Path) -> None:
 def test_files_that_the_import_wakes_are_told(tmp_path: Path) -> None:
     sleeping = "/etc/containerd/conf.d/10-old.toml"
     system, executable = host(tmp_path, {MAIN: "version = 3\n", sleeping: "oom_score = 1\n"}, NEW)
-    request = ConfigureRequest("containerd", RUNTIME, executable=executable)
-    found = configuration(system, request)
-    assert sleeping in found.notes[0]
-    write(system, found.edits)
-    assert configuration(system, request).notes == ()
+    assert sleeping in configured(system, "containerd", executable=executable).notes[0]
+    assert configured(system, "containerd", executable=executable).notes == ()
 
 
 def test_two_runtimes_live_side_by_side(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: "version = 2\n" + CRI_2}, OLD)
     for name in ("nvidia", "nvidia-cdi"):
-        request = ConfigureRequest("containerd", RuntimeEntry(name, f"/usr/bin/{name}"), executable=executable)
-        write(system, configuration(system, request).edits)
+        configured(system, "containerd", RuntimeEntry(name, f"/usr/bin/{name}"), executable=executable)
     found = tomllib.loads(str(system.read_text(MAIN)))["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
     assert {name: entry.get("options", {}).get("BinaryName") for name, entry in found.items()} == {
         "runc": None, "nvidia": "/usr/bin/nvidia", "nvidia-cdi": "/usr/bin/nvidia-cdi",
@@ -192,13 +188,10 @@ def test_runtime_of_another_tool_keeps_its_keys_and_comes_back(tmp_path: Path) -
     entry = f"[{table}.nvidia]\nkept = 1\n[{table}.nvidia.options]\nBinaryName = '/old'\n"
     text = f"version = 2\n[{table}.runc]\nx = 1\n{entry}"
     system, executable = host(tmp_path, {MAIN: text}, OLD)
-    request = ConfigureRequest("containerd", RUNTIME, executable=executable)
-    write(system, configuration(system, request).edits)
+    configured(system, "containerd", executable=executable)
     found = tomllib.loads(str(system.read_text(MAIN)))["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
     assert found["nvidia"] == {"kept": 1, "options": {"BinaryName": "/usr/bin/x"}}
-    write(
-        system, configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable, unset=True)).edits
-    )
+    configured(system, "containerd", executable=executable, unset=True)
     assert system.read_text(MAIN) == text
 
 
@@ -206,12 +199,12 @@ def test_version_3_is_refused_where_containerd_does_not_know_it(tmp_path: Path) 
     """containerd 1.7.24: `unsupported config version 3`; 1.6.20 starts and reads no table of CRI's in it."""
     system, executable = host(tmp_path, {MAIN: "version = 3\n"}, OLD)
     with pytest.raises(GpuprovError, match="is of version 3, which containerd knows"):
-        configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable))
+        configured(system, "containerd", executable=executable)
 
 
 def test_disabled_cri_is_told(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: 'version = 2\ndisabled_plugins = ["cri"]\n'}, OLD)
-    (note,) = configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable)).notes
+    (note,) = configured(system, "containerd", executable=executable).notes
     assert "disabled_plugins" in note
 
 
@@ -251,43 +244,38 @@ def rendered(template: str, base: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("engine", "folder", "base"), [("k3s", K3S, NEW_K3S), ("rke2", RKE2, NEW_RKE2)])
 def test_rancher_that_imports_a_folder_gets_a_drop_in(tmp_path: Path, engine: str, folder: str, base: str) -> None:
     system, _ = host(tmp_path, {f"{folder}/config.toml": base + OWN_NVIDIA}, NEW)
-    found = configuration(
-        system, ConfigureRequest(engine, RuntimeEntry("nvidia", "/usr/bin/x", set_default=True, cdi=True))
-    )
+    found = configured(system, engine, RuntimeEntry("nvidia", "/usr/bin/x", set_default=True, cdi=True))
     (edit,) = found.edits
     assert edit.path == f"{folder}/config-v3.toml.d/99-nvidia.toml"
     plugin = tomllib.loads((edit.after or b"").decode())["plugins"]["io.containerd.cri.v1.runtime"]
     assert plugin["containerd"]["default_runtime_name"] == "nvidia"
     assert plugin["containerd"]["runtimes"]["nvidia"]["options"] == {"SystemdCgroup": True, "BinaryName": "/usr/bin/x"}
     assert engine in found.reload_command
-    write(system, found.edits)
-    undone = configuration(system, ConfigureRequest(engine, RUNTIME, unset=True))
+    undone = configured(system, engine, unset=True)
     assert [(one.path, one.after) for one in undone.edits] == [(edit.path, None)]
 
 
 def test_older_k3s_gets_a_template_on_its_base(tmp_path: Path) -> None:
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S}, NEW)
-    found = configuration(system, ConfigureRequest("k3s", RUNTIME))
-    (edit,) = found.edits
+    (edit,) = configured(system, "k3s").edits
     assert edit.path == f"{K3S}/config-v3.toml.tmpl"
     template = (edit.after or b"").decode()
     runtimes = rendered(template, OLD_K3S)["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"]
     assert runtimes["nvidia"]["options"] == {"SystemdCgroup": True, "BinaryName": "/usr/bin/x"}
-    write(system, found.edits)
     # k3s has started with it since.
     system.write(f"{K3S}/config.toml", template.replace('{{ template "base" . }}', OLD_K3S).encode())
-    assert changed(configuration(system, ConfigureRequest("k3s", RUNTIME))) == []
-    undone = configuration(system, ConfigureRequest("k3s", RUNTIME, unset=True))
+    assert changed(configured(system, "k3s")) == []
+    undone = configured(system, "k3s", unset=True)
     assert [(one.path, one.after) for one in undone.edits] == [(edit.path, None)]
 
 
 def test_template_of_the_users_own_is_extended_and_comes_back(tmp_path: Path) -> None:
     own = '{{ template "base" . }}\n\n# mine\n[metrics]\n  address = "127.0.0.1:1"\n{{ if .X }}\n{{ end }}\n'
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S, f"{K3S}/config-v3.toml.tmpl": own}, NEW)
-    write(system, configuration(system, ConfigureRequest("k3s", RUNTIME)).edits)
+    configured(system, "k3s")
     text = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
     assert text.startswith(own)
-    write(system, configuration(system, ConfigureRequest("k3s", RUNTIME, unset=True)).edits)
+    configured(system, "k3s", unset=True)
     assert system.read_text(f"{K3S}/config-v3.toml.tmpl") == own
 
 
@@ -297,23 +285,23 @@ def test_complete_template_may_take_default_and_cdi(tmp_path: Path) -> None:
     )
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S, f"{K3S}/config-v3.toml.tmpl": own}, NEW)
     entry = RuntimeEntry("nvidia", "/usr/bin/x", set_default=True, cdi=True)
-    write(system, configuration(system, ConfigureRequest("k3s", entry)).edits)
+    configured(system, "k3s", entry)
     text = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
     assert "  SystemdCgroup = {{ .SystemdCgroup }}\n" in text
     plugin = tomllib.loads(text.replace("{{ .SystemdCgroup }}", "true"))["plugins"]["io.containerd.cri.v1.runtime"]
     assert plugin["containerd"]["default_runtime_name"] == "nvidia"
     assert plugin["enable_cdi"] is True
-    write(system, configuration(system, ConfigureRequest("k3s", entry, unset=True)).edits)
+    configured(system, "k3s", entry, unset=True)
     assert system.read_text(f"{K3S}/config-v3.toml.tmpl") == own
 
 
 def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S + OWN_NVIDIA}, NEW)
-    found = configuration(system, ConfigureRequest("k3s", RuntimeEntry()))
+    found = configured(system, "k3s", RuntimeEntry())
     assert found.edits == () and "by itself" in found.notes[0]
     with pytest.raises(GpuprovError, match="itself adds a runtime nvidia"):
-        configuration(system, ConfigureRequest("k3s", RUNTIME))
-    write(system, configuration(system, ConfigureRequest("k3s", RuntimeEntry("gpu", "/usr/bin/x"))).edits)
+        configured(system, "k3s")
+    configured(system, "k3s", RuntimeEntry("gpu", "/usr/bin/x"))
     template = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
     assert set(
         rendered(template, OLD_K3S + OWN_NVIDIA)["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"]
@@ -323,50 +311,39 @@ def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
 def test_runtime_that_k3s_will_add_at_its_next_start_is_left_to_it(tmp_path: Path) -> None:
     """NVIDIA's runtime came, or is to come, after k3s has started. The same table twice would end containerd."""
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S}, NEW)
-    write(system, configuration(system, ConfigureRequest("k3s", RUNTIME)).edits)
+    configured(system, "k3s")
     template = f"{K3S}/config-v3.toml.tmpl"
     assert system.exists(template)
-    found = configuration(system, ConfigureRequest("k3s", RuntimeEntry()))
+    found = configured(system, "k3s", RuntimeEntry())
     assert [(edit.path, edit.after) for edit in found.edits] == [(template, None)]
-    write(system, found.edits)
-    assert configuration(system, ConfigureRequest("k3s", RuntimeEntry())).edits == ()
+    assert configured(system, "k3s", RuntimeEntry()).edits == ()
     system.make_directory("/usr/bin")
     system.write("/usr/bin/nvidia-container-runtime", b"")
     with pytest.raises(GpuprovError, match="itself adds a runtime nvidia"):
-        configuration(system, ConfigureRequest("k3s", RUNTIME))
+        configured(system, "k3s")
 
 
 def test_default_of_k3s_is_its_own_setting_and_needs_no_more_once_it_is_made(tmp_path: Path) -> None:
     rendered_default = OLD_K3S.replace('"overlayfs"', '"overlayfs"\n  default_runtime_name = "nvidia"')
     system, _ = host(tmp_path, {f"{K3S}/config.toml": rendered_default}, NEW)
-    (edit,) = configuration(
-        system, ConfigureRequest("k3s", RuntimeEntry("nvidia", "/usr/bin/x", set_default=True))
-    ).edits
+    (edit,) = configured(system, "k3s", RuntimeEntry("nvidia", "/usr/bin/x", set_default=True)).edits
     assert b"default_runtime_name" not in (edit.after or b"") and b"/usr/bin/x" in (edit.after or b"")
 
 
 @pytest.mark.parametrize(
-    ("files", "request_", "says"),
+    ("files", "call", "says"),
     [
         ({}, ConfigureRequest("k3s", RUNTIME), "has not written"),
         ({f"{K3S}/config.toml": OLD_K3S}, ConfigureRequest("k3s", RuntimeEntry(set_default=True)), "k3s's own setting"),
-        (
-            {f"{K3S}/config.toml": OLD_K3S},
-            ConfigureRequest("containerd", config=f"{K3S}/config.toml"),
-            "written by k3s",
-        ),
+        ({f"{K3S}/config.toml": OLD_K3S}, ConfigureRequest("containerd", config=f"{K3S}/config.toml"), "written by"),
         ({MAIN: "oom_score = 1\n"}, ConfigureRequest("containerd"), "version 1"),
         ({}, ConfigureRequest("microk8s"), "there is no microk8s here"),
     ],
 )
-def test_what_would_break_is_refused(
-    tmp_path: Path, files: dict[str, str], request_: ConfigureRequest, says: str
-) -> None:
+def test_what_would_break_is_refused(tmp_path: Path, files: dict[str, str], call: ConfigureRequest, says: str) -> None:
     system, executable = host(tmp_path, files, NEW)
-    request = ConfigureRequest(request_.engine, request_.runtime, request_.config, executable=executable)
-    with pytest.raises(GpuprovError) as caught:
-        configuration(system, request)
-    assert says in str(caught.value)
+    with pytest.raises(GpuprovError, match=says):
+        configuration(system, replace(call, executable=executable))
 
 
 def test_microk8s_template_is_edited_in_place(tmp_path: Path) -> None:
@@ -377,12 +354,12 @@ def test_microk8s_template_is_edited_in_place(tmp_path: Path) -> None:
         f'[{table}.runtimes.runc]\nruntime_type = "${{RUNTIME_TYPE}}"\n'
     )
     system, _ = host(tmp_path, {path: text}, NEW)
-    found = configuration(system, ConfigureRequest("microk8s", RUNTIME))
+    found = configured(system, "microk8s")
     assert changed(found) == [path] and found.reload_command.startswith("snap restart")
-    write(system, found.edits)
-    runtimes = tomllib.loads(str(system.read_text(path)))["plugins"]["io.containerd.grpc.v1.cri"]["containerd"][
-        "runtimes"
-    ]
-    assert runtimes["nvidia"] == {"runtime_type": "${RUNTIME_TYPE}", "options": {"BinaryName": "/usr/bin/x"}}
-    write(system, configuration(system, ConfigureRequest("microk8s", RUNTIME, unset=True)).edits)
+    plugin = tomllib.loads(str(system.read_text(path)))["plugins"]["io.containerd.grpc.v1.cri"]
+    assert plugin["containerd"]["runtimes"]["nvidia"] == {
+        "runtime_type": "${RUNTIME_TYPE}",
+        "options": {"BinaryName": "/usr/bin/x"},
+    }
+    configured(system, "microk8s", unset=True)
     assert system.read_text(path) == text

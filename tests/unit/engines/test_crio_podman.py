@@ -11,9 +11,9 @@ import tomllib
 
 from gpuprov.core.system import System
 from gpuprov.engines import configure
-from gpuprov.engines.known import ENGINES
-from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
+from gpuprov.engines.known import ENGINES, ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.engines.test_containerd import host as engine_host
 
 RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
 CRIO, PODMAN = ENGINES["crio"], ENGINES["podman"]
@@ -35,11 +35,7 @@ allowed_annotations = ["io.containers.trace-syscall"]
 
 
 def host(tmp_path: Path, files: dict[str, str]) -> System:
-    for name, text in files.items():
-        place = tmp_path / name.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-    return System(str(tmp_path))
+    return engine_host(tmp_path, files, "")[0]
 
 
 def configured(system: System, request: ConfigureRequest) -> dict[str, Any]:
@@ -98,11 +94,11 @@ def test_crio_tells_its_configuration_by_command(tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\n[ "$*" = "status config" ] && cat <<E\n{PACKAGED}\nE\n')
     program.chmod(0o755)
     request = ConfigureRequest("crio", RUNTIME, from_command=True, executable=str(program))
-    found = configured(host(tmp_path / "root", {}), request)
+    found = configured(host(tmp_path, {}), request)
     assert found["crio"]["runtime"]["runtimes"]["nvidia"]["runtime_root"] == "/run/crun"
     program.write_text("#!/bin/sh\necho not running >&2; exit 1\n")
     with pytest.raises(GpuprovError, match="does not tell"):
-        configure.configuration(System(str(tmp_path / "root")), request)
+        configure.configuration(host(tmp_path, {}), request)
 
 
 def test_broken_file_of_crio_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.core.commands import Completed
-from gpuprov.core.system import System
-from gpuprov.engines.configure import configuration, docker_runtime
-from gpuprov.engines.json_text import with_member, without_member
-from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
+from gpuprov.engines.configure import configuration
+from gpuprov.engines.docker_config import edited, with_member, without_member
+from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
+from tests.unit.test_docker_unit import UnitHost
 
 RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
 ENTRY = '{"path": "/usr/bin/x", "args": []}'
 
 
+def docker_runtime(text: str, entry: RuntimeEntry) -> str:
+    return edited(text, entry, keep_arguments=True) or text
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ('{"a": 1}', '{"a": 1, "runtimes": {"nvidia": ' + ENTRY + "}}"),
         ('{"a":1,"b":2}\n', '{"a":1,"b":2,"runtimes": {"nvidia": ' + ENTRY + "}}\n"),
-        ('{"runtimes": {}, "a": 1}', '{"runtimes": {"nvidia": ' + ENTRY + '}, "a": 1}'),
-        ('{"runtimes": null}', '{"runtimes": {"nvidia": ' + ENTRY + "}}"),
         (
             '{\n  "runtimes": {\n    "kata": {"path": "/k"}\n  }\n}\n',
             '{\n  "runtimes": {\n    "kata": {"path": "/k"},\n    "nvidia": {\n      "path": "/usr/bin/x",\n'
@@ -50,37 +49,6 @@ def test_runtime_is_put_in(before: str, after: str) -> None:
     assert docker_runtime(after, RUNTIME) == after
 
 
-def test_other_features_stay_when_cdi_is_enabled() -> None:
-    text = '{"features": {"buildkit": true, "containerd-snapshotter": false}, "debug": true}'
-    found = json.loads(docker_runtime(text, RuntimeEntry("nvidia", "/x", cdi=True)))
-    assert found["features"] == {"buildkit": True, "containerd-snapshotter": False, "cdi": True}
-    assert found["debug"] is True
-
-
-def test_default_runtime_changes_only_when_asked() -> None:
-    text = '{"default-runtime": "kata"}'
-    assert json.loads(docker_runtime(text, RUNTIME))["default-runtime"] == "kata"
-    default = RuntimeEntry("nvidia", "/x", set_default=True)
-    assert json.loads(docker_runtime(text, default))["default-runtime"] == "nvidia"
-
-
-class Unit(System):
-    """A machine whose systemd shows docker.service with this command, as it is loaded with every drop-in."""
-
-    def __init__(self, root: Path, command: str, environment: str) -> None:
-        super().__init__(str(root))
-        (root / "usr/bin").mkdir(parents=True)
-        (root / "usr/bin/systemctl").write_text("#!/bin/sh\n")
-        (root / "usr/bin/systemctl").chmod(0o755)
-        self.shown = (
-            f"Id=docker.service\nLoadState=loaded\nEnvironment={environment}\n"
-            f"ExecStart={{ path=/usr/sbin/dockerd ; argv[]={command} ; ignore_errors=no ; start_time=[n/a] }}\n"
-        )
-
-    def run(self, argv: Sequence[str], **options: Any) -> Completed:
-        return Completed(tuple(argv), 0, self.shown if tuple(argv[:2]) == ("systemctl", "show") else "")
-
-
 @pytest.mark.parametrize(
     ("command", "environment", "set_default", "refused"),
     [
@@ -98,7 +66,8 @@ def test_flags_that_would_keep_docker_from_starting_are_refused(
     tmp_path: Path, command: str, environment: str, set_default: bool, refused: str
 ) -> None:
     request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x", set_default=set_default))
-    system = Unit(tmp_path, command, environment)
+    system = UnitHost(tmp_path, command)
+    system.put("/etc/default/docker", environment)
     if refused:
         with pytest.raises(GpuprovError, match="by a flag") as caught:
             configuration(system, request)

@@ -11,11 +11,10 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.engines import kubernetes
+from gpuprov.engines import known
 from gpuprov.engines.configure import configuration
-from gpuprov.engines.known import ENGINES
+from gpuprov.engines.known import ENGINES, ConfigureRequest, RuntimeEntry
 from gpuprov.engines.other_engines import ConfigureEngine, gather, names, plan, problems, with_coming
-from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import STEPS
@@ -190,8 +189,8 @@ def test_what_makes_a_host_a_kubernetes_node(
     for path in paths:
         (host.root / path).parent.mkdir(parents=True, exist_ok=True)
         (host.root / path).touch()
-    assert kubernetes.gather(host) == found
-    assert kubernetes.own_engines(found) == own
+    assert known.kubernetes_programs(host) == found
+    assert known.own_engines(found) == own
 
 
 @pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])

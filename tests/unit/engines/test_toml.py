@@ -88,9 +88,9 @@ def test_what_others_wrote_stays_where_it_is() -> None:
         "version = 2",
         "",
         f"{HEADER} # table",
-        'snapshotter = "native"  # gpuprov: added',
         "  # a word",
         "  default_runtime_name = \"nvidia\" # usual  # gpuprov: was 'runc'",
+        'snapshotter = "native"  # gpuprov: added',
         "",
         "[last]",
         "z = 1",
@@ -117,6 +117,14 @@ def test_another_value_replaces_ours_and_another_table_joins_it() -> None:
     assert options["nvidia"]["options"] == {"BinaryName": "/opt/y", "SystemdCgroup": True}
     assert options["second"] == {"runtime_type": "x"}
     assert without_ours(both) == "version = 2\n"
+
+
+@pytest.mark.parametrize("text", [None, "version = 2\n", "version = 2\n[a.nvidia]\nx = 1\n"])
+def test_empty_table_of_what_is_copied_is_left_out(text: str | None) -> None:
+    edited = with_values(text, {"a": {"nvidia": {"type": "t", "options": {}}, "registry": {"auths": {}}}}, "")
+    assert read_toml(edited, "")["a"]["nvidia"]["type"] == "t"
+    assert "options" not in edited and "registry" not in edited
+    assert without_ours(edited) == (text or "")
 
 
 def test_what_is_ours_is_told() -> None:
@@ -148,7 +156,7 @@ def test_file_of_an_earlier_version_is_read_upgraded_and_unset() -> None:
     """As the first version wrote it into a file of a site's own."""
     own = nested(TABLE, {"default_runtime_name": "nvidia", "runtimes": {"nvidia": {"options": {"BinaryName": "/new"}}}})
     upgraded = with_values(OF_0_1, own, "")
-    assert upgraded == OF_0_1.replace("/usr/bin/old", "/new")
+    assert tomllib.loads(upgraded) == tomllib.loads(OF_0_1.replace("/usr/bin/old", "/new"))
     assert with_values(upgraded, own, "") == upgraded
     before = (
         'version = 2\nimports = ["/etc/site/*.toml"]  # ours\n[plugins."io.containerd.grpc.v1.cri"]\n'

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gpuprov
+from gpuprov import protocol
 from gpuprov.fleet import agent_build
 from gpuprov.fleet.agent_build import AGENT_START, Agent, build_agent, locked, main_program, pack
 from gpuprov.protocol.errors import GpuprovError
@@ -111,6 +112,12 @@ def test_what_travels_of_gpuprov_is_these_folders_and_files(agent: Agent) -> Non
         "toolkit.py", "verify.py", "protocol",
     }  # fmt: skip
     assert "gpuprov/agent/agent.py" in names(agent)
+
+
+def test_every_table_travels(agent: Agent) -> None:
+    tables = {f"gpuprov/protocol/{path.name}" for path in Path(protocol.__file__).parent.glob("*.json")}
+    assert len(tables) > 10
+    assert tables <= set(names(agent))
 
 
 def test_no_module_that_travels_names_a_package_of_the_controller(agent: Agent) -> None:

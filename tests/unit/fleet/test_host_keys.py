@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import subprocess
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import paramiko
@@ -17,10 +19,11 @@ from gpuprov.fleet.host_keys import (
     HostKeyRefusedError,
     KeyCheck,
     KnownHosts,
+    KnownKey,
     fingerprint,
+    known_hosts_name,
     preferred_key_types,
 )
-from tests.unit.fleet.known_hosts import matching_keys
 
 NAME = "lab-a"
 FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
@@ -28,6 +31,15 @@ FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
 
 def line(key: paramiko.PKey, names: str = NAME, marker: str = "") -> str:
     return f"{marker}{names} {key.get_name()} {key.get_base64()}\n"
+
+
+def matching_keys(text: str, name: str, path: str = "") -> tuple[KnownKey, ...]:
+    """Return the keys that KnownHosts finds for `name`, with `path` as the file's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "known_hosts"
+        file.write_text(text, "utf-8")
+        found = KnownHosts((str(file),), ()).keys(name)
+        return tuple(replace(key, place=key.place.replace(str(file), path)) for key in found)
 
 
 @pytest.fixture
@@ -132,9 +144,11 @@ def test_a_file_whose_name_has_a_colon_is_named_whole(tmp_path: Path) -> None:
     assert refusal(SECOND, user, tmp_path / "none", accept_new=True)[2].count(f" -f {user},") == 1
 
 
-def test_each_stored_key_has_a_line_of_its_own_and_no_line_is_empty(user: Path, system: Path) -> None:
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_each_stored_key_has_a_line_of_its_own_and_no_line_is_empty(user: Path, ending: str) -> None:
     known = KnownHosts((str(user),), ())
     known.store(NAME, FIRST.get_name(), FIRST.asbytes())
+    user.write_text(user.read_text().rstrip("\n") + ending)
     known.store("lab-b", SECOND.get_name(), SECOND.asbytes())
     assert user.read_text() == line(FIRST) + line(SECOND, "lab-b")
 
@@ -195,6 +209,18 @@ def test_keys_come_in_the_order_of_the_file_with_their_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
+        ("x,lab-a,10.0.0.1 ssh-rsa AAAA", 1),
+        ("LAB-A ssh-rsa AAAA", 1),
+        ("lab-b ssh-rsa AAAA", 0),
+        ("lab-ab ssh-rsa AAAA", 0),
+        ("[lab-a]:2222 ssh-rsa AAAA", 0),
+        ("*.example,lab-? ssh-rsa AAAA", 1),
+        ("lab-*,!lab-a ssh-rsa AAAA", 0),
+        ("|1|AAAA|AAAA ssh-rsa AAAA", 0),
+        ("|1|AAAA ssh-rsa AAAA", 0),
+        ("@cert-authority lab-a ssh-rsa AAAA", 0),
+        ("lab-a ssh-rsa AAA!", 0),
+        ("lab-a ssh-rsa", 0),
         ("|1|AAAA=|AAAA ssh-rsa AAAA", 0),
         ("lab-a,|1| ssh-rsa AAAA", 1),
         ("|1|A|AAAA ssh-rsa AAAA", 0),
@@ -218,12 +244,15 @@ def test_lines_as_people_and_programs_write_them(text: str, count: int) -> None:
 
 
 def test_a_port_is_no_class_of_characters() -> None:
+    assert (known_hosts_name("Lab-A", 22), known_hosts_name("lab-a", 2222)) == ("lab-a", "[lab-a]:2222")
+    assert len(matching_keys("lab-a ssh-rsa AAAA\n[lab-a]:2222 ssh-rsa AAAA", "[lab-a]:2222")) == 1
     assert len(matching_keys("[lab-*]:2222 ssh-rsa AAAA", "[lab-a]:2222")) == 1
     assert matching_keys("[lab-*]:2222 ssh-rsa AAAA", "l:2222") == ()
 
 
 def test_algorithms_of_revoked_keys_are_not_asked_for_first() -> None:
     supported = ("ssh-ed25519", "ecdsa-sha2-nistp256", "rsa-sha2-512")
+    assert preferred_key_types((), supported) == supported
     known = matching_keys(line(FIRST, marker="@revoked ") + "lab-a ssh-rsa AAAA", NAME)
     assert preferred_key_types(known, supported) == ("rsa-sha2-512", "ssh-ed25519", "ecdsa-sha2-nistp256")
     assert preferred_key_types(matching_keys(line(FIRST), NAME), supported) == (

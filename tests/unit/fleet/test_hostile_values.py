@@ -31,6 +31,8 @@ from gpuprov.protocol.events import (
     EventReader,
     FactsGathered,
     Finished,
+    GpuMeasured,
+    HealthFound,
     Note,
     Planned,
     PlannedChange,
@@ -49,6 +51,8 @@ RUN: tuple[Event, ...] = (
     FactsGathered(FACTS), CheckDone("docker, all GPUs", "ok", "2 GPUs", "2 GPUs, the same", "", "docker"),
     CudaSurveyed({"kind": "host", "name": "h"}),
     CauseFound(1, "rule", "area", "what", "evidence", "next", "certain", "", "remedy"),
+    HealthFound("unfit", "ecc", "0", "GPU-1", "what", "evidence", "next"),
+    GpuMeasured("0", "GPU-1", "H100", {"rate": 1.5}),
     Finished(1, 1, 2.0, (PROBLEM,), "done", VERSIONS, ""),
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
@@ -98,7 +102,7 @@ def all_outputs(results: tuple[HostResult, ...], folder: Path) -> str:
     """Return the report and the page, with JSON, metrics and history written and read back."""
     run = Run("20261122T081500-7", "verify", "2026-11-22T08:15:00+0000", 9.5, results)
     console = Console(file=io.StringIO(), width=160)
-    for command, verbose in (("verify", True), ("install", False), ("facts", True)):
+    for command, verbose in (("verify", True), ("install", False), ("facts", True), ("health", True)):
         print_report(console, command, results, check=False, next_command="", verbose=verbose)
     json.dumps(summary_json("verify", results))
     write_metrics(run, str(folder / "gpuprov.prom"), 1.0)

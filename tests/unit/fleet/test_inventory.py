@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from ansible.parsing.dataloader import DataLoader
 
-from gpuprov.fleet.inventory import read_extra_vars, read_inventory
+from gpuprov.fleet import options
+from gpuprov.fleet.inventory import HostTarget, _load_extra_vars, plain_extra_vars, read_extra_vars, read_inventory
 from gpuprov.fleet.inventory_messages import find_variable
-from gpuprov.fleet.target import HostTarget
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 
 DRIVER = "gpuprov_driver_version=550.163.01"
 _EXAMPLE = Path(__file__).parents[3] / "inventories/example"
@@ -341,3 +342,73 @@ def test_a_path_that_the_locale_cannot_express_is_the_locales_fault(tmp_path: Pa
     done = subprocess.run(words, capture_output=True, env=environment, check=False)
     assert done.returncode == 2
     assert b"next: export LC_ALL=C.UTF-8" in done.stdout + done.stderr
+
+
+_PLAIN = [
+    ("a=1",),
+    ("a=1 b=two  c=",),
+    ("a='x y' b=\"it is\"",),
+    ("a==b", "b=c=d"),
+    ("a=/x/y,z:1", "", "a=later"),
+    ('{"a": [1, 2.5, null, true], "b": {"c": "d"}}',),
+    ("{a: yes, b: 0x10, c: 010, d: 1_000, e: on, f: ~, g: 1e3}",),
+    ("{a: [x, 'y z']}", "b=2"),
+    ("a=ümlaut",),
+]
+_ANSIBLES = ["a={{ b }}", "a={% x %}", "{a: '{{ b }}'}", "{a: [{b: '{# c #}'}]}", "a", "a=b c", "/etc/x.yml", "[1, 2]",
+             "{a: !vault x}", "{a: 2026-01-01}", "{1: a}", "a=b\\nc", "a=\"b", "{a", "a-b=c"]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", _PLAIN, ids=" ".join)
+def test_plain_ones_are_read_as_ansible_reads_them(words: tuple[str, ...]) -> None:
+    found, other = plain_extra_vars(words)
+    assert other == ""
+    # As text: True is not 1.
+    assert json.dumps(found) == json.dumps(_load_extra_vars(DataLoader(), words))
+
+
+@pytest.mark.parametrize("word", _ANSIBLES)
+def test_all_others_are_left_to_ansible(word: str) -> None:
+    assert plain_extra_vars(["a=1", word]) == ({}, word)
+
+
+def test_files(tmp_path: Path) -> None:
+    (tmp_path / "site.yml").write_text("# site\ngpuprov_engines: [podman]\ngpuprov_packages:\n  - a\n")
+    (tmp_path / "vault.yml").write_text("$ANSIBLE_VAULT;1.1;AES256\n6162\n")
+    words = (f"@{tmp_path}/site.yml",)
+    assert plain_extra_vars(words) == (dict(_load_extra_vars(DataLoader(), words)), "")
+    assert plain_extra_vars([f"@{tmp_path}/vault.yml"])[1]
+
+
+def test_dictionaries_of_one_name_are_left_to_ansible_which_may_merge_them() -> None:
+    assert plain_extra_vars(["{a: {b: 1}}", "{a: {c: 2}}"])[1] == "{a: {c: 2}}"
+
+
+def test_without_ansible_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "one_file", True)
+    assert read_extra_vars(["gpuprov_toolkit=nvidia"]).spec.toolkit == "nvidia"
+    with pytest.raises(GpuprovError, match="the extra variables cannot be read") as caught:
+        read_extra_vars(["gpuprov_proxy={{ x }}http://user:secret@proxy"])
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [f"a: {'[' * 30_000}{']' * 30_000}", "a: \n" + "- " * 30_000], ids=["[", "-"])
+def test_what_is_nested_too_deep_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "deep.yml"
+    file.write_text(text)
+    for sources, words in (((str(file),), ()), (("a,",), (f"@{file}",))):
+        with pytest.raises(UsageError) as caught:
+            read_inventory(sources, extra_vars=words)
+        assert ("nested too deep" in str(caught.value), "fewer" in str(caught.value)) == (True, True)
+    with pytest.raises(UsageError, match="extra variables"):
+        read_extra_vars((f"{{{text}}}",))
+
+
+@pytest.mark.parametrize("name", ["ansible_port", "ansible_user", "gpuprov_driver_version", "gpuprov_lock_timeout"])
+def test_a_number_without_end_is_a_mistake_like_others(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "hosts.yml"
+    file.write_text(f"all: {{hosts: {{a: {{{name}: 0x{'f' * 5000}, gpuprov_packages: [0x{'f' * 5000}]}}}}}}")
+    with pytest.raises(UsageError) as caught:
+        read_inventory((str(file),))
+    assert len(str(caught.value)) < 1000

@@ -16,7 +16,7 @@ from gpuprov.fleet import command
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import write_metrics
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import CheckDone
+from gpuprov.protocol.events import CheckDone, HealthFound
 
 Samples = dict[tuple[str, ...], float]
 DOCS = Path(__file__).parents[3] / "docs"
@@ -56,9 +56,11 @@ def test_a_run(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_metric(tmp_path: Path) -> None:
+    found = (HealthFound("unfit", "row-remap-failed", "3", "GPU-3", "broken", "Yes", "replace it"),)
     result = HostResult(
-        "a", ExitCode.DONE, checks=(CheckDone("x", "ok"),), versions={"driver": "550.163.01", "gpus": "1"}
+        "a", ExitCode.DONE, checks=(CheckDone("x", "ok"),), versions={"driver": "550.163.01", "gpus": "1"}, health=found
     )
+    assert written(tmp_path, result)["gpuprov_health_finding", "3", "a", "row-remap-failed", "GPU-3"] == 2
     names = {name for check in (False, True) for name, *_ in written(tmp_path, result, check=check)}
     page = Path(__file__).parents[3] / "docs/fleets.md"
     assert set(re.findall(r"^\| `(gpuprov_\w+)` \|", page.read_text(), re.MULTILINE)) == names

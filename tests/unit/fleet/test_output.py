@@ -8,17 +8,19 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from gpuprov.agent.result import HostResult
+from gpuprov.agent.result import HostResult, MadeChange
 from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.fleet import command
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
+from gpuprov.fleet.standard_streams import percentage
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import (
     CauseFound,
@@ -26,6 +28,7 @@ from gpuprov.protocol.events import (
     ChangeProgress,
     ChangeStarted,
     CheckDone,
+    ChosenDriver,
     Event,
     FactsGathered,
     Finished,
@@ -169,6 +172,17 @@ def test_narrow_screens_keep_host_count_and_seconds_and_cut_the_step(width: int)
 class Tty(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Tty(), "\rwork: 0 %\rwork: 50 %\r          \r"), (io.StringIO(), "")])
+def test_percentage_shows_each_hundredth_once_and_only_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: str
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    show = percentage("work:")
+    for done in (1, 2, 500, 501, 1000):
+        show(done, 1000)
+    assert stream.getvalue() == shown
 
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}], ids=str)
@@ -319,6 +333,44 @@ def test_report_has_a_row_for_each_host_and_ends_with_the_last_line() -> None:
     assert text.splitlines()[-1] == "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"
 
 
+CHOICE = ChosenDriver("H100", "runfile", "580.1", "long-term branch")
+INSTALLED = HostResult(
+    "localhost", ExitCode.DONE, 3, 9.0, (), "3 changes made; driver 580.1: long-term branch",
+    {"docker": "26.1.5", "gpus": "2"}, choice=CHOICE,
+    made=tuple(MadeChange(str(s), step, "x", s) for step, s in (("driver", 1.5), ("driver", 2.0), ("docker", 0.5))),
+)  # fmt: skip
+
+
+def test_an_installation_of_this_machine_ends_with_what_works_now() -> None:
+    lines = report("install", (INSTALLED,)).splitlines()
+    assert "driver 3.5 s · docker 0.5 s" in lines
+    assert [one for one in lines if one.startswith("docker run")] == lines[-2:]
+    assert max(map(len, lines[-2:])) <= 80
+    for other in (
+        replace(INSTALLED, host="gpu1"), replace(INSTALLED, exit_code=ExitCode.FAILED),
+        replace(INSTALLED, made=INSTALLED.made[:2]),  # gpuprov_docker: none
+        replace(INSTALLED, versions={"docker": "1", "gpus": "0"}),
+    ):  # fmt: skip
+        assert "docker run" not in report("install", (other,))
+
+
+def test_a_fleets_choice_is_said_once() -> None:
+    hosts = [replace(INSTALLED, host=f"gpu{number}") for number in (1, 2, 3)]
+    text = report("install", hosts)
+    assert text.count("long-term branch") == 1 and "driver 580.1 on gpu[1:3]: long-term branch" in text
+
+
+def test_one_hosts_reasons_stay_above_the_live_table() -> None:
+    for hosts, is_shown in ((["a"], True), (["a", "b"], False)):
+        to = console(terminal=True)
+        with LiveTable(to, hosts) as table:
+            table("a", Note("upgrade: driver 1 → 2"))
+            table("a", Planned((PlannedChange("k", "docker", "write x"),)))
+            table("a", Note("later"))
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(to))
+        assert ("a: upgrade: driver 1 → 2" in text) is is_shown
+
+
 def test_problems_with_the_same_cause_stand_together() -> None:
     twin = HostResult("lab-e", ExitCode.FAILED, problems=(Problem("no disk space", "df says 99 %", "free some"),))
     assert problems_text((FAILED, GONE, twin)).plain == (
@@ -387,5 +439,5 @@ def test_summary_for_programs() -> None:
     assert summary["hosts"][1] == {
         "host": "lab-d", "exit_code": 4, "result": "unreachable", "changed": 0, "seconds": 0.0, "summary": "",
         "problems": [{"what": "no answer", "evidence": "", "next_step": ""}], "versions": {},
-        "same_as": "", "drain": None,
+        "same_as": "", "drain": None, "rolled_back": "", "choice": None,
     }  # fmt: skip

@@ -17,17 +17,24 @@ import pytest
 from rich.console import Console
 
 from gpuprov.agent.result import Drain, HostResult
-from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.history import Run, from_json, to_json
-from gpuprov.fleet.host_command import parse_host_commands
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.page import render
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.rolling import Rolling
+from gpuprov.fleet.rolling import Rolling, Rollout, parse_host_commands, parse_rollout
 from gpuprov.fleet.run import Fleet, RunSettings
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
-from gpuprov.protocol.events import CheckDone, Event, Finished, Note, Planned, PlannedChange, Sink
+from gpuprov.protocol.events import (
+    ChangeStarted,
+    CheckDone,
+    Event,
+    Finished,
+    Note,
+    Planned,
+    PlannedChange,
+    Sink,
+)
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 
@@ -51,7 +58,14 @@ class Site:
         self.lost = ""
         self.failing = ""
         self.reboots = ""
+        # Hosts that can't be rolled back, and those on which that is no cure; the rest is as before.
+        self.unwell = ""
+        self.settled = ""
+        self.stuck = ""
+        self.incurable = ""
+        self.rolled_back: set[str] = set()
         self.told: list[str] = []
+        self.hosts: tuple[str, ...] = ()
         self.notes: list[str] = []
 
     def answer(self, name: str, request: Request, sink: Sink) -> Finished:
@@ -61,21 +75,33 @@ class Site:
         if request.command == "verify":
             if name in self.lost:
                 raise GpuprovError("the host can't be reached", exit_code=ExitCode.UNREACHABLE)
-            sink(CheckDone("docker, all GPUs", "failed" if name in self.ill else "ok"))
-            return Finished(int(name in self.ill), versions={"driver": "550"})
+            ill = name in self.ill and (name not in self.rolled_back or name in self.incurable)
+            sink(CheckDone("docker, all GPUs", "failed" if ill else "ok"))
+            return Finished(int(ill), summary="docker is broken" * ill, versions={"driver": "550"})
+        if request.command == "rollback" and not request.check:
+            if name in self.stuck:
+                return Finished(1, problems=(Problem("the disk is full"),))
+            self.rolled_back.add(name)
+            return Finished(0, 1)
         sink(Planned((PlannedChange("k", "docker", "restart docker", disturbs=name in self.disturbing),)))
+        if not request.check and name in self.unwell:
+            sink(ChangeStarted("k", "restart docker", 1, 1))
+            return Finished(1, problems=(Problem("docker did not come up"),))
         if not request.check and name in self.failing:
             raise GpuprovError("the disk is full")
+        if not request.check and name in self.settled:
+            return Finished(0)
         return Finished(3 if not request.check and name in self.reboots else 0, 1)
 
     def run(
         self, names: str = "ab", command: str = "install", *, check: bool = False, after: bool = True,
-        rollout: Rollout | None = None,
+        rollout: Rollout | None = None, clock: Callable[[], float] = time.time, drain: bool = True,
     ) -> tuple[HostResult, ...]:  # fmt: skip
-        commands = parse_host_commands(f"{self.script} drain {{host}}", f"{self.script} undrain {{host}}" * after, 20)
+        words = f"{self.script} drain {{host}}" * drain, f"{self.script} undrain {{host}}" * (drain and after)
+        commands = parse_host_commands(*words, 20)
         settings = RunSettings(
-            lambda: pytest.fail("no host needs the agent"), Options(command, forks=1), self.told.append,
-            rollout or Rollout(), commands,
+            lambda: pytest.fail("no host needs the agent"), Options(command, hosts=self.hosts, forks=1),
+            self.told.append, rollout or Rollout(), commands, f"gpuprov {command}", clock,
         )  # fmt: skip
         self.fleet = Fleet(settings)
         site = self
@@ -85,6 +111,7 @@ class Site:
 
         targets = [HostTarget(name, HostSpec(), connection="local") for name in names]
         with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_STATE_HOME", str(self.calls.parent / "state"))
             patch.setattr("gpuprov.fleet.run.run_here", run_here)
             patch.setattr("gpuprov.fleet.run.Fleet._claim", lambda fleet, name, *rest: setattr(site, "current", name))
             return self.fleet.run(targets, Request(command, check=check), self._sink)
@@ -101,6 +128,10 @@ class Site:
 
 def states(results: tuple[HostResult, ...]) -> list[str]:
     return [result.drain.state if result.drain else "" for result in results]
+
+
+def of(site: Site, name: str) -> list[str]:
+    return [line.split()[0] for line in site.order() if line.endswith(name)]
 
 
 @pytest.fixture
@@ -124,15 +155,6 @@ def test_host_whose_plan_stops_nothing_is_not_drained(site: Site) -> None:
     results = site.run("a")
     assert site.order() == ["look a", "calm a"]
     assert states(results) == [""]
-
-
-def test_check_drains_nobody_and_says_what_would_be_run(site: Site) -> None:
-    results = site.run("a", check=True)
-    assert site.order() == ["look a"]
-    assert states(results) == ["foreseen"]
-    told = [f"would run before the changes: {site.script} drain a",
-            f"would run once verify is green: {site.script} undrain a"]  # fmt: skip
-    assert [note for note in site.notes if "would run" in note] == told
 
 
 def test_drain_that_fails_stops_its_host_alone(tmp_path: Path) -> None:
@@ -176,14 +198,6 @@ def test_host_that_fails_or_waits_for_a_reboot_stays_drained(site: Site, trouble
     assert states(results) == ["drained"]
 
 
-def test_undrain_that_fails_is_the_hosts_failure(tmp_path: Path) -> None:
-    site = Site(tmp_path, fails="undrain a")
-    results = site.run("a")
-    assert results[0].exit_code == ExitCode.FAILED
-    assert states(results) == ["drained"]
-    assert results[0].problems[0].next_step == f"the host is ready: {site.script} undrain a"
-
-
 def test_without_a_command_for_afterwards_the_host_stays_drained(site: Site) -> None:
     results = site.run("a", "uninstall", after=False)
     assert site.order() == ["look a", "drain a", "uninstall a"]
@@ -211,22 +225,6 @@ def test_hosts_that_stay_drained_for_a_reboot_count_as_failed(site: Site, rollou
     results = site.run("abcdef", rollout=rollout)
     assert [line for line in site.order() if line.startswith("drain")] == [f"drain {name}" for name in drained]
     assert results[-1].problems[0].what.startswith("not run: too many hosts failed before it")
-
-
-def test_ctrl_c_drains_no_further_host_and_says_who_is_drained(site: Site) -> None:
-    real = site.answer
-
-    def answer(name: str, request: Request, sink: Sink) -> Finished:
-        if request.command == "install" and not request.check:
-            site.fleet.interrupt()
-            site.failing = "a"
-        return real(name, request, sink)
-
-    site.answer = answer  # type: ignore[method-assign]
-    results = site.run("ab")
-    assert states(results) == ["drained", ""]
-    assert any(line.startswith("drained now: a;") for line in site.told)
-    assert not results[1].begun
 
 
 def test_ctrl_c_during_the_look_leaves_the_host_alone(site: Site) -> None:
@@ -260,26 +258,33 @@ def test_the_first_ctrl_c_ends_a_drain_that_hangs(site: Site) -> None:
     assert site.order() == ["look a", "drain"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_cancelled_run_says_who_is_drained(site: Site, number: int) -> None:
+@pytest.mark.parametrize("number", [0, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "SIGTERM", "SIGHUP"])
+def test_a_cancelled_run_drains_no_further_host_and_says_who_is_drained(site: Site, number: int) -> None:
     real = site.answer
 
     def answer(name: str, request: Request, sink: Sink) -> Finished:
         if request.command == "install" and not request.check:
-            os.kill(os.getpid(), number)
-            while site.fleet.interruptions < 2:
-                time.sleep(0.05)
             site.failing = "a"
+            if number:
+                os.kill(os.getpid(), number)
+            else:
+                site.fleet.interrupt()
+            while site.fleet.interruptions < 1 + bool(number):
+                time.sleep(0.05)
         return real(name, request, sink)
 
-    before = signal.signal(number, lambda *_: None)
+    before = signal.signal(number or signal.SIGTERM, lambda *_: None)
     try:
         site.answer = answer  # type: ignore[method-assign]
         results = site.run("ab")
     finally:
-        signal.signal(number, before)
+        signal.signal(number or signal.SIGTERM, before)
     assert states(results) == ["drained", ""]
     assert any(line.startswith("drained now: a;") for line in site.told)
+    assert not results[1].begun
+
+
+# -- --rollback-on-failure -------------------------------------------------------------------------------------------
 
 
 def report(results: tuple[HostResult, ...]) -> str:
@@ -374,6 +379,8 @@ def test_check_shows_the_plan_and_its_diff(tmp_path: Path) -> None:
     assert host.run(replace(REQUEST, check=True)).summary == "install"
     assert host.requests == [replace(REQUEST, check=True)] and PLANNED in host.seen
     assert [one.state for one in host.kept] == ["foreseen"]
+    assert host.notes == [f"would run before the changes: {host.words[0]}",
+                          f"would run once verify is green: {host.words[1]}"]  # fmt: skip
 
 
 @pytest.mark.parametrize("events", [(), (Planned(()),)])
@@ -437,6 +444,7 @@ def test_undrain_that_fails_says_how(tmp_path: Path) -> None:
     (problem,) = finished.problems
     assert (finished.exit_code, problem.evidence) == (ExitCode.FAILED, f"{host.words[1]}: exit code 7")
     assert "drained" in problem.what and host.kept[-1].state == "drained"
+    assert problem.next_step == f"the host is ready: {host.words[1]}"
 
 
 def test_undrain_ends_with_the_second_ctrl_c(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
@@ -19,11 +20,11 @@ import pytest
 from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.cli.main import cli
 from gpuprov.fleet.agent_build import Agent
-from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options, SshSettings
+from gpuprov.fleet.rolling import Rollout, parse_rollout
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
 from gpuprov.fleet.ssh import wait_for_boot
-from gpuprov.fleet.target import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
     ChangeStarted,
@@ -49,12 +50,12 @@ HOSTS = [HostTarget(f"lab-{letter}", HostSpec(), connection="local") for letter 
 class Scripted(Fleet):
     """A fleet whose hosts do what a function says."""
 
-    def __init__(self, script: object, forks: int = 20) -> None:
+    def __init__(self, script: Callable[[HostTarget, Sink], None], forks: int = 20) -> None:
         super().__init__(RunSettings(lambda: pytest.fail("no host needs the agent"), Options("install", forks=forks)))
         self.script = script
 
-    def run_host(self, request: Request, agent: object) -> object:  # type: ignore[override]
-        return self.script
+    def run_host(self, request: Request, target: HostTarget, sink: Sink) -> None:
+        self.script(target, sink)
 
 
 def run(fleet: Fleet) -> tuple[HostResult, ...]:

@@ -1,4 +1,4 @@
-"""What people write for ssh(1): arguments, configuration files, known_hosts; and what a host answers first."""
+"""What people write for ssh(1): arguments, configuration files, and what a host answers first."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from gpuprov.agent.probe import (
     PYTHONS,
     Probe,
     Python,
+    account_problem,
     bootstrap_input,
     bootstrap_script,
     parse_probe,
     probe_problem,
     python_problem,
+    sudo_problem,
 )
-from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.system import System
-from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, preferred_key_types
-from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
-from gpuprov.fleet.target import HostTarget
+from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec
-from tests.unit.fleet.known_hosts import matching_keys
 
 ARGUMENTS = [
     ("", SshArguments()),
@@ -69,7 +68,7 @@ def lookup(host: str, text: str = "", *options: tuple[str, str], **fields: Any) 
         target = HostTarget(
             "lab-a", HostSpec(), "a.example", ssh_options=options, ssh_config_file=config.name, **fields
         )
-        return SshConfiguration(target).lookup(host)
+        return target.ssh_configuration.lookup(host)
 
 
 CONFIG = """
@@ -132,7 +131,7 @@ def test_without_ssh_the_options_of_the_inventory_count(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     target = HostTarget("lab-a", HostSpec(), "a.example", port=2222, ssh_options=(("HostName", "10.0.0.1"),))
-    found = SshConfiguration(target).lookup("a.example")
+    found = target.ssh_configuration.lookup("a.example")
     assert (found["hostname"], found["port"], "user" in found) == ("10.0.0.1", "2222", False)
 
 
@@ -149,58 +148,6 @@ def test_what_ssh_refuses_is_a_wrong_call(host: str) -> None:
         lookup(host, "" if host[0] == "-" else "Unheard of\n")
     assert caught.value.exit_code == ExitCode.USAGE
     assert ("invalid characters" if host[0] == "-" else "line 1: Bad configuration") in str(caught.value)
-
-
-KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
-KNOWN = [
-    ("plain", f"lab-a ssh-ed25519 {KEY} comment", "lab-a", True),
-    ("one of several names", f"x,lab-a,10.0.0.1 ssh-ed25519 {KEY}", "lab-a", True),
-    ("other name", f"lab-b ssh-ed25519 {KEY}", "lab-a", False),
-    ("longer name", f"lab-ab ssh-ed25519 {KEY}", "lab-a", False),
-    ("port", f"[lab-a]:2222 ssh-ed25519 {KEY}", "[lab-a]:2222", True),
-    ("name without port is another server", f"lab-a ssh-ed25519 {KEY}", "[lab-a]:2222", False),
-    ("pattern", f"*.example,lab-? ssh-ed25519 {KEY}", "lab-a", True),
-    ("pattern with exception", f"lab-*,!lab-a ssh-ed25519 {KEY}", "lab-a", False),
-    ("capitals", f"LAB-A ssh-ed25519 {KEY}", "lab-a", True),
-    ("hashed, of another host", f"|1|AAAA|AAAA ssh-ed25519 {KEY}", "lab-a", False),
-    ("hashed, broken", f"|1|AAAA ssh-ed25519 {KEY}", "lab-a", False),
-    ("authority is no host key", f"@cert-authority lab-a ssh-ed25519 {KEY}", "lab-a", False),
-    ("comment", f"# lab-a ssh-ed25519 {KEY}", "lab-a", False),
-    ("broken base64", "lab-a ssh-ed25519 AAA!", "lab-a", False),
-    ("too short", "lab-a ssh-ed25519", "lab-a", False),
-]
-
-
-@pytest.mark.parametrize(("line", "name", "found"), [k[1:] for k in KNOWN], ids=[k[0] for k in KNOWN])
-def test_known_hosts_line(line: str, name: str, found: bool) -> None:
-    keys = matching_keys(f"\n{line}\n", name, "known")
-    assert [(key.key_type, key.place, key.revoked) for key in keys] == [("ssh-ed25519", "known:2", False)] * found
-
-
-def test_revoked_key_is_marked() -> None:
-    assert matching_keys(f"@revoked * ssh-ed25519 {KEY}", "lab-a")[0].revoked
-
-
-def test_names_in_known_hosts() -> None:
-    assert known_hosts_name("Lab-A", 22) == "lab-a"
-    assert known_hosts_name("lab-a", 2222) == "[lab-a]:2222"
-
-
-def test_new_key_goes_on_a_line_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "ssh/known_hosts"
-    known = KnownHosts((str(path),), ())
-    known.store("lab-a", "ssh-ed25519", b"one")
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    known.store("lab-b", "ssh-ed25519", b"two")
-    assert [key.key for key in known.keys("lab-a") + known.keys("lab-b")] == [b"one", b"two"]
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_algorithms_of_known_keys_are_asked_for_first() -> None:
-    rsa = matching_keys(f"lab-a ssh-rsa {KEY}", "lab-a")
-    supported = ("ssh-ed25519", "ecdsa-sha2-nistp256", "rsa-sha2-512", "rsa-sha2-256")
-    assert preferred_key_types(rsa, supported) == (*supported[2:], *supported[:2])
-    assert preferred_key_types((), supported) == supported
 
 
 # -- the first round trip --------------------------------------------------------------------------------------------
@@ -319,6 +266,7 @@ def test_an_account_that_runs_nothing(returncode: int, said: str, what: str | No
     ("said", "what"),
     [
         ("sudo: sorry, you must have a tty to run sudo", "requires a terminal"),
+        ("sh: 1: exec: /usr/bin/python3: Permission denied", "lets no program start another one (NOEXEC)"),
         ("ops is not in the sudoers file.", "ops is not in sudoers on the host"),
         ("Sorry, user ops is not allowed to execute '/bin/sh' as root on a.", "ops may run some commands with sudo"),
         ("sudo: ops may not run sudo on a.", "may not use sudo"),

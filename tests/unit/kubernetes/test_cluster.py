@@ -15,11 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.core.commands import Completed
+from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.target import HostTarget
-from gpuprov.kubernetes import cluster, kubectl, node_checks
-from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node, parse_pod, used_resources
-from gpuprov.kubernetes.kubectl import Kubectl, failure
+from gpuprov.kubernetes import cluster, node_checks
+from gpuprov.kubernetes.cluster import (
+    Kubectl,
+    Node,
+    PodState,
+    failure,
+    parse_events,
+    parse_node,
+    parse_pod,
+    used_resources,
+)  # fmt: skip
 from gpuprov.kubernetes.node_checks import host_list, host_lists, node_of, parse_list
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec
@@ -114,12 +122,8 @@ def test_no_host_is_asked_after_ctrl_c() -> None:
 
 def test_a_host_without_a_list_says_why() -> None:
     assert host_list(Completed((), 0, _LIST)) == parse_list(_LIST)
-    missing, broken = (
-        host_list(Completed(("nvidia-smi", "-L"), 127)),
-        host_list(Completed((), 9, "Failed to initialize NVML")),
-    )
-    assert "not installed" in str(missing)
-    assert "lists no GPU" in str(broken)
+    assert "not installed" in str(host_list(Completed(("nvidia-smi", "-L"), 127)))
+    assert "lists no GPU" in str(host_list(Completed((), 9, "Failed to initialize NVML")))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +181,8 @@ def program(folder: Path, text: str) -> Kubectl:
 
 
 def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubectl, "_MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(kubectl, "_SECONDS", 1)
+    monkeypatch.setattr(cluster, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(cluster, "_SECONDS", 1)
     done = program(tmp_path, "exec yes").run(("get", "--raw", "/"))
     assert not done.ok
     assert len(done.stdout) <= 1 << 20
@@ -186,7 +190,7 @@ def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path, monkeypatch: p
 
 
 def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubectl, "_SECONDS", 2)
+    monkeypatch.setattr(cluster, "_SECONDS", 2)
     call = program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/made; mv {tmp_path}/made {tmp_path}/pid; wait")
     with pytest.raises(GpuprovError) as caught:
         while not (tmp_path / "pid").exists():  # a busy machine may take longer to start it
@@ -218,14 +222,8 @@ def test_arguments_stay_arguments(tmp_path: Path) -> None:
     """A context that looks like an option, and blanks, reach kubectl as they are."""
     call = program(tmp_path, 'for word do printf "%s\\n" "$word"; done')
     done = Kubectl("--as=root x", "a;b", call.program).run(("get", "--raw", "/$(id)"))
-    assert done.stdout.splitlines() == [
-        "--kubeconfig=a;b",
-        "--context=--as=root x",
-        "--request-timeout=30s",
-        "get",
-        "--raw",
-        "/$(id)",
-    ]
+    chosen = ["--kubeconfig=a;b", "--context=--as=root x", "--request-timeout=30s"]
+    assert done.stdout.splitlines() == [*chosen, "get", "--raw", "/$(id)"]
 
 
 def test_an_answer_in_invalid_json_is_a_sentence(tmp_path: Path) -> None:

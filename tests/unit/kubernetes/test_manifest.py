@@ -106,10 +106,7 @@ def test_a_namespace_of_its_own_allows_folders_of_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (("--namespace", "Gpu"), "no name of a namespace"),
-        (("--namespace", "a" * 64), "no name of a namespace"),
-    ],
+    [(("--namespace", "Gpu"), "no name of a namespace"), (("--namespace", "a" * 64), "no name of a namespace")],
 )
 def test_a_wrong_call_is_refused(words: tuple[str, ...], said: str) -> None:
     done = CliRunner().invoke(cli, ("kubernetes", "manifest", *words))

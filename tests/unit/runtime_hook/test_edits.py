@@ -101,8 +101,7 @@ def test_a_node_without_numbers_is_the_hosts_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
-    [("absent", "is not on this host (No such file or directory)"), ("file", "is no device node")],
+    ("path", "says"), [("absent", "is not on this host (No such file or directory)"), ("file", "is no device node")]
 )
 def test_a_node_without_numbers_that_the_host_lacks_is_refused(tmp_path: Path, path: str, says: str) -> None:
     (tmp_path / "file").touch()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook import driver_files
+from gpuprov.runtime_hook import driver_files, mps
 from gpuprov.runtime_hook.edits import ContainerEdits, choose
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.request import parse_request
@@ -218,3 +218,29 @@ def test_what_has_a_specification_of_its_own_comes_from_there(tmp_path: Path, co
 def test_a_specification_that_is_none_is_refused_by_its_path(tmp_path: Path, broken: dict[str, Any]) -> None:
     with pytest.raises(Refused, match=f"the CDI specification {tmp_path}/nvidia.json can't be used"):
         chosen(tmp_path, broken)
+
+
+def test_a_device_of_another_kind_needs_no_specification_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "is_served", lambda folder: True)
+    device = {"name": "0", "containerEdits": {"deviceNodes": [node("/dev/net0", 0)]}}
+    document = {"cdiVersion": "0.5.0", "kind": "vendor.com/net", "containerEdits": {}, "devices": [device]}
+    (tmp_path / "vendor.json").write_text(json.dumps(document))
+    settings = Settings({"nvidia-container-runtime.modes.cdi.spec-dirs": [str(tmp_path)]})
+    request = parse_request({"annotations": {"cdi.k8s.io/net": "vendor.com/net=0"}}, settings)
+    got = choose(Specifications(settings), request, settings, None)
+    assert (paths(got), got.cdi.get("mounts")) == (["/dev/net0"], None)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "served", "given"), [("compute", True, 1), ("compute", False, 0), ("utility", True, 0)]
+)
+def test_mps_goes_by_its_daemon_and_not_by_the_specification(
+    tmp_path: Path, common: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capabilities: str, served: bool, given: int
+) -> None:
+    monkeypatch.setattr(mps, "is_served", lambda folder: served)
+    common["mounts"].append({"hostPath": mps.FOLDER, "containerPath": mps.FOLDER, "options": ["ro", "rbind"]})
+    environment = ("NVIDIA_VISIBLE_DEVICES=all", f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
+    mounts = chosen(tmp_path, common, *environment).cdi["mounts"]
+    assert [one["options"] for one in mounts if one["containerPath"] == mps.FOLDER] == [mps._OPTIONS] * given

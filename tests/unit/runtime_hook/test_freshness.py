@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook import freshness
+from gpuprov.runtime_hook import driver_files
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.specification import Specification
 
 OLD, NEW = "550.163.01", "580.178.04"
 _LOADED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Apr  8 12:41:17 UTC 2025\nGCC version:  gcc 12.2.0\n"
@@ -21,8 +20,8 @@ class Host:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.module = folder / "version"
-        monkeypatch.setattr(freshness, "_MODULE", str(self.module))
-        monkeypatch.setattr(freshness, "CONTAINER", str(folder / "container"))
+        monkeypatch.setattr(driver_files, "_MODULE", str(self.module))
+        monkeypatch.setattr(driver_files, "CONTAINER", str(folder / "container"))
 
     def install(self, version: str) -> None:
         for old in self.folder.glob("lib*"):
@@ -35,9 +34,8 @@ class Host:
         """Return why a container does not start with the specification of this driver, "" if it does."""
         names = (f"libcuda.so.{version}", f"libnvidia-ml.so.{version}", "nvidia-smi")
         mounts = [{"hostPath": f"{self.folder}/{name}"} for name in names]
-        host = {"driver": version} if version else {}
         try:
-            freshness.require_current(Specification("/etc/cdi/nvidia.json", {}, {}, host), mounts)
+            driver_files.require_current("/etc/cdi/nvidia.json", version, mounts)
         except Refused as refused:
             return str(refused).replace(f"{self.folder}/", "/lib/")
         return ""
@@ -106,3 +104,13 @@ def test_old_files_beside_the_new_ones_do_not_decide(host: Host) -> None:
 def test_nothing_is_said_where_no_version_is_known(host: Host, version: str) -> None:
     host.module.unlink()
     assert host.start(version) == ""
+
+
+def test_a_strange_digit_in_a_files_name_is_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, monkeypatch)
+    host.install(OLD)
+    (tmp_path / "libcuda.so.1").unlink()
+    (tmp_path / "libcuda.so.1").symlink_to("libcuda.so.site")
+    (tmp_path / "libcuda.so.5².1").touch()
+    host.module.write_text(_LOADED.format(OLD))
+    assert f"the driver is {OLD}: systemctl start gpuprov-refresh" in host.start(NEW)

@@ -255,7 +255,7 @@ def test_sections_of_many_variants_are_none() -> None:
     cache = bytearray(hostile([b"liba.so"], b"\0" * 5000))
     place = len(cache) - 4400 & ~3
     struct.pack_into("=I", cache, 32, place)
-    struct.pack_into("=II", cache, place, ldcache._EXTENSION_MAGIC, 16)
+    struct.pack_into("=II", cache, place, ldcache.EXTENSION_MAGIC, 16)
     for section in range(16):
         struct.pack_into("=IIII", cache, place + 8 + 16 * section, 1, 0, place + 300, 4096)
     assert struct.unpack_from("=I", merge(bytes(cache), WANTED), 32) == (0,)

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import hook_main, jsonio, prestart
+from gpuprov.runtime_hook.decision import explain
 from gpuprov.runtime_hook.errors import Refused, printable
-from gpuprov.runtime_hook.explain import explain
 from gpuprov.runtime_hook.settings import read_settings
 from tests.unit.runtime_hook.test_main import Bundle
 

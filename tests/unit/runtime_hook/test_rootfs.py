@@ -144,14 +144,6 @@ def test_what_is_no_regular_file_is_not_even_opened(tree: Path, kind: str) -> No
     root.close()
 
 
-def test_a_file_larger_than_asked_for_is_not_read(tree: Path) -> None:
-    (tree / "etc/file").write_bytes(b"x" * 101)
-    root = Root(str(tree))
-    assert root.read_file("/etc/file", 100) is None
-    assert root.read_file("/etc/file", 101) == b"x" * 101
-    root.close()
-
-
 def test_a_link_that_is_right_stays_and_a_wrong_one_is_replaced(tree: Path) -> None:
     root = Root(str(tree))
     root.make_link("/usr/lib/a", "a.1")
@@ -174,33 +166,6 @@ def test_a_folder_in_a_links_place_is_not_taken_away(tree: Path) -> None:
         root.make_link("/usr/lib/a", "a.1")
     root.close()
     assert (tree / "usr/lib/a/inner").is_dir()
-
-
-@pytest.mark.root
-def test_what_is_made_belongs_to_the_containers_root_user(tree: Path) -> None:
-    root = Root(str(tree), owner=(100000, 100001))
-    root.make_link("/opt/new/link", "file")
-    root.write_file("/opt/new/file", b"", 0o644)
-    root.close()
-    for name in ("opt", "opt/new", "opt/new/link", "opt/new/file"):
-        found = os.lstat(tree / name)
-        assert (found.st_uid, found.st_gid) == (100000, 100001)
-
-
-@pytest.mark.root
-def test_no_descriptor_is_left_open(tree: Path) -> None:
-    before = listing(Path("/proc/self/fd"))
-    (tree / "lib").symlink_to("/usr/lib")
-    root = Root(str(tree))
-    root.make_link("/lib/x", "y")
-    root.write_file("/usr/../etc/file", b"", 0o644)
-    root.read_file("/lib/none", 1)
-    root.names("/lib", 10)
-    root.is_directory("/none/none")
-    root.remove("/etc/file")
-    root.remove("/etc/file")
-    root.close()
-    assert listing(Path("/proc/self/fd")) == before
 
 
 def test_a_root_that_is_not_there_is_said(tmp_path: Path) -> None:

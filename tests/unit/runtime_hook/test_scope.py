@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook import prestart, scope
-from gpuprov.runtime_hook.scope import properties, scope_of, unit_path
+from gpuprov.runtime_hook import device_cgroup, prestart
+from gpuprov.runtime_hook.device_cgroup import properties, scope_of, unit_path
 from gpuprov.runtime_hook.settings import read_settings
 
 ID = "4f5c" * 16
@@ -69,7 +69,7 @@ class Systemd:
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[Systemd] = []
-    monkeypatch.setattr(scope, "SOCKETS", (str(tmp_path / "bus"), str(tmp_path / "private")))
+    monkeypatch.setattr(device_cgroup, "SOCKETS", (str(tmp_path / "bus"), str(tmp_path / "private")))
 
     def make(*answers: bytes, name: str = "private", welcome: bytes = b"OK 1234\r\n") -> Systemd:
         made.append(Systemd(tmp_path / name, list(answers), welcome))
@@ -121,7 +121,7 @@ def test_the_nodes_are_added_to_the_units_list() -> None:
 @pytest.mark.parametrize("value", ["strict", "closed"])
 def test_systemd_is_asked_to_allow_the_nodes(systemd: Any, value: str) -> None:
     served = systemd(policy(value), message(RETURN))
-    scope.wait(scope.tell(UNIT, NODES))
+    device_cgroup.wait(device_cgroup.tell(UNIT, NODES))
     served.end()
     assert served.heard.startswith(b"\0AUTH EXTERNAL ") and b"BEGIN\r\n" in served.heard
     assert served.heard.count(b"l\1\0\1") == 2 and b"Hello" not in served.heard
@@ -130,7 +130,7 @@ def test_systemd_is_asked_to_allow_the_nodes(systemd: Any, value: str) -> None:
 
 def test_a_privileged_containers_scope_stays_without_rules(systemd: Any) -> None:
     served = systemd(policy("auto"))
-    assert scope.tell(UNIT, NODES) is None
+    assert device_cgroup.tell(UNIT, NODES) is None
     served.end()
     assert b"SetUnitProperties" not in served.heard
 
@@ -139,7 +139,7 @@ def test_the_system_bus_is_greeted_and_signals_are_passed_over(systemd: Any) -> 
     signal = message(SIGNAL, string("x"), fields=b"")
     hello = message(RETURN, string(":1.7")) + signal * 3
     served = systemd(hello, signal + policy("strict"), message(RETURN), name="bus")
-    scope.wait(scope.tell(UNIT, NODES))
+    device_cgroup.wait(device_cgroup.tell(UNIT, NODES))
     served.end()
     assert b"Hello" in served.heard and b"SetUnitProperties" in served.heard
 
@@ -164,7 +164,7 @@ def test_a_systemd_that_answers_oddly_is_an_error_with_its_words(
 ) -> None:
     systemd(*answers, welcome=welcome)
     with pytest.raises(OSError, match=said):
-        scope.tell(UNIT, NODES)
+        device_cgroup.tell(UNIT, NODES)
 
 
 def test_signals_that_another_user_sends_do_not_hide_the_answer(systemd: Any) -> None:
@@ -172,15 +172,15 @@ def test_signals_that_another_user_sends_do_not_hide_the_answer(systemd: Any) ->
     other_order = struct.pack(">cBBBIII", b"B", SIGNAL, 1, 1, 3, 1, 0) + b"abc"
     flood = message(SIGNAL) * 500 + message(SIGNAL, bytes(1 << 20)) + other_order
     served = systemd(flood + policy("strict"), message(RETURN))
-    scope.wait(scope.tell(UNIT, NODES))
+    device_cgroup.wait(device_cgroup.tell(UNIT, NODES))
     served.end()
     assert served.heard.endswith(properties(UNIT, NODES))
 
 
 def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time, and all of them together do not: without a limit for all, the last line is read."""
-    monkeypatch.setattr(scope, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
-    monkeypatch.setattr(scope, "_SECONDS", 0.3)
+    monkeypatch.setattr(device_cgroup, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
+    monkeypatch.setattr(device_cgroup, "_SECONDS", 0.3)
     ended = threading.Event()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "private"))
@@ -198,7 +198,7 @@ def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch:
         thread.start()
         try:
             with pytest.raises(OSError, match=r"in time|timed out"):
-                scope.Bus()
+                device_cgroup.Bus()
         finally:
             ended.set()
             thread.join(10)
@@ -218,4 +218,4 @@ def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
 
 def test_an_error_in_the_end_is_no_reason_against_a_start(systemd: Any) -> None:
     systemd(policy("strict"), message(ERROR, string("Access denied")))
-    scope.wait(scope.tell(UNIT, NODES))
+    device_cgroup.wait(device_cgroup.tell(UNIT, NODES))

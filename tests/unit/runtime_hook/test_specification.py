@@ -82,12 +82,12 @@ def test_devices_come_in_the_order_in_which_they_are_named(gpus: Specifications)
 def test_an_unknown_device_is_refused_with_those_that_there_are(gpus: Specifications, name: str) -> None:
     with pytest.raises(Refused) as caught:
         gpus.edits_of(["0", name])
-    assert str(caught.value) == f"there is no GPU {name!r} on this host; there are 0, 1, 1:0, 10"
+    assert str(caught.value) == f"there is no GPU {name!r} on this host; its GPUs: 0, 1, 1:0, 10; next: gpuprov doctor"
 
 
 def test_on_a_host_without_gpus_there_are_none(tmp_path: Path) -> None:
     write(tmp_path / "nvidia.json", {})
-    with pytest.raises(Refused, match="there are none"):
+    with pytest.raises(Refused, match="its GPUs: none"):
         specifications(tmp_path).edits_of(["all"])
 
 

@@ -1,0 +1,359 @@
+"""`gpuprov serve`: docker flags and GPU status for old scripts, in the form of nvidia-docker-plugin 1.0.
+
+The server answers GET on 127.0.0.1:3476 and a Unix socket of root's, with all resources bounded. With systemd socket
+activation (sd_listen_fds(3)) it makes no sockets and exits after two idle minutes. Form of the answers: NVIDIA's wiki
+of nvidia-docker 1.0, page nvidia-docker-plugin, "REST API".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import json
+import os
+import re
+import select
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Callable
+from urllib.parse import parse_qs
+
+from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
+from gpuprov.cdi.generate import specification
+from gpuprov.cdi.nvml import run_child
+from gpuprov.cdi.specification import render_json
+from gpuprov.core.system import System
+from gpuprov.engines.plain_flags import Device, PlainFlags, plain_flags, shell_words
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.runtime_hook.decision import explain
+from gpuprov.runtime_hook.settings import read_settings
+
+# What flags never provide on any host; docs/engines.md explains.
+NEVER = (
+    "no loader cache is written: an image whose loader searches neither /usr/lib/MULTIARCH nor /usr/lib64 needs "
+    "LD_LIBRARY_PATH",
+    "the image's NVIDIA_REQUIRE_* and its compatibility libraries are not considered",
+)
+
+
+def granted_flags(gpus: str, capabilities: str = "") -> PlainFlags:
+    """Return the flags for GPUs as NVIDIA_VISIBLE_DEVICES names them.
+
+    Raises GpuprovError if the host can't provide them, ValueError for a path that docker's flags can't express.
+    """
+    flags = plain_flags(_edits(gpus, capabilities), f"/usr/lib/{os.uname().machine}-linux-gnu")
+    for device in flags.devices:
+        if not Path(device.source).is_char_device():
+            missing, seen = f"the device node {device.source} is missing", f"ls: {device.source}: not a device"
+            raise GpuprovError(missing, seen, "nvidia-modprobe -u -c 0")
+    return flags
+
+
+def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
+    """Return the edits that the runtime would make for a container with the same request in its environment."""
+    asked = [f"NVIDIA_VISIBLE_DEVICES={gpus}"]
+    if capabilities:
+        asked.append(f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
+    config = {"process": {"env": asked, "user": {}}}
+    settings, trouble = read_settings()
+    # That setting restricts requests of images and users; this request comes from the host's own command.
+    settings.accept_envvar_when_unprivileged = True
+    with tempfile.TemporaryDirectory(prefix="gpuprov-tmp-") as folder:
+        if not any(Path(place, "nvidia.json").is_file() for place in settings.spec_dirs):
+            # Only for this call, on hosts where gpuprov is not installed.
+            system = System()
+            driver = discover(system)
+            if not driver.library_version:
+                seen = "no libnvidia-ml.so.1 below /"
+                raise GpuprovError("there is no NVIDIA driver here", seen, "sudo gpuprov install")
+            Path(folder, "nvidia.json").write_bytes(render_json(specification(ask_nvml(system, driver))))
+            settings.spec_dirs = (folder,)
+        found = explain(json.dumps(config), settings, trouble)
+    if found["error"]:
+        raise GpuprovError(found["error"], f"--gpus {gpus}", "gpuprov doctor")
+    edits: dict[str, Any] = found["edits"]
+    return edits
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+# DNS rebinding: a page in a browser on this host can use a name that resolves to 127.0.0.1. The browser then sends that
+# name as Host.
+_HOSTS = frozenset(f"{name}{port}" for name in ("localhost", "127.0.0.1") for port in ("", ":3476"))
+_GPU = r"(\d{1,3}(:\d{1,3})?|(GPU|MIG)-[0-9a-fA-F/-]{1,80})"
+_GPUS = re.compile(rf"all|{_GPU}(,{_GPU}){{0,63}}")
+# An HTTP status, and the body.
+Answer = tuple[int, str]
+
+
+def refusal(status: int, sentence: str) -> Answer:
+    """Return an error as one option that docker does not know: `docker run $(curl …)` then starts no container.
+
+    The first word of a sentence would be an image there.
+    """
+    option = re.sub(r"[^A-Za-z0-9_./]+", "-", sentence[:300]).strip("-")
+    return status, f"--gpuprov-error-{option}\n"
+
+
+class Answers:
+    """The table of paths. `report` returns what NVML reports, `flags` the plain flags of some GPUs."""
+
+    def __init__(
+        self, report: Callable[[], Mapping[str, Any]], flags: Callable[[str], PlainFlags] = granted_flags
+    ) -> None:
+        self._flags = flags
+        # One child process for all who ask at once.
+        lock = threading.Lock()
+
+        def _of_report(parts: Mapping[str, str]) -> str:
+            with lock:
+                found = report()
+            return json.dumps({key: found[part] for key, part in parts.items()})
+
+        table: dict[str, Callable[[str], str]] = {
+            "/docker/cli": lambda query: " ".join(shell_words(self._asked(query))),
+            "/docker/cli/json": lambda query: json.dumps(_as_json(self._asked(query))),
+            "/gpu/info/json": lambda _: _of_report({"Version": "Version", "Devices": "Info"}),
+            "/gpu/status/json": lambda _: _of_report({"Devices": "Status"}),
+        }
+        self._table = {f"{version}{path}": answer for version in ("", "/v1.0") for path, answer in table.items()}
+
+    def answer(self, target: str, hosts: list[str]) -> Answer:
+        """Return the answer to a GET. `hosts`: the values of the header Host; exactly one must name this machine."""
+        if len(hosts) != 1 or hosts[0].strip().lower() not in _HOSTS:
+            return refusal(403, "only requests to localhost are answered")
+        path, _, query = target.partition("?")
+        if path not in self._table:
+            return refusal(404, f"there is no such path; there are {' '.join(list(self._table)[:4])}")
+        try:
+            return 200, self._table[path](query)
+        except ValueError as error:
+            return refusal(400, str(error))
+        except GpuprovError as error:
+            return refusal(500, error.problems[0].what)
+        except Exception as error:  # a client that hears nothing takes the empty answer for no flags
+            return refusal(500, f"{type(error).__name__}: {error}")
+
+    def _asked(self, query: str) -> PlainFlags:
+        # `vol` chose among the plugin's volumes; gpuprov mounts the driver's files one by one.
+        names = " ".join(parse_qs(query).get("dev", ())).replace(",", " ").split()
+        gpus = "all" if not names or "*" in names else ",".join(names)
+        if not _GPUS.fullmatch(gpus):
+            raise ValueError(f"{gpus} is no list of up to 64 indexes or UUIDs of GPUs")
+        return self._flags(gpus)
+
+
+def _as_json(flags: PlainFlags) -> dict[str, Any]:
+    return {
+        "VolumeDriver": "",
+        "Volumes": [f"{mount.source}:{mount.target}:ro" for mount in flags.mounts],
+        # Only the container's path if it is the host's and has all rights: old programs read the text as a path.
+        "Devices": [one.source if one == Device(one.source, one.source) else f"{one.source}:{one.target}:{one.access}"
+                    for one in flags.devices],
+        # Not the plugin's; a client that ignores them still has the devices and the files.
+        "Environment": list(flags.environment),
+        "GroupAdd": [str(group) for group in flags.groups],
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def gpu_report(system: System, second: int) -> Mapping[str, Any]:
+    """Return what NVML reports: `Version`, `Info` and `Status`. Raises GpuprovError if the driver does not answer.
+
+    `second`: of the clock; the requests of one second share a report.
+    """
+    driver = discover(system)
+    # NVML would load the driver, and make device nodes.
+    if not driver.kernel_version:
+        raise GpuprovError("the NVIDIA driver is not loaded", "no /proc/driver/nvidia/version", "gpuprov doctor")
+    missing = missing_nodes(driver)
+    if missing:
+        raise GpuprovError(f"the device node {missing[0].path} is missing", "", "nvidia-modprobe -u -c 0")
+    library = next((one.path for one in driver.libraries if "/libnvidia-ml.so." in one.path), "")
+    if not library:
+        raise GpuprovError("there is no NVML on this host", "no libnvidia-ml.so.1", "gpuprov doctor")
+    done = run_child(system, library, "gpuprov.boot.gpu_report_child")
+    if not done.ok:
+        raise GpuprovError("NVML does not answer", done.evidence(), "nvidia-smi; gpuprov doctor")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+ADDRESS = ("127.0.0.1", 3476)
+SOCKET = "/run/gpuprov/serve.sock"
+# A request's line and headers. http.server alone takes 6.5 MB, and 50 MB to parse them.
+LARGEST_REQUEST = 8192
+# Connections of one socket.
+MOST_AT_ONCE = 8
+# How soon a socket of which all connections were busy accepts the next one.
+_TICK_SECONDS = 0.5
+# Longer than any answer takes.
+_IDLE_SECONDS = 120.0
+_FIRST_HANDED_OVER = 3
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serve one listening socket, each request in its own thread, a bounded number at once.
+
+    A new connection takes the place of the oldest one that has not sent its request: idle connections of one user
+    would shut out all others.
+    """
+
+    # TCPServer makes a socket, which is replaced; systemd allows the service no other family.
+    address_family = socket.AF_UNIX
+    timeout = 0.0
+
+    def __init__(self, listening: socket.socket, answers: Answers) -> None:
+        super().__init__(("", 0), Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.socket.setblocking(False)
+        self.answers = answers
+        self._lock = threading.Lock()
+        # Connections that have not sent their request, oldest first; and those that get their answer.
+        self._waiting: list[Any] = []
+        self._busy: set[Any] = set()
+
+    def has_room(self) -> bool:
+        """Say whether another connection may be accepted; until then it waits in the kernel's queue."""
+        return len(self._busy) < MOST_AT_ONCE
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take a new connection."""
+        with self._lock:
+            if self._waiting and len(self._waiting) + len(self._busy) >= MOST_AT_ONCE:
+                with contextlib.suppress(OSError):
+                    self._waiting.pop(0).shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+            self._waiting.append(request)
+        super().process_request(request, client_address)
+
+    def begin(self, connection: Any) -> bool:
+        """Note that a connection has sent its request; return False if it has lost its place."""
+        with self._lock:
+            if connection not in self._waiting:
+                return False
+            self._waiting.remove(connection)
+            self._busy.add(connection)
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, and free its place."""
+        with self._lock:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._busy.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print a defect; a client that disconnects is none."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class _Head:
+    """The start of what a client sends; reading on raises HTTPException, which parse_request answers with 431."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left, self.close = file, LARGEST_REQUEST, file.close
+
+    def readline(self, size: int) -> bytes:
+        if not self._left:
+            raise http.client.HTTPException(f"more than {LARGEST_REQUEST} bytes")
+        line: bytes = self._file.readline(min(size, self._left))
+        self._left -= len(line)
+        return line
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One connection: one request, and its answer."""
+
+    server: Server
+    # Seconds without a byte of the request, and to send the answer.
+    timeout = 5.0
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile)  # type: ignore[assignment]
+
+    def do_GET(self) -> None:
+        if self.server.begin(self.connection):
+            self._send(self.server.answers.answer(self.path, self.headers.get_all("Host", [])))
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        self._send(refusal(code, message or "the request is not valid"))
+
+    def _send(self, answer: Answer) -> None:
+        status, body = answer
+        self.send_response_only(status)
+        kind = "application/json" if body.startswith("{") else "text/plain; charset=utf-8"
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass  # any user of the host could fill the journal
+
+
+def run(servers: Sequence[Server], idle_seconds: float = float("inf")) -> None:
+    """Serve until no request has arrived for that long."""
+    last = time.monotonic()
+    while time.monotonic() - last < idle_seconds:
+        for one in select.select([one for one in servers if one.has_room()], (), (), _TICK_SECONDS)[0]:
+            one.handle_request()
+            last = time.monotonic()
+
+
+def handed_over() -> list[socket.socket]:
+    """Return the sockets that systemd passes, none without socket activation."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    count = int(os.environ.get("LISTEN_FDS", "0"))
+    return [socket.socket(fileno=number) for number in range(_FIRST_HANDED_OVER, _FIRST_HANDED_OVER + count)]
+
+
+def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[socket.socket]:
+    """Return listening sockets; the Unix socket, for root only, is made only by root. Raises GpuprovError."""
+    try:
+        made = socket.create_server(address)
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}"
+        step = f"ss -ltnp 'sport = :{address[1]}' names the program that has it"
+        raise GpuprovError(f"{where} can't be used", str(error), step) from None
+    if os.geteuid() != 0:
+        return [made]
+    Path(path).parent.mkdir(mode=0o755, exist_ok=True)
+    Path(path).unlink(missing_ok=True)  # of a server that was killed: who runs has the port
+    of_root = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        of_root.bind(path)
+    finally:
+        os.umask(before)
+    of_root.listen()
+    return [made, of_root]
+
+
+def serve(system: System) -> str:
+    """Serve on systemd's sockets, or on own ones, until Ctrl-C; return why it ended."""
+    answers, sockets = Answers(lambda: gpu_report(system, int(system.now()))), handed_over()
+    if sockets:
+        run([Server(one, answers) for one in sockets], _IDLE_SECONDS)
+        return "stopped: no request for a while"
+    sockets = own_sockets()
+    try:
+        run([Server(one, answers) for one in sockets])
+    except (KeyboardInterrupt, SystemExit):  # gpuprov's own handler raises the second
+        for one in sockets[1:]:
+            Path(one.getsockname()).unlink()
+    return "stopped"

@@ -1,0 +1,103 @@
+"""NVIDIA's DCGM 4 on a host: packages by the driver's CUDA major version, its unit, and the exporter's.
+
+Source: docs.nvidia.com/datacenter/dcgm, Installation and Install DCGM Exporter: names of packages and units.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpuprov.core import units
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.system import System
+from gpuprov.driver.source import DriverSource
+from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import HostSpec
+
+# The first driver branch of each major version of CUDA, the newest first.
+_CUDA_SINCE = ((580, 13), (525, 12), (0, 11))
+# DCGM 3, whose files the packages of DCGM 4 have, too.
+_OLD = ("datacenter-gpu-manager", "datacenter-gpu-manager-config")
+
+
+def packages(version: str, spec: HostSpec) -> tuple[str, ...]:
+    """Return DCGM's packages for a driver of this version or branch; none if DCGM is not asked for, or for ""."""
+    branch = re.match(r"\d+", version)
+    if not spec.dcgm or branch is None:
+        return ()
+    cuda = next(cuda for since, cuda in _CUDA_SINCE if int(branch[0]) >= since)
+    parts = ("4-core", f"4-cuda{cuda}", "4-proprietary", f"4-proprietary-cuda{cuda}", "exporter")
+    return tuple(f"datacenter-gpu-manager-{part}" for part in parts if part != "exporter" or spec.dcgm_exporter)
+
+
+def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
+    """Return DCGM's packages for the driver that the host will have."""
+    return packages(_version(driver), driver.spec)
+
+
+def _version(driver: DriverSource) -> str:
+    asked = driver.spec.driver_version if driver.spec.driver != "preinstalled" else ""
+    return asked or driver.coming_version or driver.facts.driver_installed_version
+
+
+def problems(driver: DriverSource) -> tuple[Problem, ...]:
+    """Return what prevents DCGM 4, if it is asked for, from being installed."""
+    facts, spec, found = driver.facts, driver.spec, []
+    if spec.dcgm_exporter and not spec.dcgm:
+        what = "the exporter needs DCGM, which is not asked for"
+        found.append(Problem(what, "gpuprov_dcgm_exporter: true", "set gpuprov_dcgm: true"))
+    if spec.dcgm and not _version(driver):
+        what = "which of DCGM's packages fit depends on the driver's branch, which only its repository knows"
+        found.append(Problem(what, f"gpuprov_driver: {spec.driver}", 'set gpuprov_driver_version, such as "580"'))
+    old = [name for name in _OLD if name in facts.packages.installed]
+    if spec.dcgm and old:
+        remove = f"systemctl disable --now nvidia-dcgm; {facts.package_manager.commands.remove} {' '.join(old)}"
+        what = "DCGM 3 is installed, beside which DCGM 4 does not install"
+        found.append(Problem(what, f"{old[0]} {facts.packages.installed[old[0]]}", f"{remove}; gpuprov install"))
+    return tuple(found)
+
+
+def plan(driver: DriverSource) -> tuple[Change, ...]:
+    """Return the start of DCGM's units, or nothing; to be done after the driver and MIG."""
+    there, starts, spec = driver.facts.dcgm, driver.facts.image is None, driver.spec
+    running = {*there.enabled} & {*there.active} if starts else {*there.enabled}
+    wanted = ((DCGM_UNIT, spec.dcgm), (DCGM_EXPORTER, spec.dcgm and spec.dcgm_exporter))
+    lacking = tuple(unit for unit, asked in wanted if asked and unit not in running)
+    return (RunDcgm(lacking, starts),) if lacking else ()
+
+
+@dataclass(frozen=True)
+class RunDcgm(Change):
+    """Require that these units of DCGM run, now (unless `start` is False) and at each boot."""
+
+    units: tuple[str, ...]
+    start: bool = True
+
+    key: ClassVar[str] = "run DCGM"
+
+    def summary(self) -> str:
+        return f"enable {'and start ' if self.start else ''}{', '.join(self.units)}"
+
+    def capture(self, system: System) -> Json:
+        return {
+            unit: [verb for verb in ("is-enabled", "is-active") if system.run(("systemctl", verb, "--quiet", unit)).ok]
+            for unit in self.units
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for unit in self.units:
+            system.require(("systemctl", "enable", unit), f"{unit} can't be enabled", f"systemctl status {unit}")
+            if self.start:
+                units.RestartUnit(unit).apply(system, tell)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        for unit, was in before.items():
+            if "is-active" not in was:
+                units.systemctl(system, "stop", unit)
+            if "is-enabled" not in was:
+                units.systemctl(system, "disable", unit)

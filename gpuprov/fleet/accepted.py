@@ -1,0 +1,182 @@
+"""Results of `gpuprov accept` over hosts: compared, kept as one JSON file a host, signed.
+
+There is no table of speeds: a figure counts against the median of the same figure of the same GPU model in the fleet,
+and against the last accepted result of the same GPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+
+from gpuprov.agent.result import HostResult, machines
+from gpuprov.checks.accept import PEER
+from gpuprov.checks.health import concluded
+from gpuprov.core.files import make_user_folder, write_whole
+from gpuprov.core.system import System
+from gpuprov.fleet.history import Run, state_folder, without_secrets
+from gpuprov.protocol import codec
+from gpuprov.protocol.codec import WrongDataError
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import GpuMeasured, HealthFound
+
+# An outlier is beyond both below the median, or beyond the share below its own last result.
+_SHARE, _DEVIATIONS, _LEAST = 0.05, 4, 3
+# Beside the speeds of peers and the site's own figures; a clock, heat or power is no result.
+_COMPARED = ("to_device", "from_device", "within", "memory", "rate")
+_GPG = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The file of a host: its last run, and `accepted`, the figures of the last one that found nothing."""
+
+    host: str
+    run: str
+    began: str
+    exit_code: int
+    inventory: tuple[str, ...] = ()
+    findings: tuple[HealthFound, ...] = ()
+    measured: tuple[GpuMeasured, ...] = ()
+    accepted: tuple[GpuMeasured, ...] = ()
+
+
+def kept() -> dict[str, Kept]:
+    """Return host → its file; broken ones are left out."""
+    found: dict[str, Kept] = {}
+    for path in sorted(state_folder("accepted").glob("*.json")):
+        try:
+            one = codec.load(Kept, codec.parse(path.read_bytes()), trusted=True)
+        except (OSError, WrongDataError):
+            continue
+        found[one.host] = one
+    return found
+
+
+def compared(
+    results: Sequence[HostResult], earlier: Mapping[str, Kept], inventory: tuple[str, ...]
+) -> tuple[HostResult, ...]:
+    """Return the results with a finding for each outlier; a host that has one is degraded.
+
+    Hosts of the same inventory that are not in this run count with their kept figures.
+    """
+    here = {one.host: one.measured for one in machines(results)}
+    before = {host: one.accepted for host, one in earlier.items() if one.inventory == inventory}
+    slow = _slow({**before, **here}, before)
+    return tuple(_with(result, tuple(slow.get(result.host, ()))) for result in results)
+
+
+def _with(result: HostResult, found: tuple[HealthFound, ...]) -> HostResult:
+    if not found or result.exit_code not in (ExitCode.DONE, ExitCode.DEGRADED, ExitCode.UNFIT):
+        return result
+    health = (*result.health, *found)
+    ended = concluded(health, "")
+    code = ExitCode.DEGRADED if result.exit_code == ExitCode.DONE else result.exit_code
+    return replace(result, health=health, problems=ended.problems, exit_code=code, summary=ended.summary)
+
+
+def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Sequence[GpuMeasured]]
+          ) -> dict[str, list[HealthFound]]:  # fmt: skip
+    """Return host → its outliers."""
+    values: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for gpu in (gpu for gpus in fleet.values() for gpu in gpus):
+        for name, _, value in _figures(gpu):
+            values[gpu.model, name].append(value)
+    middles = {name: statistics.median(alike) for name, alike in values.items()}
+    usual = {name: (middles[name], statistics.median(abs(one - middles[name]) for one in alike), len(alike))
+             for name, alike in values.items()}  # fmt: skip
+    found: dict[str, list[HealthFound]] = collections.defaultdict(list)
+    for host, gpus in fleet.items():
+        last = {(gpu.uuid, name): value for gpu in before.get(host, ()) for name, value in gpu.figures.items()}
+        pairs: list[tuple[GpuMeasured, str, str]] = []
+        for gpu in gpus:
+            for name, exact, value in _figures(gpu):
+                seen = _fault(exact, value, *usual[gpu.model, name], last.get((gpu.uuid, exact)))
+                if seen and exact.startswith(PEER):
+                    pairs.append((gpu, exact.removeprefix(PEER), seen))
+                elif seen:
+                    found[host].append(_finding(gpu, f"slower than its like: {exact}", seen))
+        found[host] += _links(gpus, pairs)
+    return found
+
+
+def _figures(gpu: GpuMeasured) -> Iterator[tuple[str, str, float]]:
+    """Yield (name to compare, exact name, value): the fastest peer compares with the fastest peer of others."""
+    figures = {name: value for name, value in gpu.figures.items() if value > 0}
+    peers = sorted(((value, name) for name, value in figures.items() if name.startswith(PEER)), reverse=True)
+    yield from ((f"{PEER}{number}", name, value) for number, (value, name) in enumerate(peers))
+    for name, value in figures.items():
+        if name in _COMPARED or not gpu.uuid:
+            yield name, name, value
+
+
+def _fault(name: str, value: float, middle: float, spread: float, count: int, last: float | None) -> str:
+    """Return why a figure is an outlier, "" if it is none."""
+    outside = count >= _LEAST and middle - value > _DEVIATIONS * spread
+    told = [(middle, f"the median of {count} of the same model")] if outside else []
+    told += [(last, "its own last accepted result")] if last else []
+    for wanted, what in told:
+        if value < (1 - _SHARE) * wanted:
+            return f"{name}: {value:.4g}, {100 * (1 - value / wanted):.0f} % below {wanted:.4g}, {what}"
+    return ""
+
+
+def _links(gpus: Sequence[GpuMeasured], pairs: list[tuple[GpuMeasured, str, str]]) -> Iterator[HealthFound]:
+    """Yield the GPUs that all slow links have in common, each link once: one bad GPU slows the links of all others."""
+    names = {gpu.uuid: gpu for gpu in gpus}
+    while pairs:
+        ends = collections.Counter(uuid for gpu, peer, _ in pairs for uuid in {gpu.uuid, peer} if uuid in names)
+        worst = max(names, key=lambda uuid: ends[uuid])
+        ours = [one for one in pairs if worst in (one[0].uuid, one[1])]
+        other = sorted({names[uuid].gpu for gpu, peer, _ in ours for uuid in (gpu.uuid, peer) if uuid in names} -
+                       {names[worst].gpu})  # fmt: skip
+        yield _finding(names[worst], f"slow link to GPU {', '.join(other)}", "\n".join(seen for *_, seen in ours))
+        pairs = [one for one in pairs if worst not in (one[0].uuid, one[1])]
+
+
+def _finding(gpu: GpuMeasured, what: str, seen: str) -> HealthFound:
+    step = "gpuprov health; nvidia-smi topo -m; nvidia-smi nvlink --status; nvidia-smi -q -d PERFORMANCE,CLOCK"
+    return HealthFound("degraded", "accept-slow", gpu.gpu, gpu.uuid, what, f"{gpu.uuid}: {seen}".lstrip(": "), step)
+
+
+def keep(run: Run, earlier: Mapping[str, Kept], key: str, secrets: Sequence[str]) -> tuple[Path, ...]:
+    """Write the file of each host that was measured, and with a `key` of the user's gpg its signature; return them.
+
+    Raises OSError, or GpuprovError if gpg can't sign.
+    """
+    place = state_folder("accepted")
+    make_user_folder(place)
+    place.chmod(0o700)
+    paths = []
+    for one in (one for one in run.results if one.measured or one.health):
+        former = earlier.get(one.host)
+        accepted = one.measured if one.exit_code == ExitCode.DONE else former.accepted if former else ()
+        data = Kept(
+            one.host, run.identifier, run.began, int(one.exit_code), run.inventory, one.health, one.measured, accepted
+        )
+        text = json.dumps(without_secrets(asdict(data), secrets), ensure_ascii=False, indent=1) + "\n"
+        content = text.encode("utf-8", "replace")
+        path = place / f"{quote(one.host, safe='')}.json"
+        signed = signature(content, key)
+        beside = path.with_name(f"{path.name}.asc")
+        beside.unlink(missing_ok=True)
+        write_whole(path, content, 0o600, None)
+        if signed:
+            write_whole(beside, signed, 0o600, None)
+        paths.append(path)
+    return tuple(paths)
+
+
+def signature(content: bytes, key: str) -> bytes:
+    """Return the signature by a key of the user's gpg, b"" without a key. Raises GpuprovError if gpg can't sign."""
+    if not key:
+        return b""
+    from gpuprov.bundle_create.create import sign
+
+    return sign(System(), content, key, {name: os.environ[name] for name in _GPG if name in os.environ})

@@ -1,0 +1,118 @@
+"""GPU models by PCI device id: generation, form, and what each needs. Rows and sources are in models.json. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from gpuprov.protocol.codec import load
+from gpuprov.protocol.tables import FORMAT, MODELS, invalid_table, rows
+
+
+@dataclass(frozen=True)
+class Generation:
+    """GPUs with device ids from `first` to `last`, served by driver branches from `oldest` to `newest` (0: all).
+
+    `modules`: the supported kernel modules.
+    """
+
+    name: str
+    first: str
+    last: str
+    modules: Literal["proprietary", "open", "both"]
+    oldest: int = 0
+    newest: int = 0
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """How NVLink is switched. `manager`: by the fabric manager, where switches are in sight; never by it otherwise.
+
+    `modules`: kernel modules that are loaded before it, in this order; `packages`: what it needs besides. `board`: the
+    GPUs of a whole board, which has switches; guests may have fewer GPUs, and none.
+    """
+
+    name: str
+    what: str
+    manager: bool
+    modules: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    board: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A board. `form`: PCIe, HGX, NVL, Grace or workstation, "" if not known. `fabric`: the name of one.
+
+    `mig`: it can be divided. `coherent_memory`: the driver has a mode for memory that it shares with the processor.
+    `confidential`: it has a mode for confidential computing. `links`: its NVLinks where all of them are in use.
+    """
+
+    name: str
+    ids: tuple[str, ...]
+    form: str = ""
+    fabric: str = ""
+    mig: bool = False
+    coherent_memory: bool = False
+    confidential: bool = False
+    links: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """The lists of models.json."""
+
+    generations: tuple[Generation, ...]
+    fabrics: tuple[Fabric, ...]
+    models: tuple[Model, ...]
+
+
+_ID = re.compile(r"[0-9a-f]{4}")
+
+
+def generation_of(device_id: str) -> Generation | None:
+    """Return the generation of a PCI device id (four hexadecimal digits), None for one that the table does not know."""
+    number = device_id.lower() if re.fullmatch(r"[0-9a-fA-F]{4}", device_id) else ""
+    return next((row for row in rows(MODELS, "generations", Generation) if row.first <= number <= row.last), None)
+
+
+def model_of(device_id: str) -> Model | None:
+    """Return the model of a PCI device id, None for one that the table does not know."""
+    return next((row for row in rows(MODELS, "models", Model) if device_id in row.ids), None)
+
+
+def fabric_of(device_id: str) -> Fabric | None:
+    """Return how a GPU's NVLink is switched; None if it is not, or if the switches themselves tell."""
+    model = model_of(device_id)
+    return fabric_named(model.fabric) if model else None
+
+
+def fabric_named(name: str) -> Fabric | None:
+    """Return a row by its name."""
+    return next((row for row in rows(MODELS, "fabrics", Fabric) if row.name == name), None)
+
+
+def name_of(device_id: str) -> str:
+    """Return the name of a GPU's model, or of its generation; "" if the table knows neither."""
+    known = model_of(device_id) or generation_of(device_id)
+    return known.name if known else ""
+
+
+def checked_models(data: Any, origin: str) -> Mapping[str, Any]:
+    """Return a site's table if it is sound. Raises GpuprovError (exit code 2) that names what is wrong in it."""
+    try:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        found = load(Table, {one.name: data.get(one.name) for one in fields(Table)}, trusted=True, exact=True)
+        ids = [(one.name, number) for one in found.models for number in one.ids]
+        ids += [(one.name, number) for one in found.generations for number in (one.first, one.last)]
+        if wrong := next((f"{name}: {number[:20]!r}" for name, number in ids if not _ID.fullmatch(number)), ""):
+            raise ValueError(f"{wrong} is no PCI device id, four hexadecimal digits in lower case")
+        known = {one.name for one in found.fabrics} | {""}
+        if wrong := next((one.name for one in found.models if one.fabric not in known), ""):
+            raise ValueError(f"models: {wrong}: no such fabric")
+    except ValueError as error:
+        raise invalid_table(MODELS, "GPU models", origin, str(error)[:200]) from None
+    return data

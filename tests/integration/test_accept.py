@@ -1,0 +1,39 @@
+"""`gpuprov accept` on a lab host: the program in a container of docker's, on simulated GPUs; its result is signed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.gpg import gpg_home, signing_key
+from tests.lab.fixtures import Site, gpuprov
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+
+def test_a_host_is_accepted_and_no_container_is_left(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    host = site.installed("main")
+    # Not in pytest's folder: the socket of gpg's agent would have too long a path.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-gpg-") as short, gpg_home(Path(short)) as home:
+        monkeypatch.setenv("GNUPGHOME", str(home))
+        words = ("--sign", signing_key(home, "ops@example.org"), "--report", tmp_path / "accepted.html")
+        done = gpuprov("accept", "--hosts", site.inventory("main"), "--minutes", "1", "--json", *words)
+        result = tmp_path / "gpuprov/accepted/main.json"
+        subprocess.run(("gpg", "--verify", f"{result}.asc", result), check=True)
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    measured = [one for one in events if one["event"] == "GpuMeasured"]
+    checks = {one["name"]: one for one in events if one["event"] == "CheckDone"}
+    assert len(measured) == 2, done.stdout + done.stderr
+    assert all(one["figures"]["to_device"] > 0 for one in measured)
+    assert checks["GPU 0, program"]["in_container"].startswith("simulated; ")
+    assert not [one for one in events if one["event"] == "HealthFound" and one["rule"].startswith("accept-")]
+    assert "gpuprov-verify" not in host.ssh("docker ps --all --format '{{.Names}}'").stdout
+    assert [one["uuid"] for one in json.loads(result.read_bytes())["measured"]] == [one["uuid"] for one in measured]
+    assert "accept" in (tmp_path / "accepted.html").read_text()

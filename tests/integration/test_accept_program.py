@@ -1,0 +1,91 @@
+"""The program that tests GPUs, on simulated GPUs of which a test says how they are; its kernels by a genuine ptxas."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.checks.cuda_checks import command
+from tests.genuine.pypi import ptxas
+from tests.integration.test_simgpu import on_host
+from tests.simgpu.gpus import gpu
+from tests.unit.checks.test_cuda_calls import PYTHON
+
+_KERNELS = Path(__file__).parents[2] / "gpuprov/checks/accept_kernels.ptx"
+_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces and device nodes")
+_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc libc6-dev")
+Lines = dict[tuple[str, int], dict[str, Any]]
+
+
+def _tested(gpus: int, seconds: int = 60, **faults: int) -> Lines:
+    """Run the program; `clock_0=50` is a fault of GPU 0. Return each line by its step and its GPU (-1: none)."""
+    files = [f"echo {number} > /run/simgpu/{name.replace('_', '-')}" for name, number in faults.items()]
+    program = shlex.join(command(PYTHON, str(seconds), accept=True))
+    done = on_host(gpus, "\n".join(["mount -t tmpfs none /run; mkdir /run/simgpu", *files, program]))
+    assert done.returncode == 0, done.stderr
+    minors = {gpu(minor).uuid: minor for minor in range(gpus)}
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [lines[0]["step"], lines[-1]["step"]] == ["found", "end"], done.stdout
+    return {(line["step"], minors[line["gpu"]] if "gpu" in line else -1): line for line in lines}
+
+
+@pytest.mark.root
+@_ROOT
+@_GCC
+def test_gpus_that_are_well() -> None:
+    found = _tested(4)
+    assert found["found", -1]["simulated"]
+    assert [one["uuid"] for one in found["found", -1]["gpus"]] == [gpu(minor).uuid for minor in range(4)]
+    for minor in range(4):
+        assert all(found[step, minor]["ok"] for step in ("arithmetic", "memory", "all"))
+        assert found["memory", minor]["bytes"] > 0.95 * (gpu(minor).memory_mib << 20)
+        # Measured by the GPU's time, and in the unit of the copies.
+        assert found["memory", minor]["memory"] > 10**12
+        copies = found["copy", minor]
+        assert sorted(copies["peers"]) == sorted(gpu(other).uuid for other in range(4) if other != minor)
+        assert copies["within"] > min(copies["peers"].values()) > copies["to_device"] > 10**10
+        assert found["all", minor]["rate"] == pytest.approx(found["all", 0]["rate"], rel=0.01)
+
+
+@pytest.mark.root
+@_ROOT
+@_GCC
+def test_slow_gpus_and_links_show_in_their_own_figures() -> None:
+    found = _tested(4, clock_0=50, host_link_1=30, peer_link_2=60)
+    assert found["all", 0]["rate"] == pytest.approx(found["all", 3]["rate"] / 2, rel=0.01)
+    assert found["copy", 0]["within"] == pytest.approx(found["copy", 3]["within"] / 2, rel=0.01)
+    assert found["copy", 1]["to_device"] == pytest.approx(found["copy", 3]["to_device"] * 0.3, rel=0.01)
+    for minor in (0, 1, 3):
+        peers = found["copy", minor]["peers"]
+        usual = max(peers.values())
+        slow = {uuid for uuid, rate in peers.items() if rate < 0.9 * usual}
+        assert slow == {gpu(2).uuid}
+    assert found["all", 1]["rate"] == pytest.approx(found["all", 3]["rate"], rel=0.01)
+
+
+@pytest.mark.root
+@_ROOT
+@_GCC
+def test_gpus_that_fail_are_left_out_and_the_others_go_on() -> None:
+    found = _tested(4, dies_after_0=20, wrong_sums_1=7, dies_after_2=0)
+    died = found["all", 0]
+    assert died["error"] == {"call": "cuLaunchKernel", "result": 719, "name": "CUDA_ERROR_LAUNCH_FAILED"}
+    assert 15 < died["rounds"] / died["rate"] < 20
+    assert (found["arithmetic", 1]["ok"], found["arithmetic", 1]["wrong"]) == (False, 7)
+    assert found["arithmetic", 2]["error"]["result"] == 719
+    for minor in (1, 2):
+        assert not {("memory", minor), ("copy", minor), ("all", minor)} & found.keys()
+    assert found["all", 3]["ok"]
+    assert list(found["copy", 3]["peers"]) == [gpu(0).uuid]
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
+def test_a_genuine_ptxas_accepts_the_kernels(target: str, tmp_path: Path) -> None:
+    subprocess.run((ptxas(), "-arch", target, "-o", tmp_path / "kernels", _KERNELS), check=True)

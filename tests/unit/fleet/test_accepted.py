@@ -1,0 +1,157 @@
+"""`gpuprov accept` over hosts: outliers of a fleet, results that are kept and signed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.agent.result import HostResult
+from gpuprov.fleet import accepted, command
+from gpuprov.fleet.history import Run
+from gpuprov.fleet.options import Options
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.events import GpuMeasured, HealthFound
+
+
+def gpus(host: int, **slow: Any) -> tuple[GpuMeasured, ...]:
+    """Return 4 GPUs with some noise; `slow`: a GPU's rate by its index, a link by two."""
+    names = [f"GPU-{host}-{number}" for number in range(4)]
+    found = []
+    for number, uuid in enumerate(names):
+        noise = 1 + 0.002 * ((host * 7 + number * 3) % 5)
+        peers = {f"peer {one}": 3e11 * noise * slow.get(f"link{min(number, other)}{max(number, other)}", 1.0)
+                 for other, one in enumerate(names) if other != number}  # fmt: skip
+        figures = {
+            "rate": 100 * noise * slow.get(f"gpu{number}", 1.0),
+            "to_device": 5e10 * noise,
+            "clock": 1980.0,
+            **peers,
+        }
+        found.append(GpuMeasured(str(number), uuid, "H100", figures))
+    return tuple(found)
+
+
+def fleet(changed: Mapping[int, dict[str, Any]]) -> list[HostResult]:
+    return [
+        HostResult(f"gpu0{host}", ExitCode.DONE, measured=gpus(host, **changed.get(host, {})), versions={"gpus": "4"})
+        for host in range(8)
+    ]
+
+
+def found_in(results: tuple[HostResult, ...]) -> list[tuple[str, str, str]]:
+    return [(one.host, found.gpu, found.what) for one in results for found in one.health]
+
+
+def test_a_fleet_that_is_well_has_no_outlier() -> None:
+    assert found_in(accepted.compared(fleet({}), {}, ())) == []
+
+
+def test_a_slow_gpu_and_a_flaky_link_are_named_and_nobody_else() -> None:
+    results = accepted.compared(fleet({2: {"gpu1": 0.5}, 5: {"link03": 0.6}}), {}, ())
+    assert found_in(results) == [("gpu02", "1", "slower than its like: rate"), ("gpu05", "0", "slow link to GPU 3")]
+    assert {one.host for one in results if one.exit_code == ExitCode.DEGRADED} == {"gpu02", "gpu05"}
+    slow = results[2].health[0]
+    assert "50 % below 100" in slow.evidence
+    assert "median of 32" in slow.evidence
+
+
+def test_a_gpu_with_slow_links_to_all_others_is_named_alone() -> None:
+    results = accepted.compared(fleet({1: {"link01": 0.5, "link12": 0.5, "link13": 0.5}}), {}, ())
+    assert found_in(results) == [("gpu01", "1", "slow link to GPU 0, 2, 3")]
+
+
+def test_less_than_five_percent_is_no_outlier() -> None:
+    assert found_in(accepted.compared(fleet({2: {"gpu1": 0.96}}), {}, ())) == []
+
+
+def kept_run(folder: Path, results: tuple[HostResult, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    run = Run("20261121T081500Z-7", "accept", "", 1.0, results)
+    return accepted.keep(run, accepted.kept(), "", ())[0]
+
+
+def test_a_host_is_compared_with_its_own_last_accepted_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = HostResult("a/../b", ExitCode.DONE, measured=gpus(0)[:1], versions={"gpus": "1"})
+    path = kept_run(tmp_path, (one,), monkeypatch)
+    assert path.parent == tmp_path / "gpuprov/accepted"
+    assert path.stat().st_mode & 0o777 == 0o600
+    slower = replace(one, measured=gpus(0, gpu0=0.8)[:1])
+    for _ in range(2):
+        # A slow result does not become the measure of the next one.
+        results = accepted.compared((slower,), accepted.kept(), ())
+        assert found_in(results) == [("a/../b", "0", "slower than its like: rate")]
+        assert "own last accepted" in results[0].health[0].evidence
+        kept_run(tmp_path, results, monkeypatch)
+    assert found_in(accepted.compared((one,), accepted.kept(), ("other.ini",))) == []
+
+
+def test_a_signed_result_has_its_signature_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("gpuprov.bundle_create.create.sign", lambda system, content, key, environment: b"signature")
+    found = HealthFound("unfit", "accept-failed", "0", "GPU-0", "it failed", "seen", "next")
+    run = Run("20261121T081500Z-7", "accept", "", 1.0, (HostResult("a", ExitCode.UNFIT, health=(found,)),))
+    (path,) = accepted.keep(run, {}, "KEY", ())
+    assert path.with_name("a.json.asc").read_bytes() == b"signature"
+    accepted.keep(run, {}, "", ())
+    assert not path.with_name("a.json.asc").exists()
+
+
+def test_half_of_a_fleet_that_became_slow_is_named() -> None:
+    # The deviations are then as large as the loss.
+    earlier = {f"gpu0{host}": accepted.Kept(f"gpu0{host}", "", "", 0, accepted=gpus(host)) for host in range(8)}
+    half = {host: {f"gpu{number}": 0.7 for number in range(4)} for host in range(4)}
+    results = accepted.compared(fleet(half), earlier, ())
+    assert [one.host for one in results if one.exit_code == ExitCode.DEGRADED] == ["gpu00", "gpu01", "gpu02", "gpu03"]
+    assert "30 % below" in results[0].health[0].evidence
+
+
+def test_figures_that_no_gpu_has_are_left_out() -> None:
+    hostile = [GpuMeasured("a", f"GPU-9-{one}", "H100", {"rate": one, "peer GPU-9-0": one}) for one in (0.0, 0.0, -1.0)]
+    odd = HostResult("gpu09", ExitCode.DONE, measured=tuple(hostile), versions={"gpus": "many"})
+    assert found_in(accepted.compared([*fleet({}), odd], {}, ())) == []
+    # Nor does an index that is no number end the comparison.
+    slow = replace(odd, measured=tuple(replace(one, gpu="a") for one in gpus(1, link01=0.5)))
+    assert found_in(accepted.compared([*fleet({}), slow], {}, ())) == [("gpu09", "a", "slow link to GPU ")]
+
+
+def test_a_run_that_failed_keeps_its_problems() -> None:
+    lost = Problem("the connection was lost", "", "again")
+    failed = replace(fleet({2: {"gpu1": 0.5}})[2], exit_code=ExitCode.FAILED, problems=(lost,))
+    assert accepted.compared([*fleet({}), replace(failed, host="other")], {}, ())[-1].problems == (lost,)
+
+
+def test_no_old_signature_lies_beside_a_new_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = kept_run(tmp_path, (HostResult("a", ExitCode.DONE, measured=gpus(0)),), monkeypatch)
+    beside = path.with_name("a.json.asc")
+    beside.write_bytes(b"old")
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(accepted, "write_whole", full)
+    with pytest.raises(OSError, match="No space"):
+        kept_run(tmp_path, (HostResult("a", ExitCode.DONE, measured=gpus(0)),), monkeypatch)
+    assert not beside.exists()
+
+
+def test_a_key_that_can_not_sign_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bytes:
+        raise GpuprovError("gpg could not sign with KEY", "", "")
+
+    monkeypatch.setattr("gpuprov.bundle_create.create.sign", refuse)
+    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(GpuprovError, match="could not sign"):
+        command.run_command(Options("accept", sign="KEY"))
+
+
+def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(command, "_run", lambda *_: ((HostResult("a", ExitCode.DONE, measured=gpus(0)),), None))
+    monkeypatch.setattr(command, "conclude", lambda *_: None)
+    with pytest.raises(GpuprovError, match="the results are not kept"):
+        command.run_command(Options("accept"))

@@ -1,0 +1,132 @@
+"""`gpuprov accept`: from the program's lines to findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gpuprov.checks.accept import accept, judge, parse_printed, plan
+from gpuprov.checks.engines import ALL, DOCKER
+from gpuprov.checks.smi import SmiGpu, SmiReport
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.facts.driver import GpuHolder
+from gpuprov.protocol.errors import GpuprovError, Stopped
+from gpuprov.protocol.spec import HostSpec
+
+_UUIDS = ("GPU-0", "GPU-1")
+_HOST = SmiReport("580", "13.0", tuple(SmiGpu(uuid, "H100", "", "", "", "") for uuid in _UUIDS))
+_GOOD: list[dict[str, Any]] = [
+    {"step": "found", "simulated": False, "driver": 13000, "gpus": [{"uuid": one, "name": "H100"} for one in _UUIDS]},
+    *({"step": "arithmetic", "gpu": one, "ok": True, "seconds": 1.0, "wrong": 0, "error": None} for one in _UUIDS),
+    *({"step": "memory", "gpu": one, "ok": True, "seconds": 2.0, "memory": 40.0, "wrong": 0} for one in _UUIDS),
+    *({"step": "copy", "gpu": one, "to_device": 5e10, "peers": {_UUIDS[0]: 3e11}} for one in _UUIDS),
+    *({"step": "all", "gpu": one, "ok": True, "seconds": 60.0, "bytes": 80, "rate": 4.5} for one in _UUIDS),
+    {"step": "end"},
+]  # fmt: skip
+
+
+def judged(lines: list[dict[str, Any]], code: int = 0) -> list[tuple[str, str]]:
+    done = Completed(("docker", "run"), code, "\n".join(map(json.dumps, lines)), "Killed" if code else "")
+    found, _ = judge(parse_printed(done.stdout), done, _HOST)
+    assert all(one.verdict == "unfit" and one.evidence and one.next_step for one in found)
+    return [(one.rule, one.gpu) for one in found]
+
+
+def test_a_host_that_is_well_has_figures_and_no_finding() -> None:
+    text = "a banner\n" + "\n".join(map(json.dumps, _GOOD))
+    found, (first, second) = judge(parse_printed(text), Completed((), 0, text), _HOST)
+    assert found == []
+    assert (first.gpu, second.uuid) == ("0", "GPU-1")
+    assert first.figures == {"memory": 40.0, "to_device": 5e10, "peer GPU-0": 3e11, "rate": 4.5}
+
+
+def test_a_peer_that_the_host_does_not_have_is_no_figure() -> None:
+    lines = parse_printed(json.dumps({"step": "copy", "gpu": "GPU-0", "peers": {f"GPU-{n}": 1.0 for n in range(2000)}}))
+    _, (first, _) = judge(lines, Completed((), 0, ""), _HOST)
+    assert sorted(first.figures) == ["peer GPU-0", "peer GPU-1"]
+
+
+def changed(number: int, **values: Any) -> list[dict[str, Any]]:
+    return [{**one, **(values if place == number else {})} for place, one in enumerate(_GOOD)]
+
+
+_DEAD = {"call": "cuStreamSynchronize", "result": 719, "name": "CUDA_ERROR_LAUNCH_FAILED"}
+
+
+@pytest.mark.parametrize(("lines", "code", "expected"), [
+    (changed(2, ok=False, wrong=3), 0, [("accept-wrong", "1")]),
+    (changed(7, ok=False, error=_DEAD), 0, [("accept-failed", "0")]),
+    # A GPU that dies takes the later steps with it.
+    ([one for one in changed(4, ok=False, error=_DEAD) if one["step"] != "all" or one["gpu"] != "GPU-1"], 0,
+     [("accept-failed", "1")]),
+    ([one for one in _GOOD if one.get("gpu") != "GPU-1"], 0, [("accept-silent", "1")]),
+    (_GOOD[:8], 137, [("accept-silent", "1")]),
+    (_GOOD[:5], 137, [("accept-program", "")]),
+    ([{"step": "failed", **_DEAD}], 1, [("accept-program", "")]),
+    ([], 127, [("accept-program", "")]),
+])  # fmt: skip
+def test_each_trouble_names_its_gpu(lines: list[dict[str, Any]], code: int, expected: list[tuple[str, str]]) -> None:
+    assert judged(lines, code) == expected
+
+
+@pytest.mark.parametrize("line", [
+    '{"step": 5}', '{"step": "all", "gpu": "GPU-0", "rate": NaN}', '{"step": "all", "gpu": ["GPU-0"]}', "{" * 5000,
+    json.dumps({"step": "copy", "gpu": "GPU-0", "peers": {"x" * 9999: 1.0}}), '["step"]',
+    '{"step": "all", "rate": true}',
+])  # fmt: skip
+def test_a_hostile_line_is_left_out(line: str) -> None:
+    assert parse_printed(line) == ()
+
+
+def test_the_plan_has_all_steps_with_their_times() -> None:
+    lines = plan(7)
+    assert lines[0].startswith("step 1 of 3: verify")
+    assert "rest of 7 min" in lines[2]
+
+
+def test_an_interrupted_run_removes_its_container() -> None:
+    class Interrupted(System):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ran: list[tuple[str, ...]] = []
+
+        def run(self, argv: Sequence[str], **_: Any) -> Completed:
+            self.ran.append(tuple(argv))
+            if argv[1] == "run":
+                raise Stopped
+            return Completed(tuple(argv), 0)
+
+    system = Interrupted()
+    with pytest.raises(Stopped):
+        DOCKER.run(system, "image", ("python3",), ALL)
+    (started, removed) = system.ran
+    assert removed[:3] == ("docker", "rm", "--force")
+    assert f"--name={removed[-1]}" in started
+
+
+def test_nothing_starts_while_a_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = GpuHolder(812, "python3 train.py", "/dev/nvidia-uvm", container="abc")
+    monkeypatch.setattr(
+        "gpuprov.checks.accept.gather_holders", lambda system, *, computing: (user,) if computing else ()
+    )
+    with pytest.raises(GpuprovError) as raised:
+        accept(System(), HostSpec(), lambda event: None, 1, lambda tests: pytest.fail("it started"))
+    assert "process 812 (python3 train.py)" in raised.value.problems[0].evidence
+
+
+def test_nothing_starts_on_a_gpu_with_mig(monkeypatch: pytest.MonkeyPatch) -> None:
+    # CUDA shows a program one instance of one GPU: each GPU would seem to be silent.
+    gpu = "<uuid>GPU-0</uuid><mig_mode><current_mig>Enabled</current_mig></mig_mode>"
+
+    class Divided(System):
+        def run(self, argv: Sequence[str], **_: Any) -> Completed:
+            return Completed(tuple(argv), 0, f"<nvidia_smi_log><gpu id='0'>{gpu}</gpu></nvidia_smi_log>")
+
+    monkeypatch.setattr("gpuprov.checks.accept.gather_holders", lambda system, *, computing: ())
+    with pytest.raises(GpuprovError) as raised:
+        accept(Divided(), HostSpec(), lambda event: None, 1, lambda tests: pytest.fail("it started"))
+    assert "GPU-0: MIG is enabled" in raised.value.problems[0].evidence

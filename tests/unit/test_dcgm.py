@@ -1,0 +1,204 @@
+"""DCGM 4: its packages by the driver's branch, its units, and what `verify` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import verify
+from gpuprov.bundle_create.recipe import Wanted, make_recipe
+from gpuprov.checks.outcome import Failed
+from gpuprov.checks.smi import SmiGpu, SmiReport
+from gpuprov.core.commands import Completed
+from gpuprov.driver import cuda_repository, dcgm
+from gpuprov.driver.dcgm import RunDcgm, packages
+from gpuprov.driver.running_driver import UNITS
+from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, DcgmFacts, gather_dcgm
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.plan import software
+from gpuprov.plan.context import source_of
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.plan.with_bundle import _word
+from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.spec import HostSpec, parse_spec
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+NAME, BOTH = "datacenter-gpu-manager", (DCGM_UNIT, DCGM_EXPORTER)
+# dcgmi 4 on a host with two GPUs (NVIDIA's documentation and public reports of issues).
+_LISTED = """\
+{count} GPUs found.
++--------+----------------------------------------------------------------------+
+| GPU ID | Device Information                                                   |
++--------+----------------------------------------------------------------------+
+{rows}0 NvSwitches found.
++-----------+
+| Switch ID |
++-----------+
++-----------+
+0 CPUs found.
+"""
+_ROW = """\
+| {number}      | Name: NVIDIA H100 80GB HBM3                                          |
+|        | PCI Bus ID: 00000000:1B:00.0                                         |
+|        | Device UUID: {uuid}                |
++--------+----------------------------------------------------------------------+
+"""
+_UUIDS = ("GPU-59bc4725-b484-64a5-8da6-306a93249ae4", "GPU-3dbc8d3e-58ad-18aa-9448-e45d1473e7b9")
+REPORT = SmiReport("550.163.01", "12.4", tuple(SmiGpu(uuid, "H100", "", "0", "", "") for uuid in _UUIDS))
+
+
+class DcgmHost(FakeHost):
+    """A machine on which each unit has a state of its own, and dcgmi lists GPUs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, gpus=2, metal=True)
+        self.states: dict[str, set[str]] = {}
+        self.listed: tuple[str, ...] | None = _UUIDS
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] != "dcgmi":
+            return super().run(argv, **more)
+        if self.listed is None:
+            return Completed(tuple(argv), 1, "", "Error: unable to establish a connection to the specified host")
+        rows = "".join(_ROW.format(number=number, uuid=uuid) for number, uuid in enumerate(self.listed))
+        return Completed(tuple(argv), 0, _LISTED.format(count=len(self.listed), rows=rows))
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        unit = words[-1]
+        if unit not in BOTH or words[0] == "reset-failed" or (unit == self.failing_unit and words[0] == "restart"):
+            return super()._systemctl(words)
+        there = self.states.setdefault(unit, set())
+        if words[0].startswith("is-"):
+            return (0 if words[0] in there else 3), ""
+        verb, adds = {"enable": ("is-enabled", True), "disable": ("is-enabled", False),
+                      "restart": ("is-active", True), "stop": ("is-active", False)}[words[0]]  # fmt: skip
+        self.states[unit] = there | {verb} if adds else there - {verb}
+        return 0, ""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> DcgmHost:
+    return DcgmHost(tmp_path / "root")
+
+
+@pytest.fixture
+def facts(host: DcgmHost) -> HostFacts:
+    return gather(host)
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver_version": "550.163.01", "dcgm": True, **values})
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda"), [("470.256.02", 11), ("535.261.03", 12), ("550", 12), ("580.95.05", 13), ("595-server", 13)]
+)
+def test_the_packages_are_those_of_the_drivers_cuda_as_apt_dnf_and_zypper_name_them(version: str, cuda: int) -> None:
+    names = (f"{NAME}-4-core", f"{NAME}-4-cuda{cuda}", f"{NAME}-4-proprietary", f"{NAME}-4-proprietary-cuda{cuda}")
+    assert packages(version, spec()) == names
+    assert packages(version, spec(dcgm_exporter=True)) == (*names, f"{NAME}-exporter")
+    assert packages(version, spec(dcgm=False)) == packages("", spec()) == ()
+
+
+def test_it_comes_from_nvidias_repository_in_the_same_installation(facts: HostFacts) -> None:
+    source = source_of(facts, spec())
+    assert f"{NAME}-4-cuda12" in software.wanted(source)
+    assert [one.name for one in cuda_repository.repositories(source)] == ["cuda"]
+    without = source_of(facts, spec(dcgm=False))
+    assert not any(name.startswith(NAME) for name in software.wanted(without))
+    assert cuda_repository.repositories(without) == () and dcgm.plan(without) == ()
+
+
+@pytest.mark.parametrize(("there", "exporter", "units"), [
+    (DcgmFacts(), False, (DCGM_UNIT,)),
+    (DcgmFacts(), True, BOTH),
+    (DcgmFacts((DCGM_UNIT,), (DCGM_UNIT,)), True, (DCGM_EXPORTER,)),
+    (DcgmFacts((DCGM_UNIT,), ()), False, (DCGM_UNIT,)),
+    (DcgmFacts((), (DCGM_UNIT,)), False, (DCGM_UNIT,)),
+    (DcgmFacts(BOTH, BOTH), True, ()),
+])  # fmt: skip
+def test_a_unit_that_does_not_run_or_is_not_enabled_is_planned(
+    facts: HostFacts, there: DcgmFacts, exporter: bool, units: tuple[str, ...]
+) -> None:
+    changes = dcgm.plan(source_of(replace(facts, dcgm=there), spec(dcgm_exporter=exporter)))
+    assert changes == ((RunDcgm(units),) if units else ())
+    assert CHANGE_KINDS["RunDcgm"] is RunDcgm and {*BOTH} <= {*UNITS}
+
+
+def test_its_units_run_and_undo_restores_what_was(host: DcgmHost) -> None:
+    host.states = {DCGM_UNIT: {"is-enabled"}}
+    change = RunDcgm(BOTH)
+    before = change.capture(host)
+    assert change.summary() == f"enable and start {DCGM_UNIT}, {DCGM_EXPORTER}"
+    change.apply(host, lambda *words: None)
+    assert gather_dcgm(host) == DcgmFacts(), "no command where there is no DCGM"
+    host.write("/usr/bin/nv-hostengine", b"")
+    assert gather_dcgm(host) == DcgmFacts(BOTH, BOTH)
+    RunDcgm.undo(host, before, {})
+    assert host.states == {DCGM_UNIT: {"is-enabled"}, DCGM_EXPORTER: set()}
+
+
+def test_a_unit_that_does_not_start_says_why(host: DcgmHost) -> None:
+    host.failing_unit = DCGM_UNIT
+    with pytest.raises(GpuprovError, match=f"{DCGM_UNIT} does not start") as raised:
+        RunDcgm((DCGM_UNIT,)).apply(host, lambda *words: None)
+    assert "the unit's last words" in str(raised.value)
+
+
+def test_an_image_has_it_enabled_and_not_started(host: DcgmHost) -> None:
+    RunDcgm((DCGM_UNIT,), start=False).apply(host, lambda *words: None)
+    assert host.states == {DCGM_UNIT: {"is-enabled"}}
+
+
+def test_what_prevents_it_is_told_before_anything_is_changed(facts: HostFacts) -> None:
+    def told(facts: HostFacts = facts, **values: Any) -> list[str]:
+        return [str(one) for one in dcgm.problems(source_of(facts, spec(**values)))]
+
+    assert told() == told(dcgm=False) == []
+    assert "gpuprov_dcgm: true" in told(dcgm=False, dcgm_exporter=True)[0]
+    (unknown,) = told(driver="packages", driver_version="")
+    assert "gpuprov_driver_version" in unknown
+    old = replace(facts, packages=replace(facts.packages, installed={**facts.packages.installed, NAME: "1:3.3.9"}))
+    (three,) = told(old)
+    assert "DCGM 3 is installed" in three and f"{NAME} 1:3.3.9" in three
+    assert f"systemctl disable --now nvidia-dcgm; apt-get purge {NAME}; gpuprov install" in three.replace("-y ", "")
+    assert told(old, dcgm=False) == []
+
+
+def test_verify_compares_its_gpus_with_those_of_nvidia_smi(host: DcgmHost) -> None:
+    assert verify._dcgm(host, spec(), REPORT) == ("2 GPUs", "")
+    host.listed = _UUIDS[:1]
+    with pytest.raises(Failed, match=f"lacks {_UUIDS[1]}; gpuprov health; systemctl restart {DCGM_UNIT}"):
+        verify._dcgm(host, spec(), REPORT)
+    host.listed = None
+    with pytest.raises(Failed, match=f"unable to establish a connection.*systemctl restart {DCGM_UNIT}"):
+        verify._dcgm(host, spec(), REPORT)
+    host.listed = _UUIDS
+    with pytest.raises(Failed, match=f"{DCGM_EXPORTER} does not run"):
+        verify._dcgm(host, spec(dcgm_exporter=True), REPORT)
+    host.states = {DCGM_EXPORTER: {"is-active"}}
+    assert verify._dcgm(host, spec(dcgm_exporter=True), REPORT) == ("2 GPUs", "")
+
+
+@pytest.mark.parametrize("distro", ["ubuntu-24.04", "rocky-9"])
+def test_a_bundle_collects_it_from_nvidias_repository(distro: str) -> None:
+    made = make_recipe(Wanted(distro, "x86_64"), (spec(docker="preinstalled", driver_version="580.95.05"),))
+    assert {*packages("580.95.05", spec())} <= {*made.packages}
+    assert "cuda" in " ".join((*(one.name for one in made.repositories), *(one.name for one in made.rpm_sources)))
+    with pytest.raises(UsageError, match="depends on the driver's branch"):
+        make_recipe(Wanted(distro, "x86_64"), (spec(driver="preinstalled", driver_version="", docker="preinstalled"),))
+
+
+def test_a_bundle_for_a_distributions_own_driver_has_the_one_of_its_branch() -> None:
+    wanted = Wanted("ubuntu-24.04", "x86_64")
+    made = make_recipe(wanted, (spec(driver="distribution", driver_version="", docker="preinstalled"),))
+    assert f"{NAME}-4-core" in made.packages
+
+
+def test_a_bundle_without_it_names_the_option() -> None:
+    assert _word(f"{NAME}-4-core", "6.1") == f"-e gpuprov_dcgm=true --package {NAME}-4-core"

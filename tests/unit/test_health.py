@@ -1,0 +1,333 @@
+"""`gpuprov health`: from readings to verdicts, exit codes and events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import doctor
+from gpuprov.agent.playbook_task import task_result
+from gpuprov.agent.result import HostResult
+from gpuprov.checks.health import Readings, examine, judge, next_step, rules, with_expected_links, xid_rows
+from gpuprov.checks.memory import Gpu
+from gpuprov.core.commands import NOT_FOUND, Completed
+from gpuprov.protocol import tables
+from gpuprov.protocol.errors import ExitCode, Problem, worst
+from gpuprov.protocol.events import CheckDone, Event, Finished, HealthFound, Note
+from tests.unit.fake_host import FakeHost
+from tests.unit.health_cases import CASES, Case, healthy
+
+_WELL = (healthy(0), healthy(1))
+_XID = "NVRM: Xid (PCI:0000:1b:00): {}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_trouble_gives_its_verdict_and_next_step(case: Case) -> None:
+    ours = ({**healthy(0), **case.readings}, healthy(1))
+    (found,) = judge(replace(case.host or Readings(ours), kernel_log=case.log))
+    assert (found.rule, found.verdict) == (case.rule, case.verdict)
+    assert case.what in found.what
+    assert case.next_step in found.next_step
+    assert "{" not in found.next_step
+    assert found.gpu == ("" if case.host else "0")
+    assert found.evidence
+
+
+def test_the_table_has_at_least_forty_troubles_and_each_rule() -> None:
+    assert len(CASES) >= 40
+    named = {row["rule"] for row in rules()["rules"]} | set(rules()["host"])
+    assert {case.rule for case in CASES if not case.rule.startswith("xid-")} == named
+
+
+def test_each_word_for_a_next_step_is_an_action() -> None:
+    for row in (*rules()["rules"], *rules()["host"].values()):
+        assert " " in next_step(row.get("next", "a sentence of its own"))
+    xids = tables.packaged(tables.XIDS)
+    assert set(rules()["xids"]) == set(xids["actions"]) == {one["action"] for one in xids["xids"]}
+
+
+# What the words of NVIDIA's catalogue for the immediate action mean in ours.
+_BUCKETS = {
+    "RESET_GPU": {"reset", "replace"}, "WORKFLOW_XID_48": {"reset"}, "XID_154": {"reset"}, "RESTART_BM": {"reboot"},
+    "RESTART_VM": {"reboot"}, "WORKFLOW_NVLINK_ERR": {"nvlink"}, "WORKFLOW_NVLINK5_ERR": {"nvlink"},
+    "RESTART_APP": {"sanitize", "ecc-program"}, "CHECK_MECHANICALS": {"mechanics"}, "CONTACT_SUPPORT": {"report"},
+    "IGNORE": {"program", "later", "ecc", "report"}, "(none)": {"cool", "ecc-on"},
+}  # fmt: skip
+
+
+def test_each_xid_has_its_source_and_an_action_that_agrees_with_it() -> None:
+    table = tables.packaged(tables.XIDS)
+    for row in (*table["xids"], *table["named"]):
+        immediate = row["nvidia"].partition(" / ")[0]
+        assert row["action"] in _BUCKETS[immediate], row["xid"]
+        assert row.get("eks", immediate).partition(",")[0] == immediate, row["xid"]
+        assert immediate not in ("IGNORE", "(none)") or row["why"]
+    asked = {46, 110, 136, *range(142, 152), 155, 156, 158, 163, 168}
+    assert asked <= {*xid_rows()}
+
+
+def test_a_healthy_host_has_nothing() -> None:
+    assert judge(Readings(_WELL, "550.2", on_bus=2)) == ()
+    assert judge(Readings()) == ()
+
+
+def test_the_table_names_no_place_twice_where_an_earlier_rule_says_more() -> None:
+    reason = "clocks_event_reasons/clocks_event_reason_hw_"
+    hot = {**healthy(), f"{reason}thermal_slowdown": "Active", f"{reason}slowdown": "Active"}
+    hot["temperature/gpu_temp_tlimit"] = "-3 C"
+    assert [one.rule for one in judge(Readings((hot,)))] == ["thermal-slowdown"]
+
+
+def test_an_idle_link_saves_power_and_is_no_trouble() -> None:
+    place = "pci/pci_gpu_link_info/"
+    idle = {**healthy(), f"{place}pcie_gen/current_link_gen": "1", f"{place}link_widths/current_link_width": "1x"}
+    assert judge(Readings((idle,))) == ()
+    busy = {**idle, "utilization/gpu_util": "35 %"}
+    assert [one.rule for one in judge(Readings((busy,)))] == ["pcie-generation", "pcie-width"]
+
+
+@pytest.mark.parametrize(("mig", "switches", "expected"), [
+    ((), False, [12, 12]), ((0,), False, [0, 0]), ((0,), True, [0, 12]),
+])  # fmt: skip
+def test_nvlinks_are_expected_by_the_model_but_not_of_a_gpu_in_mig_mode(
+    mig: tuple[int, ...], switches: bool, expected: list[int]
+) -> None:
+    gpus = tuple(
+        {"uuid": f"GPU-{n}", "pci/pci_device_id": "20B210DE", "nvlink/active": "0" if n in mig else "12",
+         "mig_mode/current_mig": "Enabled" if n in mig else "Disabled"} for n in range(2)
+    )  # fmt: skip
+    before = [Gpu(f"GPU-{n}", "A100", f"0000:0{n}:00.0", 12) for n in range(2)]
+    for remembered in ((), before):
+        found = with_expected_links(gpus, remembered, switches=switches)
+        assert [int(gpu["nvlink/expected"]) for gpu in found] == expected
+
+
+@pytest.mark.parametrize("gpu", [
+    # A desktop whose screen is drawn: some percent of a GPU that runs at its lowest clocks.
+    {"utilization/gpu_util": "23 %", "performance_state": "P8", "display_active": "Enabled",
+     "persistence_mode": "Disabled", "pci/pci_gpu_link_info/pcie_gen/current_link_gen": "1"},
+    {"product_name": "NVIDIA RTX A2000 Laptop GPU", "persistence_mode": "Disabled"},
+    {"product_brand": "GeForce", "persistence_mode": "Disabled"},
+    {"gpu_virtualization_mode/virtualization_mode": "VGPU", "memory without a process": "2064 MiB"},
+    {"addressing_mode": "ATS", "memory without a process": "23552 MiB"},
+], ids=["desktop", "laptop", "GeForce", "vGPU", "Grace"])  # fmt: skip
+def test_what_is_normal_on_a_kind_of_gpu_is_no_trouble(gpu: dict[str, str]) -> None:
+    assert judge(Readings(({**healthy(), **gpu},))) == ()
+
+
+@pytest.mark.parametrize("value", ["N/A", "[N/A]", "", "Not Supported"])
+def test_what_a_gpu_does_not_report_is_no_trouble(value: str) -> None:
+    assert judge(Readings(({**dict.fromkeys(healthy(), value), "uuid": "GPU-0", "pci/pci_bus_id": "0:1:0"},))) == ()
+
+
+def test_unfit_comes_first() -> None:
+    gpu = {**healthy(), "persistence_mode": "Disabled", "compute_mode": "Prohibited"}
+    assert [one.verdict for one in judge(Readings((gpu,)))] == ["unfit", "degraded"]
+
+
+@pytest.mark.parametrize("number", [31, 43, 13, 9999])
+def test_an_xid_of_a_program_and_an_unknown_one_are_no_trouble(number: int) -> None:
+    unknown = {**healthy(), "gpu_recovery_action": ""}
+    assert judge(Readings((unknown,), kernel_log=(_XID.format(f"{number}, pid=7"),))) == ()
+
+
+def test_an_xid_before_the_gpu_was_reset_is_settled() -> None:
+    reset = _XID.format("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
+    gpu = {**healthy(), "gpu_recovery_action": ""}
+    again = _XID.format("95, pid=7, after it")
+    assert judge(Readings((gpu,), kernel_log=(_XID.format("95, pid=7"), reset))) == ()
+    (found,) = judge(Readings((gpu,), kernel_log=(reset, again)))
+    assert found.verdict == "degraded"
+    assert again in found.evidence
+
+
+def test_an_xid_before_the_driver_was_loaded_again_is_settled() -> None:
+    gpu = {**healthy(), "gpu_recovery_action": ""}
+    loaded = "2026-11-23T19:00:00+0000 gpu1 kernel: NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.105.08"
+    asks = _XID.format("154, GPU recovery action changed from 0x0 (None) to {}")
+    reset, reboot = asks.format("0x1 (GPU Reset Required)"), asks.format("0x2 (Node Reboot Required)")
+    assert judge(Readings((gpu,), kernel_log=(_XID.format("48, pid=7"), reset, loaded))) == ()
+    (found,) = judge(Readings((gpu,), kernel_log=(reboot, loaded)))
+    assert found.rule == "recovery-reboot"
+    assert judge(Readings((gpu,), kernel_log=(loaded, _XID.format("48, pid=7"))))
+
+
+@pytest.mark.parametrize("line", [
+    "[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out",
+    "[ 9.1] oom-kill:task_memcg=/user.slice/NVRM: Xid (PCI:0000:1b:00): 79, x,task=a.out,pid=7,uid=1000",
+    "2026-11-23T19:00:00+0000 gpu1 kernel: Xid (PCI:0): 79[4242]: segfault at 0",
+])  # fmt: skip
+def test_a_line_that_a_user_can_make_is_no_xid(line: str) -> None:
+    assert judge(Readings(_WELL, kernel_log=(line,))) == ()
+
+
+@pytest.mark.parametrize("start", ["", "[ 9.1] ", "[    9.123456] [  T1946] ", "[    9.1][    T7] ", "<4>[ 9.1] ",
+                                   "2026-11-23T19:00:00+0000 gpu1 kernel: "])  # fmt: skip
+def test_an_xid_is_known_behind_each_log_prefix(start: str) -> None:
+    gpu = {**healthy(), "gpu_recovery_action": ""}
+    (found,) = judge(Readings((gpu,), kernel_log=(start + _XID.format("79, GPU has fallen off the bus."),)))
+    assert found.rule == "xid-79"
+
+
+def test_an_xid_of_a_gpu_that_is_gone_is_the_hosts() -> None:
+    (found,) = judge(Readings((healthy(1),), kernel_log=(_XID.format("79, GPU has fallen off the bus."),)))
+    assert (found.gpu, found.verdict) == ("", "unfit")
+    assert "0000:1b:00" in found.what
+
+
+def test_the_doctor_says_the_same_of_the_same_trouble() -> None:
+    table = json.loads((Path(doctor.__file__).parent / "rules.json").read_text())["rules"]
+    own = {row["name"]: row["meaning"] for row in table if "meaning" in row}
+    assert not own.keys() & {row["rule"] for row in rules()["rules"]}
+    assert own.keys() & rules()["host"].keys() == {"gpus-fewer"}  # seen at another place
+    assert {own[name] for name in ("fallen-off-bus", "gsp-timeout")} == {
+        row["what"] for row in tables.packaged(tables.XIDS)["named"]
+    }
+
+
+def test_exit_codes_stand_in_their_order() -> None:
+    order = [ExitCode(number) for number in (2, 1, 7, 4, 3, 6, 0)]
+    assert [worst(order[place:]) for place in range(len(order))] == order
+
+
+@pytest.mark.parametrize(("code", "failed"), [(ExitCode.UNFIT, True), (ExitCode.DEGRADED, False)])
+def test_unfit_counts_as_a_failure_and_degraded_does_not(code: ExitCode, failed: bool) -> None:
+    found = (Problem("unfit or degraded", "seen", "reboot"),)
+    result = task_result("health", [Finished(int(code), problems=found, summary="1 finding")])
+    assert (result.failed, HostResult("a", code).has_failed) == (failed, failed)
+    assert result.msg.startswith("unfit or degraded; next: reboot")
+    assert not result.changed
+
+
+class HealthHost(FakeHost):
+    """A host whose nvidia-smi prints a given report, and which gives the kernel log to `journalctl`."""
+
+    report = Completed(("nvidia-smi",), NOT_FOUND)
+    journal = Completed(("journalctl",), NOT_FOUND, stderr="not found")
+
+    def which(self, program: str) -> str | None:
+        there = ("journalctl", "dmesg", *(["nvidia-smi"] if self.report.ok else []))
+        return f"/usr/bin/{program}" if program in there else None
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        words = tuple(argv)
+        if words[0] == "nvidia-smi":
+            return self.report
+        if words[0] == "journalctl":
+            return self.journal
+        return Completed(words, NOT_FOUND)
+
+
+@pytest.mark.parametrize(("journal", "notes", "code"), [
+    (Completed((), 1), 0, ExitCode.DONE),
+    (Completed((), 1, stderr="No journal files were opened due to insufficient permissions."), 1, ExitCode.DONE),
+    (Completed((), 0, _XID.format("62, pid=7")), 0, ExitCode.UNFIT),
+])  # fmt: skip
+def test_a_user_who_reads_the_journal_needs_no_dmesg(
+    tmp_path: Path, journal: Completed, notes: int, code: ExitCode
+) -> None:
+    host = HealthHost(tmp_path)
+    host.report, host.journal = report_of("", ""), journal
+    events: list[Event] = []
+    assert examine(host, events.append).exit_code == code
+    assert sum(isinstance(one, Note) for one in events) == notes
+
+
+def report_of(*gpus: str) -> Completed:
+    text = "".join(f'<gpu id="0"><uuid>GPU-{n}</uuid>{gpu}</gpu>' for n, gpu in enumerate(gpus))
+    return Completed(("nvidia-smi",), 0, f"<?xml version='1.0'?><nvidia_smi_log>{text}</nvidia_smi_log>")
+
+
+@pytest.mark.parametrize(("gpus", "code", "words"), [
+    (("", ""), ExitCode.DONE, "ok: 2 GPUs"),
+    (("<persistence_mode>Disabled</persistence_mode>",) * 2, ExitCode.DEGRADED, "degraded: 2 findings"),
+    (("<compute_mode>Prohibited</compute_mode>", "<persistence_mode>Disabled</persistence_mode>"), ExitCode.UNFIT,
+     "unfit: 2 findings"),
+])  # fmt: skip
+def test_the_exit_code_is_that_of_the_worst_gpu(
+    tmp_path: Path, gpus: tuple[str, ...], code: ExitCode, words: str
+) -> None:
+    host = HealthHost(tmp_path)
+    host.report = report_of(*gpus)
+    events: list[Event] = []
+    finished = examine(host, events.append)
+    assert (finished.exit_code, finished.summary) == (code, words)
+    found = [one for one in events if isinstance(one, HealthFound)]
+    checks = [one for one in events if isinstance(one, CheckDone)]
+    assert len(found) == sum(map(bool, gpus))
+    assert [one.status == "failed" for one in checks] == ["Prohibited" in gpu for gpu in gpus]
+    assert any(isinstance(one, Note) and "Xids are unknown" in one.message for one in events)
+
+
+def test_the_same_trouble_of_several_gpus_is_told_once(tmp_path: Path) -> None:
+    host = HealthHost(tmp_path)
+    host.report = report_of(*["<persistence_mode>Disabled</persistence_mode>"] * 2)
+    (problem,) = examine(host, lambda event: None).problems
+    assert problem.what.startswith("degraded: GPU 0, 1: persistence mode is off")
+    assert re.findall(r"GPU-\d", problem.evidence) == ["GPU-0", "GPU-1"]
+
+
+def test_a_warning_of_the_inforom_leaves_the_report(tmp_path: Path) -> None:
+    host = HealthHost(tmp_path)
+    report = report_of("", "")
+    host.report = replace(
+        report, returncode=14, stdout=f"{report.stdout}\nWARNING: infoROM is corrupted at gpu 0000:1b"
+    )
+    finished = examine(host, lambda event: None)
+    assert (finished.exit_code, finished.versions["gpus"]) == (ExitCode.DEGRADED, "2")
+
+
+def test_a_machine_without_gpus_that_has_the_programs_is_fit(tmp_path: Path) -> None:
+    host = HealthHost(tmp_path, gpus=0)
+    host.which = lambda program: f"/usr/bin/{program}"  # type: ignore[method-assign]
+    host.report = Completed(("nvidia-smi",), 9, "NVIDIA-SMI has failed because it couldn't communicate with the driver")
+    assert examine(host, lambda event: None).exit_code == ExitCode.DONE
+
+
+@pytest.mark.parametrize(
+    ("container", "rules_found"), [(True, set()), (False, {"gpus-fewer", "fabric-manager-missing"})]
+)
+def test_a_container_is_not_judged_by_what_sys_shows_of_its_host(
+    tmp_path: Path, container: bool, rules_found: set[str]
+) -> None:
+    host = HealthHost(tmp_path, metal=not container)
+    host.report = report_of("")
+    host.report = replace(
+        host.report, stdout=host.report.stdout.replace("log>", "log><driver_version>550.2</driver_version>", 1)
+    )
+    for device in host.path("/sys/bus/pci/devices").iterdir():
+        (device / "driver").unlink(missing_ok=True)
+        (device / "driver").symlink_to("/sys/bus/pci/drivers/nvidia")
+    switch = host.path("/sys/bus/pci/devices/0000:05:00.0")
+    switch.mkdir()
+    (switch / "vendor").write_text("0x10de\n")
+    (switch / "class").write_text("0x068000\n")
+    events: list[Event] = []
+    examine(host, events.append)
+    assert {one.rule for one in events if isinstance(one, HealthFound)} == rules_found
+
+
+@pytest.mark.parametrize(("version", "findings"), [("Linux version 6.1", 1), ("Linux version 5.15-microsoft-WSL2", 0)])
+def test_wsl_shows_no_processes(tmp_path: Path, version: str, findings: int) -> None:
+    host = HealthHost(tmp_path, metal=True)
+    host.report = report_of("<fb_memory_usage><used>3000 MiB</used></fb_memory_usage>", "")
+    host.path("/proc/version").write_text(version)
+    assert len(examine(host, lambda event: None).problems) == findings
+
+
+def test_a_report_that_is_none_makes_the_host_unfit(tmp_path: Path) -> None:
+    host = HealthHost(tmp_path)
+    host.report = Completed(("nvidia-smi",), 0, "not a report")
+    finished = examine(host, lambda event: None)
+    assert finished.exit_code == ExitCode.UNFIT
+
+
+def test_a_host_without_gpus_is_fit(tmp_path: Path) -> None:
+    finished = examine(HealthHost(tmp_path, gpus=0), lambda event: None)
+    assert (finished.exit_code, finished.summary) == (ExitCode.DONE, "ok: 0 GPUs")

@@ -1,0 +1,56 @@
+"""The man pages: one for each command, which groff prints as they stand."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import cli_page, man_pages
+
+_MOMENT = 1_790_000_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("man")
+    man_pages.write_pages(made, _MOMENT)
+    return made
+
+
+def printed(page: Path) -> str:
+    """Return a page as man shows it in 110 columns, without bold type."""
+    shell = 'groff -man -ww -rLL=110n -Tutf8 -P-c -P-b -P-u -P-o "$0"'
+    done = subprocess.run(("sh", "-c", shell, str(page)), capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_each_section_of_the_reference_is_a_page(folder: Path) -> None:
+    sections = [line[3:].replace(" ", "-") for line in cli_page.page().splitlines() if line.startswith("## gpuprov")]
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(sections)
+
+
+def test_groff_prints_them_without_a_warning(folder: Path) -> None:
+    for path in folder.iterdir():
+        assert " SYNOPSIS" not in printed(path)
+    install = printed(folder / "gpuprov-install.1")
+    assert "gpuprov-install - Bring hosts to what the inventory says\n" in install
+    assert "       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K\n" in install
+    assert "       -C, --check, --dry-run\n" in install
+    assert "       3      a host needs a reboot\n" in install
+    assert "EXIT STATUS" not in printed(folder / "gpuprov-completion.1")
+
+
+def test_mandoc_finds_no_fault(folder: Path) -> None:
+    done = subprocess.run(
+        ("mandoc", "-T", "lint", "-W", "warning", *folder.iterdir()), capture_output=True, text=True, check=False
+    )
+    assert done.stdout + done.stderr == ""
+
+
+def test_text_is_no_request() -> None:
+    assert man_pages.literal(".so /etc/passwd") == "\\&.so /etc/passwd"
+    assert man_pages.literal("a\\fB-b 'c'") == "a\\efB\\-b \\(aqc\\(aq"
+    assert man_pages.literal("more …") == "more \\[u2026]"

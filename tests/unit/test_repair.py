@@ -1,0 +1,344 @@
+"""`doctor --fix --allow`: what a finding needs, what ends for it, and what a host is afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.agent.repair import Record, Repair, decide
+from gpuprov.agent.run import run_request
+from gpuprov.checks.health import Readings, judge
+from gpuprov.core.commands import Completed
+from gpuprov.facts.gpus import FabricFacts
+from gpuprov.protocol.codec import load
+from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.events import ChangeDone, Event, Finished, Note, Planned
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, spec_to_json
+from tests.unit.health_cases import healthy
+from tests.unit.loaded_host import DCGM, PERSISTENCED, LoadedHost
+
+BOTH = ("reset", "reboot")
+_XID = "[ 9.1] NVRM: Xid (PCI:0000:1b:00): {}, pid=7"
+
+
+def _readings(*log: str, **first: str) -> Readings:
+    rows = [{**healthy(number), "minor_number": str(number)} for number in range(2)]
+    rows[0].update(first)
+    return Readings(tuple(rows), kernel_log=log)
+
+
+def _asks(action: str) -> Readings:
+    return _readings(gpu_recovery_action=action)
+
+
+_LOG = {"gpu_recovery_action": ""}
+
+
+@pytest.mark.parametrize(("readings", "allow", "action", "refused"), [
+    (_asks("None"), BOTH, "", ""),
+    (_asks("Reset"), BOTH, "reset", ""),
+    (_asks("Drain and Reset"), BOTH, "reset", ""),
+    (_asks("Drain P2P"), BOTH, "reset", ""),
+    (_asks("Reboot"), BOTH, "reboot", ""),
+    (_asks("Reset"), (), "reset", "needs --allow reset"),
+    (_asks("Reboot"), ("reset",), "reboot", "needs --allow reboot"),
+    # A reboot resets every GPU.
+    (_asks("Reset"), ("reboot",), "reboot", ""),
+    (_readings(**{"remapped_rows/remapped_row_pending": "Yes"}), BOTH, "reset", ""),
+    (_readings(**{"remapped_rows/remapped_row_failure": "Yes"}), BOTH, "", ""),
+    (_readings(persistence_mode="Disabled"), BOTH, "", ""),
+    (_readings(_XID.format(95), **_LOG), BOTH, "reset", ""),
+    (_readings(_XID.format(64), **_LOG), BOTH, "reset", ""),
+    (_readings(_XID.format(79), **_LOG), BOTH, "reboot", ""),
+    (_readings(_XID.format(142), **_LOG), BOTH, "", ""),
+    # The driver asks for nothing any more.
+    (_readings(_XID.format(95)), BOTH, "", ""),
+    # nvidia-smi does not show the GPU.
+    (Readings((healthy(1),), kernel_log=(_XID.format(95),)), BOTH, "reboot", ""),
+])  # fmt: skip
+def test_a_finding_needs_its_action_and_leave(
+    readings: Readings, allow: tuple[str, ...], action: str, refused: str
+) -> None:
+    wanted = decide(readings, allow)
+    assert (wanted.action, wanted.refused) == (action, refused)
+    assert bool(wanted.changes) == (bool(action) and not refused)
+
+
+def test_a_reboot_that_has_changed_nothing_is_not_tried_again() -> None:
+    readings = _asks("Reboot")
+    assert decide(readings, BOTH, judge(readings)).refused == "a reboot has not changed that"
+    # Faults that come and go would reboot the host for ever.
+    assert decide(readings, BOTH, judge(_asks("Reset"))).refused
+    assert not decide(_asks("Reset"), BOTH, judge(readings)).refused
+
+
+_V100, _A100, _H100 = "1DB110DE", "20B210DE", "233010DE"
+
+
+@pytest.mark.parametrize(("device", "switches", "manager", "whole"), [
+    (_V100, True, True, True), (_V100, False, False, True), (_A100, True, True, False), (_A100, True, False, True),
+    (_A100, False, False, False), (_H100, True, True, False),
+])  # fmt: skip
+def test_gpus_that_nvlink_joins_are_reset_together_as_nvidia_smi_has_it(
+    device: str, switches: bool, manager: bool, whole: bool
+) -> None:
+    x = _readings(gpu_recovery_action="Reset", **{"pci/pci_device_id": device})
+    fabric = FabricFacts(("0000:05:00.0",) if switches else (), version="550", active=manager)
+    found = decide(replace(x, fabric=fabric, driver="550"), BOTH)
+    assert (found.whole, len(found.gpus)) == (whole, 2 if whole else 1)
+    assert found.summary.startswith("reset all GPUs, which NVLink joins" if whole else "reset GPU 0")
+
+
+def test_an_xid_before_gpuprovs_own_reset_is_settled() -> None:
+    xid, done = _XID.format(95), "[ 10.5] gpuprov: gpu reset (PCI:0000:1b:00)"
+    there = "2026-11-23T19:00:00+0000 gpu1 gpuprov: gpu reset (PCI:0000:1b:00)"
+    for line in (done, there):
+        assert judge(_readings(xid, line, **_LOG)) == ()
+        assert judge(_readings(line, xid, **_LOG))
+    other = _readings(xid, done.replace(":1b:", ":43:"), **_LOG)
+    assert judge(other)
+
+
+class IllHost(LoadedHost):
+    """A host whose driver asks for something, as nvidia-smi shows it."""
+
+    action = "Reset"
+    cures = True
+    cured_by = ""
+    # Seconds from now on until the GPU is in the NVLink fabric.
+    joining = 0.0
+    refusal = ""
+    resets: tuple[tuple[str, ...], ...] = ()
+    seen: tuple[set[str], set[str]] = (set(), set())
+    mig = "[N/A]"
+    instances: tuple[str, ...] = ()
+
+    def which(self, program: str) -> str | None:
+        return "/usr/bin/nvidia-smi" if program == "nvidia-smi" else super().which(program)
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        words = tuple(argv)
+        if words[0] == self.cured_by:
+            self.action = "None"
+        if words[0] == "kill":
+            for pid in words[1:]:
+                self.remove_tree(f"/proc/{pid}")
+            return Completed(words, 0)
+        if words[0] != "nvidia-smi":
+            return super().run(argv, **more)
+        if words[1].startswith("--query-gpu=index,mig"):
+            return Completed(words, 0, f"0, {self.mig}, {self.mig}\n")
+        if words[1] == "mig":
+            if "-cgi" in words:
+                assert DCGM not in self.units
+                self.instances = tuple(words[words.index("-cgi") + 1].split(","))
+            rows = (f"|   0  MIG {name}          9        2          4:4     |\n" for name in self.instances)
+            return Completed(words, 0, "".join(rows) if "-lgi" in words else "")
+        if "-mig" in words:
+            self.mig = "Enabled"
+            return Completed(words, 0)
+        if "--gpu-reset" not in words:
+            gpu = {"uuid": "GPU-0", "minor_number": "0", "gpu_recovery_action": self.action}
+            text = "".join(f"<{name}>{value}</{name}>" for name, value in gpu.items())
+            text += f"<fabric><state>{'In Progress' if self.slept < self.joining else 'Completed'}</state></fabric>"
+            pci = "<pci><pci_bus_id>00000000:1B:00.0</pci_bus_id></pci>"
+            return Completed(
+                words, 0, f"<?xml version='1.0'?><nvidia_smi_log><gpu id='0'>{text}{pci}</gpu></nvidia_smi_log>"
+            )
+        if self.refusal:
+            return Completed(words, 3, self.refusal)
+        self.resets += (words,)
+        self.joining = self.slept + 40 if self.joining else 0
+        self.instances = ()
+        self.mig = "Disabled" if self.mig == "Enabled" else self.mig
+        self.seen = (set(self.running), set(self.units))
+        self.action = "None" if self.cures else self.action
+        return Completed(words, 0)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> IllHost:
+    made = IllHost(tmp_path)
+    made.container("job", 900)
+    return made
+
+
+def _doctor(host: IllHost, *allow: str, **more: Any) -> tuple[Finished, list[Event]]:
+    events: list[Event] = []
+    spec = spec_to_json(HostSpec(driver="preinstalled", docker="preinstalled"))
+    run_request(Request("doctor", spec, fix=True, allow=allow, **more), events.append, host)
+    assert isinstance(events[-1], Finished)
+    return events[-1], events
+
+
+def _repairs(events: list[Event]) -> list[str]:
+    return [
+        one.summary for event in events if isinstance(event, Planned) for one in event.changes if one.step == "repair"
+    ]
+
+
+def _record(host: IllHost) -> Record:
+    return load(Record, json.loads(sorted(host.root.glob("var/lib/gpuprov/repairs/*"))[-1].read_text()), trusted=True)
+
+
+def _holding(host: IllHost, pid: int, command: str, group: str) -> None:
+    host.process(pid, command, group, mapped=True)
+
+
+def test_everything_that_ends_is_named_then_stopped_and_runs_again(host: IllHost) -> None:
+    (host.root / "proc/900/fd/0").unlink()
+    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    _holding(host, 901, "python3 notebook.py", "/user.slice/user-1000.slice/session-3.scope")
+    _, events = _doctor(host, "reset", check=True)
+    (planned,) = _repairs(events)
+    for name in ("container job", PERSISTENCED, "process 901 (python3 notebook.py)"):
+        assert name in planned
+    assert not host.resets
+
+    _, events = _doctor(host, *BOTH)
+    assert planned in _repairs(events)
+    assert list(host.resets) == [("nvidia-smi", "--gpu-reset", "-i", "00000000:1B:00.0")]
+    assert host.seen == (set(), {DCGM})
+    assert (host.running, host.units) == ({"job"}, {PERSISTENCED, DCGM})
+    record = _record(host)
+    assert ([one.rule for one in record.before], record.after, record.outcome) == (["recovery-reset"], (), "ok")
+    assert "container job" in record.ended
+    assert any(isinstance(one, ChangeDone) and one.key == "repair" for one in events)
+
+
+def test_mig_devices_which_a_reset_removes_are_made_again(host: IllHost) -> None:
+    host.mig, host.instances = "Enabled", ("3g.40gb", "3g.40gb")
+    _holding(host, 902, "nv-hostengine", f"/system.slice/{DCGM}")
+    finished, _ = _doctor(host, "reset")
+    assert host.resets
+    assert (host.mig, host.instances) == ("Enabled", ("3g.40gb", "3g.40gb"))
+    assert (_record(host).outcome, host.units) == ("ok", {PERSISTENCED, DCGM}), finished
+
+
+def test_a_gpu_that_an_earlier_change_has_cured_is_not_reset(host: IllHost) -> None:
+    host.cured_by = "ldconfig"
+    finished, events = _doctor(host, *BOTH)
+    assert _repairs(events)
+    assert (host.resets, host.action) == ((), "None")
+    assert "GPUs: ok" in finished.summary
+
+
+def test_a_gpu_is_judged_once_the_fabric_has_it(host: IllHost) -> None:
+    host.joining = -1
+    _doctor(host, "reset")
+    assert (host.resets != (), _record(host).outcome) == (True, "ok")
+    host.action = "Reboot"
+    _doctor(host, *BOTH, caller_returns=True)
+    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    host.action, host.joining = "None", host.slept + 40
+    _doctor(host, *BOTH, caller_returns=True)
+    assert _record(host).outcome == "ok"
+
+
+def test_who_does_not_have_the_gpu_open_goes_on(host: IllHost) -> None:
+    _doctor(host, "reset")
+    assert host.resets
+    assert host.seen == ({"job"}, {DCGM})
+
+
+def test_of_a_user_the_process_ends_and_not_all_that_the_user_runs(host: IllHost) -> None:
+    _holding(host, 901, "python3 notebook.py", "/user.slice/user-7.slice/user@7.service/app.slice/x.service")
+    _, events = _doctor(host, "reset")
+    (planned,) = set(_repairs(events))
+    assert "process 901 (python3 notebook.py)" in planned
+    assert "user@7.service" not in planned + "".join(host.stopped)
+    assert host.resets
+
+
+def test_the_unit_that_gpuprov_itself_runs_in_is_not_stopped(host: IllHost) -> None:
+    _holding(host, 901, "agent", "/system.slice/agent.service")
+    own = host.root / f"proc/{host.own_pid()}"
+    own.mkdir(exist_ok=True)
+    (own / "cgroup").write_text("0::/system.slice/agent.service\n")
+    _, events = _doctor(host, *BOTH)
+    assert (host.resets, host.stopped) == ((), [])
+    assert any(isinstance(one, Note) and "gpuprov itself runs in agent.service" in one.message for one in events)
+
+
+def test_a_reboot_names_who_has_a_gpu_open_in_containers_of_other_engines(host: IllHost) -> None:
+    host.action = "Reboot"
+    _holding(host, 901, "vllm serve", f"/kubepods.slice/kubepods-pod1.slice/cri-containerd-{'5e' * 32}.scope")
+    _, events = _doctor(host, *BOTH, check=True)
+    assert _repairs(events)[-1].endswith("ends container job, process 901 (vllm serve)")
+
+
+def test_without_leave_nothing_is_touched_and_the_option_is_named(host: IllHost) -> None:
+    before = set(host.units)
+    finished, events = _doctor(host)
+    assert (host.resets, host.units, _repairs(events)) == ((), before, [])
+    assert any(isinstance(one, Note) and one.message.endswith("needs --allow reset") for one in events)
+    assert finished.exit_code != ExitCode.UNFIT
+    assert not (host.root / "var/lib/gpuprov/repairs").exists()
+
+
+def test_a_host_that_is_not_drained_is_left_alone(host: IllHost) -> None:
+    finished, _ = _doctor(host, "reset", require_drained=True)
+    assert finished.problems[0].what == "the host is not drained, and what is left to do disturbs containers"
+    assert host.resets == ()
+
+
+def test_one_that_stays_unfit_gets_its_container_not_back(host: IllHost) -> None:
+    host.cures = False
+    (host.root / "proc/900/fd/0").unlink()
+    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    finished, _ = _doctor(host, "reset")
+    assert finished.exit_code == ExitCode.UNFIT
+    assert finished.problems[0].next_step == "docker start job"
+    assert (host.running, host.units) == (set(), {PERSISTENCED, DCGM})
+    assert _record(host).outcome == "unfit"
+
+
+def test_of_a_host_that_stays_unfit_100_records_are_kept(host: IllHost) -> None:
+    host.cures = False
+    folder = host.root / "var/lib/gpuprov/repairs"
+    folder.mkdir(parents=True)
+    for number in range(1, 121):
+        (folder / f"{number:08d}.json").write_text("{}\n")
+    assert _doctor(host, "reset")[0].exit_code == ExitCode.UNFIT
+    assert len(list(folder.iterdir())) == 100
+    assert _record(host).outcome == "unfit"
+
+
+def test_what_nvidia_smi_refuses_is_said_in_its_words_and_all_runs_again(host: IllHost) -> None:
+    host.refusal = "Resetting GPU 00000000:1B:00.0 is not supported."
+    (host.root / "proc/900/fd/0").unlink()
+    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    finished, _ = _doctor(host, "reset")
+    assert finished.exit_code == ExitCode.UNFIT
+    assert host.refusal in finished.problems[0].evidence
+    assert (host.running, host.units) == ({"job"}, {PERSISTENCED, DCGM})
+
+
+def test_a_reboot_ends_the_run_and_the_next_one_judges_the_host(host: IllHost) -> None:
+    host.action = "Reboot"
+    finished, events = _doctor(host, *BOTH, caller_returns=True)
+    assert (finished.exit_code, finished.left_boot) == (ExitCode.REBOOT_NEEDED, "boot-1")
+    assert "ends container job" in _repairs(events)[-1]
+    assert _record(host).outcome == ""
+    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    finished, events = _doctor(host, *BOTH, caller_returns=True)
+    assert finished.exit_code == ExitCode.UNFIT
+    assert any(isinstance(one, Note) and one.message.endswith("a reboot has not changed that") for one in events)
+    assert _record(host).outcome == "unfit"
+
+
+def test_in_a_container_the_gpus_are_not_this_machines_to_reset(host: IllHost) -> None:
+    (host.root / "run/systemd/container").write_text("lxc\n")
+    _, events = _doctor(host, *BOTH)
+    assert host.resets == ()
+    assert any(isinstance(one, Note) and "belong to the host of this lxc container" in one.message for one in events)
+
+
+def test_nothing_to_repair_is_no_change() -> None:
+    assert Repair().changes == ()
