@@ -31,6 +31,8 @@ PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers.
 _COPY = "/run/gpuprov/params"
 _MOUNT_PROGRAMS = ("/usr/bin/mount", "/bin/mount")
+# crun before 1.17 fails where a hook ends before it has read its state (crun issue 1551), and mount(8) reads none.
+_AFTER_STATE = 'while read -r line; do :; done; exec "$0" "$@"'
 _ALL_USERS = "0 0 4294967295"
 # Root in the container is root on the host: the copy is everybody's.
 _OPTIONS = "bind,ro,nosuid,nodev,noexec"
@@ -72,8 +74,8 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     root = root_path if root_path.startswith("/") else f"{posix.getcwd()}/{root_path}"
     target = f"{root}{PARAMS}"
     return {
-        "hookName": "createContainer", "path": program, "args": ["mount", "-n", "-o", _OPTIONS, _COPY, target],
-        "env": ["PATH=/usr/bin:/bin"],
+        "hookName": "createContainer", "path": "/bin/sh",
+        "args": ["sh", "-c", _AFTER_STATE, program, "-n", "-o", _OPTIONS, _COPY, target], "env": ["PATH=/usr/bin:/bin"],
     }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def serve(arguments: list[str]) -> int:
     if stage == "createContainer":
         return _finish(_state(), arguments)
     if stage:
+        sys.stdin.buffer.read(_LARGEST_STATE)  # crun before 1.17 fails where a hook does not (crun issue 1551)
         return 0
     raise Refused(_USAGE)
 
