@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CLONE = Path(__file__).resolve().parents[1]
-_KINDS = ("*.py", "*.md", "*.yml", "*.j2", "Makefile")
+_KINDS = ("*.py", "*.md", "*.yml", "*.j2", "Makefile", "*options.json")
 # Phrase (a regular expression) and what to write instead.
 _PLAINER = {
     r"mend(?:s|ed|ing)?": "fix, correct",

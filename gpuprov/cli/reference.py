@@ -58,11 +58,11 @@ def variables() -> list[dict[str, Any]]:
     from gpuprov.protocol.spec import HostSpec, spec_to_json
     from gpuprov.protocol.spec_fields import PREFIX
 
-    defaults = spec_to_json(HostSpec())
+    defaults, texts = spec_to_json(HostSpec()), json.loads(pkgutil.get_data("gpuprov.protocol", "options.json") or b"")
     return [
         {
             "name": PREFIX + one.name, "default": defaults[one.name], "choices": list(one.metadata["choices"]),
-            "help": one.metadata["help"].strip(),
+            "help": texts[one.name],
         }
         for one in fields(HostSpec)
     ]  # fmt: skip

@@ -80,41 +80,41 @@ class OrEmpty(validate.Validator):
         return value if value == "" else self.check(value)
 
 
-def _option(check: Any, default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    """Return the dataclass field of an option; `help_text` is its line in the reference."""
-    return field(default=default, metadata={"check": check, "help": help_text, "choices": choices})
+def _option(check: Any, default: Any, choices: tuple[str, ...] = ()) -> Any:
+    """Return the dataclass field of an option."""
+    return field(default=default, metadata={"check": check, "choices": choices})
 
 
-def text(help_text: str, *checks: validate.Validator, default: str = "") -> Any:
+def text(*checks: validate.Validator, default: str = "") -> Any:
     """Return the field of a text that passes all checks; the empty text always means that it is not given."""
-    return _option(Text(validate=[OrEmpty(check) for check in checks]), default, help_text)
+    return _option(Text(validate=[OrEmpty(check) for check in checks]), default)
 
 
-def choice(help_text: str, choices: tuple[str, ...]) -> Any:
+def choice(*choices: str) -> Any:
     """Return the field of one of some words, the first by default."""
     check = validate.OneOf(choices, error="is not one of {choices}")
-    return _option(schema_fields.String(validate=check), choices[0], help_text, choices)
+    return _option(schema_fields.String(validate=check), choices[0], choices)
 
 
-def flag(help_text: str, *, default: bool = False) -> Any:
+def flag(*, default: bool = False) -> Any:
     """Return the field of a yes or no."""
-    return _option(StrictBoolean(), default, help_text)
+    return _option(StrictBoolean(), default)
 
 
-def maybe(help_text: str) -> Any:
+def maybe() -> Any:
     """Return the field of a yes or no that has no default: None means that it is not given."""
-    return _option(StrictBoolean(allow_none=True), None, help_text)
+    return _option(StrictBoolean(allow_none=True), None)
 
 
-def number(help_text: str, *, default: int, largest: int) -> Any:
+def number(*, default: int, largest: int) -> Any:
     """Return the field of a whole number from 0 to `largest`."""
     check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
-    return _option(schema_fields.Integer(validate=check), default, help_text)
+    return _option(schema_fields.Integer(validate=check), default)
 
 
-def several(help_text: str, check: Any) -> Any:
+def several(check: Any) -> Any:
     """Return the field of a list, empty by default."""
-    return _option(check, (), help_text)
+    return _option(check, ())
 
 
 class TextOrList(schema_fields.Raw):

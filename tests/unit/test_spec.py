@@ -10,7 +10,8 @@ import pytest
 
 import gpuprov
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.spec import HostSpec, option_names, parse_spec, spec_from_variables, spec_to_json
+from gpuprov.protocol.spec import GENERATIONS, HostSpec, option_names, parse_spec, spec_from_variables, spec_to_json
+from gpuprov.protocol.tables import packaged
 
 REPOSITORY = {
     "name": "site", "uri": "http://mirror/apt", "key_url": "http://mirror/key.asc", "key_fingerprint": "A" * 40,
@@ -88,9 +89,11 @@ def test_only_our_own_inventory_variables_count() -> None:
     assert spec_from_variables({"ansible_host": "x", "gpuprov_driver": "preinstalled"}).driver == "preinstalled"
 
 
-def test_every_option_has_help() -> None:
-    for name in option_names():
-        assert len(HostSpec.__dataclass_fields__[name].metadata["help"]) > 20, name
+def test_every_option_has_a_text_and_every_text_an_option() -> None:
+    texts = packaged("options")
+    assert list(texts) == list(option_names())
+    assert all(len(text) > 20 for text in texts.values())
+    assert all(f"`{one}`" in texts["image_gpus"] for one in GENERATIONS)
 
 
 @pytest.mark.parametrize("name", ["driver_version", "driver_mirror", "toolkit_version", "verify_image"])
