@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook import deploy, driver_files
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.record import FOLDER
 from gpuprov.runtime_hook.settings import LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 PYTHON = "/usr/bin/python3"
+# What the kernel says of the driver of most tests, as recorded of a loaded one.
+LOADED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.163.01  Tue Apr  8 12:41:17 UTC 2025\n"
 _PROGRAMS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 
 
@@ -43,6 +45,11 @@ class Deployed:
         return self.folder / "settings/own.toml"
 
     @property
+    def module(self) -> Path:
+        """What stands for the kernel's file on the driver that is loaded."""
+        return self.folder / "module"
+
+    @property
     def nvidia_settings(self) -> Path:
         return self.folder / "settings-nvidia/config.toml"
 
@@ -63,12 +70,14 @@ def deploy_below(folder: Path, low_level: str = "runc", python: str = PYTHON) ->
     made = Deployed(folder, program(low_level))
     for place in (made.specification, made.settings, made.nvidia_settings):
         place.parent.mkdir(parents=True, exist_ok=True)
+    made.module.write_text(LOADED)
     paths = {
         SETTINGS_PATH: made.settings, NVIDIA_SETTINGS_PATH: made.nvidia_settings,
         LOW_LEVEL_CACHE: folder / "run/low-level", FOLDER: folder / "run/containers",
         SETTINGS_PATH.rpartition("/")[0]: made.settings.parent,
         NVIDIA_SETTINGS_PATH.rpartition("/")[0]: made.nvidia_settings.parent, "/etc/cdi": made.specifications,
         "/var/run/cdi": folder / "run-cdi", HOOK_PATH: made.hook,
+        driver_files._MODULE: made.module,
     }  # fmt: skip
 
     def moved(text: str) -> str:

@@ -90,7 +90,7 @@ def next_step(module: str, *, container: bool) -> str:
 
 
 def require_current(path: str, version: str, mounts: list[dict[str, Any]]) -> None:
-    """Raise Refused if the specification at `path` is not of the loaded driver, or names files of it that are gone.
+    """Raise Refused if no driver is loaded, or the specification at `path` is of another or names files that are gone.
 
     Only files that have the driver's version in their names are looked for.
     """
@@ -104,6 +104,8 @@ def require_current(path: str, version: str, mounts: list[dict[str, Any]]) -> No
         raise Refused(
             _reason(path, version, missing, (named or [""])[0], next(filter(_is_version, loaded.split()), ""))
         )
+    if named and loaded == " ":  # nodes would be there and give nothing; WSL, without a module, has no such files
+        raise Refused(f"the driver {version} is not loaded ({_MODULE} is missing): run `gpuprov doctor`")
 
 
 def _reason(path: str, version: str, missing: str, library: str, module: str) -> str:

@@ -102,6 +102,7 @@ class GenuineBench(Bench):
         """Make the host's specification the one of the driver below this root, as discovery finds it."""
         facts = discover(System(str(root)))
         self.kernel, self.host = facts.kernel_version, root
+        shutil.copy(root / "proc/driver/nvidia/version", self.deployed.module)
         self.specification.write_bytes(render_json(below_root(specification(facts), root, self.deployed.hook)))
 
     def put(self, path: str, source: Path) -> None:

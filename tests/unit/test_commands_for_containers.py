@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from gpuprov.cli.main import cli
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.runtime_hook import driver_files
 from tests import simgpu
 
 CONFIG = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}}'
@@ -37,8 +38,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def host(driver: Path, tmp_path: Path) -> Path:
-    """A folder with a config.toml, and a specification of that driver in its spec-dirs."""
+def host(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a config.toml, and a specification of that driver, which is loaded, in its spec-dirs."""
+    monkeypatch.setattr(driver_files, "_MODULE", str(driver / "proc/driver/nvidia/version"))
     (tmp_path / "cdi").mkdir()
     done = run("cdi", "generate", "--driver-root", driver, "--output", tmp_path / "cdi/nvidia.json")
     assert done.exit_code == 0, done.output
