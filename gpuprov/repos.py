@@ -15,21 +15,11 @@ from typing import Callable, Protocol, Union
 
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
 from gpuprov.machine.distros import Distribution, ExtraRepository, own_driver
+from gpuprov.packages import sources
 from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.packages.keys import InstallKey, InstallRpmKey, armored, dearmored, fingerprints
 from gpuprov.packages.retired import REPOSITORY
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.sources import (
-    COMPONENTS_PATH,
-    OURS,
-    SOURCES,
-    Entry,
-    component_source,
-    entries,
-    foreign_sources,
-    repo_sections,
-    text_of,
-)
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec, SiteRepository
@@ -37,7 +27,7 @@ from gpuprov.protocol.spec import HostSpec, SiteRepository
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"
 RPM_KEYS = "/etc/pki/rpm-gpg"
-_RPM_KEY = f"{RPM_KEYS}/RPM-GPG-KEY-{OURS}"
+_RPM_KEY = f"{RPM_KEYS}/RPM-GPG-KEY-{sources.OURS}"
 # Debian's name of an architecture, from `uname -m`.
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
@@ -79,12 +69,12 @@ class AptRepository:
 
     @property
     def source_path(self) -> str:
-        return f"{SOURCES}/{OURS}{self.name}.sources"
+        return f"{sources.SOURCES}/{sources.OURS}{self.name}.sources"
 
     @property
     def key_path(self) -> str:
         # apt takes the format from the name: a binary key must end in .gpg, an armored one in .asc.
-        return f"{_KEYRINGS}/{OURS}{self.name}.gpg"
+        return f"{_KEYRINGS}/{sources.OURS}{self.name}.gpg"
 
     def __str__(self) -> str:
         lines = ["Types: deb", f"URIs: {split_login(self.uri)[0]}", f"Suites: {self.suite}"]
@@ -100,7 +90,7 @@ class AptRepository:
         if not user:
             return (source,)
         login = f"machine {place} login {user} password {password}\n"
-        return (WriteFile(f"{_LOGINS}/{OURS}{self.name}.conf", login.encode(), 0o600), source)
+        return (WriteFile(f"{_LOGINS}/{sources.OURS}{self.name}.conf", login.encode(), 0o600), source)
 
     def key(self) -> Change:
         return InstallKey(self.key_path, self.key_url, self.key_fingerprint)
@@ -129,7 +119,7 @@ class RpmRepository:
 
     @property
     def file_path(self) -> str:
-        return f"{self.manager.repository_directory}/{OURS}{self.name}.repo"
+        return f"{self.manager.repository_directory}/{sources.OURS}{self.name}.repo"
 
     @property
     def key_path(self) -> str:
@@ -142,7 +132,7 @@ class RpmRepository:
         if self.manager.login_in_url:
             login, place = (), self.uri
         lines = [
-            f"[{OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={place}", f"enabled={enabled:d}",
+            f"[{sources.OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={place}", f"enabled={enabled:d}",
             f"repo_gpgcheck={self.signed_metadata:d}", f"{self.manager.package_check}={self.signed_packages:d}",
             f"gpgkey=file://{self.key_path}", *self.manager.repository_lines, *limits, *login,
         ]  # fmt: skip
@@ -228,13 +218,13 @@ def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) ->
         changes += [file for file in one.files() if not _is_there(host, file)]
         kept |= {one.key_path, *(file.path for file in one.files())}
     if components:
-        source = WriteFile(COMPONENTS_PATH, components.encode())
+        source = WriteFile(sources.COMPONENTS_PATH, components.encode())
         changes += [] if _is_there(host, source) else [source]
         kept.add(source.path)
     changes += [one for one in conflicts if isinstance(one, Change)]
-    places = tuple(f"{folder}/{OURS}" for folder in (SOURCES, _KEYRINGS, _LOGINS))
+    places = tuple(f"{folder}/{sources.OURS}" for folder in (sources.SOURCES, _KEYRINGS, _LOGINS))
     if isinstance(host.package_manager, RpmManager):
-        places = (f"{host.package_manager.repository_directory}/{OURS}", _RPM_KEY)
+        places = (f"{host.package_manager.repository_directory}/{sources.OURS}", _RPM_KEY)
     old = (path for path in host.files if path.startswith(places) and path not in kept)
     return (*changes, *(RemoveFile(path, "no longer asked for") for path in old))
 
@@ -258,7 +248,9 @@ def _wanted(
         rpm = rpm_repositories(host.package_manager, spec, host.architecture, extra)
         return rpm, list(_rpm_conflicts(host.package_manager, host, rpm))
     apt = apt_repositories(spec, host.architecture, extra)
-    return apt, [one for path, file in foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)]
+    return apt, [
+        one for path, file in sources.foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)
+    ]
 
 
 def _driver_components(host: Host, spec: HostSpec) -> str:
@@ -266,7 +258,7 @@ def _driver_components(host: Host, spec: HostSpec) -> str:
     row, own = host.distribution, own_driver(host.distribution)
     if spec.driver != "distribution" or row is None or own is None or not own.components:
         return ""
-    return component_source(host.files, row.codename, own.components, own.keyrings)
+    return sources.component_source(host.files, row.codename, own.components, own.keyrings)
 
 
 def _problems_of_any(wanted: Sequence[Repository]) -> Iterator[Problem]:
@@ -295,7 +287,7 @@ def _apt_conflicts(
     What the journal keeps of the file is the way back. Entries that share their lines with others are problems: only
     their owner may take them out.
     """
-    found = entries(path, text_of(file))
+    found = sources.entries(path, sources.text_of(file))
     unwanted = _unwanted(found, wanted, spec)
     others = {entry.block for entry in found if entry not in unwanted}
     inseparable = [entry for entry in unwanted if entry.block in others]
@@ -303,7 +295,7 @@ def _apt_conflicts(
         yield Problem(
             f"{path} names {masked(entry.uri)} too, among others; apt would report conflicting values for Signed-By",
             f"{path}, line {entry.line}",
-            f"remove that line: gpuprov keeps this repository in {SOURCES}/{OURS}*.sources",
+            f"remove that line: gpuprov keeps this repository in {sources.SOURCES}/{sources.OURS}*.sources",
         )
     if not unwanted or inseparable:
         return
@@ -311,12 +303,14 @@ def _apt_conflicts(
         yield RemoveFile(path, next(iter(unwanted.values())))
         return
     numbers = {number for entry in unwanted for number in range(*entry.block)}
-    numbered = enumerate(text_of(file).splitlines(keepends=True), 1)
+    numbered = enumerate(sources.text_of(file).splitlines(keepends=True), 1)
     lines = [f"# {line}" if number in numbers else line for number, line in numbered]
     yield WriteFile(path, "".join(lines).encode("utf-8", "surrogateescape"), file.mode)
 
 
-def _unwanted(found: Sequence[Entry], wanted: Sequence[AptRepository], spec: HostSpec) -> Mapping[Entry, str]:
+def _unwanted(
+    found: Sequence[sources.Entry], wanted: Sequence[AptRepository], spec: HostSpec
+) -> Mapping[sources.Entry, str]:
     """Return the entries of a source that stand in the way of `wanted`, each with the reason.
 
     To apt a repository is a URI with a suite: another suite of the same mirror is another one, with a key of its own.
@@ -341,12 +335,12 @@ def _plain_apt(uri: str, architecture: str) -> str:
 def _rpm_conflicts(manager: RpmManager, host: Host, wanted: Sequence[RpmRepository]) -> Iterator[Change | Problem]:
     """Yield the removal of each file that defines the `wanted` repositories again, problems for one with others too."""
     ours = {_plain_rpm(one.uri, host.architecture): masked(one.uri) for one in wanted}
-    pattern = re.compile(rf"{manager.repository_directory}/(?!{OURS})[^/]+\.repo")
+    pattern = re.compile(rf"{manager.repository_directory}/(?!{sources.OURS})[^/]+\.repo")
     for path, file in host.files.items():
         if not pattern.fullmatch(path):
             continue
         try:
-            sections = repo_sections(file.content.decode("utf-8", "replace"))
+            sections = sources.repo_sections(file.content.decode("utf-8", "replace"))
         except configparser.Error:
             # dnf and zypper do not read it either.
             continue
@@ -361,7 +355,8 @@ def _rpm_conflicts(manager: RpmManager, host: Host, wanted: Sequence[RpmReposito
             yield Problem(
                 f"{path} names {ours[uri]} too, among others: packages could come from there with other checks",
                 f"{path}, section [{name}]",
-                f"remove that section: gpuprov keeps this repository in {manager.repository_directory}/{OURS}*.repo",
+                "remove that section: gpuprov keeps this repository in "
+                f"{manager.repository_directory}/{sources.OURS}*.repo",
             )
 
 

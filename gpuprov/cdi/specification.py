@@ -246,7 +246,13 @@ def parse(content: bytes, name: str) -> Specification:
     """Return the specification in a file: YAML by its name, or JSON. Raises GpuprovError for an invalid one."""
     if not content.strip():
         raise GpuprovError(f"{name} is no CDI specification", "it is empty", _MAKE)
-    return parse_json(_json_of(content, name) if is_yaml(content, name) else content)
+    if is_yaml(content, name):
+        yaml = _yaml()
+        try:
+            content = json.dumps(yaml.safe_load(content)).encode()
+        except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+            raise GpuprovError(f"{name} is no CDI specification", " ".join(str(error).split()), _MAKE) from None
+    return parse_json(content)
 
 
 def is_yaml(content: bytes, name: str) -> bool:
@@ -263,14 +269,6 @@ def render(specification: Specification, form: str) -> bytes:
         return content
     text: str = _yaml().safe_dump(json.loads(content), sort_keys=False, default_flow_style=False)
     return text.encode()
-
-
-def _json_of(content: bytes, name: str) -> bytes:
-    yaml = _yaml()
-    try:
-        return json.dumps(yaml.safe_load(content)).encode()
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise GpuprovError(f"{name} is no CDI specification", " ".join(str(error).split()), _MAKE) from None
 
 
 def _yaml() -> Any:
@@ -366,7 +364,11 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
         if not hook.path:
             yield f"{where}: a hook has no path"
         yield from (f"{where}: {entry!r} is no NAME=VALUE" for entry in hook.env if not _is_assignment(entry))
-    yield from _net_device_problems(where, edits.net_devices)
+    for names in ([one.host_interface_name for one in edits.net_devices], [one.name for one in edits.net_devices]):
+        if "" in names:
+            yield f"{where}: a network device lacks a name"
+        for name in sorted({name for name in names if name and names.count(name) > 1}):
+            yield f"{where}: the network device {name!r} stands there twice"
     name = edits.intel_rdt.clos_id if edits.intel_rdt else "/"
     if name != "/" and (name in (".", "..") or set(name) & set("/\n") or len(name) >= _LONGEST_CLOS_ID):
         yield f"{where}: {name[:80]!r} is no closID"
@@ -374,16 +376,6 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
 
 def _is_assignment(entry: str) -> bool:
     return entry.find("=") > 0
-
-
-def _net_device_problems(where: str, devices: tuple[NetDevice, ...]) -> Iterator[str]:
-    for names in ([one.host_interface_name for one in devices], [one.name for one in devices]):
-        if "" in names:
-            yield f"{where}: a network device lacks a name"
-        yield from (
-            f"{where}: the network device {name!r} stands there twice"
-            for name in sorted({name for name in names if name and names.count(name) > 1})
-        )
 
 
 # -- paths below another root ------------------------------------------------------------------------------------------

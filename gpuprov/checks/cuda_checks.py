@@ -266,7 +266,11 @@ def _waiting(test: EngineTest, engine: DockerLike, python: Python) -> Iterator[s
         if done.returncode != _NOT_FOUND:
             break
     if not done.ok:
-        _explain_start(test, done)
+        found = survey(test.system, test.image, Program())
+        problem = next((one for one in found.findings if not one.note), None)
+        if found.loader.library != GLIBC and problem is not None:
+            raise Failed(f"{test.image}: {problem.what}; {problem.next_step}")
+        raise Failed(ended(test, done))
     container = done.stdout.split()[-1]
     try:
         yield container

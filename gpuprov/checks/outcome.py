@@ -58,11 +58,6 @@ class Verdict:
         return "the driver works; no container engine is configured, so no container ran"
 
 
-def _in_one_line(error: GpuprovError) -> str:
-    texts = [f"{one.what}: {one.evidence}; {one.next_step}" for one in error.problems]
-    return " ".join("; ".join(texts).split())
-
-
 class Checks:
     """One verification: emits a CheckDone for each check, and knows whether all went well."""
 
@@ -88,8 +83,10 @@ class Checks:
             self.skip((name,), str(skipped))
             return False
         except (Failed, GpuprovError) as error:
-            failed = error if isinstance(error, Failed) else Failed(_in_one_line(error))
-            self._emit(CheckDone(name, "failed", failed.host, failed.container, failed.reason, self._engine))
+            if isinstance(error, GpuprovError):
+                texts = [f"{one.what}: {one.evidence}; {one.next_step}" for one in error.problems]
+                error = Failed(" ".join("; ".join(texts).split()))
+            self._emit(CheckDone(name, "failed", error.host, error.container, error.reason, self._engine))
             return False
         self._emit(CheckDone(name, "ok", host, container, engine=self._engine))
         return True

@@ -12,14 +12,7 @@ from gpuprov.driver import generations
 from gpuprov.driver.packaged import SwitchBranch, driver_version, fits
 from gpuprov.driver.packaged_source import PackagedDriver
 from gpuprov.facts.host import PREFERENCES, HostFacts
-from gpuprov.machine.distros import (
-    Distribution,
-    DriverBranch,
-    OwnDriver,
-    names_with_own_driver,
-    own_driver,
-    packages_for_kernels,
-)  # fmt: skip
+from gpuprov.machine import distros
 from gpuprov.packages import sources
 from gpuprov.packages.apt import apt_options
 from gpuprov.packages.apt_changes import RefreshPackageIndex
@@ -52,7 +45,7 @@ class Choice:
     `lacking`: the wanted one that no repository has.
     """
 
-    branch: DriverBranch
+    branch: distros.DriverBranch
     kind: str
     compiled: tuple[str, ...] = ()
     lacking: str = ""
@@ -73,21 +66,21 @@ class Choice:
         return self.compiled or self.built
 
 
-def as_packages(row: Distribution | None, spec: HostSpec) -> HostSpec:
+def as_packages(row: distros.Distribution | None, spec: HostSpec) -> HostSpec:
     """Return the spec for a distribution that has only kernel modules: its compiled modules with NVIDIA's packages."""
-    own = own_driver(row)
+    own = distros.own_driver(row)
     if spec.driver != "distribution" or own is None or not own.like_packages:
         return spec
     return replace(spec, driver="packages", kernel_modules="precompiled")
 
 
-def available(facts: HostFacts) -> OwnDriver | None:
+def available(facts: HostFacts) -> distros.OwnDriver | None:
     """Return the distribution's own driver, None if it has none for this machine."""
-    own = own_driver(facts.distribution)
+    own = distros.own_driver(facts.distribution)
     return own if own is not None and facts.architecture in own.architectures else None
 
 
-def asked_branch(own: OwnDriver, version: str) -> DriverBranch | None:
+def asked_branch(own: distros.OwnDriver, version: str) -> distros.DriverBranch | None:
     """Return the branch of this number, None if the distribution has none."""
     listed = next((one for one in own.branches if one.branch == version), None)
     if listed is None and own.template and version.isdecimal():
@@ -95,7 +88,7 @@ def asked_branch(own: OwnDriver, version: str) -> DriverBranch | None:
     return listed
 
 
-def installed_branch(facts: HostFacts) -> DriverBranch | None:
+def installed_branch(facts: HostFacts) -> distros.DriverBranch | None:
     """Return the branch of the distribution's driver that is installed, None if there is none."""
     own, installed = available(facts), facts.packages.installed
     if own is None or _of_nvidia(facts):
@@ -113,7 +106,7 @@ def _of_nvidia(facts: HostFacts) -> str:
     return next((name for name in sorted(facts.packages.installed) if _NVIDIAS.fullmatch(name)), "")
 
 
-def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) -> str:
+def preferred_kind(branch: distros.DriverBranch, device_ids: Sequence[str], asked: str) -> str:
     """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
     version = generations.newest_of(branch.branch) or "580.999"
     return generations.settled_type(device_ids, version, asked)
@@ -123,7 +116,7 @@ class DistributionDriver(PackagedDriver):
     """The distribution's own driver on one host."""
 
     @cached_property
-    def own(self) -> OwnDriver | None:
+    def own(self) -> distros.OwnDriver | None:
         """The distribution's row, None if it has no driver for this machine."""
         return available(self.facts)
 
@@ -140,15 +133,15 @@ class DistributionDriver(PackagedDriver):
             return None
         return self._with_compiled(Choice(branch, self._kind_of(branch)))
 
-    def _default(self, own: OwnDriver) -> DriverBranch | None:
+    def _default(self, own: distros.OwnDriver) -> distros.DriverBranch | None:
         """Return the branch that is installed, or the first that serves the host's GPUs; the first if none does."""
         served = (one for one in own.branches if self._serves(one))
         return installed_branch(self.facts) or next(served, own.branches[0] if own.branches else None)
 
-    def _kind_of(self, branch: DriverBranch) -> str:
+    def _kind_of(self, branch: distros.DriverBranch) -> str:
         return preferred_kind(branch, self.facts.gpu_device_ids, self.spec.kernel_module_type)
 
-    def _serves(self, branch: DriverBranch) -> bool:
+    def _serves(self, branch: distros.DriverBranch) -> bool:
         """Say whether a branch serves the host's GPUs with modules that the distribution has of it."""
         version, kind = generations.newest_of(branch.branch), self._kind_of(branch)
         return kind in branch.built and not generations.problems(self.facts.gpu_device_ids, version, kind)
@@ -218,7 +211,7 @@ class DistributionDriver(PackagedDriver):
         """The packages that may bring compiled modules with later kernels."""
         choice = self.choice
         rules = choice.branch.next_compiled.get(choice.kind, ()) if choice is not None else ()
-        return packages_for_kernels(rules, self.facts.kernel.release, self.facts.packages.installed)
+        return distros.packages_for_kernels(rules, self.facts.kernel.release, self.facts.packages.installed)
 
     def questions(self) -> tuple[str, ...]:
         return (*self._questions(), *self.upgrade_questions())
@@ -249,7 +242,13 @@ class DistributionDriver(PackagedDriver):
         if row is None:
             return
         if own is None:
-            yield self._no_driver(row)
+            where = f" on {self.facts.architecture}" if distros.own_driver(row) is not None else ""
+            others = distros.names_of(one for one in distros.ROWS if distros.own_driver(one) is not None)
+            yield Problem(
+                f"{row.name} {row.version}{where} has no NVIDIA driver of its own that gpuprov knows",
+                f"gpuprov_driver: distribution; these have one: {others}",
+                "set gpuprov_driver: runfile or packages",
+            )
         elif choice is None:
             yield self._no_branch(row, own)
         else:
@@ -260,15 +259,7 @@ class DistributionDriver(PackagedDriver):
                 yield from sources.component_problems(self.facts.files, name, row.codename, own.components)
             yield from self._offer_problems(choice)
 
-    def _no_driver(self, row: Distribution) -> Problem:
-        where = f" on {self.facts.architecture}" if own_driver(row) is not None else ""
-        return Problem(
-            f"{row.name} {row.version}{where} has no NVIDIA driver of its own that gpuprov knows",
-            f"gpuprov_driver: distribution; these have one: {names_with_own_driver()}",
-            "set gpuprov_driver: runfile or packages",
-        )
-
-    def _no_branch(self, row: Distribution, own: OwnDriver) -> Problem:
+    def _no_branch(self, row: distros.Distribution, own: distros.OwnDriver) -> Problem:
         branches = ", ".join(one.branch for one in own.branches if one.branch)
         has = f"it has the branches {branches}" if branches else "it has one driver, of whatever branch"
         return Problem(
@@ -290,7 +281,7 @@ class DistributionDriver(PackagedDriver):
         else:
             yield from self.run_file_problems()
 
-    def _module_problems(self, row: Distribution, choice: Choice) -> Iterator[Problem]:
+    def _module_problems(self, row: distros.Distribution, choice: Choice) -> Iterator[Problem]:
         version, name = generations.newest_of(choice.branch.branch), f"{row.name} {row.version}"
         if unserved := generations.problems(self.facts.gpu_device_ids, version, self.spec.kernel_module_type):
             yield from map(_instead, unserved)
@@ -376,7 +367,7 @@ class DistributionDriver(PackagedDriver):
         return (*changes, *facts.package_manager.plan_installation(facts.packages, installation))
 
     @cached_property
-    def _other_branch(self) -> DriverBranch | None:
+    def _other_branch(self) -> distros.DriverBranch | None:
         """The installed branch, if another one is requested."""
         choice, installed = self.choice, installed_branch(self.facts)
         if choice is None or installed is None or choice.branch.branch in ("", installed.branch):

@@ -165,11 +165,6 @@ def own_driver(row: Distribution | None) -> OwnDriver | None:
     return next(found, None)
 
 
-def names_with_own_driver() -> str:
-    """Return the distributions that have one, for a message: `Debian 11, 12, 13; Ubuntu 20.04, …`."""
-    return names_of(row for row in ROWS if own_driver(row) is not None)
-
-
 def find_distribution(distribution_id: str, version: str) -> Distribution | None:
     """Return the row for an os-release ID and VERSION_ID, or None if the table has none."""
     found = next((row for row in ROWS if row.id == distribution_id and row.covers(version)), None)

@@ -11,23 +11,9 @@ from typing import Any, ClassVar
 from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
 from gpuprov.core.places import SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.packages import dpkg
+from gpuprov.packages import dpkg, interface
 from gpuprov.packages.dpkg import Package
 from gpuprov.packages.failures import Advice, failed_packages, finish_apt
-from gpuprov.packages.interface import (
-    COPIES,
-    HELD_LIST,
-    LOCK_SECONDS,
-    REFRESH_SECONDS,
-    PackageFacts,
-    PackageHold,
-    PackageInstallation,
-    PackageRemoval,
-    driver_set,
-    pinned,
-    shortened,
-    write_held,
-)
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 
@@ -53,7 +39,7 @@ _ALIASES = ("/.", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 class RefreshPackageIndex(Change):
     """Fetch the current index of the repositories; `options` are further options for apt."""
 
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
@@ -70,13 +56,18 @@ class RefreshPackageIndex(Change):
         # Without the option, apt-get answers 0 even if no repository could be reached.
         command = ("-o", "APT::Update::Error-Mode=any", "update")
         done = dpkg.run_apt(
-            system, command, tell, seconds=REFRESH_SECONDS, lock_timeout=self.lock_timeout, options=self.options
+            system,
+            command,
+            tell,
+            seconds=interface.REFRESH_SECONDS,
+            lock_timeout=self.lock_timeout,
+            options=self.options,
         )
         finish_apt(done, "the package index could not be refreshed")
 
 
 @dataclass(frozen=True)
-class InstallPackages(PackageInstallation):
+class InstallPackages(interface.PackageInstallation):
     """Install these packages (`NAME[:ARCHITECTURE][=VERSION]`), and never remove another for them.
 
     `unhold`: those that are held in another version than the requested one; their hold is removed first. `options` are
@@ -86,14 +77,14 @@ class InstallPackages(PackageInstallation):
 
     names: tuple[str, ...]
     unhold: tuple[str, ...] = ()
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
     executes: ClassVar[str] = _SCRIPTS
 
     def summary(self) -> str:
-        held = f" (taking the hold off {shortened(self.unhold)})" if self.unhold else ""
+        held = f" (taking the hold off {interface.shortened(self.unhold)})" if self.unhold else ""
         return f"install {', '.join(self.names)}{held}"
 
     @property
@@ -122,7 +113,7 @@ class InstallPackages(PackageInstallation):
     def _install(self, system: System, tell: Tell) -> None:
         what = f"{', '.join(self.names)} could not be installed"
         # A version that is asked for may be an older one.
-        older = ("--allow-downgrades",) if pinned(self.names) else ()
+        older = ("--allow-downgrades",) if interface.pinned(self.names) else ()
         words = ("install", "--no-remove", *older, "--", *self.names)
         done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish_apt(done, what, self.advice)
@@ -153,7 +144,7 @@ class InstallPackages(PackageInstallation):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Remove what this change added; keep what was there before, and what another package needs by now."""
-        lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+        lock_timeout = before.get("lock_timeout", interface.LOCK_SECONDS)
         added = (outcome or cls.interrupted(system, before))["added"]
         left: Mapping[str, Any] = before.get("left", {})
         # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
@@ -179,7 +170,9 @@ def stays(changed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return tuple(f"{name} stays at {new}; before gpuprov it was {old}" for name, (old, new) in changed.items())
 
 
-def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int = LOCK_SECONDS) -> tuple[Change, ...]:
+def plan_holds(
+    packages: interface.PackageFacts, names: Iterable[str], lock_timeout: int = interface.LOCK_SECONDS
+) -> tuple[Change, ...]:
     """Return the change that holds these packages, and releases others that gpuprov held before, not the driver's."""
     wanted = {dpkg.own_name(packages, name) for name in names}
     hold, release = wanted - packages.held, packages.held_here - wanted - packages.driver
@@ -187,12 +180,12 @@ def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int =
 
 
 @dataclass(frozen=True)
-class HoldPackages(PackageHold):
+class HoldPackages(interface.PackageHold):
     """Hold these packages (`names`) at their version, and no longer hold those of `release`."""
 
     names: tuple[str, ...]
     release: tuple[str, ...] = ()
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
     driver: bool = False
 
     uses_package_manager: ClassVar[bool] = True
@@ -204,7 +197,7 @@ class HoldPackages(PackageHold):
         return {
             "held": sorted(held & {*names}),
             "names": names,
-            "list": capture_path(system, HELD_LIST),
+            "list": capture_path(system, interface.HELD_LIST),
             "lock_timeout": self.lock_timeout,
         }
 
@@ -213,12 +206,14 @@ class HoldPackages(PackageHold):
         for verb, names in (("hold", hold), ("unhold", self.release)):
             if names:
                 _mark(system, verb, names, tell, self.lock_timeout)
-        write_held(system, hold, self.release)
+        interface.write_held(system, hold, self.release)
 
     def _names(self, system: System) -> tuple[str, ...]:
         if not self.driver:
             return self.names
-        return tuple(sorted(driver_set(one.name for one in dpkg.query(system) if one.whole and one.want != "hold")))
+        return tuple(
+            sorted(interface.driver_set(one.name for one in dpkg.query(system) if one.whole and one.want != "hold"))
+        )
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -351,12 +346,12 @@ def _docker_data(system: System) -> str:
 
 
 @dataclass(frozen=True)
-class RemovePackages(PackageRemoval):
+class RemovePackages(interface.PackageRemoval):
     """Remove these packages with their configuration; the files of `keep` stay as they are."""
 
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
 
     def capture(self, system: System) -> Json:
         there = {one.name: one.version for one in dpkg.query(system) if one.present and one.name in self.names}
@@ -395,7 +390,7 @@ class RemovePackages(PackageRemoval):
             if not done.ok:
                 raise GpuprovError(
                     f"{', '.join(gone)} could not be installed again", done.evidence(8),
-                    f"the packages lie in {COPIES}; remove what is in conflict with them, then run the same again",
+                    f"the packages lie in {interface.COPIES}; remove what conflicts with them, then run the same again",
                 )  # fmt: skip
         if automatic := [name for name in before["automatic"] if name in gone]:
             _mark(system, "auto", automatic, tell_nobody, lock_timeout)
@@ -403,12 +398,12 @@ class RemovePackages(PackageRemoval):
             restore_path(system, image)
         for name in before["names"]:
             system.remove(_copy(name))
-        if not system.list_directory(COPIES):
-            system.remove(COPIES)
+        if not system.list_directory(interface.COPIES):
+            system.remove(interface.COPIES)
 
 
 def _copy(name: str) -> str:
-    return f"{COPIES}/{name.replace(':', '_')}.deb"
+    return f"{interface.COPIES}/{name.replace(':', '_')}.deb"
 
 
 def _rebuild_package(system: System, name: str, target: str) -> None:
@@ -433,7 +428,7 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
         system.write(f"{work}.list", "".join(f"./{path.lstrip('/')}\n" for path in files).encode())
         what = f"no copy of {name} could be kept, so it is not removed"
         system.require(("sh", "-c", _COPY, "sh", f"{work}.list", work), what, timeout=_COPY_SECONDS)
-        system.make_directory(COPIES, 0o700)
+        system.make_directory(interface.COPIES, 0o700)
         system.require(("dpkg-deb", "--build", "-Zgzip", work, target), what, timeout=_COPY_SECONDS)
     finally:
         system.remove_tree(work)

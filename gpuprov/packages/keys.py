@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Callable, ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
+from gpuprov.core.changes import Change, Json, PathChange, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small
 from gpuprov.core.places import FOLDER, KEYS
 from gpuprov.core.system import System
@@ -158,10 +158,9 @@ def _damaged(place: int) -> GpuprovError:
 
 
 @dataclass(frozen=True)
-class InstallKey(Change):
+class InstallKey(PathChange):
     """Install the key at a URL, if it is the pinned one and nothing else."""
 
-    path: str
     url: str
     fingerprint: str
 
@@ -175,17 +174,10 @@ class InstallKey(Change):
     def urls(self) -> tuple[str, ...]:
         return (self.url,)
 
-    def capture(self, system: System) -> Json:
-        return capture_path(system, self.path)
-
     def apply(self, system: System, tell: Tell) -> None:
         key = fetch_pinned_key(system, self.url, self.fingerprint)
         system.make_directory(parent_of(self.path))
         system.write(self.path, self.form(key))
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        restore_path(system, before)
 
 
 @dataclass(frozen=True)

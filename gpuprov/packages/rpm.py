@@ -13,24 +13,8 @@ from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capt
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.packages import rpm_locks
+from gpuprov.packages import interface, rpm_locks
 from gpuprov.packages.failures import Advice, finish_rpm
-from gpuprov.packages.interface import (
-    COPIES,
-    INSTALL_SECONDS,
-    LOCK_SECONDS,
-    REFRESH_SECONDS,
-    Installation,
-    PackageFacts,
-    PackageInstallation,
-    PackageManager,
-    PackageRemoval,
-    Versions,
-    lock_holder,
-    pinned,
-    shortened,
-    wait_until_free,
-)
 from gpuprov.packages.keys import (
     BUNDLE_KEY,
     InstallRpmKey,
@@ -67,10 +51,10 @@ def rpm_lock_holder(system: System) -> str:
         name = system.read_text(f"/proc/{pid}/comm") if pid.isdecimal() else None
         if name is not None and int(pid) != system.own_pid():
             return f"{name.strip()} (pid {pid})"
-    return lock_holder(system, _LOCKS)
+    return interface.lock_holder(system, _LOCKS)
 
 
-class RpmManager(PackageManager):
+class RpmManager(interface.PackageManager):
     """A package manager that uses rpm.
 
     `refresh` and `install` are commands. `version_joint`: what stands between a name and the version that is asked for.
@@ -140,25 +124,27 @@ class RpmManager(PackageManager):
         """Return the options for a copy of the configuration below `work`, after making these key files trusted."""
 
     @abstractmethod
-    def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
+    def query(
+        self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int
+    ) -> interface.Versions:
         """Return name → versions of what one set of repositories has."""
 
-    def gather(self, system: System) -> PackageFacts:
+    def gather(self, system: System) -> interface.PackageFacts:
         """Return what is installed and which keys are trusted, by two queries.
 
         Raises GpuprovError if rpm's database can't be read: no plan may be based on it.
         """
         if system.which("rpm") is None or system.which(self.name) is None:
-            return PackageFacts("", {})
+            return interface.PackageFacts("", {})
         installed, provided = parse_rpm(_query_all(system, "--queryformat", _QUERY))
         keys = frozenset(gather_keys(system))
         locks = rpm_locks.gather_locks(system, self.hold_tool(system))
-        return PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)
+        return interface.PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)
 
-    def missing(self, packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
+    def missing(self, packages: interface.PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for name in names if not self._is_installed(packages, name)))
 
-    def _is_installed(self, packages: PackageFacts, wanted: str) -> bool:
+    def _is_installed(self, packages: interface.PackageFacts, wanted: str) -> bool:
         name, _, version = wanted.partition("=")
         found = packages.installed.get(name)
         if not version:
@@ -183,7 +169,7 @@ class RpmManager(PackageManager):
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
         return tuple(path for path in paths if not system.run(("rpm", "--query", "--file", path)).ok)
 
-    def needed_by(self, system: System, names: Sequence[str]) -> Versions:
+    def needed_by(self, system: System, names: Sequence[str]) -> interface.Versions:
         if len(names) > 1 and system.run(("rpm", "--erase", "--test", *names)).ok:
             return {}
         said = {name: system.run(("rpm", "--erase", "--test", name)).stderr for name in names}
@@ -191,7 +177,9 @@ class RpmManager(PackageManager):
         others = {name: sorted({*map(package_name, needing)} - {*names}) for name, needing in found.items()}
         return {name: tuple(needing) for name, needing in others.items() if needing}
 
-    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> Versions:
+    def offered(
+        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
+    ) -> interface.Versions:
         place = f"{self.repository_directory}/"
         touched = [one for one in planned if isinstance(one, (WriteFile, RemoveFile)) and one.path.startswith(place)]
         if not touched:
@@ -234,9 +222,9 @@ class RpmManager(PackageManager):
             named.update(re.findall(r"^gpgkey=file://(\S+)", content.decode(), re.MULTILINE))
         return self.only_from_copy(system, work, sorted(named))
 
-    def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
+    def plan_installation(self, packages: interface.PackageFacts, wanted: interface.Installation) -> tuple[Change, ...]:
         names = self.missing(packages, wanted.names)
-        lift, hold = rpm_locks.plan(packages.locks, wanted.hold, pinned(names))
+        lift, hold = rpm_locks.plan(packages.locks, wanted.hold, interface.pinned(names))
         if not names:
             return hold
         options = self.unfiltered(wanted.unfiltered_repository) if wanted.unfiltered_repository else ()
@@ -253,14 +241,20 @@ class RpmManager(PackageManager):
         )
 
     def _installation(
-        self, names: tuple[str, ...], wanted: Installation, options: tuple[str, ...], lift: tuple[HoldRpmPackages, ...]
+        self,
+        names: tuple[str, ...],
+        wanted: interface.Installation,
+        options: tuple[str, ...],
+        lift: tuple[HoldRpmPackages, ...],
     ) -> tuple[Change, ...]:
         return (
             RefreshRpmIndex(self, wanted.lock_timeout, options),
             InstallRpmPackages(self, names, wanted.units, wanted.lock_timeout, options, wanted.advice, lift),
         )
 
-    def hold_driver(self, packages: PackageFacts, hold: bool, coming: bool, lock_timeout: int) -> tuple[Change, ...]:
+    def hold_driver(
+        self, packages: interface.PackageFacts, hold: bool, coming: bool, lock_timeout: int
+    ) -> tuple[Change, ...]:
         return rpm_locks.plan_driver(packages, hold=hold, coming=coming)
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
@@ -326,7 +320,7 @@ def package_name(package: str) -> str:
 def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
     """Run a package manager, or rpm, once no other process works with packages."""
     # dnf would wait without a time limit and without a message.
-    wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
+    interface.wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
     env = {"ZYPP_LOCK_TIMEOUT": str(lock_timeout), **system.proxy.environment}
     return system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
 
@@ -346,7 +340,7 @@ class RefreshRpmIndex(Change):
     """Fetch the current index of the repositories; `options` are further options for dnf or zypper."""
 
     program: RpmManager
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
@@ -359,12 +353,14 @@ class RefreshRpmIndex(Change):
         return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> None:
-        done = run_rpm(system, _with(self.program.refresh, self.options), tell, REFRESH_SECONDS, self.lock_timeout)
+        done = run_rpm(
+            system, _with(self.program.refresh, self.options), tell, interface.REFRESH_SECONDS, self.lock_timeout
+        )
         finish_rpm(done, NO_INDEX, self.program.good_codes)
 
 
 @dataclass(frozen=True)
-class InstallRpmPackages(PackageInstallation):
+class InstallRpmPackages(interface.PackageInstallation):
     """Install these packages (`NAME` or `NAME=VERSION`), and enable the units that they bring.
 
     Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
@@ -375,14 +371,14 @@ class InstallRpmPackages(PackageInstallation):
     program: RpmManager
     names: tuple[str, ...]
     enable: tuple[str, ...] = ()
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
     lift: tuple[HoldRpmPackages, ...] = ()
 
     def summary(self) -> str:
         enabled = f"; enable {', '.join(self.enable)}" if self.enable else ""
-        lifted = "".join(f" (taking the hold off {shortened(one.release)})" for one in self.lift)
+        lifted = "".join(f" (taking the hold off {interface.shortened(one.release)})" for one in self.lift)
         return f"install {', '.join(self.names)}{enabled}{lifted}"
 
     def diff(self, system: System) -> str:
@@ -406,7 +402,7 @@ class InstallRpmPackages(PackageInstallation):
         how = self.program
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, self.options), *names)
-        done = run_rpm(system, command, tell, INSTALL_SECONDS, self.lock_timeout)
+        done = run_rpm(system, command, tell, interface.INSTALL_SECONDS, self.lock_timeout)
         finish_rpm(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
@@ -422,8 +418,8 @@ class InstallRpmPackages(PackageInstallation):
         now = installed_rpms(system)
         ours = (outcome or {}).get("added", sorted(added(set(before["installed"]), now)))
         if gone := [name for name in ours if name in now]:
-            lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, INSTALL_SECONDS, lock_timeout)
+            lock_timeout = before.get("lock_timeout", interface.LOCK_SECONDS)
+            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, interface.INSTALL_SECONDS, lock_timeout)
             finish_rpm(done, f"{', '.join(gone)} could not be removed")
         lifted = (outcome or {}).get("lift", ())
         for index, one in enumerate(before.get("lift", ())):
@@ -431,13 +427,13 @@ class InstallRpmPackages(PackageInstallation):
 
 
 @dataclass(frozen=True)
-class RemoveRpms(PackageRemoval):
+class RemoveRpms(interface.PackageRemoval):
     """Remove these packages; the files of `keep` stay as they are."""
 
     program: RpmManager
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()
-    lock_timeout: int = LOCK_SECONDS
+    lock_timeout: int = interface.LOCK_SECONDS
 
     restored_from: ClassVar[str] = "copies, if a repository still has them"
 
@@ -449,11 +445,11 @@ class RemoveRpms(PackageRemoval):
 
     def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)
-        system.make_directory(COPIES, 0o700)
+        system.make_directory(interface.COPIES, 0o700)
         for package in before["packages"]:
             tell(f"keeping a copy of {package}", 0, 0)
             # `irreversible` reports packages that no repository has any more.
-            run_rpm(system, self.program.copies(COPIES, (package,)), tell, _REMOVE_SECONDS, self.lock_timeout)
+            run_rpm(system, self.program.copies(interface.COPIES, (package,)), tell, _REMOVE_SECONDS, self.lock_timeout)
         system.sync()
         done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS, self.lock_timeout)
         for image in before["keep"]:
@@ -474,7 +470,7 @@ class RemoveRpms(PackageRemoval):
             if one in copies:
                 system.remove(copies.pop(one))
         if not copies:
-            system.remove_tree(COPIES)
+            system.remove_tree(interface.COPIES)
 
     @classmethod
     def irreversible(
@@ -487,5 +483,5 @@ class RemoveRpms(PackageRemoval):
 
 def _copies(system: System) -> dict[str, str]:
     """Return package → its file among the copies; zypper keeps them in folders of its own."""
-    place = system.path(COPIES)
-    return {one.stem: f"{COPIES}/{one.relative_to(place)}" for one in place.rglob("*.rpm")}
+    place = system.path(interface.COPIES)
+    return {one.stem: f"{interface.COPIES}/{one.relative_to(place)}" for one in place.rglob("*.rpm")}

@@ -64,9 +64,14 @@ def _manager_problem(facts: HostFacts) -> Problem | None:
 
 
 def _docker_problem(facts: HostFacts, spec: HostSpec) -> Problem | None:
-    if spec.docker == "none":
-        return _no_engine_problem(facts)
-    if facts.docker.installed:
+    if spec.docker == "none" and not (facts.engines or facts.kubernetes):
+        others = "no engine but docker's own" if facts.docker.installed else "neither podman, containerd nor crio"
+        return Problem(
+            "there is no container engine on this host for gpuprov to configure",
+            f"gpuprov_docker is none, and {others} is installed",
+            f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
+        )
+    if spec.docker == "none" or facts.docker.installed:
         return None
     if spec.docker == "preinstalled":
         next_step = "install it, or set gpuprov_docker: distribution"
@@ -82,17 +87,6 @@ def _docker_problem(facts: HostFacts, spec: HostSpec) -> Problem | None:
         f"{here} has no docker of its own",
         "there is no dockerd, and none in the distribution's packages",
         "set gpuprov_docker: docker-ce to take it from Docker's own repository, or none for podman instead",
-    )
-
-
-def _no_engine_problem(facts: HostFacts) -> Problem | None:
-    if facts.engines or facts.kubernetes:
-        return None
-    others = "no engine but docker's own" if facts.docker.installed else "neither podman, containerd nor crio"
-    return Problem(
-        "there is no container engine on this host for gpuprov to configure",
-        f"gpuprov_docker is none, and {others} is installed",
-        f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
     )
 
 

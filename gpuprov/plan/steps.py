@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, toolkit
+from gpuprov import toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
-from gpuprov.core.changes import Change, MakeNode, RefreshLoaderCache, RemoveFile, SetMode, WriteFile
+from gpuprov.core.changes import Change
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.core.units import RestartUnit
-from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, kernel, mig, nouveau, packaged, run_files, running_driver
+from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, kernel, mig, nouveau, running_driver
 from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
-from gpuprov.engines.other_engines import ConfigureEngine
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packages import rpm
-from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, RemovePackages
-from gpuprov.packages.keys import InstallKey, InstallRpmKey, RemoveRpmKey
-from gpuprov.packages.rpm_locks import HoldRpmPackages
+from gpuprov.packages.keys import InstallRpmKey
 from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import NO_GPU, preflight, read_only_problems, security_warnings
@@ -57,10 +51,6 @@ class Plan:
     warnings: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
     upgrades: tuple[Upgrade, ...] = ()
-
-
-def _plan_download(c: PlanContext) -> tuple[Change, ...]:
-    return (*c.driver.plan_download(), *cuda_toolkit.plan_download(c.facts, c.spec))
 
 
 def _plan_packages(c: PlanContext) -> tuple[Change, ...]:
@@ -122,7 +112,7 @@ def _plan_engines(c: PlanContext) -> tuple[Change, ...]:
 
 
 STEPS = (
-    Step("download", _plan_download),
+    Step("download", lambda c: (*c.driver.plan_download(), *cuda_toolkit.plan_download(c.facts, c.spec))),
     Step("repositories", lambda c: c.repository_changes),
     Step("packages", _plan_packages),
     Step("nouveau", lambda c: nouveau.plan(c.driver)),
@@ -146,26 +136,15 @@ STEPS = (
     Step("clean image", lambda c: clean.plan(c.facts, c.spec)),
 )
 
-# Every kind of change that a journal may name.
-CHANGE_KINDS: dict[str, type[Change]] = {
-    kind.__name__: kind
-    for kind in (
-        WriteFile, RemoveFile, MakeNode, SetMode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
-        InstallRpmKey, rpm.RefreshRpmIndex, rpm.InstallRpmPackages, HoldRpmPackages,
-        packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
-        packaged.InstallDriverPackages, packaged.InstallDriverRpms, packaged.SwitchBranch,
-        run_files.FetchRunfile, driver_run.InstallDriver, packaged.LoadDriver,
-        toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, ConfigureEngine,
-        nouveau.KeepNouveauOut,
-        prepare.PrepareBoot, clean.CleanImage, kernel.BuildModules, reboot.Reboot,
-        with_bundle.LoadImage, running_driver.ReloadDriver, running_driver.StartContainers,
-        fabric_manager.RunFabricManager, dcgm.RunDcgm, mig.DivideGpus, cuda_toolkit.InstallCudaToolkit,
-        cuda_toolkit.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
-        RemovePackages, rpm.RemoveRpms, RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
-        RemoveFolder,
-    )
-}  # fmt: skip
+
+def _kinds(base: type[Change]) -> Iterator[type[Change]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+# Every kind of change that a journal may name: the steps' modules have defined all of them by now.
+CHANGE_KINDS: dict[str, type[Change]] = {kind.__name__: kind for kind in _kinds(Change)}
 
 
 def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
