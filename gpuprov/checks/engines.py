@@ -193,7 +193,11 @@ class Containerd:
     def image(self, system: System, wanted: str = "") -> str:
         listed = system.run((*_CTR, "images", "list", "--quiet")).stdout.split()
         if wanted:
-            return self._pulled(system, full_reference(wanted), listed)
+            reference = full_reference(wanted)
+            pull = (*_CTR, "images", "pull", reference)
+            if reference not in listed and not (done := system.run(pull, timeout=_PULL_SECONDS)).ok:
+                raise Failed(f"containerd can't pull {reference}: {telling_line(done)}; {' '.join(pull)}")
+            return reference
         own = own_image(system)
         reference = full_reference(f"{REPOSITORY}:{own.tag}")
         if reference in listed:
@@ -207,14 +211,6 @@ class Containerd:
         for old in (one for one in listed if f"/{REPOSITORY}:" in one):
             system.run((*_CTR, "images", "remove", old))
         return reference
-
-    def _pulled(self, system: System, image: str, listed: list[str]) -> str:
-        if image not in listed:
-            argv = (*_CTR, "images", "pull", image)
-            done = system.run(argv, timeout=_PULL_SECONDS)
-            if not done.ok:
-                raise Failed(f"containerd can't pull {image}: {telling_line(done)}; {' '.join(argv)}")
-        return image
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,

@@ -65,7 +65,13 @@ _FIELDS = (
 
 def parse_smi(text: str) -> SmiReport:
     """Return the report in nvidia-smi's XML. Raises GpuprovError if it is none."""
-    root = _xml_root(text)
+    if not _is_bounded(text):
+        raise GpuprovError("nvidia-smi's output is no report", "too large, or with entities of its own", _LOOK)
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        seen = f"{error}: {text.strip()[:200]}"
+        raise GpuprovError("nvidia-smi's output is no XML report", seen, _LOOK) from None
     gpus = tuple(
         SmiGpu(**{field: (gpu.findtext(place) or "").strip() for field, _, place in _FIELDS})
         for gpu in root.findall("gpu")
@@ -85,16 +91,6 @@ def difference(host: SmiReport, container: SmiReport) -> tuple[str, str, str] | 
     for index, (ours, theirs) in enumerate(zip(host.gpus, container.gpus)):
         rows += [(f"GPU {index} {what}", getattr(ours, field), getattr(theirs, field)) for field, what, _ in _FIELDS]
     return next((row for row in rows if row[1] != row[2]), None)
-
-
-def _xml_root(text: str) -> ElementTree.Element:
-    if not _is_bounded(text):
-        raise GpuprovError("nvidia-smi's output is no report", "too large, or with entities of its own", _LOOK)
-    try:
-        return ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        start = text.strip()[:200]
-        raise GpuprovError("nvidia-smi's output is no XML report", f"{error}: {start}", _LOOK) from None
 
 
 def gpu_elements(text: str) -> tuple[ElementTree.Element, ...]:

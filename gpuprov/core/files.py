@@ -26,6 +26,10 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # struct statx (statx(2)): the mode, and the device's major and minor.
 _STATX = struct.Struct("28xH98xII120x")
 _STATX_TYPE, _AT_STATX_DONT_SYNC, _AT_FDCWD = 0x1, 0x4000, -100
+_KINDS = (
+    (stat_module.S_ISREG, "file"), (stat_module.S_ISDIR, "directory"), (stat_module.S_ISLNK, "link"),
+    (stat_module.S_ISCHR, "char"), (stat_module.S_ISBLK, "block"),
+)  # fmt: skip
 _MOST_LINKS = 40  # the kernel's limit (path_resolution(7))
 
 
@@ -60,7 +64,7 @@ def status_of(place: Path) -> FileStatus | None:
         found = os.lstat(place)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    kind = _kind(found.st_mode)
+    kind = next((name for is_of, name in _KINDS if is_of(found.st_mode)), "other")
     return FileStatus(
         kind=kind,
         mode=stat_module.S_IMODE(found.st_mode),
@@ -83,14 +87,6 @@ def device_number(place: Path) -> tuple[int, int] | None:
     _call_libc("statx", _AT_FDCWD, os.fsencode(place), _AT_STATX_DONT_SYNC, _STATX_TYPE, found)
     mode, major, minor = _STATX.unpack(found.raw)
     return (major, minor) if stat_module.S_ISCHR(mode) else None
-
-
-def _kind(mode: int) -> str:
-    kinds = (
-        (stat_module.S_ISREG, "file"), (stat_module.S_ISDIR, "directory"), (stat_module.S_ISLNK, "link"),
-        (stat_module.S_ISCHR, "char"), (stat_module.S_ISBLK, "block"),
-    )  # fmt: skip
-    return next((name for test, name in kinds if test(mode)), "other")
 
 
 def open_regular(place: Path) -> BinaryIO:

@@ -44,7 +44,6 @@ class Remedy:
 
 INSTALL = Remedy(WHOLE)
 LOADER_CACHE = Remedy(CACHE)
-LOAD_MODULES = Remedy(MODULES)
 
 
 def steps(*names: str) -> Remedy:
@@ -60,11 +59,6 @@ def restart(unit: str) -> Remedy:
 def remove(*paths: str) -> Remedy:
     """Return the remedy that removes files."""
     return Remedy(FILES, paths)
-
-
-def open_nodes(*paths: str) -> Remedy:
-    """Return the remedy that sets the modes of device nodes."""
-    return Remedy(NODE_MODES, paths)
 
 
 @dataclass(frozen=True)

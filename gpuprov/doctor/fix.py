@@ -20,7 +20,6 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import UNIT as DOCKER_UNIT
 from gpuprov.engines.known import NVIDIA_RUNTIME
 from gpuprov.facts.boot import PROGRAM
-from gpuprov.facts.host import HostFacts
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import STEPS as PLAN_STEPS
 from gpuprov.plan.steps import Plan, StepChange
@@ -128,8 +127,14 @@ def _refused(x: HostSnapshot, remedy: Remedy) -> str:
     if remedy.kind == STEPS:
         if not (_ANY_HOSTS.issuperset(remedy.names) or _is_set_up(x)):
             return _NOT_OURS
-        problems = _step_problems(facts, x.spec, remedy.names)
-        return problems[0].what if problems else ""
+        # Of these steps only: the host's other problems prevent nothing.
+        runtime, spec = toolkit.runtime_path(x.spec), x.spec
+        found: tuple[Problem, ...] = ()
+        if "docker" in remedy.names:
+            found = docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+        if "engines" in remedy.names:
+            found += other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime)
+        return found[0].what if found else ""
     if remedy.kind == UNITS and DOCKER_UNIT in remedy.names:
         if refused := docker.restart_problem(facts.docker.unit):
             return refused.what
@@ -138,17 +143,6 @@ def _refused(x: HostSnapshot, remedy: Remedy) -> str:
     if remedy.kind == MODULES and facts.kernel.container:
         return f"the kernel's modules are not those of this {facts.kernel.container} container"
     return ""
-
-
-def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tuple[Problem, ...]:
-    """Return the preflight problems of these steps only; the host's other problems prevent nothing."""
-    runtime = toolkit.runtime_path(spec)
-    found: tuple[Problem, ...] = ()
-    if "docker" in names:
-        found = docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
-    if "engines" in names:
-        found += other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime)
-    return found
 
 
 def _changes(x: HostSnapshot, remedy: Remedy) -> tuple[StepChange, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gpuprov.cdi.discover import missing_nodes
 from gpuprov.checks.smi import OPEN_NODES
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, Finding, finding_of, open_nodes
+from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Finding, Remedy, finding_of
 from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, rule
 from gpuprov.doctor.snapshot import KEYS, HostSnapshot, lines_that_match
 from gpuprov.driver.kernel import no_modules
@@ -203,7 +203,7 @@ def nodes_closed(x: HostSnapshot) -> Seen | None:
         by_mode.setdefault(node.mode, []).append(node.path)
     step = "; ".join(f"chmod {mode:04o} {' '.join(paths)}" for mode, paths in by_mode.items())
     seen = (f"stat -c %a {path}: {x.node_modes[path]:o}" for path in closed[:4])
-    return Seen(*seen, nodes=_listed(closed), next_step=step, remedies=(open_nodes(*closed),))
+    return Seen(*seen, nodes=_listed(closed), next_step=step, remedies=(Remedy(NODE_MODES, tuple(closed)),))
 
 
 @rule

@@ -12,6 +12,7 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.commands import first_match
 from gpuprov.core.system import System
+from gpuprov.core.units import log_of
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import _PROGRAM, FABRIC_MODULES, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
@@ -162,7 +163,7 @@ class RunFabricManager(Change):
         system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
         done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS) if self.start else told
         if self.start and not done.ok:
-            said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", UNIT)).stdout
+            said = log_of(system, UNIT)
             seen = f"{done.evidence(3)}\n{said}".strip()
             known = first_match("fabric manager", said.splitlines())
             step = known[0].next_step if known else f"systemctl status {UNIT}"

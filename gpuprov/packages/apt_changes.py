@@ -36,18 +36,13 @@ _ALIASES = ("/.", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 
 
 @dataclass(frozen=True)
-class RefreshPackageIndex(Change):
+class RefreshPackageIndex(interface.IndexRefresh):
     """Fetch the current index of the repositories; `options` are further options for apt."""
 
     lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
 
-    # A half-fetched index is fetched again; nothing to undo.
-    undo_restores_files: ClassVar[bool] = True
-    undo_when_interrupted: ClassVar[bool] = False
-    uses_package_manager: ClassVar[bool] = True
     executes: ClassVar[str] = _SCRIPTS
-    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         return "refresh the package index (apt-get update)"

@@ -131,6 +131,16 @@ class Installation:
     limited_names: tuple[str, ...] = ()
 
 
+class IndexRefresh(Change):
+    """The base class of the changes that fetch the current index of the repositories."""
+
+    # A half-fetched index is fetched again; nothing to undo.
+    undo_restores_files: ClassVar[bool] = True
+    undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
+    bundle_part: ClassVar[str] = "packages"
+
+
 class PackageInstallation(Change):
     """The base class of the changes that install packages (`NAME` or `NAME=VERSION`)."""
 

@@ -336,18 +336,12 @@ def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class RefreshRpmIndex(Change):
+class RefreshRpmIndex(interface.IndexRefresh):
     """Fetch the current index of the repositories; `options` are further options for dnf or zypper."""
 
     program: RpmManager
     lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
-
-    # A half-fetched index is fetched again; nothing to undo.
-    undo_restores_files: ClassVar[bool] = True
-    undo_when_interrupted: ClassVar[bool] = False
-    uses_package_manager: ClassVar[bool] = True
-    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         return f"refresh the package index ({' '.join(self.program.refresh)})"

@@ -1,8 +1,7 @@
 """HostSpec: what the user asks a host to be, validated, with defaults; never what a host is (facts/host.py).
 
-An option is a field of HostSpec or of its bases (ImageOptions, DriverOptions): its inventory variable is the field's
-name with `gpuprov_` before it, its marshmallow field checks what comes in. options.json has the text of each for the
-configuration reference.
+An option is a field of HostSpec: its inventory variable is the field's name with `gpuprov_` before it, its marshmallow
+field checks what comes in. options.json has the text of each for the configuration reference.
 Every value may come from a hostile inventory: what reaches a command line, a path or a URL passes an allow-list here.
 """
 
@@ -22,59 +21,11 @@ from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.spec_fields import PREFIX, OrEmpty, TextOrList, choice, flag, maybe, number, several, text
 
-
-@dataclass(frozen=True)
-class DriverOptions:
-    """Which driver a host shall have, how it is built, and what may stop for it."""
-
-    driver: str = choice("runfile", "packages", "distribution", "preinstalled")
-    driver_version: str = text(check.VERSION)
-    driver_url: str = text(check.URL_OR_PATH)
-    driver_sha256: str = text(check.SHA256)
-    driver_mirror: str = text(check.HTTP_URL)
-    keep_driver: bool = flag(default=True)
-    driver_updates: str = choice("hold", "follow")
-    driver_releases: str = text(check.URL_OR_PATH)
-    driver_releases_sha256: str = text(check.SHA256)
-    servers: str = text(check.URL_OR_PATH)
-    servers_sha256: str = text(check.SHA256)
-    models: str = text(check.URL_OR_PATH)
-    models_sha256: str = text(check.SHA256)
-    refuse_advisories: str = choice("none", "high", "critical")
-    allow_known_problems: tuple[str, ...] = several(schema_fields.List(schema_fields.String(validate=check.NAME)))
-    kernel_modules: str = choice("auto", "build", "precompiled", "none")
-    kernel_module_type: str = choice("auto", "open", "proprietary")
-    kernel_archive: bool = flag()
-    epel: bool = flag(default=True)
-    epel_repository: str = text(check.HTTP_URL)
-    epel_key_fingerprint: str = text(check.FINGERPRINT)
-    module_signing_key: str = text(check.PATH)
-    module_signing_certificate: str = text(check.PATH)
-    reboot: str = choice("never", "if-needed")
-    stop_containers: bool = flag()
-    stop_display_manager: bool = flag()
-    fabric_manager: str = choice("auto", "preinstalled")
-    dcgm: bool = flag()
-    dcgm_exporter: bool = flag()
-    mig_layout: tuple[str, ...] = several(TextOrList(check.MIG_LAYOUT))
-
-
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = (
     "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin",
 )  # fmt: skip
 HOST, IMAGE = "host", "image"
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """Whether a machine's disk becomes an image, and which GPUs its copies will meet."""
-
-    target: str = choice(HOST, IMAGE)
-    image_gpus: tuple[str, ...] = several(TextOrList(validate.OneOf(GENERATIONS, error="is not one of {choices}")))
-    image_nvswitch: bool | None = maybe()
-    image_force: bool = flag()
-    image_remove_signing_key: bool = flag()
 
 
 class RepositorySchema(Schema):
@@ -117,9 +68,49 @@ PLAY_VARIABLES = frozenset(
 
 
 @dataclass(frozen=True)
-class HostSpec(ImageOptions, DriverOptions):
+class HostSpec:
     """What a host shall be."""
 
+    # Which driver, how it is built, and what may stop for it.
+    driver: str = choice("runfile", "packages", "distribution", "preinstalled")
+    driver_version: str = text(check.VERSION)
+    driver_url: str = text(check.URL_OR_PATH)
+    driver_sha256: str = text(check.SHA256)
+    driver_mirror: str = text(check.HTTP_URL)
+    keep_driver: bool = flag(default=True)
+    driver_updates: str = choice("hold", "follow")
+    driver_releases: str = text(check.URL_OR_PATH)
+    driver_releases_sha256: str = text(check.SHA256)
+    servers: str = text(check.URL_OR_PATH)
+    servers_sha256: str = text(check.SHA256)
+    models: str = text(check.URL_OR_PATH)
+    models_sha256: str = text(check.SHA256)
+    refuse_advisories: str = choice("none", "high", "critical")
+    allow_known_problems: tuple[str, ...] = several(schema_fields.List(schema_fields.String(validate=check.NAME)))
+    kernel_modules: str = choice("auto", "build", "precompiled", "none")
+    kernel_module_type: str = choice("auto", "open", "proprietary")
+    kernel_archive: bool = flag()
+    epel: bool = flag(default=True)
+    epel_repository: str = text(check.HTTP_URL)
+    epel_key_fingerprint: str = text(check.FINGERPRINT)
+    module_signing_key: str = text(check.PATH)
+    module_signing_certificate: str = text(check.PATH)
+    reboot: str = choice("never", "if-needed")
+    stop_containers: bool = flag()
+    stop_display_manager: bool = flag()
+    fabric_manager: str = choice("auto", "preinstalled")
+    dcgm: bool = flag()
+    dcgm_exporter: bool = flag()
+    mig_layout: tuple[str, ...] = several(TextOrList(check.MIG_LAYOUT))
+
+    # Whether the machine's disk becomes an image, and which GPUs its copies will meet.
+    target: str = choice(HOST, IMAGE)
+    image_gpus: tuple[str, ...] = several(TextOrList(validate.OneOf(GENERATIONS, error="is not one of {choices}")))
+    image_nvswitch: bool | None = maybe()
+    image_force: bool = flag()
+    image_remove_signing_key: bool = flag()
+
+    # What gives containers the GPUs, and everything else.
     docker: str = choice("distribution", "docker-ce", "preinstalled", "none")
     toolkit: str = choice("bundled", "nvidia")
     toolkit_version: str = text(check.PACKAGE_VERSION)

@@ -321,5 +321,5 @@ def test_each_change_that_uses_the_package_manager_says_so() -> None:
         "InstallRpmPackages", "EnableStream", "SwitchPin", "SwitchBranch", "ChangeDriverPackages", "ChangeDriverRpms",
         "InstallDriverPackages", "InstallDriverRpms",
         "RemovePackages", "RemoveRpms", "RemoveRpmKey",
-        "PackageInstallation", "PackageRemoval", "_InstallInstead",  # bases
+        "IndexRefresh", "PackageInstallation", "PackageRemoval", "_InstallInstead",  # bases
     }  # fmt: skip
