@@ -6,8 +6,6 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable
@@ -343,17 +341,19 @@ def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, r
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         host.write(place, f"[slow]\nname=slow\nbaseurl={uri}\n".encode())
+        silent.settimeout(300)
         with subprocess.Popen(host.entered(manager(host).refresh), stdout=subprocess.PIPE) as other:
-            while not rpm_lock_holder(host):
-                assert other.poll() is None
-                time.sleep(0.05)
+            client, _ = silent.accept()
+            assert rpm_lock_holder(host)
             host.remove(place)
             told: list[str] = []
-            # The client that waits for an answer gets it, and ends.
-            end = threading.Timer(1.0, silent.close)
-            end.start()
-            RefreshRpmIndex(manager(host)).apply(host, lambda message, *_: told.append(message))
-            end.join()
+
+            def end_the_wait(message: str, *_: object) -> None:
+                told.append(message)
+                silent.close()
+                client.close()
+
+            RefreshRpmIndex(manager(host)).apply(host, end_the_wait)
             other.communicate(timeout=60)
     assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+.*\), which holds the package manager's lock", told[0])
     assert f"(pid {other.pid})" in told[0]
