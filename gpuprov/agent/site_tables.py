@@ -1,7 +1,7 @@
 """Tables on the controller that replace packaged ones: read here, sent with each request.
 
 Advisories and known problems: the files that `gpuprov advisories update` wrote for this user. Driver releases, models
-of GPUs and the distributions' servers: the files that the specification names.
+of GPUs, MIG layouts and the distributions' servers: the files that the specification names.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gpuprov.protocol import tables
 from gpuprov.protocol.advisories import rows_of
 from gpuprov.protocol.errors import UsageError, from_os_error
 from gpuprov.protocol.known_problems import problems_of
+from gpuprov.protocol.mig_configs import checked_mig_configs
 from gpuprov.protocol.models import checked_models
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -88,6 +89,8 @@ def _site_table(name: str, place: str, sha256: str, proxy: Proxy) -> tuple[Any, 
             f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_{name}_sha256 is {sha256}",
             "get the file again, or correct the digest",
         )  # fmt: skip
+    if name == tables.MIG_CONFIGS:
+        return _parsed_yaml(content, masked(place)), masked(place)
     return _parsed(content, masked(place)), masked(place)
 
 
@@ -107,6 +110,7 @@ def checked_servers(data: Any, origin: str) -> Mapping[str, Any]:
 # What a site may replace by a variable of the same name, and what refuses a wrong one.
 _OF_SITES: Mapping[str, Callable[[Any, str], Mapping[str, Any]]] = {
     tables.RELEASES: tables.checked_releases, tables.SERVERS: checked_servers, tables.MODELS: checked_models,
+    tables.MIG_CONFIGS: checked_mig_configs,
 }  # fmt: skip
 
 
@@ -115,6 +119,15 @@ def _parsed(content: bytes, origin: str) -> Any:
         return tables.parse(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{origin} is not valid JSON", str(error)[:200], "get the file again, or remove it") from None
+
+
+def _parsed_yaml(content: bytes, origin: str) -> Any:
+    import yaml  # of no use on hosts
+
+    try:
+        return yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"{origin} is not valid YAML", str(error)[:200], "get the file again") from None
 
 
 def use_tables(sent: Mapping[str, Any]) -> None:

@@ -18,10 +18,10 @@ from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import mig
 from gpuprov.driver.installer import service_packages
-from gpuprov.driver.mig import DISABLED
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.mig_configs import DISABLED, ENABLED
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -117,6 +117,8 @@ def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
 
 
 def _mig_instances(index: int, text: str) -> str:
+    if text == ENABLED:
+        return ":"
     if not text.startswith("all-"):
         return f"nvidia-smi mig -i {index} -cgi {text} -C"
     # The first must succeed; the others repeat until there is no room left.

@@ -271,11 +271,11 @@ def image_problems(driver: DriverSource) -> Iterator[Problem]:
             "not set",
             "set gpuprov_image_nvswitch: true (HGX and DGX machines), or false",
         )
-    if spec.mig_layout:
+    if spec.divides_gpus:
         yield Problem(
             "GPUs that are not here yet can't be divided by MIG",
-            "gpuprov_target is image, and gpuprov_mig_layout is set",
-            "leave gpuprov_mig_layout out; divide them on the machine: gpuprov install -e gpuprov_mig_layout=…",
+            "gpuprov_target is image, and gpuprov_mig_layout or gpuprov_mig_config is set",
+            "leave it out; divide them on the machine: gpuprov install -e gpuprov_mig_layout=…",
         )
 
 

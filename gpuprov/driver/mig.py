@@ -5,6 +5,7 @@ Source: NVIDIA's Multi-Instance GPU User Guide. A layout is one text for all GPU
     disabled                 no MIG
     all-1g.10gb              as many of this profile as fit
     3g.40gb,2g.20gb,2g.20gb  exactly these
+    enabled                  MIG and no devices; only in files of mig-parted's format
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from gpuprov.facts.driver import gather_holders
 from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
 from gpuprov.protocol.models import Model
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import MODELS, rows
 from gpuprov.protocol.words import counted
 
 _ALL = "all-"
-DISABLED = "disabled"
 
 
 def wanted_for(layout: Sequence[str], index: int) -> str:
@@ -42,7 +43,7 @@ def wanted_for(layout: Sequence[str], index: int) -> str:
 
 def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
     """Return the sorted profiles that a layout's text means on a GPU; all-… needs a GPU with MIG on."""
-    if text == DISABLED:
+    if text in (DISABLED, ENABLED):
         return ()
     if not text.startswith(_ALL):
         return tuple(sorted(text.split(",")))
@@ -57,7 +58,7 @@ def is_right(text: str, gpu: MigGpu) -> bool:
     if text == DISABLED:
         return gpu.current in ("Disabled", "[N/A]", "N/A")
     profiles = profiles_of(text, gpu)
-    return gpu.current == "Enabled" and profiles != () and gpu.instances == profiles
+    return gpu.current == "Enabled" and (profiles != () or text == ENABLED) and gpu.instances == profiles
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _bring(system: System, index: int, text: str) -> None:
         raise GpuprovError(
             f"GPU {index} can't be divided: it has no MIG",
             f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}",
-            f"take it out of gpuprov_mig_layout (disabled); these have MIG: {names}",
+            f"take it out of the MIG layout (disabled); these have MIG: {names}",
         )
     if gpu.instances:
         for option in ("-dci", "-dgi"):
@@ -192,7 +193,10 @@ def _smi(system: System, index: int, words: tuple[str, ...], what: str) -> Compl
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:
     """Return index → text of each GPU that the layout names; NVML numbers them in bus order."""
-    found = ((index, wanted_for(spec.mig_layout, index)) for index in range(len(facts.gpus)))
+    layout = spec.mig_layout
+    if spec.mig_config:
+        layout = layout_of(spec.mig_config, [gpu.device_id for gpu in facts.gpus])
+    found = ((index, wanted_for(layout, index)) for index in range(len(facts.gpus)))
     return tuple((index, text) for index, text in found if text)
 
 
@@ -211,10 +215,15 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what prevents the division of the GPUs."""
-    if spec.mig_layout and facts.kernel.container:
+    if spec.mig_layout and spec.mig_config:
+        both = f"gpuprov_mig_layout is {','.join(spec.mig_layout)}, gpuprov_mig_config is {spec.mig_config}"
+        return (Problem("two MIG layouts are given", both, "leave one of them out"),)
+    if spec.divides_gpus and facts.kernel.container:
         what = "GPUs are divided by the container host, not in a system container"
-        step = "leave gpuprov_mig_layout out here, and set it for the container host"
-        return (Problem(what, f"inside {facts.kernel.container}; gpuprov_mig_layout is set", step),)
+        step = "leave the MIG layout out here, and set it for the container host"
+        return (
+            Problem(what, f"inside {facts.kernel.container}; gpuprov_mig_layout or gpuprov_mig_config is set", step),
+        )
     if len(spec.mig_layout) > max(len(facts.gpus), 1):
         asked, there = counted(len(spec.mig_layout), "GPU"), len(facts.gpus)
         what, seen = f"gpuprov_mig_layout speaks of {asked}, this host has {there}", (gpu.bus_id for gpu in facts.gpus)

@@ -98,7 +98,7 @@ def gather_for(
     context = PlanContext(facts, spec)
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
     facts = _with_obstacles(system, facts, context, steps)
-    if spec.mig_layout and facts.image is None:
+    if spec.divides_gpus and facts.image is None:
         facts = replace(facts, mig=gather_mig(system))
     if isinstance(context.driver, RunFile) and context.driver.installs and spec.driver_version:
         facts = replace(facts, served=gather_served(system, context.driver.path))

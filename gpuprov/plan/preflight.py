@@ -22,6 +22,7 @@ from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.known_problems import NEWEST, matching
+from gpuprov.protocol.mig_configs import DISABLED
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import support_end
 
@@ -238,7 +239,7 @@ def _combination_to_come(driver: DriverSource) -> Mapping[str, Any]:
         "toolkit": spec.toolkit_version or there["toolkit"] or NEWEST if spec.toolkit == "nvidia" else "",
         "docker": docker if spec.docker != "none" else "",
         "podman": there["podman"] if "podman" in facts.engines else "",
-        "mig": there["mig"] or any(one != "disabled" for one in spec.mig_layout),
+        "mig": there["mig"] or any(text != DISABLED for _, text in mig.wanted(facts, spec)),
         "builds": driver.compiles and (version != there["driver"] or not facts.driver_loaded_version),
     }  # fmt: skip
 

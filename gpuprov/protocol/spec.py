@@ -102,6 +102,9 @@ class HostSpec:
     dcgm: bool = flag()
     dcgm_exporter: bool = flag()
     mig_layout: tuple[str, ...] = several(TextOrList(check.MIG_LAYOUT))
+    mig_config: str = text(check.MIG_CONFIG)
+    mig_configs: str = text(check.URL_OR_PATH)
+    mig_configs_sha256: str = text(check.SHA256)
 
     # Whether the machine's disk becomes an image, and which GPUs its copies will meet.
     target: str = choice(HOST, IMAGE)
@@ -161,6 +164,11 @@ class HostSpec:
     verify_image: str = text(check.IMAGE)
     torch_image: str = text(check.IMAGE)
     tensorflow_image: str = text(check.IMAGE)
+
+    @property
+    def divides_gpus(self) -> bool:
+        """Say whether a MIG layout is given, here or in a file."""
+        return bool(self.mig_layout or self.mig_config)
 
 
 def option_names() -> tuple[str, ...]:

@@ -53,6 +53,9 @@ MIG_LAYOUT = validate.Regexp(
     r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
     error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
 )
+MIG_CONFIG = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9+_.-]{0,63}\Z", error="is not a name of letters, digits, '+', '.', '_' and '-'"
+)
 IMAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference")
 ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")

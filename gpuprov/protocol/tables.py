@@ -20,9 +20,9 @@ from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.versions import version_numbers
 
 RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS = "driver_releases", "advisories", "servers", "known_problems"
-MODELS, XIDS, FAILURES, HEALTH = "models", "xids", "failures", "health"
+MODELS, XIDS, FAILURES, HEALTH, MIG_CONFIGS = "models", "xids", "failures", "health", "mig_configs"
 # Those that a request may replace.
-NAMES = RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS, MODELS
+NAMES = RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS, MODELS, MIG_CONFIGS
 _in_use: dict[str, Any] = {}
 T = TypeVar("T")
 

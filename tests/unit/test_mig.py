@@ -315,3 +315,9 @@ def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) ->
     assert "the container host" in mig.problems(inside, spec("disabled"))[0].what
     (problem,) = mig.problems(facts, spec("disabled", "disabled"))
     assert problem.what == "gpuprov_mig_layout speaks of 2 GPUs, this host has 1"
+
+
+def test_mig_without_devices_is_a_layout_of_its_own() -> None:
+    assert is_right("enabled", replace(H100, current="Enabled", instances=()))
+    assert not is_right("enabled", replace(H100, current="Enabled", instances=("1g.10gb",)))
+    assert not is_right("enabled", replace(H100, current="Disabled", instances=()))

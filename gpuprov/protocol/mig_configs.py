@@ -1,0 +1,67 @@
+"""Named divisions of GPUs in the format of NVIDIA's mig-parted. Source: its README and api/spec/v1. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuprov.protocol.errors import UsageError
+from gpuprov.protocol.tables import MIG_CONFIGS, table
+
+DISABLED, ENABLED = "disabled", "enabled"
+_LISTS = "mig-configs"
+_PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)?")
+# A PCI device and its vendor: 0x233010DE.
+_FILTER = re.compile(r"0x([0-9a-fA-F]{4})10[dD][eE]")
+_MOST_PROFILES = 32
+
+
+def layout_of(name: str, device_ids: Sequence[str]) -> tuple[str, ...]:
+    """Return a configuration's text for each GPU, by its PCI device id: `disabled`, `enabled` or profiles, "" if none.
+
+    A later entry wins, as the later of two that mig-parted applies. Raises UsageError if no configuration has the name.
+    """
+    known = table(MIG_CONFIGS)[_LISTS]
+    if name not in known:
+        names = ", ".join(map(str, known)) or "none: gpuprov_mig_configs names no file"
+        raise UsageError(f"there is no MIG configuration {name}", f"known: {names}", "set gpuprov_mig_config to one")
+    found = [""] * len(device_ids)
+    for entry in known[name]:
+        filters, indexes, text = _read(entry)
+        for index, device_id in enumerate(device_ids):
+            if (indexes is None or index in indexes) and (not filters or device_id.lower() in filters):
+                found[index] = text
+    return tuple(found)
+
+
+def checked_mig_configs(data: Any, origin: str) -> Mapping[str, Any]:
+    """Return a site's file if it is sound. Raises UsageError that names what is wrong in it."""
+    entry: Any = None
+    try:
+        if data["version"] != "v1":
+            raise ValueError("its version is not v1")
+        for entries in data[_LISTS].values():
+            for entry in entries:
+                _read(entry)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        seen = f"{origin}: {error}" + (f" in {str(entry)[:200]}" if entry else "")
+        raise UsageError("the file of MIG configurations is not valid", seen, "its form is mig-parted's, v1") from None
+    found: Mapping[str, Any] = data
+    return found
+
+
+def _read(entry: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...] | None, str]:
+    """Return the device ids, the indexes (None: all) and the text of an entry. Raises ValueError and others."""
+    given = entry.get("device-filter") or []
+    matches = [_FILTER.fullmatch(one) for one in ([given] if isinstance(given, str) else given)]
+    indexes = None if entry["devices"] == "all" else tuple(int(one) for one in entry["devices"])
+    counts = entry.get("mig-devices") or {}
+    profiles = [(str(profile), int(count)) for profile, count in counts.items()]
+    if None in matches or not all(_PROFILE.fullmatch(one) and count > 0 for one, count in profiles):
+        raise ValueError("a device-filter is no PCI id such as 0x233010DE, or a profile none such as 1g.10gb")
+    if sum(count for _, count in profiles) > _MOST_PROFILES:
+        raise ValueError(f"more than {_MOST_PROFILES} MIG devices on a GPU")
+    text = ",".join(profile for profile, count in sorted(profiles) for _ in range(count)) or ENABLED
+    filters = tuple(match[1].lower() for match in matches if match)
+    return filters, indexes, text if entry["mig-enabled"] is True else DISABLED
