@@ -17,7 +17,6 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restor
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import mig
-from gpuprov.driver.installer import service_packages
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
 from gpuprov.protocol.errors import GpuprovError
@@ -52,8 +51,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 def packages(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that a driver's services need."""
-    os = driver.facts.os
-    return service_packages(os.id, os.version) if _has_persistence(driver) else ()
+    row = driver.facts.distribution
+    return row.service_packages if row is not None and _has_persistence(driver) else ()
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:

@@ -11,7 +11,6 @@ from gpuprov import toolkit
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, distribution, fabric_manager
-from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.machine.distros import (
@@ -333,7 +332,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> s
         # What makes kernels to come bring their headers is asked for by the installed kernel's packages.
         cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
         found |= {*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores), *row.build_packages}
-        found |= {*service_packages(row.id, row.version), *manager_of(row).confinement_packages}
+        found |= {*row.service_packages, *manager_of(row).confinement_packages}
     for spec in specs:
         found |= {
             *software.engine_packages(row, spec),

@@ -209,18 +209,7 @@ def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
 
 def fetch_small(system: System, url: str) -> bytes:
     """Return the content at `url`, at most 1 MiB. Raises GpuprovError if it is unavailable or larger."""
-    if url.startswith("file://"):
-        content = system.read_start(url[len("file://") :], _SMALL + 1)
-        if content is None:
-            raise GpuprovError(f"there is no file {url}", "", "check the path")
-    else:
-        content = _read_small(system, url)
-    if len(content) > _SMALL:
-        raise GpuprovError(f"{masked(url)} is larger than expected", f"more than {_SMALL} bytes", "check the URL")
-    return content
 
-
-def _read_small(system: System, url: str) -> bytes:
     def attempt() -> bytes:
         content = b""
         with _get(system, url, 0) as response:
@@ -230,7 +219,15 @@ def _read_small(system: System, url: str) -> bytes:
                     break
         return content
 
-    return _persistently(system, url, attempt, lambda: False, tell_nobody)
+    if url.startswith("file://"):
+        content = system.read_start(url[len("file://") :], _SMALL + 1)
+        if content is None:
+            raise GpuprovError(f"there is no file {url}", "", "check the path")
+    else:
+        content = _persistently(system, url, attempt, lambda: False, tell_nobody)
+    if len(content) > _SMALL:
+        raise GpuprovError(f"{masked(url)} is larger than expected", f"more than {_SMALL} bytes", "check the URL")
+    return content
 
 
 def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:

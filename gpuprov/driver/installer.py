@@ -154,16 +154,3 @@ def explain_failure(
     row = next((one for one in failures("installer") if one.returncode == returncode), unknown)
     decisive = errors[0] if errors else (output.strip().splitlines() or [""])[-1]
     return row.what, decisive.strip(), row.next_step
-
-
-# nvidia-persistenced of the .run needs it and does not include it (packages.debian.org, packages.ubuntu.com).
-_LIBTIRPC = {
-    "libtirpc3": (("debian", "11"), ("debian", "12"), ("ubuntu", "20.04"), ("ubuntu", "22.04")),
-    "libtirpc3t64": (("debian", "13"), ("ubuntu", "24.04"), ("ubuntu", "26.04")),
-}  # fmt: skip
-
-
-def service_packages(distribution: str, version: str) -> tuple[str, ...]:
-    """Return the packages that a driver's services need on a distribution."""
-    release = (distribution, version)
-    return tuple(name for name, releases in _LIBTIRPC.items() if release in releases)

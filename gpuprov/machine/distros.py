@@ -43,6 +43,7 @@ class Distribution:
     `nvidia_name`: the folder in NVIDIA's CUDA repositories, {major} and {digits} standing for parts of the version.
     `source`: where the row was read.
     `pythons`: packages of a Python that gpuprov runs on; the first that a repository has is enough.
+    `service_packages`: what nvidia-persistenced of a .run needs and does not include.
     """
 
     id: str
@@ -61,6 +62,7 @@ class Distribution:
     codename: str = ""
     architectures: tuple[str, ...] = ("x86_64", "aarch64")
     pythons: tuple[str, ...] = ("python3",)
+    service_packages: tuple[str, ...] = ()
 
     @property
     def nvidia_repository(self) -> str:

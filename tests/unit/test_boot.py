@@ -25,6 +25,7 @@ from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot
 from gpuprov.facts.boot import MODULES, NODES, PERSISTENCE, REFRESH, SERVE, SERVE_SOCKET, UDEV_RULES, UNITS, WATCH
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import OperatingSystem
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -92,6 +93,8 @@ def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: H
 def test_a_machine_with_its_own_kernel_does_both(metal: HostFacts) -> None:
     assert written(metal, spec()) == EVERYWHERE | {MODULES, f"{UNITS}/{PERSISTENCE}"}
     assert prepare.packages(source_of(metal, spec())) == ("libtirpc3",)
+    mint = OperatingSystem("linuxmint", "22", "wilma", ("ubuntu", "debian"), "Linux Mint 22", "noble")
+    assert prepare.packages(source_of(replace(metal, os=mint), spec())) == ("libtirpc3t64",)
 
 
 def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(host: FakeHost) -> None:
