@@ -166,6 +166,6 @@ def _until_booted(host: Host, command: str) -> str:
     if "poweroff" in command:
         host.switch_on()
     else:
-        wait_for(f"the reboot of {host.name}", lambda: host.boot_id() not in ("", before), _BOOT_SECONDS)
+        wait_for(f"the reboot of {host.name}", lambda: host.boot_id() != before, _BOOT_SECONDS)
         host.wait_until_settled()
     return done.stdout + done.stderr

@@ -206,14 +206,16 @@ class Host:
 
     def reboot(self) -> None:
         """Reboot from inside, and wait for the new boot."""
-        # An answer that failed to come on a busy machine must not be taken for another boot.
-        wait_for(f"an answer of {self.name}", lambda: self.boot_id() != "", _BOOT_SECONDS)
         before = self.boot_id()
         self.ssh("systemctl reboot", check=False)
-        wait_for(f"the reboot of {self.name}", lambda: self.boot_id() not in ("", before), _BOOT_SECONDS)
+        wait_for(f"the reboot of {self.name}", lambda: self._boot_now() not in ("", before), _BOOT_SECONDS)
         self.wait_until_settled()
 
     def boot_id(self) -> str:
+        """Return the boot's id, as soon as the host answers: a late answer must not be taken for another boot."""
+        return wait_for(f"an answer of {self.name}", self._boot_now, _BOOT_SECONDS)
+
+    def _boot_now(self) -> str:
         """Return the boot's id, nothing while the host does not answer or goes down.
 
         systemd-nspawn gives a host an id of its own by a mount, which the host's shutdown undoes: the machine's shows.

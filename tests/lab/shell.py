@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Found = TypeVar("Found")
 
 
 class LabError(Exception):
@@ -24,10 +27,11 @@ def run(argv: Sequence[str], *, check: bool = True, stdin: str = "", timeout: fl
     return done.stdout
 
 
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 300) -> None:
-    """Wait until a condition holds. Raises LabError if it does not in time, which only a fault takes."""
+def wait_for(what: str, condition: Callable[[], Found], seconds: float = 300) -> Found:
+    """Wait until a condition holds; return its value. Raises LabError if it takes longer, as only a fault does."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise LabError(f"{what} did not happen within {seconds:g} s")
         time.sleep(0.05)
+    return found

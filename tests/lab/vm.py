@@ -64,7 +64,7 @@ class Vm:
         """Wait until another boot than `left_boot` has come to its end."""
         try:
             wait_for(
-                "the boot of the virtual machine", lambda: self.boot_id() not in ("", left_boot), self.boot_seconds
+                "the boot of the virtual machine", lambda: self._boot_now() not in ("", left_boot), self.boot_seconds
             )
         except LabError as error:
             console = (self.directory / "console.log").read_text(errors="replace")[-1500:]
@@ -72,6 +72,10 @@ class Vm:
         self.ssh("systemctl is-system-running --wait", check=False, timeout=self.boot_seconds)
 
     def boot_id(self) -> str:
+        """Return the boot's id, as soon as the machine answers."""
+        return wait_for("an answer of the virtual machine", self._boot_now, self.boot_seconds)
+
+    def _boot_now(self) -> str:
         """Return the boot's id, nothing while the machine does not answer."""
         if self._process is None or self._process.poll() is not None:
             raise LabError(f"qemu does not run: {self._said()}")
