@@ -73,6 +73,13 @@ class Text(schema_fields.String):
         return str(super()._deserialize(str(value) if whole else value, attr, data, **kwargs))
 
 
+class Word(schema_fields.String):
+    """One of some words, among them `off`, of which YAML makes false."""
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> str:
+        return str(super()._deserialize("off" if value is False else value, attr, data, **kwargs))
+
+
 class OrEmpty(validate.Validator):
     """Another check, passed by the empty text too."""
 
@@ -96,7 +103,7 @@ def text(*checks: validate.Validator, default: str = "") -> Any:
 def choice(*choices: str) -> Any:
     """Return the field of one of some words, the first by default."""
     check = validate.OneOf(choices, error="is not one of {choices}")
-    return _option(schema_fields.String(validate=check), choices[0], choices)
+    return _option((Word if "off" in choices else schema_fields.String)(validate=check), choices[0], choices)
 
 
 def flag(*, default: bool = False) -> Any:

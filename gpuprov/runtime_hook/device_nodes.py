@@ -39,6 +39,10 @@ _OPTIONS = "bind,ro,nosuid,nodev,noexec"
 _IMEX = "/dev/nvidia-caps-imex-channels"
 # A channel's number is a device minor.
 _MOST_IMEX = 1 << 20
+_CHANNELS = (
+    "channel 0: options nvidia NVreg_CreateImexChannel0=1 in /etc/modprobe.d, then a reboot; any: mknod PATH c MAJOR "
+    "NUMBER, with the MAJOR of nvidia-caps-imex-channels in /proc/devices"
+)
 _MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
 _CAPABILITIES = "/dev/nvidia-caps"
 
@@ -127,7 +131,7 @@ def special_edits(specifications: Specifications, request: DeviceRequest) -> lis
 def _channel(name: str) -> dict[str, Any]:
     if not (name.isascii() and name.isdigit() and len(name) < 8 and int(name) < _MOST_IMEX):
         raise Refused(f"NVIDIA_IMEX_CHANNELS asks for {name!r}: channels are numbers below {_MOST_IMEX}")
-    return _node(f"{_IMEX}/channel{int(name)}", "IMEX channel", "nvidia-modprobe --help shows how channels are made")
+    return _node(f"{_IMEX}/channel{int(name)}", "IMEX channel", _CHANNELS)
 
 
 def _mig(name: str) -> dict[str, Any]:

@@ -79,6 +79,12 @@ def test_versions_as_nvidia_gives_them_to_its_packages(version: str) -> None:
     assert parse_spec({"toolkit_version": version}).toolkit_version == version
 
 
+def test_off_is_a_word_though_yaml_makes_false_of_it() -> None:
+    assert parse_spec({"watch": False}).watch == "off"
+    with pytest.raises(GpuprovError, match="gpuprov_watch must be text"):
+        parse_spec({"watch": True})
+
+
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(GpuprovError) as caught:
         parse_spec({"driver": "x", "driver_version": 1, "nope": 2})

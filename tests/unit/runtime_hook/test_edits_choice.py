@@ -189,6 +189,10 @@ def test_libraries_go_where_the_images_loader_searches(
         ("NVIDIA_IMEX_CHANNELS=x", "asks for 'x': channels are numbers below 1048576"),
         ("NVIDIA_IMEX_CHANNELS=1048576", "channels are numbers below"),
         ("NVIDIA_IMEX_CHANNELS=3", "the IMEX channel /dev/nvidia-caps-imex-channels/channel3 is not on this host"),
+        (
+            "NVIDIA_IMEX_CHANNELS=0",
+            "NVreg_CreateImexChannel0=1 in /etc/modprobe.d.*the MAJOR of nvidia-caps-imex-channels",
+        ),
         ("NVIDIA_MIG_CONFIG_DEVICES=all", "no MIG capability 'config'"),
         ("NVIDIA_MIG_MONITOR_DEVICES=all", "no MIG capability 'monitor'"),
         ("NVIDIA_GDS=enabled", "no CDI specification of nvidia.com/gds"),
