@@ -43,7 +43,7 @@ def run_request(
         spec = read_spec(request.spec, request.tables)
         system.proxy = Proxy(spec.proxy, spec.no_proxy)
         run = for_target(RunContext(request, spec, system, sink, stop_requested))
-        if request.changes_the_host:
+        if request.changes_the_host or request.command == "accept":
             finished = _locked(_as_root(run), sink)
         else:
             with system.interruptible(stop_requested):
@@ -115,8 +115,6 @@ def _look(run: RunContext) -> Finished:
     run = _as_root(run)
     if command == "verify":
         return _verify(run)
-    if command == "accept":
-        return _accept(run)
     if command == "doctor" and run.request.fix:
         from gpuprov.agent import fix
 
@@ -134,7 +132,7 @@ def _look(run: RunContext) -> Finished:
 
 
 def _locked(run: RunContext, sink: _MadeChanges) -> Finished:
-    """Carry out a command that changes the host: one at a time."""
+    """Carry out a command that changes the host, or loads its GPUs: one at a time."""
     with host_lock(
         run.system,
         pid=run.system.own_pid(),
@@ -144,6 +142,9 @@ def _locked(run: RunContext, sink: _MadeChanges) -> Finished:
         tell=run.note,
     ) as note:
         sink.note = note
+        if run.request.command == "accept":
+            with run.system.interruptible(run.stop_requested):
+                return _accept(run)
         if run.request.command in ("rollback", "uninstall"):
             from gpuprov.agent.uninstall import roll_back, uninstall
 
@@ -195,8 +196,6 @@ def _accept(run: RunContext) -> Finished:
     from gpuprov.verify import verify
 
     reach_local_docker(run.system)
-    if holder := other_run(run.system):
-        raise GpuprovError("a run is working on this host", f"{holder}", "run the same command again once it is over")
     minutes = run.request.arguments.get("minutes", 10)
     if type(minutes) is not int or not 1 <= minutes <= MOST_MINUTES:
         raise UsageError(f"accept takes 1 to {MOST_MINUTES} minutes", f"{minutes!r:.80}", "give another number")

@@ -35,6 +35,7 @@ _PASSED_ENVIRONMENT = (
 )  # fmt: skip
 _CHUNK = 1 << 16
 _PATIENCE_SECONDS = 5.0
+_LONGEST_LINE = 1 << 20
 NOT_FOUND = 127
 TIMED_OUT = 124
 
@@ -218,7 +219,8 @@ def _tell_lines(pending: bytearray, data: bytes, on_line: Callable[[str], None] 
         return
     pending += data
     *lines, rest = pending.split(b"\n")
-    pending[:] = rest
+    # A line without end.
+    pending[:] = rest[-_LONGEST_LINE:]
     for line in lines:
         on_line(line.decode("utf-8", "replace").rstrip("\r"))
 

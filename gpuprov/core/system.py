@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Folders that runs and their programs write to; each may be a file system.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
 _CONNECT_SECONDS = 15
+# Bytes of a command's output.
+_MOST = 64 << 20
 
 
 class System:
@@ -197,9 +199,10 @@ class System:
 
         The command gets a clean environment, its own process group and a time limit in seconds. A Ctrl-C at the
         terminal does not reach it, so begun work is finished or undone. `on_line` receives each line as it is printed.
+        Of an output without end, as a hostile image may have, the last 64 MiB are kept.
         """
         env = {**self.environment, **(env or {})}
-        done = run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line, stop=self._stop)
+        done = run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line, stop=self._stop, most=_MOST)
         self._leave_if_asked()
         return done
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuprov.agent.run import run_request
 from gpuprov.checks.accept import accept, judge, parse_printed, plan
 from gpuprov.checks.engines import ALL, DOCKER
 from gpuprov.checks.smi import SmiGpu, SmiReport
@@ -15,7 +19,10 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.driver import GpuHolder
 from gpuprov.protocol.errors import GpuprovError, Stopped
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
+from tests.unit.fake_host import FakeHost
 
 _UUIDS = ("GPU-0", "GPU-1")
 _HOST = SmiReport("580", "13.0", tuple(SmiGpu(uuid, "H100", "", "", "", "") for uuid in _UUIDS))
@@ -86,6 +93,33 @@ def test_the_plan_has_all_steps_with_their_times() -> None:
     lines = plan(7)
     assert lines[0].startswith("step 1 of 3: verify")
     assert "rest of 7 min" in lines[2]
+
+
+def test_a_second_accept_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    other = subprocess.Popen(("sleep", "60"))
+    try:
+        lock = (tmp_path / "run/gpuprov.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        json.dump({"pid": other.pid, "command": "accept", "since": "now"}, lock, indent=None)
+        lock.flush()
+        # The holder has the file open: that shows that it is alive.
+        for name, text in (("stat", f"{other.pid} (gpuprov) S 1"), ("comm", "gpuprov")):
+            path = tmp_path / f"proc/{other.pid}/{name}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (tmp_path / f"proc/{other.pid}/fd").mkdir()
+        (tmp_path / f"proc/{other.pid}/fd/3").symlink_to(tmp_path / "run/gpuprov.lock")
+        events: list[Event] = []
+        run_request(Request("accept", {}), events.append, FakeHost(tmp_path))
+    finally:
+        other.kill()
+        other.wait()
+        lock.close()
+    assert isinstance(events[-1], Finished)
+    (problem,) = events[-1].problems
+    assert problem.what == "another gpuprov run holds this host"
+    assert "gpuprov accept, since now" in problem.evidence
 
 
 def test_an_interrupted_run_removes_its_container() -> None:

@@ -243,3 +243,14 @@ def test_a_folder_that_is_a_link_to_nothing_prevents_a_write(tmp_path: Path) -> 
     assert problem.next_step == "rm /etc/cdi"
     (tmp_path / "gone/cdi").mkdir(parents=True)
     assert system.write_problems(["/etc/cdi/nvidia.json"]) == ()
+
+
+def test_an_output_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuprov.core.system._MOST", 1000)
+    monkeypatch.setattr("gpuprov.core.commands._LONGEST_LINE", 1000)
+    told: list[str] = []
+    done = System().run(("sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x; echo end"), on_line=told.append)
+    assert done.stdout.endswith("xend\n")
+    assert len(done.stdout) == 1000
+    # A part of a line and the last piece that was read.
+    assert [len(line) <= 1000 + (1 << 16) for line in told] == [True]
