@@ -14,6 +14,7 @@ from typing import Callable, Union
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.install import begin_reboot, leave_resume
 from gpuprov.checks import health
+from gpuprov.checks.accept import accept
 from gpuprov.core.places import REPAIRS
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
@@ -26,13 +27,16 @@ from gpuprov.facts.gpus import gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.codec import WrongDataError, dump, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, HealthFound, PlannedChange
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, HealthFound, Note, PlannedChange
 from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import IMAGE
-from gpuprov.protocol.words import counted
+from gpuprov.protocol.words import counted, one_line
+from gpuprov.verify import verify
 
 RESET, REBOOT, STEP = "reset", "reboot", "repair"
 _RESET_SECONDS = 600.0
+# Of the load after a reset.
+_LOAD_MINUTES = 1
 # From this generation on, GPUs that NVLink joins are reset one by one; with NVSwitches, if the fabric manager runs.
 _SINGLY = 0x2080
 _KMSG = "/dev/kmsg"
@@ -223,6 +227,8 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
     else:
         run.sink(ChangeDone(STEP, round(system.now() - begun, 3)))
     found = _prove(run)
+    if not problems and verdict_of(found) != "unfit":
+        found = _load(run, found)
     verdict = verdict_of(found)
     if verdict != "unfit":
         start_all_again(system, _tell(run))
@@ -290,6 +296,29 @@ def _prove(run: RunContext) -> tuple[HealthFound, ...]:
     _wait_for_fabric(run.system)
     health.examine(run.system, note)
     return tuple(found)
+
+
+def _load(run: RunContext, found: tuple[HealthFound, ...]) -> tuple[HealthFound, ...]:
+    """Load the GPUs for a minute as `gpuprov accept` does; return the findings with those of the load.
+
+    Not while a program computes on another GPU of the host, nor without an engine: a note says so.
+    """
+    known = {(one.rule, one.gpu): one for one in found}
+
+    def note(event: Event) -> None:
+        # The checks and figures of a whole `accept` are no part of a repair's report.
+        new = isinstance(event, HealthFound) and (event.rule, event.gpu) not in known
+        if isinstance(event, HealthFound):
+            known.setdefault((event.rule, event.gpu), event)
+        if new or isinstance(event, Note):
+            run.sink(event)
+
+    spec = run.spec
+    try:
+        accept(run.system, spec, note, _LOAD_MINUTES, lambda tests: verify(run.system, spec, note, tests=tests).good)
+    except GpuprovError as error:
+        run.note(f"the GPUs were not loaded after the reset: {one_line(error)}", "warning")
+    return tuple(known.values())
 
 
 def verdict_of(found: Sequence[HealthFound]) -> str:

@@ -76,6 +76,7 @@ def test_a_gpu_is_reset_on_a_drained_host_which_gets_work_again_if_it_is_fit(
         assert "main is drained since" in done.stdout
     else:
         assert (record["outcome"], record["after"]) == ("ok", [])
+        assert "these GPUs are simulated: they compute nothing" in done.stdout
     assert done.returncode == 0, done.stdout
     assert calls.read_text() == "drain main\n" * (2 if lasting else 1) + "undrain main\n"
     assert gpuprov("health", "--hosts", inventory).returncode == 0

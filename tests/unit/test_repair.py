@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent import repair
 from gpuprov.agent.repair import Record, Repair, decide
 from gpuprov.agent.run import run_request
 from gpuprov.checks.health import Readings, judge
 from gpuprov.core.commands import Completed
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.protocol.codec import load
-from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import ChangeDone, Event, Finished, Note, Planned
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import ChangeDone, CheckDone, Event, Finished, HealthFound, Note, Planned, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.unit.health_cases import healthy
@@ -163,9 +164,11 @@ class IllHost(LoadedHost):
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> IllHost:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IllHost:
     made = IllHost(tmp_path)
     made.container("job", 900)
+    # No container starts here.
+    monkeypatch.setattr(repair, "accept", lambda *_: None)
     return made
 
 
@@ -297,6 +300,41 @@ def test_one_that_stays_unfit_gets_its_container_not_back(host: IllHost) -> None
     assert finished.problems[0].next_step == "docker start job"
     assert (host.running, host.units) == (set(), {PERSISTENCED, DCGM})
     assert _record(host).outcome == "unfit"
+
+
+def test_a_gpu_that_fails_under_load_after_its_reset_leaves_the_host_unfit(
+    host: IllHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (host.root / "proc/900/fd/0").unlink()
+    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    wrong = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")
+    running: list[set[str]] = []
+
+    def load(system: IllHost, spec: HostSpec, sink: Sink, minutes: int, verify: object) -> None:
+        running.append(set(system.running))
+        sink(wrong)
+        sink(CheckDone("GPU 0, program", "failed", reason="accept-wrong"))
+
+    monkeypatch.setattr(repair, "accept", load)
+    finished, events = _doctor(host, "reset")
+    assert running == [set()]
+    assert (finished.exit_code, host.running) == (ExitCode.UNFIT, set())
+    assert (_record(host).outcome, _record(host).after) == ("unfit", (wrong,))
+    assert events.count(wrong) == 1
+    assert "GPU 0, program" not in [one.name for one in events if isinstance(one, CheckDone)]
+
+
+def test_where_gpus_can_not_be_loaded_the_rest_counts_and_a_note_says_so(
+    host: IllHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise GpuprovError("the GPUs are in use", "process 7", "drain the host")
+
+    monkeypatch.setattr(repair, "accept", refuse)
+    _, events = _doctor(host, "reset")
+    assert _record(host).outcome == "ok"
+    assert any("not loaded after the reset: the GPUs are in use" in one.message
+               for one in events if isinstance(one, Note))  # fmt: skip
 
 
 def test_of_a_host_that_stays_unfit_100_records_are_kept(host: IllHost) -> None:
