@@ -216,10 +216,10 @@ def test_a_root_whose_folders_are_links_to_the_host_gets_nothing_there(
     bench.delete()
     before = sorted(outside.rglob("*"))
     bench.configure("NVIDIA_VISIBLE_DEVICES=0", hooks={"prestart": [bench.hook_entry("prestart")]})
-    mounts = Path("/proc/self/mounts").read_text()
     bench.create(runtime=bench.low_level)
     assert sorted(outside.rglob("*")) == before
-    assert Path("/proc/self/mounts").read_text() == mounts
+    # What comes from the driver's files, or lies outside; other tests mount their own meanwhile.
+    assert f"/{tmp_path.parent.name}/{tmp_path.name}/" not in Path("/proc/self/mountinfo").read_text()
 
 
 def test_wrong_nodes_in_the_image_are_replaced(bench: Bench) -> None:
