@@ -19,7 +19,7 @@ from tests import world
 
 _MARK = "GPUPROV_TEST_SESSION"
 # How long a process that is about to end may take.
-_SECONDS = 10
+_SECONDS = 30
 _HOME = pwd.getpwuid(os.geteuid()).pw_dir
 # The folders of the machine that are compared: how deep, and whether with size and time of files. Other programs of the
 # machine write too: what lies deep in /run, /var/lib and the home is theirs, but for what gpuprov and its engines keep.
