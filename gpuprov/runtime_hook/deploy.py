@@ -30,85 +30,9 @@ _COMMANDS = (
 _CHECKED_HASH = b"\x03\x00\x00\x00"
 # A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json has one of the words by which
 # containers ask for GPUs comes to Python, and one on a host whose settings name other words. Paths are fixed: a
-# caller's PATH decides nothing.
-_LAUNCHER = """\
-#!/bin/sh
-# gpuprov's container runtime: gives containers their GPUs on `create`, passes everything else to runc or crun.
-python={python}
-own={settings} nvidia={nvidia_settings} cache={cache}
-# Writes the sentence to stderr and to the file where the engine looks for it. It must not need Python.
-refuse() {{
-    echo "gpuprov: $1" >&2
-    [ -n "$log" ] && {{
-        now=$(PATH=/usr/bin:/bin date -u +%Y-%m-%dT%H:%M:%SZ)
-        printf '{{"level":"error","msg":"gpuprov: %s","time":"%s"}}\\n' "$1" "$now" >>"$log"
-    }} 2>/dev/null
-    exit 1
-}}
-# Flags with a value are named, so that no value passes for a command; of others the word is enough.
-command= bundle= log= flag= last=
-for word do
-    last=$word
-    case $flag in
-        -b|-bundle|--bundle) bundle=$word flag= ;;
-        --log) log=$word flag= ;;
-        ?*) flag= ;;
-        *)
-            case $word in
-                -b|-bundle|--bundle|--log|--root|--log-format|--log-level|--criu|--rootless|--cgroup-manager)
-                    flag=$word ;;
-                -b=*|-bundle=*|--bundle=*) bundle=${{word#*=}} ;;
-                --log=*) log=${{word#*=}} ;;
-                {commands})
-                    command=${{command:-$word}} ;;
-            esac ;;
-    esac
-done
-bundle=${{bundle:-.}}
-[ -e "$own" ] || own=
-[ -e "$nvidia" ] || nvidia=
-low_level=
-if [ -n "$own$nvidia" ]; then
-    # The settings may name another low-level runtime; the answer is kept until something changes beside them, or until
-    # that runtime is gone: another package has brought it to another folder.
-    if [ -r "$cache" ] && ! [ "${{own:-/}}" -nt "$cache" ] && ! [ "${{nvidia:-/}}" -nt "$cache" ] &&
-        ! [ "${{own:+{settings_folder}}}" -nt "$cache" ] && ! [ "${{nvidia:+{nvidia_folder}}}" -nt "$cache" ]; then
-        . "$cache"
-    fi
-    if ! [ -x "$low_level" ]; then
-        [ -x "$python" ] || refuse "{missing}"
-        low_level=$("$python" -I -S -E -B -c '{keep}' "$log" </dev/null) || exit
-    fi
-else
-    for low_level in {candidates}; do
-        [ -x "$low_level" ] && break
-        low_level=
-    done
-fi
-[ -n "$low_level" ] || refuse "neither runc nor crun is installed: install the package runc"
-if [ "$command" = delete ] && [ -f "{records}/$last" ]; then
-    "$low_level" "$@" || exit
-    rm -f "{records}/$last"
-    exit 0
-fi
-[ "$command" = create ] || exec "$low_level" "$@"
-case $flag in -b|-bundle|--bundle) refuse "$flag stands without a folder" ;; esac
-PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.json" $own $nvidia 2>/dev/null
-[ $? = 1 ] && exec "$low_level" "$@"
-[ -x "$python" ] || refuse "{missing}"
-exec "$python" -I -S -E -B -c '{start}main(*sys.argv[1:4], sys.argv[4:])' "$low_level" "$bundle" "$log" "$@"
-"""
-# A shell script too: without its Python, the engine would only say "no such file or directory".
-_HOOK = """\
-#!/bin/sh
-# gpuprov's container runtime hook: gives a container its GPUs where the engine runs hooks.
-python={python}
-[ -x "$python" ] || {{
-    echo "gpuprov: {missing}" >&2
-    exit 1
-}}
-exec "$python" -I -S -E -B -c '{start}main(sys.argv[1:])' "$@"
-"""
+# caller's PATH decides nothing. The hook is a shell script too: without its Python, the engine would only say "no such
+# file or directory".
+_LAUNCHER, _HOOK = "launcher.sh.in", "hook.sh.in"
 _MISSING = "the container runtime needs {python}, which is missing: run gpuprov install on this host"
 _PYTHON = re.compile(r"^python=(\S+)$", re.MULTILINE)
 # Launchers of versions that did not record it.
@@ -177,7 +101,7 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
     candidates = [
         path for name in low_level for path in ([name] if "/" in name else [f"{folder}/{name}" for folder in FOLDERS])
     ]
-    return _LAUNCHER.format(
+    return _template(_LAUNCHER).format(
         candidates=" ".join(candidates), python=python, missing=_MISSING.format(python=python),
         start=_load("main", library), keep=_NEW_ENOUGH + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
@@ -189,7 +113,16 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
 def render_hook(python: str, library: str = LIBRARY_PATH) -> str:
     """Return the program that engines run as an OCI hook, a shell script."""
     # An engine's or a container's PATH has no say in which Python this is.
-    return _HOOK.format(python=python, missing=_MISSING.format(python=python), start=_load("hook_main", library))
+    return _template(_HOOK).format(
+        python=python, missing=_MISSING.format(python=python), start=_load("hook_main", library)
+    )
+
+
+def _template(name: str) -> str:
+    """Return a script in which `{name}` stands for a value, and `{{` for a brace."""
+    content = pkgutil.get_data(__package__ or "gpuprov.runtime_hook", name)
+    assert content is not None
+    return content.decode()
 
 
 def python_of(launcher: bytes) -> str:
