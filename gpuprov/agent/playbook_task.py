@@ -28,7 +28,10 @@ BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 UPGRADE_VARIABLE = "gpuprov_play_upgrade"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
-_OWNERS = {"bundle": (PLAN, "install"), "bundle_digest": (PLAN, "install"), "fix": ("doctor",), "remember": ("verify",)}
+_OWNERS = {
+    "bundle": (PLAN, "install"), "bundle_digest": (PLAN, "install"), "fix": ("doctor",), "allow": ("doctor",),
+    "remember": ("verify",),
+}  # fmt: skip
 # These respect `check` or change nothing. Check mode cannot predict what any other command would do.
 _IN_CHECK_MODE = (PLAN, "install", "health", "facts", "doctor", "cuda", "rollback", "uninstall")
 
@@ -57,12 +60,15 @@ def task_request(
         CUDA: {"subject": container}, "rollback": {"this_run": this_run}, "accept": {"minutes": minutes},
     }  # fmt: skip
     others = {name for name, owners in _OWNERS.items() if command not in owners}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in asked.items() if name not in others
+    }
     upgrade = installs(command) and str(variables.get(UPGRADE_VARIABLE, "")).lower() in ("true", "yes", "on", "1")
     # The plugin waits for a host that reboots, and retries.
     return Request(
         "install" if command == PLAN else command, spec_to_json(spec), check=check or command == PLAN, upgrade=upgrade,
         caller_returns=True, tables=for_request(spec), arguments=arguments.get(command, {}),
-        steps=tuple(asked.pop("steps", ())), **{name: value for name, value in asked.items() if name not in others},
+        **fields,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
      "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix",
      "gpuprov_play_remember", "gpuprov_play_upgrade", "gpuprov_play_before_host_tasks",
-     "gpuprov_play_after_host_tasks", "gpuprov_play_rollback_on_failure", "gpuprov_play_window")
+     "gpuprov_play_after_host_tasks", "gpuprov_play_allow", "gpuprov_play_rollback_on_failure", "gpuprov_play_window")
 )  # fmt: skip
 
 

@@ -70,6 +70,13 @@ def test_verify_alone_is_told_to_remember(command: str, given: bool) -> None:
     assert task_request(command, VARIABLES, remember=True).remember is given
 
 
+@pytest.mark.parametrize(("command", "given"), [("doctor", ("reset", "reboot")), ("install", ())])
+def test_the_doctor_alone_may_repair_gpus(command: str, given: tuple[str, ...]) -> None:
+    request = task_request(command, VARIABLES, fix=True, allow=["reset", "reboot"])
+    assert request.allow == given
+    assert request_from_line(dump(request)) == request
+
+
 @pytest.mark.parametrize(("command", "given"), [("rollback", {"this_run": True}), ("install", {})])
 def test_rollback_alone_may_be_of_this_run(command: str, given: dict[str, Any]) -> None:
     assert task_request(command, VARIABLES, this_run=True).arguments == given

@@ -52,6 +52,7 @@ _ARGUMENTS = {
     "steps": {"type": "list", "elements": "str", "default": []},
     "container": {"type": "str", "default": ""},
     "fix": {"type": "bool", "default": False},
+    "allow": {"type": "list", "elements": "str", "default": [], "choices": ["reset", "reboot"]},
     "remember": {"type": "bool", "default": False},
     "this_run": {"type": "bool", "default": False},
     "window": {"type": "str", "default": ""},

@@ -44,6 +44,15 @@ options:
       - C(doctor) fixes the causes that gpuprov can fix, then checks again. C(rollback) undoes the fixes.
     type: bool
     default: false
+  allow:
+    description:
+      - What C(doctor) with C(fix) may do to repair GPUs that C(health) finds ill. C(reset) resets them,
+        and stops what uses them. C(reboot) reboots the host.
+      - Drain the host before the task, and give it work again only if the task does not fail.
+    type: list
+    elements: str
+    default: []
+    choices: [reset, reboot]
   remember:
     description: C(verify) records the present GPUs as the expected ones.
     type: bool
