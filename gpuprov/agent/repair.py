@@ -313,7 +313,7 @@ def _load(run: RunContext, found: tuple[HealthFound, ...]) -> tuple[HealthFound,
         if new or isinstance(event, Note):
             run.sink(event)
 
-    spec = run.spec
+    spec = replace(run.spec, accept_commands=())
     try:
         accept(run.system, spec, note, _LOAD_MINUTES, lambda tests: verify(run.system, spec, note, tests=tests).good)
     except GpuprovError as error:

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Callable
 
-from gpuprov.checks import health
+from gpuprov.checks import accept_commands, health
 from gpuprov.checks.cuda_checks import Failure, MaybeFailure, Number, Python, command, host_python
-from gpuprov.checks.engines import ALL, EngineTest
+from gpuprov.checks.engines import ALL, DockerLike, EngineTest
+from gpuprov.checks.outcome import Failed
 from gpuprov.checks.smi import SmiReport, per_gpu
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
@@ -25,14 +26,16 @@ from gpuprov.facts.driver import gather_holders
 from gpuprov.protocol.codec import Name, WrongDataError, load, parse
 from gpuprov.protocol.errors import GpuprovError, Stopped
 from gpuprov.protocol.events import CheckDone, Event, Finished, GpuMeasured, HealthFound, Note, Sink
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import AcceptCommand, HostSpec
 from gpuprov.protocol.words import one_line
 
 # The program's steps of each GPU, in its order.
 STEPS = {"arithmetic": "arithmetic", "memory": "all memory, written and read", "copy": "copies", "all": "all at once"}
 _CHECK = "program"
 _RESERVE_SECONDS, _LEAST_SECONDS, _GRACE_SECONDS, _WATCH_SECONDS = 15, 20, 90, 10.0
-_MOST_LINES, _MOST_TEXT = 5_000, 8 << 20
+_MOST_LINES, _MOST_TEXT, _MOST_NAME = 5_000, 8 << 20, 200
+# NCCL's processes share more than docker's 64 MiB. (A limit of locked memory can't be lifted in a system container.)
+_SHARED = ("--shm-size=1g",)
 # A driver keeps some memory of each GPU for itself.
 _USED_MIB = 1500
 _LOOK = "dmesg | grep -i -e nvrm -e xid; gpuprov health"
@@ -75,11 +78,13 @@ class Printed:
     name: Name = ""
 
 
-def plan(minutes: int) -> tuple[str, ...]:
+def plan(minutes: int, commands: Sequence[AcceptCommand] = ()) -> tuple[str, ...]:
     """Return the steps with their times, a line each."""
+    rest = f"for {'half of ' if commands else ''}the rest of {minutes} min"
     steps = [
         "verify: containers see the GPUs, about 1 min", "health of each GPU, 2 s",
-        f"a program in a container, on each GPU: {', '.join(STEPS.values())}, for the rest of {minutes} min",
+        f"a program in a container, on each GPU: {', '.join(STEPS.values())}, {rest}",
+        *(f"`{accept_commands.shown(one)}` in a container of {one.image}, within {minutes} min" for one in commands),
     ]  # fmt: skip
     return tuple(f"step {number} of {len(steps)}: {step}" for number, step in enumerate(steps, 1))
 
@@ -93,7 +98,7 @@ def accept(
     GpuprovError if something computes on a GPU: nothing is started then.
     """
     begun = system.now()
-    for line in plan(minutes):
+    for line in plan(minutes, spec.accept_commands):
         sink(Note(line))
     _require_idle(system)
     found: list[HealthFound] = []
@@ -112,9 +117,44 @@ def accept(
     if unfit := [one.rule for one in found if one.verdict == "unfit"]:
         sink(CheckDone(_CHECK, "skipped", reason=f"not on a host that is unfit: {unfit[0]}"))
         return health.concluded(found, gpus)
-    seconds = max(minutes * 60 - (system.now() - begun) - _RESERVE_SECONDS, _LEAST_SECONDS)
+    try:
+        images = [tests[0].engine.image(system, one.image) for one in spec.accept_commands]
+    except Failed as error:
+        raise GpuprovError("an image of gpuprov_accept_commands is missing", str(error), "docker pull IMAGE") from None
+    end = begun + minutes * 60 - _RESERVE_SECONDS
+    seconds = max((end - system.now()) / (2 if images else 1), _LEAST_SECONDS)
     _load(tests[0], spec, keep, int(seconds), {(one.rule, one.gpu) for one in found})
+    if images:
+        _load_by_commands(tests[0], spec, keep, images, end, found)
     return health.concluded(found, gpus)
+
+
+def _load_by_commands(
+    test: EngineTest, spec: HostSpec, sink: Sink, images: Sequence[str], end: float, found: Sequence[HealthFound]
+) -> None:
+    """Run the site's commands one after another, until `end` at the latest, unless the host is unfit by now."""
+    figures: dict[str, float] = {}
+    flags = _SHARED if isinstance(test.engine, DockerLike) else ()
+    for number, (one, image) in enumerate(zip(spec.accept_commands, images), 1):
+        name, known = f"command {number}", {(finding.rule, finding.gpu) for finding in found}
+        if unfit := [finding.rule for finding in found if finding.verdict == "unfit"]:
+            sink(CheckDone(name, "skipped", reason=f"not on a host that is unfit: {unfit[0]}"))
+            continue
+        seconds = max(end - test.system.now(), _LEAST_SECONDS)
+        with _Watch(test.system) as watch:
+            done = test.engine.run(test.system, image, one.command, ALL, seconds=seconds, flags=flags)
+        fault, seen = accept_commands.read(test.system, one, done)
+        figures.update(seen)
+        what = f"the command {number} of the site failed: {accept_commands.shown(one)}"
+        wrong = [_host("command", what, fault)] if fault else []
+        for finding in (*wrong, *(finding for key, finding in watch.found.items() if key not in known)):
+            sink(finding)
+        shown = ", ".join(f"{key.rpartition(': ')[2]} {speed / 1e9:.1f} GB/s" for key, speed in seen.items())
+        sink(CheckDone(name, "failed" if fault else "ok", "", shown, fault))
+    if figures:
+        # Hosts compare with those that have the same GPUs.
+        models = ", ".join(dict.fromkeys(gpu.name for gpu in test.host.gpus))
+        sink(GpuMeasured("", "", f"{len(test.host.gpus)} {models}"[:_MOST_NAME], figures))
 
 
 def _require_idle(system: System) -> None:

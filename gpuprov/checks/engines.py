@@ -214,7 +214,8 @@ class Containerd:
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
-        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (), on_line: OnLine = None,
+        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (), flags: tuple[str, ...] = (),
+        on_line: OnLine = None,
     ) -> Completed:  # fmt: skip
         container = f"{REPOSITORY}-{system.own_pid()}"
         # ctr can't take a variable out of the image's environment: a GPU that is not asked for is refused.
@@ -223,7 +224,7 @@ class Containerd:
         # ctr asks for 1024 CPU shares by itself, which a host without the cpu controller can't give.
         argv = (
             *_CTR, "run", "--rm", "--cpu-shares=0", "--runc-binary", self.runtime,
-            *_bind_mounts(mounts, "src", "dst", "options=rbind:ro"), *environment, image, container, *command,
+            *flags, *_bind_mounts(mounts, "src", "dst", "options=rbind:ro"), *environment, image, container, *command,
         )  # fmt: skip
 
         def remove() -> None:

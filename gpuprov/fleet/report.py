@@ -318,7 +318,8 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     if command == "health":
         return f"{hosts} healthy: {counted(sum(count_in(one.versions.get('gpus', '')) or 0 for one in results), 'GPU')}"
     if command == "accept":
-        return f"{hosts} accepted: {counted(sum(len(one.measured) for one in results), 'GPU')} measured"
+        gpus = sum(gpu.gpu != "" for one in results for gpu in one.measured)
+        return f"{hosts} accepted: {counted(gpus, 'GPU')} measured"
     if command == "facts":
         return f"facts of {hosts}"
     if command == "doctor":

@@ -58,6 +58,32 @@ class SiteRepository:
     components: str = ""
 
 
+class AcceptCommandSchema(Schema):
+    """One of the site's own commands of `gpuprov accept`."""
+
+    class Meta:
+        unknown = RAISE
+
+    image = schema_fields.String(required=True, validate=check.IMAGE)
+    command = schema_fields.List(
+        check.Text(validate=check.LINE), required=True, validate=validate.Length(1, 64, error="is no list of words")
+    )
+    expect = schema_fields.String(load_default="", validate=check.LINE)
+
+    @post_load
+    def _make(self, data: dict[str, Any], **_: Any) -> AcceptCommand:
+        return AcceptCommand(data["image"], tuple(data["command"]), data["expect"])
+
+
+@dataclass(frozen=True)
+class AcceptCommand:
+    """A command to run in a container of an image, and what its output must show (checks/accept_commands.py)."""
+
+    image: str
+    command: tuple[str, ...]
+    expect: str = ""
+
+
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
@@ -164,6 +190,12 @@ class HostSpec:
     verify_image: str = text(check.IMAGE)
     torch_image: str = text(check.IMAGE)
     tensorflow_image: str = text(check.IMAGE)
+    accept_commands: tuple[AcceptCommand, ...] = several(
+        schema_fields.List(
+            schema_fields.Nested(AcceptCommandSchema),
+            validate=validate.Length(max=16, error="has more than 16 commands"),
+        ),
+    )
 
     @property
     def divides_gpus(self) -> bool:

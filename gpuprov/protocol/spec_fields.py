@@ -57,6 +57,7 @@ MIG_CONFIG = validate.Regexp(
     r"[A-Za-z0-9][A-Za-z0-9+_.-]{0,63}\Z", error="is not a name of letters, digits, '+', '.', '_' and '-'"
 )
 IMAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference")
+LINE = validate.Regexp(r"[^\x00-\x1f\x7f-\x9f]{0,4000}\Z", error="is not one line of at most 4000 characters")
 ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
@@ -166,7 +167,7 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
     where = f"in {origin}" if origin else ""
     if reason == "Unknown field.":
         own = path == name
-        near = difflib.get_close_matches(path.rsplit(".", 1)[-1], known if own else _REPOSITORY, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(path.rsplit(".", 1)[-1], known if own else _NESTED, n=1, cutoff=0.6)
         hint = f"did you mean {PREFIX if own else ''}{near[0]}?" if near else ""
         return Problem(f"there is no variable {PREFIX}{path}", where, hint or "`gpuprov options` lists all variables")
     value = values.get(name)
@@ -181,7 +182,7 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
 
 # Not even a wrong value of these is printed.
 _SECRET = ("proxy",)
-_REPOSITORY = ("name", "uri", "suite", "components", "key_url", "key_fingerprint")
+_NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect")
 _REASONS = {
     "Not a valid string.": "must be text (put a version number in quotes)",
     "Not a valid boolean.": "must be true or false",

@@ -37,3 +37,33 @@ def test_a_host_is_accepted_and_no_container_is_left(
     assert "gpuprov-verify" not in host.ssh("docker ps --all --format '{{.Names}}'").stdout
     assert [one["uuid"] for one in json.loads(result.read_bytes())["measured"]] == [one["uuid"] for one in measured]
     assert "accept" in (tmp_path / "accepted.html").read_text()
+
+
+def test_commands_of_the_site_run_with_the_gpus_and_their_figures_are_kept(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    host = site.installed("main")
+    assert gpuprov("verify", "--hosts", site.inventory("main")).returncode == 0
+    image = host.ssh("docker images --format '{{.Repository}}:{{.Tag}}' gpuprov-verify").stdout.split()[0]
+    # The image has a shell and nvidia-smi; no lab has NVIDIA's programs.
+    said = "# Out of bounds values : 0 OK\\n# Avg bus bandwidth    : 476.967\\n"
+    commands = [
+        {"image": image, "command": ["sh", "-c", "nvidia-smi -L"], "expect": "^GPU 1: "},
+        {"image": image, "command": ["sh", "-c", f"printf '{said}'"], "expect": "nccl"},
+        {"image": image, "command": ["sh", "-c", "nvidia-smi -L; exit 3"]},
+        {"image": image, "command": ["sh", "-c", "exit 0"]},
+    ]
+    inventory = site.inventory("main", gpuprov_accept_commands=commands)
+    done = gpuprov("accept", "--hosts", inventory, "--minutes", "1", "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    checks = {one["name"]: one["status"] for one in events if one["event"] == "CheckDone"}
+    assert {name: checks.get(f"command {name}") for name in (1, 2, 3, 4)} == {
+        1: "ok", 2: "ok", 3: "failed", 4: "skipped",
+    }, done.stdout  # fmt: skip
+    (found,) = [one for one in events if one["event"] == "HealthFound" and one["rule"] == "accept-command"]
+    assert found["evidence"].startswith("exit code 3")
+    assert done.returncode == 7
+    kept = json.loads((tmp_path / "gpuprov/accepted/main.json").read_bytes())["measured"]
+    assert [list(one["figures"].values()) for one in kept if not one["uuid"]] == [[476.967e9]]
+    assert "gpuprov-verify" not in host.ssh("docker ps --all --format '{{.Names}}'").stdout

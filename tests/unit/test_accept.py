@@ -21,7 +21,7 @@ from gpuprov.facts.driver import GpuHolder
 from gpuprov.protocol.errors import GpuprovError, Stopped
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import AcceptCommand, HostSpec
 from tests.unit.fake_host import FakeHost
 
 _UUIDS = ("GPU-0", "GPU-1")
@@ -93,6 +93,12 @@ def test_the_plan_has_all_steps_with_their_times() -> None:
     lines = plan(7)
     assert lines[0].startswith("step 1 of 3: verify")
     assert "rest of 7 min" in lines[2]
+
+
+def test_the_plan_names_the_commands_of_the_site() -> None:
+    lines = plan(7, (AcceptCommand("nccl:1", ("all_reduce_perf", "-b\x1b[2J", "8 G")),))
+    assert "half of the rest of 7 min" in lines[2]
+    assert lines[3] == "step 4 of 4: `all_reduce_perf '-b' '8 G'` in a container of nccl:1, within 7 min"
 
 
 def test_a_second_accept_is_refused_in_one_sentence(tmp_path: Path) -> None:
