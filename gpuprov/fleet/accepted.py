@@ -30,6 +30,7 @@ from gpuprov.protocol.events import GpuMeasured, HealthFound
 _SHARE, _DEVIATIONS, _LEAST = 0.05, 4, 3
 # Beside the speeds of peers and the site's own figures; a clock, heat or power is no result.
 _COMPARED = ("to_device", "from_device", "within", "memory", "rate")
+_SLOW = "accept-slow"
 _GPG = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
 
 
@@ -70,6 +71,36 @@ def compared(
     before = {host: one.accepted for host, one in earlier.items() if one.inventory == inventory}
     slow = _slow({**before, **here}, before)
     return tuple(_with(result, tuple(slow.get(result.host, ()))) for result in results)
+
+
+def side_by_side(results: Sequence[HostResult]) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """Yield a table for each model: its name, the columns, and a row for each host, those with outliers first.
+
+    A cell is the figure of the host's slowest GPU, in GB/s but for `rate`; the last one names the outliers.
+    """
+    models: dict[str, dict[str, dict[str, float]]] = {}
+    slow: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for result in machines(results):
+        for gpu in result.measured:
+            row = models.setdefault(gpu.model, {}).setdefault(result.host, {})
+            for name, exact, value in _figures(gpu):
+                name = PEER.strip() if exact.startswith(PEER) else name
+                row[name] = min(value, row.get(name, value))
+            found = (one for one in result.health if one.rule == _SLOW and one.uuid == gpu.uuid)
+            slow[gpu.model, result.host] += [f"GPU {one.gpu}: {one.what}" if one.gpu else one.what for one in found]
+    for model, hosts in models.items():
+        names = dict.fromkeys((*_COMPARED, PEER.strip(), *(name for row in hosts.values() for name in row)))
+        known = [name for name in names if any(name in row for row in hosts.values())]
+        middles = {name: statistics.median(row[name] for row in hosts.values() if name in row) for name in known}
+        ordered = sorted(hosts.items(), key=lambda one: not slow[model, one[0]])
+        rows = [(host, *_cells(row, known), "; ".join(slow[model, host])) for host, row in ordered]
+        yield model, ("host", *known, "outliers"), [("(median)", *_cells(middles, known), ""), *rows]
+
+
+def _cells(row: Mapping[str, float], names: Sequence[str]) -> Iterator[str]:
+    """Yield the figures of a row, "-" for one that a host does not have."""
+    for name in names:
+        yield f"{row[name] / (1 if name == 'rate' else 1e9):.1f}" if name in row else "-"
 
 
 def _with(result: HostResult, found: tuple[HealthFound, ...]) -> HostResult:
@@ -142,7 +173,7 @@ def _links(gpus: Sequence[GpuMeasured], pairs: list[tuple[GpuMeasured, str, str]
 
 def _finding(gpu: GpuMeasured, what: str, seen: str) -> HealthFound:
     step = "gpuprov health; nvidia-smi topo -m; nvidia-smi nvlink --status; nvidia-smi -q -d PERFORMANCE,CLOCK"
-    return HealthFound("degraded", "accept-slow", gpu.gpu, gpu.uuid, what, f"{gpu.uuid}: {seen}".lstrip(": "), step)
+    return HealthFound("degraded", _SLOW, gpu.gpu, gpu.uuid, what, f"{gpu.uuid}: {seen}".lstrip(": "), step)
 
 
 def keep(run: Run, earlier: Mapping[str, Kept], key: str, secrets: Sequence[str]) -> tuple[Path, ...]:

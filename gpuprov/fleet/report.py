@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -47,6 +48,7 @@ _SIGNALS = {
     None: "", ExitCode.INTERRUPTED: "; ended by Ctrl-C", ExitCode.TERMINATED: "; ended by SIGTERM",
     ExitCode.HUNG_UP: "; ended by SIGHUP",
 }  # fmt: skip
+_MOST_COMPARED = 20
 _MOST_DETAILED = 3  # hosts side by side with what was measured; more do not fit on a terminal
 _MOST_SIDE_BY_SIDE = 8
 _MOST_ROWS = 50  # of one host each; beyond that only -v shows them all
@@ -378,6 +380,26 @@ def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> Non
         console, run.command, run.results, check=run.check, next_command="", verbose=verbose, ended_by=run.ended_by,
         inventory=run.inventory,
     )  # fmt: skip
+    if run.command == "accept":
+        _compare(console, run, verbose=verbose)
+
+
+def _compare(console: Console, run: Run, *, verbose: bool) -> None:
+    """Print what `accept` has measured, hosts side by side."""
+    from gpuprov.fleet.accepted import side_by_side
+
+    for model, columns, rows in side_by_side(run.results):
+        table = _table(
+            *(escape(plain(name)) for name in columns), right=[escape(plain(name)) for name in columns[1:-1]]
+        )
+        shown = rows if verbose else rows[:_MOST_COMPARED]
+        for row in shown:
+            table.add_row(*(Text(plain(cell)) for cell in row))
+        title = f"{model}: the slowest GPU of each host, GB/s; rate: rounds a second"
+        console.print(Text(plain(title), "bold"), soft_wrap=True)
+        console.print(table)
+        if len(shown) < len(rows):
+            console.print(f"{counted(len(rows) - len(shown), 'more host')}: gpuprov report -v", soft_wrap=True)
 
 
 def show_list(console: Console, *, as_json: bool) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gpuprov.agent.result import HostResult
-from gpuprov.fleet import accepted, command
+from gpuprov.fleet import accepted, command, report
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.options import Options
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -155,3 +157,31 @@ def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkey
     monkeypatch.setattr(command, "conclude", lambda *_: None)
     with pytest.raises(GpuprovError, match="the results are not kept"):
         command.run_command(Options("accept"))
+
+
+def test_hosts_stand_side_by_side_and_outliers_are_named() -> None:
+    site = GpuMeasured("", "", "4 H100", {"all_reduce_perf: avg_bus_bandwidth": 4e11})
+    hosts = fleet({2: {"gpu1": 0.5}})
+    hosts[0] = replace(hosts[0], measured=(*hosts[0].measured, site))
+    results = accepted.compared(hosts, {}, ())
+    (model, columns, rows), (other, names, few) = accepted.side_by_side(results)
+    assert (model, columns) == ("H100", ("host", "to_device", "rate", "peer", "outliers"))
+    # The median of hosts, then the host with an outlier; of each host the slowest GPU counts.
+    assert rows[0] == ("(median)", "50.0", "100.0", "300.0", "")
+    assert rows[1] == ("gpu02", "50.0", "50.2", "300.0", "GPU 1: slower than its like: rate")
+    assert [row[0] for row in rows[2:]] == [f"gpu0{number}" for number in (0, 1, 3, 4, 5, 6, 7)]
+    assert (other, names) == ("4 H100", ("host", "all_reduce_perf: avg_bus_bandwidth", "outliers"))
+    assert few == [("(median)", "400.0", ""), ("gpu00", "400.0", "")]
+
+
+def test_the_report_of_an_accept_compares_its_hosts() -> None:
+    results = accepted.compared(fleet({2: {"gpu1": 0.5}}), {}, ())
+    hostile = replace(results[0], host="x[red]\x1b[2J", measured=gpus(9))
+    run = Run("20261121T081500Z-7", "accept", "", 1.0, (*results, hostile))
+    console = Console(file=io.StringIO(), width=200)
+    report.show_run(console, run, as_json=False, verbose=False)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "H100: the slowest GPU of each host" in shown
+    assert "GPU 1: slower than its like: rate" in shown
+    assert "x[red]" in shown
+    assert "\x1b" not in shown
