@@ -21,11 +21,6 @@ LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
 # The name under which docker looks for the hook of `docker run --gpus`, on its PATH, when it starts.
 NVIDIA_HOOK_PATH = "/usr/bin/nvidia-container-runtime-hook"
-# What names a container in a call of runc or crun.
-_COMMANDS = (
-    "create", "delete", "checkpoint", "events", "exec", "kill", "pause", "ps", "restore", "resume", "run", "start",
-    "state", "update",
-)  # fmt: skip
 # PEP 552: magic number, flags (checked hash), hash of the source.
 _CHECKED_HASH = b"\x03\x00\x00\x00"
 # A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json has one of the words by which
@@ -106,7 +101,7 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
         start=_load("main", library), keep=_NEW_ENOUGH + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
-        words=_WORDS, keys=_KEYS, records=RECORDS, commands="|".join(_COMMANDS),
+        words=_WORDS, keys=_KEYS, records=RECORDS,
     )  # fmt: skip
 
 
