@@ -33,7 +33,7 @@ DCGM_3 = """{
 		]
 	}
 }"""
-# The keys of DCGM 4 as facebookresearch/gcm's change 38 has them; nv-hostengine's line stands before.
+# The keys of DCGM 4 as facebookresearch/gcm's change 38 has them; nv-hostengine's line precedes.
 DCGM_4 = """Started host engine version 4.5.2 using port number: 5555
 {"DCGM Diagnostic": {"test_categories": [{"category": "Hardware", "tests": [{"name": "memory", "results": [
  {"entity_group": "GPU", "entity_group_id": 1, "entity_id": 0, "status": "Pass"},
