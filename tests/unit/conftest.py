@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ def known() -> Iterator[None]:
     """Compile the hook once in a session: hundreds of tests deploy the same texts."""
     with read_once():
         yield
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Take back what a test has changed in the environment: some run whole programs in this process."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
