@@ -119,7 +119,7 @@ def _mig_instances(index: int, text: str) -> str:
     if text == ENABLED:
         return ":"
     if not text.startswith("all-"):
-        return f"nvidia-smi mig -i {index} -cgi {text} -C"
+        return f"nvidia-smi mig -i {index} -cgi {mig.largest_first(text.split(','))} -C"
     # The first must succeed; the others repeat until there is no room left.
     make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
     return f"{make} && while {make}; do :; done"

@@ -112,16 +112,17 @@ def accept(
     if not verify(tests):
         keep(_host("verify", "containers do not see what the host has", "gpuprov verify", "gpuprov doctor"))
     gpus = health.examine(system, keep).versions["gpus"]
-    if not tests and not found:
-        raise GpuprovError("nothing can be accepted", "no engine starts containers with GPUs", "gpuprov verify")
     if unfit := [one.rule for one in found if one.verdict == "unfit"]:
         sink(CheckDone(_CHECK, "skipped", reason=f"not on a host that is unfit: {unfit[0]}"))
         return health.concluded(found, gpus)
+    if not tests:
+        raise GpuprovError("nothing can be accepted", "no engine starts containers with GPUs", "gpuprov verify")
+    pulling = system.now()
     try:
         images = [tests[0].engine.image(system, one.image) for one in spec.accept_commands]
     except Failed as error:
         raise GpuprovError("an image of gpuprov_accept_commands is missing", str(error), "docker pull IMAGE") from None
-    end = begun + minutes * 60 - _RESERVE_SECONDS
+    end = begun + (system.now() - pulling) + minutes * 60 - _RESERVE_SECONDS
     seconds = max((end - system.now()) / (2 if images else 1), _LEAST_SECONDS)
     _load(tests[0], spec, keep, int(seconds), {(one.rule, one.gpu) for one in found})
     if images:

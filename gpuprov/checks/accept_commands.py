@@ -78,7 +78,7 @@ def read_nvbandwidth(text: str) -> Read:
     for part in re.split(r"^[ \t]{0,20}Running ", text, flags=re.MULTILINE)[1:]:
         name, _, table = part.partition("\n")
         header, _, rows = table.partition("bandwidth (GB/s)\n")
-        cells = re.findall(r"[ \t](\d{1,9}\.\d{1,9})(?=\s)", rows.partition("\nSUM")[0])
+        cells = re.findall(r"[ \t](\d{1,6}\.\d{1,9})(?=\s)", rows.partition("\nSUM")[0])
         speeds = [float(one) for one in cells if float(one) > 0]
         if re.fullmatch(r"\w{1,80}\.?", name) and len(header) < _LONGEST and speeds and len(figures) < _MOST_FIGURES:
             figures[name.rstrip(".")] = min(speeds) * _GIGA
@@ -88,7 +88,7 @@ def read_nvbandwidth(text: str) -> Read:
 def read_nccl(text: str) -> Read:
     """Read a program of nccl-tests: no value may be wrong; its figure is the average bus bandwidth."""
     checked = re.search(r"^# Out of bounds values : (\d{1,18}) (OK|FAILED)", text, re.MULTILINE)
-    average = re.search(r"^# Avg bus bandwidth\s{0,20}: (\d{1,9}(?:\.\d{1,9})?)\s", f"{text}\n", re.MULTILINE)
+    average = re.search(r"^# Avg bus bandwidth\s{0,20}: (\d{1,6}(?:\.\d{1,9})?)\s", f"{text}\n", re.MULTILINE)
     if checked is None or average is None:
         return "no result of nccl-tests in its output", {}
     # With one GPU it is 0.

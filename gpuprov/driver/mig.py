@@ -24,6 +24,7 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
 from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
+from gpuprov.machine.pci import own_ids
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
 from gpuprov.protocol.models import Model
@@ -49,6 +50,11 @@ def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
         return tuple(sorted(text.split(",")))
     profile = text[len(_ALL) :]
     return (profile,) * gpu.most.get(profile, 0)
+
+
+def largest_first(profiles: Sequence[str]) -> str:
+    """Return them as `-cgi` takes them: behind smaller ones there may be no room (MIG User Guide, geometry)."""
+    return ",".join(sorted(profiles, key=lambda one: (-int(one.partition("g")[0]), one)))
 
 
 def is_right(text: str, gpu: MigGpu) -> bool:
@@ -140,7 +146,7 @@ def _bring(system: System, index: int, text: str) -> None:
         what = f"GPU {index} has no MIG profile {text[len(_ALL) :]}"
         raise GpuprovError(what, f"{_SMI} mig -lgip: {names}", "choose one of these")
     if profiles:
-        words = ("mig", "-i", str(index), "-cgi", ",".join(profiles), "-C")
+        words = ("mig", "-i", str(index), "-cgi", largest_first(profiles), "-C")
         done = _smi(system, index, words, f"{','.join(profiles)} can't be made")
         # nvidia-smi exits with 0 after many failures.
         made = _look(system, index).instances
@@ -192,11 +198,13 @@ def _smi(system: System, index: int, words: tuple[str, ...], what: str) -> Compl
 
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:
-    """Return index → text of each GPU that the layout names; NVML numbers them in bus order."""
-    layout = spec.mig_layout
-    if spec.mig_config:
-        layout = layout_of(spec.mig_config, [gpu.device_id for gpu in facts.gpus])
-    found = ((index, wanted_for(layout, index)) for index in range(len(facts.gpus)))
+    """Return index → text of each GPU that the layout names.
+
+    NVML numbers them in bus order, without those that are reserved for virtual machines.
+    """
+    ids = own_ids(facts.gpus)
+    layout = layout_of(spec.mig_config, ids) if spec.mig_config else spec.mig_layout
+    found = ((index, wanted_for(layout, index)) for index in range(len(ids)))
     return tuple((index, text) for index, text in found if text)
 
 
@@ -224,6 +232,10 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return (
             Problem(what, f"inside {facts.kernel.container}; gpuprov_mig_layout or gpuprov_mig_config is set", step),
         )
+    if spec.mig_config and facts.gpus and not wanted(facts, spec):
+        what = f"the MIG configuration {spec.mig_config} has no entry for the GPUs of this host"
+        ids = ", ".join(f"0x{gpu.device_id.upper()}10DE" for gpu in facts.gpus)
+        return (Problem(what, ids, "add an entry for them, or set gpuprov_mig_config to another"),)
     if len(spec.mig_layout) > max(len(facts.gpus), 1):
         asked, there = counted(len(spec.mig_layout), "GPU"), len(facts.gpus)
         what, seen = f"gpuprov_mig_layout speaks of {asked}, this host has {there}", (gpu.bus_id for gpu in facts.gpus)

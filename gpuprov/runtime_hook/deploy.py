@@ -38,52 +38,15 @@ _WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io|nvidia-container-devices"
 # A key may stand in quotes, or behind its table's name and a dot.
 _KEYS = r"^[^#]*(swarm-resource|annotation-prefixes)"
 # The path may lead to an older Python by now: every Python must be able to read this part.
-_NEW_ENOUGH = """\
-import sys
-if sys.version_info < (3, 9):
-    version = ".".join(map(str, sys.version_info[:3]))
-    sys.exit("gpuprov: the container runtime needs Python 3.9 or later, and " + sys.executable + " is " + version + ": "
-        "run gpuprov install on this host")
-"""
+_NEW_ENOUGH = "new_enough.py.in"
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
 # All modules come from one file: the import system looks into folders, and reads, checks and closes a file for each.
 # Nothing lives long enough to be collected. Without that file (another Python since) imports are as ever.
-_LOAD = """\
-import gc
-gc.disable()
-sys.path.append("{library}")
-try:
-    try:
-        file = open("{library}/runtime_hook/__pycache__/{name}.{format}." + sys.implementation.cache_tag, "rb")
-    except OSError:
-        pass
-    else:
-        import marshal
-        starter, _NEEDED, _LATER = marshal.loads(file.read()[{digest_size}:])
-        exec(starter)
-    from runtime_hook.{name} import main
-except Exception as error:
-    fault = type(error).__name__ + ": " + str(error)
-    sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
-"""
+_LOAD = "load.py.in"
 _KEEP = 'sys.path.insert(0, "{library}"); from runtime_hook.settings import keep_low_level; keep_low_level(sys.argv[1])'
 # What that file begins with. Modules that only some containers need are in it as bytes, unmarshalled when a function
 # imports them. It is code in the file and not text in the launcher, because text is compiled at every start.
-_STARTER = """\
-class _Later:
-    def find_spec(name, path, target=None):
-        return type(sys.__spec__)(name, _Later) if name in _LATER else None
-    def create_module(spec):
-        return None
-    def exec_module(module):
-        exec(marshal.loads(_LATER[module.__name__]), module.__dict__)
-sys.meta_path.insert(0, _Later)
-for _name, _code in _NEEDED:
-    _module = sys.modules[_name] = type(sys)(_name)
-    _module.__package__ = "runtime_hook"
-    _module.__path__ = [sys.path[-1] + "/runtime_hook"]
-    exec(_code, _module.__dict__)
-"""
+_STARTER = "starter.py.in"
 # What a start begins with; each has a file with all modules that it imports.
 _ENTRIES = ("main", "hook_main")
 _DIGEST_SIZE = 32
@@ -98,7 +61,7 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
     ]
     return _template(_LAUNCHER).format(
         candidates=" ".join(candidates), python=python, missing=_MISSING.format(python=python),
-        start=_load("main", library), keep=_NEW_ENOUGH + _KEEP.format(library=library),
+        start=_load("main", library), keep=_template(_NEW_ENOUGH) + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
         words=_WORDS, keys=_KEYS, records=RECORDS,
@@ -128,7 +91,9 @@ def python_of(launcher: bytes) -> str:
 
 
 def _load(name: str, library: str) -> str:
-    return _NEW_ENOUGH + _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT)
+    return _template(_NEW_ENOUGH) + _template(_LOAD).format(
+        name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT
+    )
 
 
 def is_ours(content: bytes) -> bool:
@@ -170,7 +135,7 @@ def compile_bytecode(directory: str) -> None:
         source = folder / f"{name}.py"
         written.add(_cache(source))
         _replace(_cache(source), _header(source) + marshal.dumps(code))
-    starter = _without_lines(compile(_STARTER, "starter", "exec", dont_inherit=True, optimize=2))
+    starter = _without_lines(compile(_template(_STARTER), "starter", "exec", dont_inherit=True, optimize=2))
     for entry in [one for one in _ENTRIES if one in texts]:
         order, later = _in_order(imports, entry)
         parts = (
@@ -225,7 +190,7 @@ def _bundle(folder: Path, entry: str) -> Path:
 def _digest(folder: Path) -> bytes:
     """Return what changes when a module does, or the Python that compiles it."""
     sources = [source.read_bytes() for source in sorted(folder.glob("*.py"))]
-    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, _STARTER.encode(), *sources])).digest()
+    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, _template(_STARTER).encode(), *sources])).digest()
 
 
 def _in_order(imports: dict[str, tuple[list[str], list[str]]], entry: str) -> tuple[list[str], list[str]]:

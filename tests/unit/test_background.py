@@ -90,3 +90,6 @@ def test_nobody_waits_for_a_jobs_reboot() -> None:
     assert not for_a_job(task_request("install", {"gpuprov_driver_version": "550.163.01"})).caller_returns
     with pytest.raises(GpuprovError, match="can't wait for a reboot"):
         for_a_job(task_request("install", {"gpuprov_reboot": "if-needed"}))
+    with pytest.raises(GpuprovError, match="can't wait for a reboot"):
+        for_a_job(task_request("doctor", {}, fix=True, allow=["reset", "reboot"]))
+    assert for_a_job(task_request("doctor", {}, fix=True, allow=["reset"])).allow == ("reset",)

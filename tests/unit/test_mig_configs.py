@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,33 @@ def test_the_plan_and_the_unit_of_the_next_boot_have_it(facts: HostFacts, asked:
     assert change.summary() == f"divide GPUs by MIG: GPU 0: {H100}"
     changes: list[Any] = [item.change for item in make_plan(facts, asked, ("boot",)).changes]
     text = dict(changes[0].files)[f"{boot.UNITS}/{boot.MIG}"].decode()
-    assert f"nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi {H100} -C" in text
+    assert "nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi 3g.40gb,2g.20gb,1g.10gb,1g.10gb -C" in text
     changes = [item.change for item in make_plan(facts, replace(asked, mig_config="all-enabled"), ("boot",)).changes]
     text = dict(changes[0].files)[f"{boot.UNITS}/{boot.MIG}"].decode()
     assert "nvidia-smi -i 1 -mig 1 && :" in text and "-cgi" not in text
+
+
+def test_gpus_are_numbered_as_nvidia_smi_numbers_them(facts: HostFacts, asked: HostSpec) -> None:
+    """One that is reserved for virtual machines has no number."""
+    facts = replace(facts, gpus=(PciGpu("0000:16:00.0", "20b0", "vfio-pci"), *facts.gpus))
+    (change,) = mig.plan(source_of(facts, asked))
+    assert change.summary() == f"divide GPUs by MIG: GPU 0: {H100}"
+
+
+def test_all_means_those_that_have_mig(asked: HostSpec) -> None:
+    """An L4, and a model that the table does not know."""
+    assert layout_of("all-disabled", ["27b8", "2330", "3fff"]) == ("", "disabled", "disabled")
+
+
+def test_a_configuration_without_an_entry_for_the_hosts_gpus_is_said(facts: HostFacts, asked: HostSpec) -> None:
+    (problem,) = mig.problems(replace(facts, gpus=(PciGpu("0000:17:00.0", "2901"),)), asked)
+    assert problem.what == "the MIG configuration all-balanced has no entry for the GPUs of this host"
+    assert problem.evidence == "0x290110DE"
+
+
+def test_what_json_does_not_know_is_not_sent() -> None:
+    found = checked_mig_configs({"version": "v1", "mig-configs": {}, "made": date(2026, 11, 24)}, "site.yaml")
+    assert found == {"version": "v1", "mig-configs": {}}
 
 
 def test_two_layouts_are_refused(facts: HostFacts, asked: HostSpec) -> None:
@@ -128,8 +152,17 @@ def test_two_layouts_are_refused(facts: HostFacts, asked: HostSpec) -> None:
         ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb; reboot": 1}}, "a profile none"),
         ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb": 10**9}}, "more than 32 MIG devices"),
         ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb": -1}}, "a profile none"),
-        ({"devices": "all", "device-filter": "0x2330ABCD", "mig-enabled": True}, "a device-filter is no PCI id"),
-        ({"devices": "some", "mig-enabled": True}, "invalid literal"),
+        ({"devices": "all", "device-filter": "0x2330ABCD", "mig-enabled": False}, "a device-filter is no PCI id"),
+        ({"devices": "some", "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": "10", "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": [True], "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": [float("inf")], "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb": 2.9}}, "a profile none"),
+        ({"devices": "all", "mig-enabled": "true", "mig-devices": {"1g.5gb": 1}}, "mig-enabled is neither true"),
+        ({"devices": "all", "mig-enabled": False, "mig-devices": {"1g.5gb": 1}}, "mig-enabled is neither true"),
+        ({"devices": "all", "mig-enabled": True}, "mig-enabled is neither true"),
+        ({"devices": "all", "mig-enabled": True, "mig-device": {"1g.5gb": 1}}, "there is no field mig-device"),
+        ({"devices": "all", "mig-enabled": False, "device_filter": "0x233010DE"}, "there is no field device_filter"),
         ({"mig-enabled": True}, "devices"),
         ({"devices": "all"}, "mig-enabled"),
         ("all", "no attribute"),

@@ -13,6 +13,7 @@ import pytest
 from gpuprov.agent import repair
 from gpuprov.agent.repair import Record, Repair, decide
 from gpuprov.agent.run import run_request
+from gpuprov.checks.accept import accept
 from gpuprov.checks.health import Readings, judge
 from gpuprov.core.commands import Completed
 from gpuprov.facts.gpus import FabricFacts
@@ -335,6 +336,26 @@ def test_where_gpus_can_not_be_loaded_the_rest_counts_and_a_note_says_so(
     assert _record(host).outcome == "ok"
     assert any("not loaded after the reset: the GPUs are in use" in one.message
                for one in events if isinstance(one, Note))  # fmt: skip
+
+
+def test_what_verify_finds_beside_the_gpus_keeps_no_container_stopped(
+    host: IllHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair, "accept", accept)
+    # No container can be started here, and much else is missing: nothing of it is a GPU's fault.
+    finished, events = _doctor(host, "reset")
+    assert (_record(host).outcome, host.running) == ("ok", {"job"})
+    assert "GPUs: ok" in finished.summary
+    assert any("not loaded after the reset" in one.message for one in events if isinstance(one, Note))
+
+
+def test_gpus_that_a_service_has_again_are_not_loaded(host: IllHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[object] = []
+    monkeypatch.setattr(repair, "accept", lambda *_: loads.append(1))
+    _holding(host, 903, "vllm serve", "/system.slice/vllm.service")
+    _, events = _doctor(host, "reset")
+    assert (loads, _record(host).outcome) == ([], "ok")
+    assert any("vllm.service runs on them again" in one.message for one in events if isinstance(one, Note))
 
 
 def test_of_a_host_that_stays_unfit_100_records_are_kept(host: IllHost) -> None:

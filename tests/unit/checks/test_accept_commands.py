@@ -15,7 +15,7 @@ from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.events import CheckDone, Event, GpuMeasured, HealthFound
+from gpuprov.protocol.events import CheckDone, Event, Finished, GpuMeasured, HealthFound, Sink
 from gpuprov.protocol.spec import AcceptCommand, parse_spec, spec_to_json
 
 # NVIDIA/DCGM issue 139 (DCGM 3), shortened.
@@ -106,7 +106,7 @@ def test_nvbandwidth_has_the_slowest_cell_of_each_test() -> None:
 
 @pytest.mark.parametrize("text", [
     "", "Running a.\nlatency (ns)\n 0  512.1\n", "Running \x1b[31m.\nx bandwidth (GB/s)\n 0  5.0\n", "\n" * 100_000,
-    "Running a.\nx bandwidth (GB/s)\n 0  nan  inf  1e400  -3.0\n",
+    "Running a.\nx bandwidth (GB/s)\n 0  nan  inf  1e400  -3.0\n", "Running a.\nx bandwidth (GB/s)\n 0  9999999.0\n",
 ])  # fmt: skip
 def test_nvbandwidth_without_a_figure_failed(text: str) -> None:
     assert read_nvbandwidth(text) == ("no table of bandwidths in its output", {})
@@ -115,7 +115,13 @@ def test_nvbandwidth_without_a_figure_failed(text: str) -> None:
 def test_nccl_has_its_bus_bandwidth_and_no_wrong_value() -> None:
     assert read_nccl(NCCL) == ("", {"avg_bus_bandwidth": 476.967e9})
     assert read_nccl(NCCL.replace("0 OK", "50 FAILED"))[0] == "50 wrong values"
-    for hostile in ("", NCCL.replace("476.967", "nan"), NCCL.replace("476.967", "9" * 400), NCCL.replace("0 OK", "OK")):
+    for hostile in (
+        "",
+        NCCL.replace("476.967", "nan"),
+        NCCL.replace("476.967", "9" * 400),
+        NCCL.replace("476.967", "9999999"),
+        NCCL.replace("0 OK", "OK"),
+    ):
         assert read_nccl(hostile) == ("no result of nccl-tests in its output", {})
 
 
@@ -187,6 +193,49 @@ def test_figures_of_commands_are_those_of_the_host(monkeypatch: pytest.MonkeyPat
     assert measured.figures == {"all_reduce_perf -b 8G: avg_bus_bandwidth": 476.967e9}
     assert host.ran[0][-4:] == ("all_reduce_perf", "nccl", "-b", "8G")
     assert "--network=none" in host.ran[0]
+
+
+class SlowHost(Host):
+    """Looking for an image takes a quarter of an hour, as pulling one may."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        self.seconds += 900
+        return Completed(tuple(argv), 0, "sha256:1")
+
+
+def test_pulling_an_image_takes_nothing_from_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, given = SlowHost(), []
+    spec = parse_spec({"accept_commands": [{"image": "own", "command": ["true"]}]})
+    test = EngineTest(host, "own", SmiReport("580", "13.0", (SmiGpu("GPU-0", "H200", "", "", "", ""),)), DOCKER)
+    monkeypatch.setattr(accept, "_require_idle", lambda system: None)
+    monkeypatch.setattr(health, "examine", lambda system, sink: Finished(0, versions={"gpus": "1"}))
+    monkeypatch.setattr(accept, "_load", lambda test, spec, sink, seconds, known: given.append(seconds))
+    monkeypatch.setattr(accept, "_load_by_commands", lambda test, spec, sink, images, end, found: given.append(end))
+
+    def verify(tests: list[EngineTest]) -> bool:
+        tests.append(test)
+        return True
+
+    accept.accept(host, spec, lambda event: None, 10, verify)
+    assert host.seconds >= 900
+    load, end = given
+    assert (load, end) == ((600 - 15) // 2, host.seconds + 600 - 15)
+
+
+def test_a_degraded_host_without_an_engine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine(system: System, sink: Sink) -> Finished:
+        sink(HealthFound("degraded", "slow", "0", "GPU-0", "it is slow", "seen", "look"))
+        return Finished(0, versions={"gpus": "1"})
+
+    monkeypatch.setattr(accept, "_require_idle", lambda system: None)
+    monkeypatch.setattr(health, "examine", examine)
+    with pytest.raises(GpuprovError, match="nothing can be accepted"):
+        accept.accept(SlowHost(), parse_spec({}), lambda event: None, 10, lambda tests: True)
 
 
 def test_a_command_that_fails_makes_the_host_unfit_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
