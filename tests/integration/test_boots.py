@@ -311,9 +311,12 @@ def test_a_module_that_comes_after_the_engines_is_there_for_their_containers(res
     with _module_that_modprobe_loads(restarting, works=False):
         _boot_with(restarting, _Boot())
     assert active(restarting, "docker", "gpuprov-nodes.service") == ["active", "failed"]
+    for name in ("flag", "runtime"):
+        said = restarting.ssh(f"docker inspect --format '{{{{.State.Error}}}}' {name}").stdout
+        assert f"the driver {DRIVER} is not loaded" in said
     # udev starts it with a module; a lab host's udev sees none.
     restarting.ssh("grep /proc/ /usr/lib/simgpu/attach | sh -e; systemctl start gpuprov-refresh.service")
-    for name in ("podman", "rootless", "rootless docker"):  # they need nodes on the host
+    for name in _CONTAINERS:
         restarting.ssh(_by(name, f"{_engine(name)} start {name.split()[0]}"))
     assert {name: _given(restarting, name) for name in _CONTAINERS} == dict.fromkeys(_CONTAINERS, _Boot().given)
 
