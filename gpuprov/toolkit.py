@@ -233,6 +233,20 @@ def _now(system: System) -> bytes:
     return render_json(specification(ask_nvml(system, discover(system))))
 
 
+def follow_driver(system: System) -> None:
+    """Write the CDI specifications again if they are of another driver than the one that is loaded and installed."""
+    found, driver = system.read_bytes(CDI_SPECIFICATION), discover(system)
+    if found and driver.kernel_version == driver.library_version and difference(found, driver):
+        _write(system)
+
+
+def _write(system: System) -> None:
+    # Devices that come with a driver (NVSwitches) exist only now; NVML is queried only now, too, because it initialises
+    # GPUs: seconds for each without a persistent client.
+    found = {CDI_SPECIFICATION: _now(system), **other_specifications(system)}
+    write_files(system, ((path, content, _MODE) for path, content in found.items()))
+
+
 @dataclass(frozen=True)
 class WriteCdiSpecification(Change):
     """Write the CDI specifications of the driver, the GPUs and (`others`) the devices that go with them.
@@ -267,11 +281,7 @@ class WriteCdiSpecification(Change):
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *OTHER_PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> None:
-        # NVML is queried only now, because it initialises GPUs: seconds for each without a persistent client.
-        content = _now(system)
-        # Devices that come with a driver (NVSwitches) exist only now, too.
-        found = {CDI_SPECIFICATION: content, **other_specifications(system)}
-        write_files(system, ((path, wanted, _MODE) for path, wanted in found.items()))
+        _write(system)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

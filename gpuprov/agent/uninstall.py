@@ -28,6 +28,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import Finished, Planned, PlannedChange
 from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
+from gpuprov.toolkit import follow_driver
 
 _RUNTIME = "nvidia"
 _NOTHING = {"rollback": "there is no run to roll back", "uninstall": "there is nothing of gpuprov on this host"}
@@ -94,10 +95,10 @@ def roll_back(run: RunContext) -> Finished:
         keep_devices(run)
         count = undo_runs(run.system, removal.runs, CHANGE_KINDS, run.sink, run.stop_requested)
         summary = f"{counted(count, 'change')} undone"
+        follow_driver(run.system)  # what wrote them behind the run's back is not in its journal
         for reason in gather_reboot(run.system).asked_for:
             run.note(f"reboot this host: {reason}", "warning")
-    problem = failure(run.system)
-    code, problems = (ExitCode.FAILED, (problem,)) if problem else (ExitCode.DONE, ())
+    code, problems = (ExitCode.FAILED, (problem,)) if (problem := failure(run.system)) else (ExitCode.DONE, ())
     return Finished(int(code), changed=count, problems=problems, summary=summary)
 
 

@@ -108,8 +108,7 @@ def _of_nvidia(facts: HostFacts) -> str:
 
 def preferred_kind(branch: distros.DriverBranch, device_ids: Sequence[str], asked: str) -> str:
     """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
-    version = generations.newest_of(branch.branch) or "580.999"
-    return generations.settled_type(device_ids, version, asked)
+    return generations.settled_type(device_ids, generations.newest_of(branch.branch) or "580.999", asked)
 
 
 class DistributionDriver(PackagedDriver):

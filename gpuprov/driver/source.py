@@ -149,8 +149,7 @@ class DriverSource:
 
     def plan_preparation(self) -> tuple[Change, ...]:
         """Return what must be done before packages are installed."""
-        there = PREFERENCES in self.facts.files
-        return (RemoveFile(PREFERENCES, "no longer asked for"),) if there else ()
+        return (RemoveFile(PREFERENCES, "no longer asked for"),) if PREFERENCES in self.facts.files else ()
 
     def plan_other_version(self) -> tuple[Change, ...]:
         """Return the change of installed packages to the requested branch or version, if they are of another."""

@@ -198,8 +198,7 @@ def plan(
 
 def is_active(system: System, name: str, facts: EngineFacts) -> bool:
     """Say whether an engine's unit is active; podman has none."""
-    unit = facts.unit or ENGINES[name].unit
-    return units.is_active(system, unit)
+    return units.is_active(system, facts.unit or ENGINES[name].unit)
 
 
 def restart_command(name: str, facts: EngineFacts) -> str:

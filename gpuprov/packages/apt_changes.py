@@ -133,8 +133,7 @@ class InstallPackages(interface.PackageInstallation):
     @classmethod
     def interrupted(cls, system: System, before: Json) -> Json:
         """Return the packages that are present now and were not before, complete or not."""
-        versions = before.get("versions", dict.fromkeys(before["installed"], ""))
-        return _outcome(versions, present(system))
+        return _outcome(before.get("versions", dict.fromkeys(before["installed"], "")), present(system))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from gpuprov.bundle.manifest import BundlePackage
+from gpuprov.cdi.discover import discover
+from gpuprov.cdi.generate import specification
+from gpuprov.cdi.specification import render_json
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
 from gpuprov.driver.packaged import keep
@@ -16,6 +19,7 @@ from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
+from gpuprov.toolkit import CDI_SPECIFICATION
 from tests.unit.fake_host import FakeHost
 from tests.unit.loaded_host import DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
@@ -98,6 +102,23 @@ def test_a_rollback_asks_for_a_reboot_if_a_container_uses_the_driver(tmp_path: P
     assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (NEW, OLD))
     told = [event.message for event in events if isinstance(event, Note)]
     assert f"reboot this host: the kernel still runs driver {NEW}, installed is {OLD}" in told
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_rollback_writes_specifications_again_which_another_hand_wrote(tmp_path: Path, used: bool) -> None:
+    """The unit that watches for drivers may write them before the run does: they are not in its journal."""
+    host = PackagedHost(tmp_path / "root")
+    take_550(host)
+    written = render_json(specification(discover(host)))
+    host.make_directory("/etc/cdi")
+    host.write(CDI_SPECIFICATION, written)
+    if used:
+        host.container("train", 900)
+    assert install(host, command="rollback")[0].exit_code == ExitCode.DONE
+    found = host.read_bytes(CDI_SPECIFICATION)
+    assert found is not None
+    # While the old module is in the kernel, neither driver's specification is right, and a reboot writes it.
+    assert (found == written, f"libcuda.so.{OLD}".encode() in found) == (used, not used)
 
 
 def test_packages_of_a_driver_in_use_are_left_alone(tmp_path: Path) -> None:
