@@ -233,10 +233,11 @@ def _now(system: System) -> bytes:
     return render_json(specification(ask_nvml(system, discover(system))))
 
 
-def follow_driver(system: System) -> None:
-    """Write the CDI specifications again if they are of another driver than the one that is loaded and installed."""
+def follow_driver(system: System, before: str) -> None:
+    """Write the CDI specifications again if the driver is no longer `before`, and loaded and installed are the same."""
     found, driver = system.read_bytes(CDI_SPECIFICATION), discover(system)
-    if found and driver.kernel_version == driver.library_version and difference(found, driver):
+    settled = driver.kernel_version == driver.library_version != before
+    if found and settled and difference(found, driver):
         _write(system)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
 from gpuprov.agent.install import forget_resume
 from gpuprov.boot.reboot import forget_asked
+from gpuprov.cdi.discover import discover
 from gpuprov.checks.engines import images_left
 from gpuprov.core import journal
 from gpuprov.core.apply import kind_of, last_undoable_run, undo_obstacles, undo_runs
@@ -93,9 +94,10 @@ def roll_back(run: RunContext) -> Finished:
     count, summary = 0, _NOTHING["rollback"]
     if removal.runs:
         keep_devices(run)
+        driver = discover(run.system).library_version
         count = undo_runs(run.system, removal.runs, CHANGE_KINDS, run.sink, run.stop_requested)
         summary = f"{counted(count, 'change')} undone"
-        follow_driver(run.system)  # what wrote them behind the run's back is not in its journal
+        follow_driver(run.system, driver)  # what wrote them behind the run's back is not in its journal
         for reason in gather_reboot(run.system).asked_for:
             run.note(f"reboot this host: {reason}", "warning")
     code, problems = (ExitCode.FAILED, (problem,)) if (problem := failure(run.system)) else (ExitCode.DONE, ())

@@ -6,7 +6,6 @@ import of it stands inside a function, and extra variables (-e) that need no Ans
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -329,19 +328,22 @@ _DEEPEST = 100
 
 
 def _new_loader() -> Any:
-    """Return Ansible's reader of YAML and JSON, which refuses deep nesting: libyaml overflows the stack by it."""
+    """Return Ansible's reader of YAML and JSON, which refuses deep nesting: old libyaml overflows the stack."""
     import yaml
     from ansible.parsing.dataloader import DataLoader
 
     class ShallowLoader(DataLoader):  # type: ignore[misc]
         def load(self, data: Any, *words: Any, **options: Any) -> Any:
-            with contextlib.suppress(yaml.YAMLError):
-                depth = 0
-                text = bytes(data) if isinstance(data, bytes) else str.encode(data, errors="replace")
+            depth, text = 0, bytes(data) if isinstance(data, bytes) else str.encode(data, errors="replace")
+            try:
                 for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
                     depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
                     if depth > _DEEPEST:
-                        raise ansible_error()(f"{TOO_DEEP}: at most {_DEEPEST} levels are read")
+                        break
+            except yaml.YAMLError as error:  # Ansible reports it, except for the limit of libyaml itself
+                depth = _DEEPEST + 1 if "nesting depth" in str(error) else 0
+            if depth > _DEEPEST:
+                raise ansible_error()(f"{TOO_DEEP}: at most {_DEEPEST} levels are read")
             return super().load(data, *words, **options)
 
     return ShallowLoader()
