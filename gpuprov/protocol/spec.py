@@ -7,19 +7,30 @@ Every value may come from a hostile inventory: what reaches a command line, a pa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from marshmallow import RAISE, Schema, ValidationError, post_load, validate
+from marshmallow import ValidationError, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.protocol import spec_fields as check
 from gpuprov.protocol import tables
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
-from gpuprov.protocol.spec_fields import PREFIX, OrEmpty, TextOrList, choice, flag, maybe, number, several, text
+from gpuprov.protocol.spec_fields import (
+    PREFIX,
+    OrEmpty,
+    TextOrList,
+    choice,
+    flag,
+    maybe,
+    number,
+    option,
+    required,
+    several,
+    text,
+)
 
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = (
@@ -28,60 +39,25 @@ GENERATIONS = (
 HOST, IMAGE = "host", "image"
 
 
-class RepositorySchema(Schema):
-    """One more package repository of the site's own."""
-
-    class Meta:
-        unknown = RAISE
-
-    name = schema_fields.String(required=True, validate=check.NAME)
-    uri = schema_fields.String(required=True, validate=check.HTTP_URL)
-    suite = schema_fields.String(load_default="./", validate=check.WORDS)
-    components = schema_fields.String(load_default="", validate=OrEmpty(check.WORDS))
-    key_url = schema_fields.String(required=True, validate=check.HTTP_URL)
-    key_fingerprint = schema_fields.String(required=True, validate=check.FINGERPRINT)
-
-    @post_load
-    def _make(self, data: dict[str, Any], **_: Any) -> SiteRepository:
-        return SiteRepository(**data)
-
-
 @dataclass(frozen=True)
 class SiteRepository:
     """A signed package repository: the key at `key_url` counts only if it has the full `key_fingerprint`."""
 
-    name: str
-    uri: str
-    key_url: str
-    key_fingerprint: str
-    suite: str = "./"
-    components: str = ""
-
-
-class AcceptCommandSchema(Schema):
-    """One of the site's own commands of `gpuprov accept`."""
-
-    class Meta:
-        unknown = RAISE
-
-    image = schema_fields.String(required=True, validate=check.IMAGE)
-    command = schema_fields.List(
-        check.Text(validate=check.LINE), required=True, validate=validate.Length(1, 64, error="is no list of words")
-    )
-    expect = schema_fields.String(load_default="", validate=check.LINE)
-
-    @post_load
-    def _make(self, data: dict[str, Any], **_: Any) -> AcceptCommand:
-        return AcceptCommand(data["image"], tuple(data["command"]), data["expect"])
+    name: str = required(check.NAME)
+    uri: str = required(check.HTTP_URL)
+    key_url: str = required(check.HTTP_URL)
+    key_fingerprint: str = required(check.FINGERPRINT)
+    suite: str = option(schema_fields.String(validate=check.WORDS), "./")
+    components: str = option(schema_fields.String(validate=OrEmpty(check.WORDS)), "")
 
 
 @dataclass(frozen=True)
 class AcceptCommand:
     """A command to run in a container of an image, and what its output must show (checks/accept_commands.py)."""
 
-    image: str
-    command: tuple[str, ...]
-    expect: str = ""
+    image: str = required(check.IMAGE)
+    command: tuple[str, ...] = required(validate.Length(1, 64, error="is no list of words"), words=check.LINE)
+    expect: str = option(schema_fields.String(validate=check.LINE), "")
 
 
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
@@ -171,7 +147,7 @@ class HostSpec:
     nvidia_docker: bool = flag()
     serve: bool = flag()
     migrate_nvidia_docker: bool = flag()
-    repositories: tuple[SiteRepository, ...] = several(schema_fields.List(schema_fields.Nested(RepositorySchema)))
+    repositories: tuple[SiteRepository, ...] = several(check.rows_of(SiteRepository))
     proxy: str = text(check.PROXY)
     no_proxy: str = text(check.NO_PROXY)
     packages: tuple[str, ...] = several(schema_fields.List(schema_fields.String(validate=check.PACKAGE)))
@@ -191,16 +167,17 @@ class HostSpec:
     torch_image: str = text(check.IMAGE)
     tensorflow_image: str = text(check.IMAGE)
     accept_commands: tuple[AcceptCommand, ...] = several(
-        schema_fields.List(
-            schema_fields.Nested(AcceptCommandSchema),
-            validate=validate.Length(max=16, error="has more than 16 commands"),
-        ),
+        check.rows_of(AcceptCommand, validate=validate.Length(max=16, error="has more than 16 commands"))
     )
 
     @property
     def divides_gpus(self) -> bool:
         """Say whether a MIG layout is given, here or in a file."""
         return bool(self.mig_layout or self.mig_config)
+
+
+# Made once: a thousand hosts are checked against it.
+_SCHEMA = check.schema_of(HostSpec)
 
 
 def option_names() -> tuple[str, ...]:
@@ -215,33 +192,31 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     value. `origin` says where the values come from, for the message.
     """
     try:
-        loaded = _schema()(unknown=RAISE).load({key: _finite(key, value, origin) for key, value in values.items()})
+        plain = {key: _finite(key, value, origin) for key, value in values.items()}
+        loaded: HostSpec = _SCHEMA().load(plain)
     except ValidationError as error:
         problems = tuple(
             check.problem_of(name, reason, values, origin, option_names())
             for name, reason in check.flat(error.messages)
         )
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
-    settings: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
-    }
-    return HostSpec(**{**settings, "driver_version": _driver_version(settings, origin)})
+    return replace(loaded, driver_version=_driver_version(loaded, origin))
 
 
-def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
+def _driver_version(spec: HostSpec, origin: str) -> str:
     """Return the release that is meant, where this is known: every host of a run gets the same.
 
     Nothing means the recommended one, which the host finds (driver/recommended.py). A mirror's index says what its
     branches are, the repository of NVIDIA's packages what theirs are; a site's table travels with the request, and is
     not there before.
     """
-    version: str = settings.get("driver_version", "")
+    version = spec.driver_version
     if version == "recommended":
         return ""
-    if settings.get("driver", "runfile") != "runfile":
+    if spec.driver != "runfile":
         return "" if version == "latest" else version
     is_packaged = tables.table(tables.RELEASES) is tables.packaged(tables.RELEASES)
-    if settings.get("driver_mirror") or (settings.get("driver_releases") and is_packaged):
+    if spec.driver_mirror or (spec.driver_releases and is_packaged):
         return version
     found = tables.resolved(version)
     if found.isdecimal():
@@ -250,12 +225,6 @@ def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
         problem = check.problem_of("driver_version", reason or check.VERSION.error, {"driver_version": version}, origin)
         raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
     return found
-
-
-@functools.cache
-def _schema() -> type[Schema]:
-    """Return the schema of all options; made once, for a thousand hosts are checked against it."""
-    return Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})
 
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import field
-from typing import Any
+from dataclasses import MISSING, field, fields
+from typing import Any, ClassVar
 
-from marshmallow import ValidationError, validate
+from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.protocol import tables
@@ -91,41 +91,73 @@ class OrEmpty(validate.Validator):
         return value if value == "" else self.check(value)
 
 
-def _option(check: Any, default: Any, choices: tuple[str, ...] = ()) -> Any:
+def option(check: Any, default: Any = MISSING, choices: tuple[str, ...] = ()) -> Any:
     """Return the dataclass field of an option."""
     return field(default=default, metadata={"check": check, "choices": choices})
 
 
+def required(check: validate.Validator, words: validate.Validator | None = None) -> Any:
+    """Return the field of a text that must be given; with `words`, of a list of texts, each of which passes that."""
+    if words is None:
+        return option(schema_fields.String(required=True, validate=check))
+    return option(schema_fields.List(Text(validate=words), required=True, validate=check))
+
+
+class _Rows(Schema):
+    """What makes a dataclass of a mapping; each field of the dataclass says how its value is checked."""
+
+    class Meta:
+        unknown = RAISE
+
+    kind: ClassVar[type[Any]]
+
+    @post_load
+    def _make(self, data: dict[str, Any], **_: Any) -> Any:
+        return self.kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+
+
+def schema_of(kind: type[Any]) -> type[Schema]:
+    """Return the schema of a dataclass of options."""
+    made = _Rows.from_dict({one.name: one.metadata["check"] for one in fields(kind)})
+    made.kind = kind  # type: ignore[attr-defined]
+    return made
+
+
+def rows_of(kind: type[Any], **settings: Any) -> Any:
+    """Return the check of a list of mappings, each of which becomes this dataclass."""
+    return schema_fields.List(schema_fields.Nested(schema_of(kind)), **settings)
+
+
 def text(*checks: validate.Validator, default: str = "") -> Any:
     """Return the field of a text that passes all checks; the empty text always means that it is not given."""
-    return _option(Text(validate=[OrEmpty(check) for check in checks]), default)
+    return option(Text(validate=[OrEmpty(check) for check in checks]), default)
 
 
 def choice(*choices: str) -> Any:
     """Return the field of one of some words, the first by default."""
     check = validate.OneOf(choices, error="is not one of {choices}")
-    return _option((Word if "off" in choices else schema_fields.String)(validate=check), choices[0], choices)
+    return option((Word if "off" in choices else schema_fields.String)(validate=check), choices[0], choices)
 
 
 def flag(*, default: bool = False) -> Any:
     """Return the field of a yes or no."""
-    return _option(StrictBoolean(), default)
+    return option(StrictBoolean(), default)
 
 
 def maybe() -> Any:
     """Return the field of a yes or no that has no default: None means that it is not given."""
-    return _option(StrictBoolean(allow_none=True), None)
+    return option(StrictBoolean(allow_none=True), None)
 
 
 def number(*, default: int, largest: int) -> Any:
     """Return the field of a whole number from 0 to `largest`."""
     check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
-    return _option(schema_fields.Integer(validate=check), default)
+    return option(schema_fields.Integer(validate=check), default)
 
 
 def several(check: Any) -> Any:
     """Return the field of a list, empty by default."""
-    return _option(check, ())
+    return option(check, ())
 
 
 class TextOrList(schema_fields.Raw):
