@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from gpuprov import __version__
-from gpuprov.fleet.agent_build import build_agent
+from gpuprov.fleet.agent_file import build_agent
 
 _HERE = Path(__file__).resolve().parent
 _CLONE = _HERE.parent

@@ -18,8 +18,8 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpuprov.fleet.agent_build import LOCK, WHEELS, locked, wheels
 from gpuprov.protocol.errors import GpuprovError
+from tools.zipapps import LOCK, WHEELS, locked, wheels
 
 OLDEST_PYTHON = "3.9"
 _PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gpuprov
-from gpuprov.fleet.agent_build import files_of, locked, main_program, pack, travels, wheels
+from tools.zipapps import files_of, locked, main_program, pack, travels, wheels
 
 _CLONE = Path(__file__).resolve().parents[1]
 NAME = "gpuprov-host.pyz"

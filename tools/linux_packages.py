@@ -19,8 +19,8 @@ from click.shell_completion import get_completion_class
 
 from gpuprov import __version__
 from gpuprov.cli.main import cli
-from gpuprov.fleet.agent_build import files_of, locked, wheels
 from tools import host_packages, host_program, man_pages
+from tools.zipapps import files_of, locked, wheels
 
 _CLONE = Path(__file__).resolve().parents[1]
 _MAINTAINER = "gpuprov maintainers <gpuprov@users.noreply.github.com>"

@@ -31,8 +31,9 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 from gpuprov import __version__
-from gpuprov.fleet.agent_build import build_agent, locked, wheels
+from gpuprov.fleet.agent_file import build_agent
 from tools import host_packages, host_program, linux_packages
+from tools.zipapps import locked, wheels
 
 _CLONE = Path(__file__).resolve().parents[1]
 _SBOM_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "https://github.com/gpuprov/gpuprov")

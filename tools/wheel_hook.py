@@ -17,7 +17,7 @@ class AgentHook(BuildHookInterface[Any]):
         if version == "editable":
             return
         sys.path.insert(0, self.root)
-        from gpuprov.fleet.agent_build import RELEASED, build_agent
+        from gpuprov.fleet.agent_file import RELEASED, build_agent
         from tools import host_packages
 
         host_packages.fetch()

@@ -291,7 +291,7 @@ def _result(job: Job, request: Request, work: Work) -> dict[str, Any]:
             events = tuple(event for line in lines if (event := read(line)) is not None)
         too_late.cancel()
         os.waitpid(worker, 0)
-        if not any(isinstance(event, Finished) for event in events):
+        if read.finished is None:
             raise GpuprovError(
                 "the agent ended without a result",
                 "the job's process was killed, or the host went down",

@@ -5,6 +5,7 @@ The packages are chosen, and their signatures checked, by the hosts' own package
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,6 +150,12 @@ def _image(to: Collection, reference: str) -> BundleImage:
 
 
 # -- the signature ---------------------------------------------------------------------------------------------------
+
+
+def user_gpg() -> dict[str, str]:
+    """Return the environment that gpg needs to find the user's keys, and to ask for a passphrase by its agent."""
+    names = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def export_key(system: System, key: str, environment: Mapping[str, str]) -> bytes:

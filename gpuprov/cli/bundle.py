@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from gpuprov.protocol.spec import HostSpec
 
 _CACHE = "~/.cache/gpuprov/bundle"
-# Environment that gpg needs to find keys and to ask for a passphrase through its agent.
-_GPG_ENVIRONMENT = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
 
 
@@ -149,7 +146,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
     from gpuprov.bundle.manifest import SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle_create import create as collecting
     from gpuprov.bundle_create.recipe import Collection
-    from gpuprov.fleet.agent_build import build_agent
+    from gpuprov.fleet.agent_file import build_agent
 
     work = system.temporary_directory("/var/tmp")
     part = output.with_name(f"{output.name}.part")
@@ -157,7 +154,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
         to = Collection(system, recipe, work, _progress)
         own = {f"{name}.json": json.dumps(user_table(name), sort_keys=True).encode() for name in UPDATED}
         own[collecting.AGENT] = build_agent().content
-        environment = {name: os.environ[name] for name in _GPG_ENVIRONMENT if name in os.environ}
+        environment = collecting.user_gpg()
         if sign_key:
             own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
         collected = collecting.collect(to, own, str(Path(_CACHE).expanduser()))

@@ -7,6 +7,7 @@ fast.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from typing import Any
@@ -21,7 +22,6 @@ from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
 from gpuprov.cli.health import accept, health
 from gpuprov.cli.hook import hook
-from gpuprov.cli.kubernetes import kubernetes
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import docker_args, runtime
 from gpuprov.fleet.options import (
@@ -32,6 +32,7 @@ from gpuprov.fleet.options import (
     made_options,
     named_options,
     options_of,
+    pairs,
     require_whole_program,
     text_option,
 )
@@ -39,6 +40,8 @@ from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import counted
 
+# As Kubernetes has label keys and values.
+_LABEL = re.compile(r"((?:[a-z0-9.-]{1,253}/)?[A-Za-z0-9][A-Za-z0-9_.-]{0,62})=([A-Za-z0-9_.-]{0,63})")
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -92,7 +95,12 @@ def install(reboot: str | None, **options: Any) -> None:
               "host's files; with --kubernetes, ubuntu:22.04.")  # fmt: skip
 @text_option("--torch-image", metavar="IMAGE", help="Also check PyTorch in this image.")
 @text_option("--tensorflow-image", metavar="IMAGE", help="Also check TensorFlow in this image.")
-@click.option("--kubernetes", is_flag=True, help="Verify a cluster's nodes with a pod on each, by your own kubectl.")
+@click.option(
+    "--kubernetes",
+    "on_kubernetes",
+    is_flag=True,
+    help="Verify a cluster's nodes with a pod on each, by your own kubectl.",
+)
 @text_option("--context", metavar="NAME", help="With --kubernetes: the kubeconfig's context.")
 @text_option("--kubeconfig", metavar="FILE", type=FILE, help="With --kubernetes: the kubeconfig.")
 @text_option("--namespace", metavar="NAME", help="With --kubernetes: the pods' namespace. Default: default.")
@@ -100,7 +108,7 @@ def install(reboot: str | None, **options: Any) -> None:
               help="With --kubernetes: how long pods may take.")  # fmt: skip
 @options_of("verify")
 def verify(
-    image: str, torch_image: str, tensorflow_image: str, kubernetes: bool, context: str, kubeconfig: str,
+    image: str, torch_image: str, tensorflow_image: str, on_kubernetes: bool, context: str, kubeconfig: str,
     namespace: str, pod_timeout: float, **options: Any,
 ) -> None:  # fmt: skip
     """Compare what containers see with what the host has; a table of checks.
@@ -113,7 +121,7 @@ def verify(
       gpuprov verify --kubernetes --context prod
       gpuprov verify --kubernetes --hosts inventory.ini --limit gpu07
     """
-    if kubernetes:
+    if on_kubernetes:
         if options["remember"]:
             raise click.UsageError("--remember is for hosts: leave out --kubernetes")
         from gpuprov.kubernetes.cluster import Kubectl
@@ -299,7 +307,7 @@ def build(output: str) -> None:
     """
     from pathlib import Path
 
-    from gpuprov.fleet.agent_build import build_agent
+    from gpuprov.fleet.agent_file import build_agent
     from gpuprov.protocol.errors import from_os_error
 
     require_whole_program("`gpuprov agent build`")
@@ -339,6 +347,55 @@ def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bo
         reports.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)
 
 
+@cli.group()
+def kubernetes() -> None:
+    """Print what a Kubernetes cluster needs for nodes with GPUs.
+
+    \b
+    Examples:
+      gpuprov kubernetes manifest | kubectl apply -f -
+      gpuprov verify --kubernetes
+    """
+
+
+@kubernetes.command()
+@click.option("--mode", type=click.Choice(["plugin", "dra"]), default="plugin", show_default=True,
+              help="Print NVIDIA's device plugin, or DRA claims (Kubernetes 1.34).")  # fmt: skip
+@click.option("--strategy", type=click.Choice(["environment", "cdi"]), default="environment",
+              show_default=True, help="Give devices by the runtime nvidia, or by CDI.")  # fmt: skip
+@text_option("--namespace", metavar="NAME", help="Default: kube-system, or dra-driver-nvidia-gpu.")
+@click.option("--mig", type=click.Choice(["none", "single", "mixed"]), default="none", show_default=True,
+              help="How MIG devices become resources.")  # fmt: skip
+@click.option(
+    "--node-selector",
+    "selectors",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Nodes for the device plugin. Default: nvidia.com/gpu.present=true, or Node Feature Discovery's.",
+)
+@click.option("--no-test-pod", is_flag=True, help="Leave out the pod that runs nvidia-smi -L.")
+@click.option("--json", "as_json", is_flag=True, help="Print a List as JSON.")
+def manifest(
+    mode: str, strategy: str, namespace: str, mig: str, selectors: tuple[str, ...],
+    no_test_pod: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Print YAML for a cluster whose nodes gpuprov provisions. Comments say what to type.
+
+    docs/kubernetes.md has the whole way, and the GPU operator's.
+
+    \b
+    Examples:
+      gpuprov kubernetes manifest | kubectl apply -f -
+      gpuprov kubernetes manifest --strategy cdi --namespace gpu
+      gpuprov kubernetes manifest --mode dra > claims.yaml
+    """
+    from gpuprov.kubernetes.manifest import Choice, manifest
+
+    chosen = pairs("--node-selector", selectors, _LABEL, "KEY=VALUE, such as pool=gpu")
+    made = manifest(Choice(mode, strategy, namespace, mig, chosen, not no_test_pod))
+    say_text(made.as_json() if as_json else made.as_yaml(), nl=as_json)
+
+
 @cli.command("serve", short_help="Answer nvidia-docker scripts on 127.0.0.1:3476.")
 def serve_command() -> None:
     """Answer GET requests in the form of nvidia-docker-plugin 1.0, so that scripts that ask it work again.
@@ -359,7 +416,7 @@ def serve_command() -> None:
     serve(System())
 
 
-for _command in (accept, advisories, bundle, cdi, cuda, docker_args, health, hook, kubernetes, playbooks, runtime):
+for _command in (accept, advisories, bundle, cdi, cuda, docker_args, health, hook, playbooks, runtime):
     cli.add_command(_command)
 
 

@@ -58,7 +58,7 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
 
 
 def _written(source: Path, folder: Path, playbooks: Path) -> tuple[Path, ...]:
-    from gpuprov.fleet.agent_build import build_agent
+    from gpuprov.fleet.agent_file import build_agent
 
     if playbooks.exists():
         shutil.rmtree(playbooks)

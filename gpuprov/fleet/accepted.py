@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,6 @@ _SHARE, _DEVIATIONS, _LEAST = 0.05, 4, 3
 # Beside the speeds of peers and the site's own figures; a clock, heat or power is no result.
 _COMPARED = ("to_device", "from_device", "within", "memory", "rate")
 _SLOW = "accept-slow"
-_GPG = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
 
 
 @dataclass(frozen=True)
@@ -208,6 +206,6 @@ def signature(content: bytes, key: str) -> bytes:
     """Return the signature by a key of the user's gpg, b"" without a key. Raises GpuprovError if gpg can't sign."""
     if not key:
         return b""
-    from gpuprov.bundle_create.create import sign
+    from gpuprov.bundle_create.create import sign, user_gpg
 
-    return sign(System(), content, key, {name: os.environ[name] for name in _GPG if name in os.environ})
+    return sign(System(), content, key, user_gpg())

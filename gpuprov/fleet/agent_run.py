@@ -24,7 +24,7 @@ from gpuprov.protocol.request import Request
 if TYPE_CHECKING:
     from fabric import Connection
 
-    from gpuprov.fleet.agent_build import Agent
+    from gpuprov.fleet.agent_file import Agent
 
 
 _PATIENCE = 60
@@ -60,14 +60,11 @@ def run_agent(
         _upload(connection, agent)
     if request.bundle:
         request = replace(request, bundle=_upload_bundle(host, request, sink))
-    finished: list[Finished] = []
     read = EventReader()
 
     def on_line(line: str) -> None:
         event = read(line)
-        if isinstance(event, Finished):
-            finished.append(event)
-        elif event is not None:
+        if event is not None and not isinstance(event, Finished):
             sink(event)
             if isinstance(event, Started):
                 stoppable(lambda: later(STOP.encode() + b"\n"))
@@ -75,9 +72,9 @@ def run_agent(
     later = remote.Later()
     command, stdin = push.agent_command(host.probe, agent.digest), (f"{dump(request)}\n".encode(),)
     done = host.as_root(command, stdin, on_line, timeout=host_timeout, later=later)
-    if not finished:
+    if read.finished is None:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
-    return finished[-1]
+    return read.finished
 
 
 def _upload(connection: Connection, agent: Agent) -> None:

@@ -24,11 +24,11 @@ from gpuprov.agent.probe import PYTHONS
 from gpuprov.core.commands import Completed, run_command
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import GpuprovError, UsageError
-from gpuprov.protocol.events import EventReader, Finished, Sink
+from gpuprov.protocol.events import EventReader, Sink
 from gpuprov.protocol.request import Request
 
 if TYPE_CHECKING:
-    from gpuprov.fleet.agent_build import Agent
+    from gpuprov.fleet.agent_file import Agent
 
 _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")
@@ -91,7 +91,6 @@ def run_in_root(
 
 
 def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) -> None:
-    finished: list[Finished] = []
     refused: list[GpuprovError] = []
     read = EventReader()
 
@@ -102,7 +101,6 @@ def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) ->
             refused.append(error)
             return
         if event is not None:
-            finished.extend([event] if isinstance(event, Finished) else [])
             sink(event)
 
     with tempfile.NamedTemporaryFile(prefix="gpuprov-agent-") as file:
@@ -122,7 +120,7 @@ def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) ->
         )  # fmt: skip
     if refused:
         raise refused[0]
-    if not finished:
+    if read.finished is None:
         raise _unfinished_error(done, root, list(read.strays))
 
 

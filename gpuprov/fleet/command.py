@@ -9,12 +9,13 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuprov.agent.result import HostResult
+from gpuprov.agent.result import HostResult, HostSink
+from gpuprov.fleet.agent_file import build_agent
 from gpuprov.fleet.history import Run, drivers_by_gpus, moment, new_identifier, save
 from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read_inventory, site_words
 from gpuprov.fleet.options import FLAG, Options
@@ -28,9 +29,6 @@ from gpuprov.protocol.words import line
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from gpuprov.fleet.agent_build import Agent
-    from gpuprov.fleet.progress import Progress
 
 _NEEDS_ROOT = ("install", "verify", "accept", "doctor", "rollback", "uninstall")
 # The next command: after a successful installation, and after a failed verification.
@@ -197,13 +195,6 @@ def inventory_of(options: Options) -> Inventory:
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
 
 
-@functools.cache
-def _agent() -> Agent:
-    from gpuprov.fleet.agent_build import build_agent
-
-    return build_agent()
-
-
 def _require_local_call_to_make_sense(options: Options) -> None:
     if options.limit:
         raise UsageError("--limit needs an inventory", "", "add --hosts INVENTORY")
@@ -236,12 +227,11 @@ def _run(
 
     console = console or make_console()
     settings = RunSettings(
-        _agent, options,
+        build_agent, options,
         lambda text: console.print(line(text), soft_wrap=True) if not options.json else say(text, err=True),
         rollout, commands, _command_line(options),
     )  # fmt: skip
-    progress = make_progress(options, console, [target.name for target in targets])
-    with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
+    with progress_display(options, console, [target.name for target in targets]) as progress:
         fleet = Fleet(settings)
         return fleet.run(targets, request, progress), fleet.ended_by
 
@@ -259,15 +249,18 @@ def make_console(*, stderr: bool = False) -> Console:
     return make(width=_PIPE_WIDTH)
 
 
-def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
-    """Return the progress display for a run over these hosts."""
+@contextlib.contextmanager
+def progress_display(options: Options, console: Console, hosts: Sequence[str]) -> Iterator[HostSink]:
+    """Show the events of a run over these hosts, from any thread, until the end."""
     from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 
     if options.json:
-        return JsonLines(console)
-    if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
-        return LiveTable(console, hosts, verbose=options.verbose, diff=options.diff)
-    return PlainLines(console, verbose=options.verbose, diff=options.diff)
+        yield JsonLines(console)
+    elif console.is_terminal and not console.is_dumb_terminal and not console.no_color:
+        with LiveTable(console, hosts, verbose=options.verbose, diff=options.diff) as table:
+            yield table
+    else:
+        yield PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 
 def _next_command(options: Options) -> str:

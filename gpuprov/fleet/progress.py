@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,12 +22,6 @@ from rich.text import Text
 from gpuprov.protocol import events
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.words import counted, one_line, plain
-
-
-class Progress(Protocol):
-    """Receives the events of all hosts, from any thread."""
-
-    def __call__(self, host: str, event: events.Event) -> None: ...
 
 
 def words_for(event: events.Event, *, verbose: bool) -> str:

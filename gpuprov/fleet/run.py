@@ -22,9 +22,8 @@ from gpuprov.agent.window import Window
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.chroot import run_in_root
-from gpuprov.fleet.drain_record import DrainKeeper, DrainRecord, left_records
 from gpuprov.fleet.grouping import listed
-from gpuprov.fleet.history import new_identifier
+from gpuprov.fleet.history import DrainKeeper, DrainRecord, left_records, new_identifier
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import Batch, HostCommands, Rolling, Rollout, install_or_roll_back, make_batches
@@ -39,7 +38,7 @@ from gpuprov.protocol.words import counted
 if TYPE_CHECKING:
     from fabric import Connection
 
-    from gpuprov.fleet.agent_build import Agent
+    from gpuprov.fleet.agent_file import Agent
 
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
@@ -420,7 +419,7 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
     if request.command == "install" and request.spec.get("watch", "off") != "off":
         # The host keeps the agent. The one-file program has no sources to build it from: the plan says what is missing.
         with contextlib.suppress(GpuprovError, ImportError):
-            from gpuprov.fleet.agent_build import stored_agent
+            from gpuprov.fleet.agent_file import stored_agent
 
             request = replace(request, agent=str(stored_agent()))
     last: list[Finished] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
-from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
+from gpuprov.fleet.command import conclude, inventory_of, make_console, progress_display, require_writable
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.history import Run, moment, new_identifier
 from gpuprov.fleet.inventory import HostTarget
@@ -282,8 +282,8 @@ def verify_cluster(options: Options, kubectl: Kubectl, wanted: Wanted) -> ExitCo
             if error.exit_code == ExitCode.USAGE:
                 raise
             chosen, absent = (), ((kubectl.context or "cluster", error),)
-        progress = make_progress(options, console, [*(name for name, _ in absent), *(node.name for node, _ in chosen)])
-        with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
+        hosts = [*(name for name, _ in absent), *(node.name for node, _ in chosen)]
+        with progress_display(options, console, hosts) as progress:
             results: list[HostResult] = []
             for name, refused in absent:
                 recorder = Recorder(name, progress)

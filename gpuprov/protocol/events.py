@@ -280,9 +280,13 @@ def to_line(event: Event) -> str:
 
 
 class EventReader:
-    """Reads the lines of one run on one host, which is not trusted. `strays`: the last lines that were no events."""
+    """Reads the lines of one run on one host, which is not trusted.
+
+    `finished`: the last event, once it came. `strays`: the last lines that were no events.
+    """
 
     def __init__(self) -> None:
+        self.finished: Finished | None = None
         self.strays: collections.deque[str] = collections.deque(maxlen=_MOST_STRAYS)
         self._seen: collections.Counter[type[Any]] = collections.Counter()
 
@@ -298,6 +302,8 @@ class EventReader:
         if event is None:
             self.strays.append(line[:_LONGEST_STRAY])
             return None
+        if isinstance(event, Finished):
+            self.finished = event
         self._seen[type(event)] += 1
         most = getattr(event, "MOST", _MOST_EVENTS)
         if self._seen[type(event)] > most:

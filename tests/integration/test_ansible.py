@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.fleet.agent_build import build_agent
+from gpuprov.fleet.agent_file import build_agent
 from tests.integration.test_install import docker_start, etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov

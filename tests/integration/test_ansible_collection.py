@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.fleet.agent_build import build_agent
+from gpuprov.fleet.agent_file import build_agent
 from tests.lab.lab import REPOSITORY
 
 _BIN = Path(sys.executable).parent

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.result import machines
-from gpuprov.fleet.agent_build import Agent, build_agent, pack
+from gpuprov.fleet.agent_file import Agent, build_agent
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import HostTarget, read_inventory
 from gpuprov.fleet.options import Options, SshSettings
@@ -26,6 +26,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.pythons import VERSIONS
+from tools.zipapps import pack
 
 pytestmark = pytest.mark.root
 

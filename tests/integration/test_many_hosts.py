@@ -18,7 +18,7 @@ import pytest
 
 from gpuprov.agent.result import HostResult
 from gpuprov.fleet import remote
-from gpuprov.fleet.agent_build import Agent
+from gpuprov.fleet.agent_file import Agent
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.run import Fleet, RunSettings

@@ -11,7 +11,7 @@ from gpuprov.cdi import nvml
 from gpuprov.cdi.files import soname
 from gpuprov.cdi.nvml import GpuAnswer, MigAnswer, parse_answers
 from gpuprov.core.system import System
-from gpuprov.fleet.agent_build import build_agent
+from gpuprov.fleet.agent_file import build_agent
 from tests.integration.test_simgpu import on_host
 from tests.simgpu import build_libraries, gpu, mig_uuid
 from tests.simgpu.layout import driver_files

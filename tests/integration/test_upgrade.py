@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.fleet.agent_build import locked, wheels
 from tests import simgpu
 from tests.integration.doctor_cases import SLEEPER
 from tests.integration.killed import kill_when
@@ -24,6 +23,7 @@ from tests.integration.test_uninstall import differences, files, in_memory
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
 from tests.lab.shell import wait_for
+from tools.zipapps import locked, wheels
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
 # The last version whose journals have no format number; and one whose runtime had 38 modules.

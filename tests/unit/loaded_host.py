@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuprov.agent.run import run_request
 from gpuprov.cdi.discover import discover
 from gpuprov.core.commands import Completed
 from gpuprov.facts.driver import gather_holders, parse_cgroup
@@ -15,6 +14,7 @@ from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost, write_runfile
 
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
@@ -164,12 +164,9 @@ def install(
     command: str = "install",
     **values: Any,
 ) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
     spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run", **values})
     request = Request(command, spec_to_json(spec), check=check, diff=True, steps=steps)
-    run_request(request, events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return ask(host, request)
 
 
 def loaded(host: FakeHost) -> tuple[str, str]:

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.result import HostResult, hosts_by_vulnerability
-from gpuprov.agent.run import run_request
 from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables, user_path
 from gpuprov.cli.advisories import parse_csaf
 from gpuprov.cli.main import cli
@@ -40,7 +39,7 @@ from gpuprov.protocol.advisories import (
     vulnerabilities,
 )
 from gpuprov.protocol.codec import dump
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -49,6 +48,7 @@ from gpuprov.verify import installed_versions, known_vulnerabilities
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
 from tests.bundles import FILES, write_test_bundle
+from tests.unit.ask import ask
 from tests.unit.doctor.host import healthy
 from tests.unit.fake_host import FakeHost
 
@@ -257,9 +257,8 @@ def test_digests_are_compared(tmp_path: Path) -> None:
     assert not user_path(ADVISORIES).exists()
     run("update", "--from", f"file://{file}", "--sha256", digest)
     assert user_path(ADVISORIES).exists()
-    with pytest.raises(GpuprovError, match="over http needs a digest") as caught:
+    with pytest.raises(UsageError, match="over http needs a digest"):
         run("update", "--from", "http://mirror.example/5850.json")
-    assert caught.value.exit_code == ExitCode.USAGE
 
 
 def test_a_table_of_another_gpuprov_is_taken_too(tmp_path: Path) -> None:
@@ -296,20 +295,16 @@ def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     host = healthy(tmp_path)
     found = known_vulnerabilities(installed_versions(host))
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
-    events: list[Event] = []
-    run_request(Request("verify"), events.append, healthy(tmp_path / "again"))
+    ended, events = ask(healthy(tmp_path / "again"), Request("verify"))
     assert warned(events) == [str(found[0])]
-    assert isinstance(events[-1], Finished)
-    assert events[-1].versions == {"driver": "550.163.01", "toolkit": ""}
+    assert ended.versions == {"driver": "550.163.01", "toolkit": ""}
 
 
 def checked(host: FakeHost, bundle: str = "", sent: Mapping[str, object] | None = None, **values: str) -> list[Event]:
     """Return the events of `install --check` on a host that has no driver's libraries yet."""
-    events: list[Event] = []
     spec = {"driver_version": simgpu.DRIVER_VERSION, "packages": ["site-gpu-tools"], **values}
     request = Request("install", spec, check=True, bundle=bundle, tables=sent or {})
-    run_request(request_from_line(dump(request)), events.append, host)
-    return events
+    return ask(host, request_from_line(dump(request)))[1]
 
 
 def warned(events: list[Event]) -> list[str]:

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
-from gpuprov.fleet.agent_build import build_agent, pack
+from gpuprov.fleet.agent_file import build_agent
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.spec_fields import PREFIX
+from tools.zipapps import pack
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.journal import new_journal
 from gpuprov.packages import apt, dnf, managers, zypper
 from gpuprov.packages.apt import APT
@@ -14,6 +13,7 @@ from gpuprov.packages.managers import Offers
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
+from tests.unit.ask import ask
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
 from tests.unit.test_fabric_manager import SwitchHost
 from tests.unit.test_packages import held_by_another
@@ -25,13 +25,10 @@ _HEADERS = f"linux-headers-{RELEASE}"
 def install(
     host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = (), lock_timeout: int = 300
 ) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
     wanted = {"driver_version": "550.163.01", "driver_url": "/driver.run", "lock_timeout": lock_timeout}
     spec = parse_spec(wanted)
     write_runfile(host.root / "driver.run")
-    run_request(Request("install", spec_to_json(spec), check=check, steps=steps), events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return ask(host, Request("install", spec_to_json(spec), check=check, steps=steps))
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -185,12 +182,9 @@ def test_the_lock_is_awaited_for_the_fabric_managers_packages_too(tmp_path: Path
 def undrained(host: FakeHost, *, check: bool = False) -> tuple[Finished, list[Event]]:
     """Install a version of docker on a host that was not drained for it."""
     host.available["docker.io"] = "26.1"
-    events: list[Event] = []
     spec = spec_to_json(parse_spec({"driver_version": "550.163.01", "packages": ["docker.io=26.1"]}))
     request = Request("install", spec, check=check, steps=("packages",), require_drained=not check)
-    run_request(request, events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return ask(host, request)
 
 
 def test_what_disturbs_containers_is_not_done_on_a_host_that_is_not_drained(tmp_path: Path) -> None:

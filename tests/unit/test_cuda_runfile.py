@@ -12,7 +12,6 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.apply import last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
@@ -24,11 +23,12 @@ from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.simgpu.cuda_run import build_cuda_run
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -68,10 +68,7 @@ def spec(host: CudaHost, **values: Any) -> HostSpec:
 
 
 def install(host: CudaHost, wanted: HostSpec) -> Finished:
-    events: list[Event] = []
-    run_request(Request("install", spec_to_json(wanted), steps=("download", "packages", "driver")), events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1]
+    return ask(host, Request("install", spec_to_json(wanted), steps=("download", "packages", "driver")))[0]
 
 
 def planned(facts: HostFacts, wanted: HostSpec) -> list[Change]:

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.journal import read_runs
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests.examples import examples
+from tests.unit.ask import ask
 from tests.unit.doctor.host import healthy_tree
 from tests.unit.fake_host import FakeHost
 
@@ -57,10 +57,7 @@ class Model:
             self.host.write(DAEMON_JSON, text.encode())
 
     def run(self, command: str, spec: HostSpec = SPEC) -> Finished:
-        events: list[Any] = []
-        run_request(Request(command, spec_to_json(spec)), events.append, self.host)
-        assert isinstance(events[-1], Finished)
-        return events[-1]
+        return ask(self.host, Request(command, spec_to_json(spec)))[0]
 
 
 def restart(host: FakeHost) -> None:

@@ -24,6 +24,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import masked, secret_free
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 PASSWORD = "pa55-Word%21"
@@ -63,10 +64,8 @@ def listening() -> Iterator[str]:
 
 
 def request(host: FakeHost, command: str = "install", *, check: bool = False, **values: Any) -> list[Event]:
-    events: list[Event] = []
     spec = parse_spec({"driver": "preinstalled", "kernel_modules": "none", **values})
-    run_request(Request(command, spec_to_json(spec), check=check, diff=True, steps=("docker",)), events.append, host)
-    return events
+    return ask(host, Request(command, spec_to_json(spec), check=check, diff=True, steps=("docker",)))[1]
 
 
 def finished(events: list[Event]) -> Finished:

@@ -13,7 +13,6 @@ import tomllib
 
 from gpuprov.agent.playbook_task import Change
 from gpuprov.doctor.examine import RULES
-from gpuprov.fleet.agent_build import _HOST_FILES, _HOST_FOLDERS
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.events import CheckDone, Upgrade
@@ -22,6 +21,7 @@ from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
 from tests.integration.test_doctor import GROUPS, TROUBLES
 from tools import ansible_page, cli_page, plain_english
+from tools.zipapps import HOST_FILES, HOST_FOLDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +136,7 @@ def test_every_folder_that_travels_is_held_to_the_import_contract() -> None:
     """The layers are exhaustive by themselves; the folders that travel stand in two lists."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     _, travels = contracts
-    packed = {f"gpuprov.{name}" for name in (*_HOST_FOLDERS, *(file.removesuffix(".py") for file in _HOST_FILES))}
+    packed = {f"gpuprov.{name}" for name in (*HOST_FOLDERS, *(file.removesuffix(".py") for file in HOST_FILES))}
     assert set(travels["source_modules"]) == packed - {"gpuprov.__init__"}
 
 

@@ -15,9 +15,10 @@ from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.machine.machine import gather_kernel, gather_os, parse_modules, parse_secure_boot
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import Event, FactsGathered, Finished, Note
+from gpuprov.protocol.events import Event, FactsGathered, Note
 from gpuprov.protocol.request import Request
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 DEVICES = {
@@ -56,13 +57,12 @@ def test_facts_warn_of_a_driver_that_was_replaced_and_not_loaded(tmp_path: Path)
     host = FakeHost(tmp_path)
     simgpu.install_tree(tmp_path)
     simgpu.write_kernel_tree(tmp_path, 1, "535.261.03")
-    events: list[Event] = []
-    assert run_request(Request("facts"), events.append, host) == 0
+    ended, events = ask(host, Request("facts"))
+    assert ended.exit_code == 0
     (said,) = (one for one in events if isinstance(one, Note))
     assert said.level == "warning"
     assert said.message.startswith("the driver's files are 550.163.01, the loaded module is 535.261.03: ")
-    assert isinstance(events[-1], Finished)
-    assert (events[-1].versions["driver"], events[-1].versions["gpus"]) == ("550.163.01", "2")
+    assert (ended.versions["driver"], ended.versions["gpus"]) == ("550.163.01", "2")
 
 
 def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:
@@ -152,10 +152,8 @@ def test_what_only_root_may_look_at_ends_in_a_command_to_type() -> None:
         def list_directory(self, path: str) -> tuple[str, ...]:
             raise PermissionError(13, "Permission denied", path)
 
-    events: list[object] = []
-    assert run_request(Request("facts"), events.append, Closed()) == ExitCode.USAGE
-    last = events[-1]
-    assert isinstance(last, Finished)
+    last, _ = ask(Closed(), Request("facts"))
+    assert last.exit_code == ExitCode.USAGE
     assert last.problems[0].next_step == "sudo gpuprov facts"
 
 

@@ -15,10 +15,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from gpuprov.cli.main import cli
-from gpuprov.fleet.agent_build import locked, wheels
 from tests.pythons import VERSIONS, interpreter, too_old
 from tools import host_packages, host_program, linux_packages
 from tools.host_packages import OLDEST_PYTHON
+from tools.zipapps import locked, wheels
 
 _PYPROJECT = Path(host_program.__file__).parents[1] / "pyproject.toml"
 # rich needs them for Markdown and for source code, neither of which gpuprov prints.

@@ -14,9 +14,10 @@ from gpuprov.core.journal import FORMAT, RUNS_DIRECTORY, Run, new_journal, parse
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Note
+from tests.unit.ask import finished
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.loaded_host import LoadedHost
-from tests.unit.test_uninstall import SPEC, carry_out, done, finished
+from tests.unit.test_uninstall import SPEC, carry_out, done
 from tests.unit.test_uninstall import host as host
 
 pytestmark = pytest.mark.root

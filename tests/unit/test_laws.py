@@ -21,12 +21,13 @@ from gpuprov.facts.host import gather
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS, make_plan
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned
+from gpuprov.protocol.events import ChangeDone, Event, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
+from tests.unit.ask import ask, finished
 from tests.unit.fake_host import PYTHON, FakeHost, write_runfile
 
 pytestmark = pytest.mark.root
@@ -120,14 +121,7 @@ def bring_up_to(host: System, spec: HostSpec, name: str) -> None:
 
 
 def install(host: FakeHost, spec: HostSpec, *, check: bool = False) -> list[Event]:
-    events: list[Event] = []
-    run_request(Request("install", spec_to_json(spec), check=check, diff=check), events.append, host)
-    return events
-
-
-def finished(events: list[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
+    return ask(host, Request("install", spec_to_json(spec), check=check, diff=check))[1]
 
 
 @pytest.mark.parametrize("name", STEP_NAMES)

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import gather
 from gpuprov.protocol import tables
-from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -146,18 +145,15 @@ def test_with_a_bundle_a_branch_is_the_release_in_it(wanted: str, held: str, exp
 
 def test_without_a_mirror_a_branch_that_is_not_known_is_refused_at_once() -> None:
     assert parse_spec({"driver_version": "700", "driver": "packages"}).driver_version == "700"
-    with pytest.raises(GpuprovError, match="gpuprov_driver_version is not a driver version") as raised:
+    with pytest.raises(UsageError, match="gpuprov_driver_version is not a driver version"):
         parse_spec({"driver_version": "700"})
-    assert raised.value.exit_code == ExitCode.USAGE
 
 
 def test_an_installation_asks_the_mirror(server: Served, tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root")
     asked = spec("550", server.url)
-    events: list[Event] = []
-    run_request(Request("install", spec_to_json(asked), check=True), events.append, host)
-    assert isinstance(events[-1], Finished)
+    ended, _ = ask(host, Request("install", spec_to_json(asked), check=True))
     # The file itself is not on this server: the plan was made with its address.
-    assert [one.evidence for one in events[-1].problems] == ["HTTP 404"]
-    assert "550.163.01/NVIDIA-Linux-x86_64-550.163.01.run" in events[-1].problems[0].what
+    assert [one.evidence for one in ended.problems] == ["HTTP 404"]
+    assert "550.163.01/NVIDIA-Linux-x86_64-550.163.01.run" in ended.problems[0].what
     assert RunFile(gather(host), run_files.resolved(System(), asked, "x86_64")).url.endswith("x86_64-550.163.01.run")

@@ -25,6 +25,7 @@ from gpuprov.protocol.events import Event, Finished, Planned, from_line
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -77,11 +78,8 @@ def spec(**values: Any) -> HostSpec:
 
 
 def install(host: FakeHost, *, returns: bool = False, **values: Any) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
     request = Request("install", spec_to_json(spec(**values)), caller_returns=returns)
-    run_request(request, events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return ask(host, request)
 
 
 def test_by_default_the_run_ends_with_3_and_says_what_to_type(host: RebootingHost) -> None:

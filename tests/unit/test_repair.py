@@ -12,7 +12,6 @@ import pytest
 
 from gpuprov.agent import repair
 from gpuprov.agent.repair import Record, Repair, decide
-from gpuprov.agent.run import run_request
 from gpuprov.checks.accept import accept
 from gpuprov.checks.health import Readings, judge
 from gpuprov.core.commands import Completed
@@ -22,6 +21,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import ChangeDone, CheckDone, Event, Finished, HealthFound, Note, Planned, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
+from tests.unit.ask import ask
 from tests.unit.health_cases import healthy
 from tests.unit.loaded_host import DCGM, PERSISTENCED, LoadedHost
 
@@ -174,11 +174,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IllHost:
 
 
 def _doctor(host: IllHost, *allow: str, **more: Any) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
     spec = spec_to_json(HostSpec(driver="preinstalled", docker="preinstalled"))
-    run_request(Request("doctor", spec, fix=True, allow=allow, **more), events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return ask(host, Request("doctor", spec, fix=True, allow=allow, **more))
 
 
 def _repairs(events: list[Event]) -> list[str]:

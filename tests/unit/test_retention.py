@@ -18,8 +18,9 @@ from gpuprov.core.places import CACHE_DIRECTORY, KEPT_PACKAGES
 from gpuprov.core.retention import JOURNALS, prune
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.events import Event
 from gpuprov.protocol.request import Request
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -256,10 +257,8 @@ def test_a_run_that_ends_well_prunes_and_others_do_not(host: Still) -> None:
     def runs_left(command: str, *, check: bool = False) -> tuple[int, ExitCode]:
         for number in range(9):
             (cache / f"{number}.run").write_text("x")
-        events: list[Event] = []
-        run_request(Request(command, {}, check=check), events.append, host)
-        assert isinstance(events[-1], Finished)
-        return len(list(cache.glob("*.run"))), ExitCode(events[-1].exit_code)
+        ended, _ = ask(host, Request(command, {}, check=check))
+        return len(list(cache.glob("*.run"))), ExitCode(ended.exit_code)
 
     assert runs_left("rollback", check=True) == (9, ExitCode.DONE)
     assert runs_left("install") == (9, ExitCode.FAILED)

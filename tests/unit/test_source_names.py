@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.changes import FileFact
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.packages.sources import dns_problem
@@ -17,6 +16,7 @@ from gpuprov.protocol.events import ChangeStarted, Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -60,11 +60,8 @@ def write(host: FakeHost, path: str, text: str) -> None:
 
 
 def install(host: FakeHost, **values: Any) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
     spec = parse_spec({"driver": "preinstalled", "packages": ["site-tool"], **values})
-    run_request(Request("install", spec_to_json(spec)), events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
+    return ask(host, Request("install", spec_to_json(spec)))
 
 
 def test_it_is_known_before_the_first_change(host: Nameless) -> None:

@@ -27,6 +27,7 @@ from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from tests import simgpu
+from tests.unit.ask import ask, finished
 from tests.unit.fake_host import PYTHON, FakeHost, Tree, write_runfile
 
 pytestmark = pytest.mark.root
@@ -53,14 +54,7 @@ SPEC = HostSpec(driver_version=simgpu.DRIVER_VERSION, driver_url=f"/{DRIVER}", p
 
 
 def carry_out(host: FakeHost, command: str, spec: HostSpec = SPEC, *, check: bool = False) -> list[Event]:
-    events: list[Event] = []
-    run_request(Request(command, spec_to_json(spec), check=check, diff=check), events.append, host)
-    return events
-
-
-def finished(events: Sequence[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
+    return ask(host, Request(command, spec_to_json(spec), check=check, diff=check))[1]
 
 
 def plan_of(events: Sequence[Event]) -> Planned:

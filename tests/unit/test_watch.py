@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from gpuprov.agent import watch
-from gpuprov.agent.run import run_request
 from gpuprov.boot import watch as boot_watch
 from gpuprov.core.lock import LOCK_PATH
 from gpuprov.core.system import sha256_of
@@ -20,9 +19,10 @@ from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.host import gather
 from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Event, Finished, Planned
+from gpuprov.protocol.events import Finished, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
+from tests.unit.ask import ask
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 
 pytestmark = pytest.mark.root
@@ -41,11 +41,7 @@ def host(tmp_path: Path) -> DoctorHost:
 
 
 def install(host: DoctorHost, spec: HostSpec, command: str = "install", **more: Any) -> Finished:
-    events: list[Event] = []
-    run_request(Request(command, spec_to_json(spec), agent="/srv/agent.pyz", **more), events.append, host)
-    last = events[-1]
-    assert isinstance(last, Finished)
-    return last
+    return ask(host, Request(command, spec_to_json(spec), agent="/srv/agent.pyz", **more))[0]
 
 
 def there(host: DoctorHost) -> list[str]:

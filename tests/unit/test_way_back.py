@@ -30,6 +30,7 @@ from gpuprov.protocol.events import Event, Finished, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost, write_runfile
 
 pytestmark = pytest.mark.root
@@ -118,11 +119,9 @@ def test_a_rollback_of_this_run_undoes_no_other(site: Site) -> None:
     site.call("install", OLD)
     before = site.host.tree()
     for run_id, changed in (("another", False), ("", True)):
-        events: list[Event] = []
         request = Request("rollback", run_id=run_id, arguments={"this_run": True})
-        assert run_request(request, events.append, site.host) == ExitCode.DONE
-        ended = events[-1]
-        assert isinstance(ended, Finished)
+        ended, _ = ask(site.host, request)
+        assert ended.exit_code == ExitCode.DONE
         assert (ended.changed > 0, site.host.tree() != before) == (changed, changed)
 
 
@@ -162,10 +161,7 @@ def test_rollback_of_this_run_covers_one_it_resumed_and_none_after_it(site: Site
     run.belongs_to("mine")
     if between:
         new_journal(site.host, "install", "theirs").begin("k", "unknown", {})
-    events: list[Event] = []
-    run_request(Request("rollback", run_id="mine", arguments={"this_run": True}), events.append, site.host)
-    ended = events[-1]
-    assert isinstance(ended, Finished)
+    ended, _ = ask(site.host, Request("rollback", run_id="mine", arguments={"this_run": True}))
     expected = "another run has changed this host since" if between else "can't undo a change of kind 'unknown'"
     assert expected in ended.problems[0].what
 

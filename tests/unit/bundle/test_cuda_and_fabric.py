@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
 from gpuprov.bundle_create.recipe import Recipe, RunFile, Wanted, make_recipe, mirror_at
 from gpuprov.core.places import FOLDER
@@ -22,13 +21,14 @@ from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import StepChange, _once
-from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
+from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, listed, write_test_bundle
 from tests.simgpu.cuda_run import build_cuda_run
+from tests.unit.ask import ask
 from tests.unit.test_cuda_runfile import PREFIX, CudaHost
 from tests.unit.test_fabric_manager import SwitchHost
 
@@ -47,9 +47,8 @@ def recipe(*specs: HostSpec, **options: Any) -> Recipe:
 
 
 def refusal(*specs: HostSpec, **options: Any) -> str:
-    with pytest.raises(GpuprovError) as caught:
+    with pytest.raises(UsageError) as caught:
         recipe(*specs, **options)
-    assert caught.value.exit_code == ExitCode.USAGE
     assert all(one.next_step for one in caught.value.problems)
     return str(caught.value)
 
@@ -141,11 +140,8 @@ def with_cuda(host: CudaHost, **fields: Any) -> Path:
 
 def install(host: CudaHost, **values: Any) -> Finished:
     spec = parse_spec({"driver": "preinstalled", **values})
-    events: list[Event] = []
     steps = ("download", "packages", "driver")
-    run_request(Request("install", spec_to_json(spec), steps=steps, bundle="/root/bundle.tar"), events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1]
+    return ask(host, Request("install", spec_to_json(spec), steps=steps, bundle="/root/bundle.tar"))[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"cuda_url": URL}])

@@ -17,8 +17,9 @@ from gpuprov.doctor.snapshot import Installed
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CauseFound
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH, NVIDIA_HOOK_PATH
+from tests.unit.ask import finished
 from tests.unit.doctor.host import DoctorHost, examined
-from tests.unit.doctor.test_fix import doctor, end, of
+from tests.unit.doctor.test_fix import doctor, of
 from tests.unit.doctor.test_fix import host as host
 from tests.unit.doctor.test_fix import pristine as pristine
 
@@ -64,7 +65,7 @@ def look(host: DoctorHost) -> list[CauseFound]:
 def test_a_host_of_another_version_is_healthy(host: DoctorHost, version: str | None, who: str) -> None:
     by_another_version(host, version)
     events = doctor(host, fix=False)
-    assert end(events).exit_code == ExitCode.DONE and end(events).summary == "nothing found wrong"
+    assert finished(events).exit_code == ExitCode.DONE and finished(events).summary == "nothing found wrong"
     (cause,) = (one for one in of(CauseFound, events) if one.rule == "runtime-files-missing")
     assert cause.confidence == WARNING and cause.evidence.startswith(RUNS_DIRECTORY)
     assert (

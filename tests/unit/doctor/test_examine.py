@@ -14,10 +14,11 @@ from gpuprov.doctor.examine import diagnose, report
 from gpuprov.doctor.finding import AREAS
 from gpuprov.engines.docker_unit import last_words
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
+from gpuprov.protocol.events import CauseFound, CheckDone, Event, Note, from_line, to_line
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import spec_to_json
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from tests.unit.ask import finished
 from tests.unit.doctor.host import SMI, SPEC, DoctorHost, examined, first, healthy
 from tests.unit.doctor.ill import both, docker, unit, without
 from tests.unit.fake_host import PYTHON, FakeHost
@@ -41,11 +42,6 @@ def events_of(host: FakeHost) -> list[Event]:
 
 def causes(events: list[Event]) -> list[CauseFound]:
     return [event for event in events if isinstance(event, CauseFound)]
-
-
-def finished(events: list[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
 
 
 @pytest.mark.parametrize("metal", [True, False])

@@ -25,7 +25,6 @@ from gpuprov.protocol.events import (
     ChangeDone,
     CheckDone,
     Event,
-    Finished,
     Note,
     Planned,
     from_line,
@@ -33,6 +32,7 @@ from gpuprov.protocol.events import (
 )
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
+from tests.unit.ask import finished
 from tests.unit.doctor import ill
 from tests.unit.doctor.host import SPEC, DoctorHost, examined, healthy, healthy_tree, with_docker, with_driver
 
@@ -81,11 +81,6 @@ def of(kind: type[Any], events: Sequence[Event]) -> list[Any]:
 
 def planned(events: Sequence[Event]) -> list[str]:
     return [change.key for change in of(Planned, events)[-1].changes]
-
-
-def end(events: Sequence[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
 
 
 def stale(host: DoctorHost) -> None:
@@ -162,20 +157,20 @@ def test_it_plans_does_proves_and_a_rollback_takes_it_back(host: DoctorHost, cas
 
     foreseen = doctor(host, check=True)
     assert planned(foreseen) == list(case.changes)
-    assert end(foreseen).changed == len(case.changes)
+    assert finished(foreseen).changed == len(case.changes)
     assert host.tree() == broken
 
     events = doctor(host)
-    assert end(events).exit_code == ExitCode.DONE, end(events)
-    assert end(events).changed == len(case.changes)
+    assert finished(events).exit_code == ExitCode.DONE, finished(events)
+    assert finished(events).changed == len(case.changes)
     assert [event.key for event in of(ChangeDone, events)] == planned(events) == planned(foreseen)
     assert rules(host) == []
     assert read_runs(host)[-1].command == "doctor"
 
     again = doctor(host)
-    assert (end(again).changed, planned(again)) == (0, [])
+    assert (finished(again).changed, planned(again)) == (0, [])
 
-    assert end(doctor(host, "rollback")).exit_code == ExitCode.DONE
+    assert finished(doctor(host, "rollback")).exit_code == ExitCode.DONE
     assert host.tree() == broken
     assert case.rule in rules(host) or case.changes == ("configure docker",)
 
@@ -200,9 +195,9 @@ def test_what_a_person_must_do_is_left_with_its_command(host: DoctorHost) -> Non
     events = doctor(host)
     assert (host.root / "dev/nvidia0").is_char_device()
     assert (host.root / "etc/docker/daemon.json").read_text() == "{"
-    assert (end(events).exit_code, end(events).changed) == (ExitCode.FAILED, 1)
-    assert end(events).summary == "1 change made; causes found: 1"
-    (problem,) = end(events).problems
+    assert (finished(events).exit_code, finished(events).changed) == (ExitCode.FAILED, 1)
+    assert finished(events).summary == "1 change made; causes found: 1"
+    (problem,) = finished(events).problems
     assert problem.next_step.startswith("${EDITOR:-vi}")
 
 
@@ -211,8 +206,8 @@ def test_a_change_that_fails_is_told_and_the_others_are_made(host: DoctorHost) -
     (host.root / "usr/bin/nvidia-container-runtime-hook").unlink()
     (host.root / "dev/nvidia0").unlink()
     events = doctor(host)
-    assert (end(events).exit_code, end(events).changed) == (ExitCode.FAILED, 2)
-    assert end(events).problems[0].what == "docker.service does not start"
+    assert (finished(events).exit_code, finished(events).changed) == (ExitCode.FAILED, 2)
+    assert finished(events).problems[0].what == "docker.service does not start"
     assert (host.root / "dev/nvidia0").is_char_device()
     assert read_runs(host)[-1].end == "failed"
     assert [entry.state for entry in read_runs(host)[-1].entries] == ["done", "done", "undone"]
@@ -227,7 +222,7 @@ def test_changes_come_in_the_order_of_an_installation(host: DoctorHost) -> None:
     events = doctor(host)
     steps = [change.step for change in of(Planned, events)[-1].changes]
     assert steps == ["fix", "device nodes", "toolkit", "cdi", "docker"]
-    assert end(events).exit_code == ExitCode.DONE, end(events)
+    assert finished(events).exit_code == ExitCode.DONE, finished(events)
 
 
 def test_a_file_in_a_nodes_place_goes_and_a_folder_stays(host: DoctorHost) -> None:
@@ -251,7 +246,7 @@ def test_a_run_that_was_cut_off_is_resumed(host: DoctorHost, is_all: bool) -> No
     if not is_all:
         (host.root / LAUNCHER).unlink()
     events = doctor(host)
-    assert end(events).exit_code == ExitCode.DONE, end(events)
+    assert finished(events).exit_code == ExitCode.DONE, finished(events)
     assert not (host.root / "etc/half").exists()
     assert [run.end for run in read_runs(host)] == ["done", "done"]
 
@@ -272,13 +267,13 @@ def test_it_needs_the_hosts_lock_and_check_does_not(host: DoctorHost) -> None:
 
     with host.open_private("/run/gpuprov.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert end(doctor(host, check=True)).exit_code == ExitCode.DONE
-        assert end(doctor(host, wait_seconds=0)).exit_code == ExitCode.FAILED
+        assert finished(doctor(host, check=True)).exit_code == ExitCode.DONE
+        assert finished(doctor(host, wait_seconds=0)).exit_code == ExitCode.FAILED
 
 
 def test_a_healthy_host_gets_no_run(host: DoctorHost) -> None:
-    events = doctor(host)
-    assert (end(events).exit_code, end(events).summary) == (ExitCode.DONE, "0 changes made; nothing found wrong")
+    end = finished(doctor(host))
+    assert (end.exit_code, end.summary) == (ExitCode.DONE, "0 changes made; nothing found wrong")
     assert len(read_runs(host)) == 1
 
 

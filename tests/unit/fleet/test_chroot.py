@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.fleet.agent_build import Agent
+from gpuprov.fleet.agent_file import Agent
 from gpuprov.fleet.chroot import _locked, _running_in, run_in_root
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Finished

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.result import Drain
-from gpuprov.fleet.drain_record import DrainKeeper, DrainRecord, left_records
-from gpuprov.fleet.history import MOST_RUNS
+from gpuprov.fleet.history import MOST_RUNS, DrainKeeper, DrainRecord, left_records
 from gpuprov.fleet.rolling import parse_rollout
 from gpuprov.protocol.events import Finished, Sink
 from gpuprov.protocol.request import Request

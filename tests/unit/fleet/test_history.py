@@ -15,7 +15,7 @@ from gpuprov.cli.main import cli
 from gpuprov.fleet import history
 from gpuprov.fleet.history import Run, load, save, without_secrets, write_log
 from gpuprov.protocol import tables
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, ChosenDriver, PlannedChange
 
 NEWEST = tables.resolved("580")
@@ -186,9 +186,8 @@ def test_run_that_is_not_there_or_broken_is_said_so(
     state.mkdir(parents=True)
     for name, text in files.items():
         (state / f"{name}.json").write_text(text)
-    with pytest.raises(GpuprovError) as caught:
+    with pytest.raises(UsageError) as caught:
         load(identifier)
-    assert caught.value.exit_code == ExitCode.USAGE
     assert what in str(caught.value)
 
 

@@ -192,8 +192,8 @@ def test_terminals_that_want_plain_lines_get_them(monkeypatch: pytest.MonkeyPatc
     for name, value in {"TERM": "xterm", "COLUMNS": "80", **variables}.items():
         monkeypatch.setenv(name, value)
     to = command.make_console()
-    progress = command.make_progress(Options("install"), to, ["lab-a"])
-    assert isinstance(progress, LiveTable if variables == {"TERM": "xterm"} else PlainLines)
+    with command.progress_display(Options("install"), to, ["lab-a"]) as progress:
+        assert isinstance(progress, LiveTable if variables == {"TERM": "xterm"} else PlainLines)
     print_report(to, "install", [HostResult("lab-a", ExitCode.FAILED, problems=(Problem("full"),))], check=False,
                  next_command="", verbose=False)  # fmt: skip
     assert ("\x1b" in written.getvalue()) is (variables == {"TERM": "xterm"})

@@ -19,7 +19,7 @@ import pytest
 
 from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.cli.main import cli
-from gpuprov.fleet.agent_build import Agent
+from gpuprov.fleet.agent_file import Agent
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.rolling import Rollout, parse_rollout

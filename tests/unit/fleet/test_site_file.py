@@ -12,7 +12,7 @@ from gpuprov.cli import reference
 from gpuprov.fleet import inventory
 from gpuprov.fleet.command import inventory_of
 from gpuprov.fleet.options import Options
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.spec import HostSpec
 
 pytestmark = pytest.mark.root
@@ -67,9 +67,8 @@ def _link(file: Path) -> None:
 )
 def test_a_file_that_others_could_change_is_refused(file: Path, spoil: Callable[[Path], None], seen: str) -> None:
     spoil(file)
-    with pytest.raises(GpuprovError, match="others than root could change") as raised:
+    with pytest.raises(UsageError, match="others than root could change") as raised:
         inventory_of(Options("install"))
-    assert raised.value.exit_code == ExitCode.USAGE
     assert seen in raised.value.problems[0].evidence and "chown root:root" in raised.value.problems[0].next_step
 
 
@@ -102,9 +101,8 @@ def test_a_file_without_variables_is_refused_by_options_too(
 ) -> None:
     spoil(file)
     for call in (lambda: inventory_of(Options("install")), reference.as_text):
-        with pytest.raises(GpuprovError, match=what) as raised:
+        with pytest.raises(UsageError, match=what) as raised:
             call()
-        assert raised.value.exit_code == ExitCode.USAGE
         assert step in raised.value.problems[0].next_step and "chown" not in raised.value.problems[0].next_step
 
 

@@ -33,7 +33,7 @@ from gpuprov.core.system import System
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.spec import HostSpec
 
 ARGUMENTS = [
@@ -137,16 +137,14 @@ def test_without_ssh_the_options_of_the_inventory_count(monkeypatch: pytest.Monk
 
 def test_without_ssh_a_configuration_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(GpuprovError, match="install the OpenSSH client") as caught:
+    with pytest.raises(UsageError, match="install the OpenSSH client"):
         lookup("a.example", "ProxyJump bastion\n")
-    assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch${IFS}/x", "a.example"])
 def test_what_ssh_refuses_is_a_wrong_call(host: str) -> None:
-    with pytest.raises(GpuprovError, match="ssh refuses its configuration") as caught:
+    with pytest.raises(UsageError, match="ssh refuses its configuration") as caught:
         lookup(host, "" if host[0] == "-" else "Unheard of\n")
-    assert caught.value.exit_code == ExitCode.USAGE
     assert ("invalid characters" if host[0] == "-" else "line 1: Bad configuration") in str(caught.value)
 
 

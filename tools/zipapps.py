@@ -1,9 +1,8 @@
-"""Build the agent's zipapp: gpuprov's host side and its pure-Python dependencies, reproducibly.
+"""The programs for hosts as zip files: what they contain, and how they are packed, reproducibly.
 
-An installed wheel contains the zipapp of its release. A clone builds it from the sources and the locked wheels, so it
-does not depend on the packages of the controller.
-It unpacks itself once on the host (measured: from the zip every start compiles all modules again, 0.9 s; unpacked, with
-Python's own .pyc files beside the sources, 0.1 s). The folder belongs to root and is renamed into its place whole.
+A program unpacks itself once on the host (measured: from the zip every start compiles all modules again, 0.9 s;
+unpacked, with Python's own .pyc files beside the sources, 0.1 s). The folder belongs to root and is renamed into its
+place whole. What it contains of others are the locked wheels, so it does not depend on the packages of the controller.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import pkgutil
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 import gpuprov
-from gpuprov.core.files import make_user_folder, write_whole
+from gpuprov.fleet.agent_file import keep
 from gpuprov.protocol.errors import GpuprovError
 
 _CLONE = Path(gpuprov.__file__).resolve().parents[1]
@@ -28,16 +26,13 @@ LOCK = _CLONE / "tools/host-packages.txt"
 WHEELS = _CLONE / ".cache/wheels"
 _LOCKED = re.compile(r"^(\S+)==(\S+) --hash=sha256:([0-9a-f]{64})( +# agent)?$", re.MULTILINE)
 _LICENCE = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)")
-# In the wheel, beside this file; tools/wheel_hook.py puts it there.
-RELEASED = "gpuprov-agent.pyz"
 # The included folders; only the controller uses `cli`, `kubernetes`, `fleet` and `bundle_create`.
-_HOST_FOLDERS = (
+HOST_FOLDERS = (
     "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "packages",
     "plan", "runtime_hook", "checks", "protocol",
 )  # fmt: skip
-_HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py", "verify.py")
+HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py", "verify.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
-_CACHE = "~/.cache/gpuprov"
 
 AGENT_START = """\
 sys.path[0] = unpacked()
@@ -45,14 +40,6 @@ from gpuprov.agent.agent import main  # noqa: E402
 
 sys.exit(main())
 """
-
-
-@dataclass(frozen=True)
-class Agent:
-    """The zipapp to run on hosts, and its SHA-256."""
-
-    content: bytes
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -65,50 +52,21 @@ class LockedWheel:
     in_agent: bool
 
 
-def build_agent(cache: Path | None = None) -> Agent:
-    """Return the zipapp: of an installed wheel, or built from a clone and kept in `cache` (default ~/.cache/gpuprov).
-
-    Raises GpuprovError if a locked wheel is missing.
-    """
-    released = Path(__file__).with_name(RELEASED)
-    if released.is_file():
-        return _agent(released.read_bytes())
-    wanted, own = _locked_for_agent(), dict(_own_files())
+def agent(cache: Path) -> bytes:
+    """Return the agent's zipapp, which is kept in `cache`. Raises GpuprovError if a locked wheel is missing."""
+    wanted, own = [one for one in locked() if one.in_agent], dict(_own_files())
     # What decides the content; the wheels themselves are only read for a new one.
     decisive = {"builder": Path(__file__).read_bytes(), **{one.name: one.sha256.encode() for one in wanted}}
     main, digest = main_program("agent", AGENT_START, {**own, **decisive})
-    kept = (cache or Path(_CACHE).expanduser()) / f"build-{digest}.pyz"
-    try:
+    kept = cache / f"build-{digest}.pyz"
+    with contextlib.suppress(OSError):
         content = kept.read_bytes()
         if zipfile.is_zipfile(io.BytesIO(content)):
-            return _agent(content)
-    except OSError:
-        pass
+            return content
     others = (file for wheel in wheels(wanted).values() for file in files_of(wheel))
     content = pack({"__main__.py": main, **own, **dict(others)})
-    _keep(kept, content)
-    return _agent(content)
-
-
-def _agent(content: bytes) -> Agent:
-    return Agent(content, hashlib.sha256(content).hexdigest())
-
-
-def stored_agent() -> Path:
-    """Return the zipapp as a file, for a run on this machine. Raises GpuprovError as build_agent does."""
-    path = Path(_CACHE).expanduser() / "local-agent.pyz"
-    content = build_agent().content
-    try:
-        if path.is_file() and path.read_bytes() == content:
-            return path
-    except OSError:
-        pass
-    _keep(path, content)
-    if not path.is_file():
-        raise GpuprovError(
-            f"the agent can't be stored at {path}", "", f"is there room, and may {path.parent} be written?"
-        )
-    return path
+    keep(kept, content)
+    return content
 
 
 def main_program(name: str, start: str, files: dict[str, bytes]) -> tuple[bytes, str]:
@@ -117,8 +75,7 @@ def main_program(name: str, start: str, files: dict[str, bytes]) -> tuple[bytes,
     It unpacks the zip into a folder NAME-DIGEST, the same for the same files. Then it runs `start`, code that calls
     `unpacked()`.
     """
-    starter = pkgutil.get_data("gpuprov.fleet", "starter.py.template") or b""
-    text = (starter.decode() + start).replace("{name}", name)
+    text = (Path(__file__).with_name("starter.py.template").read_text() + start).replace("{name}", name)
     made = hashlib.sha256(text.encode())
     for path, content in sorted(files.items()):
         made.update(f"{path}\0{len(content)}\0".encode() + content)
@@ -140,7 +97,7 @@ def pack(files: dict[str, bytes]) -> bytes:
 
 
 def locked() -> tuple[LockedWheel, ...]:
-    """Return the lines of the lock file. Raises OSError outside of a clone."""
+    """Return the lines of the lock file."""
     found = _LOCKED.findall(LOCK.read_text())
     return tuple(LockedWheel(name, version, digest, bool(agent)) for name, version, digest, agent in found)
 
@@ -178,29 +135,11 @@ def _own_files() -> Iterator[tuple[str, bytes]]:
     package = Path(gpuprov.__file__).parent
     for path in package.rglob("*"):
         place = path.relative_to(package)
-        if path.is_file() and place.parts[0] in (*_HOST_FOLDERS, *_HOST_FILES) and travels(path):
+        if path.is_file() and place.parts[0] in (*HOST_FOLDERS, *HOST_FILES) and travels(path):
             yield f"gpuprov/{place.as_posix()}", path.read_bytes()
     yield "LICENSE", (_CLONE / "LICENSE").read_bytes()
-
-
-def _locked_for_agent() -> list[LockedWheel]:
-    try:
-        return [one for one in locked() if one.in_agent]
-    except OSError as error:
-        raise GpuprovError(
-            "the agent can't be built: this gpuprov has neither an agent nor its sources",
-            f"{LOCK}: {error.strerror}",
-            "pip install a release's wheel, or run gpuprov in a clone",
-        ) from None
 
 
 def travels(path: PurePath) -> bool:
     """Say whether a file belongs in a zipapp: sources and data, nothing compiled for this machine."""
     return path.suffix not in (".pyc", ".so", ".pyi") and "__pycache__" not in path.parts and path.name != "py.typed"
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Store the result for the next run; an unwritable cache only costs time."""
-    with contextlib.suppress(OSError):
-        make_user_folder(path.parent)
-        write_whole(path, content, 0o600, None)

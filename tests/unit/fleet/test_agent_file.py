@@ -14,12 +14,14 @@ import pytest
 
 import gpuprov
 from gpuprov import protocol
-from gpuprov.fleet import agent_build
-from gpuprov.fleet.agent_build import AGENT_START, Agent, build_agent, locked, main_program, pack
+from gpuprov.fleet import agent_file
+from gpuprov.fleet.agent_file import Agent, build_agent
 from gpuprov.protocol.errors import GpuprovError
+from tools import zipapps
+from tools.zipapps import AGENT_START, locked, main_program, pack
 
 CLONE = Path(gpuprov.__file__).parents[1]
-_DIGEST = "from gpuprov.fleet.agent_build import build_agent; print(build_agent().digest)"
+_DIGEST = "from gpuprov.fleet.agent_file import build_agent; print(build_agent().digest)"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def test_files_in_any_order_give_the_same_bytes() -> None:
 
 def test_second_build_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build_agent(tmp_path)
-    monkeypatch.setattr("gpuprov.fleet.agent_build.pack", lambda files: pytest.fail("built again"))
+    monkeypatch.setattr("tools.zipapps.pack", lambda files: pytest.fail("built again"))
     assert build_agent(tmp_path) == first
 
 
@@ -77,15 +79,15 @@ def test_the_packages_of_the_controller_change_nothing(tmp_path: Path, agent: Ag
 def test_a_wheel_with_another_digest_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, *_) = (one for one in locked() if one.in_agent)
     (tmp_path / f"{first.name}-{first.version}-py3-none-any.whl").write_bytes(b"changed")
-    monkeypatch.setattr(agent_build, "WHEELS", tmp_path)
+    monkeypatch.setattr(zipapps, "WHEELS", tmp_path)
     with pytest.raises(GpuprovError, match=f"the wheel of {first.name} {first.version} is missing") as caught:
         build_agent(tmp_path)
     assert first.sha256 in str(caught.value) and "\n  next: `make setup` in " in str(caught.value)
 
 
 def test_an_installed_wheel_brings_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_build, "__file__", str(tmp_path / "agent_build.py"))
-    (tmp_path / agent_build.RELEASED).write_bytes(b"an agent")
+    monkeypatch.setattr(agent_file, "__file__", str(tmp_path / "agent_file.py"))
+    (tmp_path / agent_file.RELEASED).write_bytes(b"an agent")
     assert build_agent().content == b"an agent"
 
 

@@ -1,0 +1,63 @@
+"""The agent's file: the one of an installed wheel, or in a clone the one that tools/zipapps.py builds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuprov.core.files import make_user_folder, write_whole
+from gpuprov.protocol.errors import GpuprovError
+
+# In the wheel, beside this module; tools/wheel_hook.py puts it there.
+RELEASED = "gpuprov-agent.pyz"
+_CACHE = "~/.cache/gpuprov"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The zipapp to run on hosts, and its SHA-256."""
+
+    content: bytes
+    digest: str
+
+
+def build_agent(cache: Path | None = None) -> Agent:
+    """Return the zipapp: of an installed wheel, or built from a clone and kept in `cache` (default ~/.cache/gpuprov).
+
+    Raises GpuprovError if there is neither, or a locked wheel is missing.
+    """
+    released = Path(__file__).with_name(RELEASED)
+    try:
+        if not released.is_file():
+            from tools import zipapps  # a clone's; the import of gpuprov itself shows the way to it
+        content = released.read_bytes() if released.is_file() else zipapps.agent(cache or Path(_CACHE).expanduser())
+    except (ImportError, OSError) as error:
+        raise GpuprovError(
+            "the agent can't be built: this gpuprov has neither an agent nor its sources", str(error),
+            "pip install a release's wheel, or run gpuprov in a clone",
+        ) from None  # fmt: skip
+    return Agent(content, hashlib.sha256(content).hexdigest())
+
+
+def stored_agent() -> Path:
+    """Return the zipapp as a file, for a run on this machine. Raises GpuprovError as build_agent does."""
+    path = Path(_CACHE).expanduser() / "local-agent.pyz"
+    content = build_agent().content
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == content:
+            return path
+    keep(path, content)
+    if not path.is_file():
+        raise GpuprovError(
+            f"the agent can't be stored at {path}", "", f"is there room, and may {path.parent} be written?"
+        )
+    return path
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Store a file for the next run; an unwritable cache only costs time."""
+    with contextlib.suppress(OSError):
+        make_user_folder(path.parent)
+        write_whole(path, content, 0o600, None)
