@@ -13,25 +13,16 @@ from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, distribution, fabric_manager
 from gpuprov.driver_run import default_url
 from gpuprov.facts.gpus import FabricFacts
-from gpuprov.machine.distros import (
-    ROWS,
-    Distribution,
-    ExtraRepository,
-    docker_repository,
-    find_distribution,
-    kernel_headers,
-    next_kernel_headers,
-    own_driver,
-    supported_names,
-)
+from gpuprov.machine import distros
+from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers, next_kernel_headers, own_driver
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.known_repositories import DKMS, dkms_repository, vendor_key
+from gpuprov.packages.known_repositories import DKMS, TABLE, dkms_repository, vendor_key
 from gpuprov.packages.managers import manager_of
 from gpuprov.plan import software
-from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import server
+from gpuprov.protocol.tables import rows, server
 from gpuprov.repos import DEBIAN_ARCHITECTURES, AptRepository, RpmRepository, apt_repositories, rpm_repositories
 
 # -- where packages come from ----------------------------------------------------------------------------------------
@@ -39,23 +30,19 @@ from gpuprov.repos import DEBIAN_ARCHITECTURES, AptRepository, RpmRepository, ap
 
 @dataclass(frozen=True)
 class Archive:
-    """A distribution's archive. `keyring_hint`: how to get `keyring` on a machine that lacks it."""
+    """A distribution's archive. Of apt: its components, `keyring`, and how to get that on a machine that lacks it.
 
-    components: str
-    keyring: str
-    keyring_hint: str
+    Of dnf: its `folders` below the server; {version}, {major} and {arch} are filled in.
+    """
+
+    id: str
+    components: str = ""
+    keyring: str = ""
+    keyring_hint: str = ""
+    folders: tuple[str, ...] = ()
 
 
-ARCHIVES = {
-    "debian": Archive(
-        "main", "/usr/share/keyrings/debian-archive-keyring.gpg", "apt-get install debian-archive-keyring"
-    ),
-    # Debian has no package of Ubuntu's key.
-    "ubuntu": Archive(
-        "main restricted universe", "/usr/share/keyrings/ubuntu-archive-keyring.gpg",
-        "make the bundle on an Ubuntu machine, or copy that file from one that you trust",
-    ),
-}  # fmt: skip
+ARCHIVES = {one.id: one for one in rows(TABLE, "bundle_archives", Archive)}
 
 
 @dataclass(frozen=True)
@@ -131,14 +118,6 @@ class RpmSource:
     only: tuple[str, ...] = ()
 
 
-# Below each distribution's own server; {version}, {major} and {arch} are filled in.
-_EL = ("{version}/BaseOS/{arch}/os/", "{version}/AppStream/{arch}/os/")
-_ARCHIVES = {
-    "rocky": _EL,
-    "almalinux": _EL,
-    "centos": ("{major}-stream/BaseOS/{arch}/os/", "{major}-stream/AppStream/{arch}/os/"),
-    "fedora": ("releases/{version}/Everything/{arch}/os/", "updates/{version}/Everything/{arch}/"),
-}
 _KEY = re.compile(r"(https?://|file://|/)\S+")
 _FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys with a further pair for each"
 
@@ -161,7 +140,7 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
     words = {"version": version, "major": major, "arch": architecture}
     return tuple(
         RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**words)}", (key,))
-        for number, folder in enumerate(_ARCHIVES[distribution], 1)
+        for number, folder in enumerate(ARCHIVES[distribution].folders, 1)
     )
 
 
@@ -301,10 +280,10 @@ def _version(row: Distribution, wanted: Wanted) -> str:
 def _distribution(distro: str) -> Distribution:
     """Return the row of a name such as `debian-12`, `opensuse-leap-15.6` or `opensuse-tumbleweed`."""
     name, _, version = distro.rpartition("-")
-    rolling = (one for one in ROWS if (one.id, one.version) == (distro, "*"))
-    row = find_distribution(name, version) or next(rolling, None)
+    rolling = (one for one in distros.ROWS if (one.id, one.version) == (distro, "*"))
+    row = distros.find_distribution(name, version) or next(rolling, None)
     if row is None:
-        supported = f"supported are: {supported_names()}"
+        supported = f"supported are: {distros.supported_names()}"
         raise UsageError(f"--distro {distro} is not a distribution that bundles are made for", "", supported)
     return row
 
@@ -378,9 +357,9 @@ def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tu
         )
     problems = cuda_repository.repository_problems(row, wanted.architecture, spec)
     if (wanted.fabric_manager or spec.dcgm) and problems:
-        raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
+        raise UsageError.several(problems)
     cuda = cuda_repository.repositories_of(row, wanted.architecture, spec, fabric=wanted.fabric_manager)
-    docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
+    docker = distros.docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
     return tuple(one for one in (*cuda, docker, _dkms(row, wanted, spec)) if one is not None)
 
 

@@ -34,7 +34,7 @@ from gpuprov.fleet.inventory_messages import (
     with_origins,
 )
 from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
-from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec, has_long_number, spec_from_variables
 from gpuprov.protocol.spec_fields import PREFIX
@@ -412,7 +412,7 @@ def _targets(
         except GpuprovError as error:
             problems += [Wrong(name, problem, values) for problem in error.problems]
     if problems:
-        raise GpuprovError.several(with_origins(problems, sources, extra_names), exit_code=ExitCode.USAGE)
+        raise UsageError.several(with_origins(problems, sources, extra_names))
     return tuple(targets), warnings
 
 

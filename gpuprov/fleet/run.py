@@ -28,7 +28,7 @@ from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import Batch, HostCommands, Rolling, Rollout, install_or_roll_back, make_batches
 from gpuprov.fleet.ssh import close, connected, wait_for_boot
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import Finished, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
@@ -236,9 +236,7 @@ class Fleet:
             return
         self._same_as[name] = other
         if request.changes_the_host:
-            raise GpuprovError.several(
-                (probe.same_machine_problem(name, other, machine),), exit_code=ExitCode.USAGE
-            )  # fmt: skip
+            raise UsageError.several((probe.same_machine_problem(name, other, machine),))
         sink(Note(f"{name} is the same machine as {other}: it is counted once", "warning"))
 
     @contextlib.contextmanager

@@ -67,10 +67,10 @@ class GpuprovError(Exception):
         self.exit_code = exit_code
 
     @classmethod
-    def several(cls, problems: tuple[Problem, ...], *, exit_code: ExitCode = ExitCode.FAILED) -> GpuprovError:
-        """Return one error for a non-empty tuple of problems."""
-        error = cls(problems[0].what, exit_code=exit_code)
-        error.problems = problems
+    def several(cls, problems: tuple[Problem, ...], *, exit_code: ExitCode | None = None) -> GpuprovError:
+        """Return one error for a non-empty tuple of problems, by default with the exit code of the class."""
+        error = cls(problems[0].what)
+        error.problems, error.exit_code = problems, exit_code or error.exit_code
         return error
 
     def __str__(self) -> str:

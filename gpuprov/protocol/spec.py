@@ -17,20 +17,8 @@ from marshmallow import fields as schema_fields
 from gpuprov.protocol import spec_fields as check
 from gpuprov.protocol import tables
 from gpuprov.protocol.codec import as_json
-from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
-from gpuprov.protocol.spec_fields import (
-    PREFIX,
-    OrEmpty,
-    TextOrList,
-    choice,
-    flag,
-    maybe,
-    number,
-    option,
-    required,
-    several,
-    text,
-)
+from gpuprov.protocol.errors import UsageError
+from gpuprov.protocol.spec_fields import PREFIX, OrEmpty, TextOrList, choice, flag, maybe, number, several, text
 
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = (
@@ -43,21 +31,21 @@ HOST, IMAGE = "host", "image"
 class SiteRepository:
     """A signed package repository: the key at `key_url` counts only if it has the full `key_fingerprint`."""
 
-    name: str = required(check.NAME)
-    uri: str = required(check.HTTP_URL)
-    key_url: str = required(check.HTTP_URL)
-    key_fingerprint: str = required(check.FINGERPRINT)
-    suite: str = option(schema_fields.String(validate=check.WORDS), "./")
-    components: str = option(schema_fields.String(validate=OrEmpty(check.WORDS)), "")
+    name: str = check.required(check.NAME)
+    uri: str = check.required(check.HTTP_URL)
+    key_url: str = check.required(check.HTTP_URL)
+    key_fingerprint: str = check.required(check.FINGERPRINT)
+    suite: str = check.option(schema_fields.String(validate=check.WORDS), "./")
+    components: str = check.option(schema_fields.String(validate=OrEmpty(check.WORDS)), "")
 
 
 @dataclass(frozen=True)
 class AcceptCommand:
     """A command to run in a container of an image, and what its output must show (checks/accept_commands.py)."""
 
-    image: str = required(check.IMAGE)
-    command: tuple[str, ...] = required(validate.Length(1, 64, error="is no list of words"), words=check.LINE)
-    expect: str = option(schema_fields.String(validate=check.LINE), "")
+    image: str = check.required(check.IMAGE)
+    command: tuple[str, ...] = check.required(validate.Length(1, 64, error="is no list of words"), words=check.LINE)
+    expect: str = check.option(schema_fields.String(validate=check.LINE), "")
 
 
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
@@ -199,7 +187,7 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
             check.problem_of(name, reason, values, origin, option_names())
             for name, reason in check.flat(error.messages)
         )
-        raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
+        raise UsageError.several(problems) from None
     return replace(loaded, driver_version=_driver_version(loaded, origin))
 
 
@@ -223,7 +211,7 @@ def _driver_version(spec: HostSpec, origin: str) -> str:
         day = tables.announced(found)
         reason = f"is a branch of which no release is known (it appeared on {day}): give a full version" if day else ""
         problem = check.problem_of("driver_version", reason or check.VERSION.error, {"driver_version": version}, origin)
-        raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
+        raise UsageError.several((problem,))
     return found
 
 
