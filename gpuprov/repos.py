@@ -126,7 +126,7 @@ class RpmRepository:
         return f"{_RPM_KEY}{self.name}"
 
     def __str__(self) -> str:
-        enabled, limits = self.manager.limited(self.only) if self.only else (True, ())
+        enabled, limit = self.manager.limited if self.only else (True, "")
         place, user, password = split_login(self.uri)
         login: tuple[str, ...] = (f"username={user}", f"password={password}") if user else ()
         if self.manager.login_in_url:
@@ -134,7 +134,8 @@ class RpmRepository:
         lines = [
             f"[{sources.OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={place}", f"enabled={enabled:d}",
             f"repo_gpgcheck={self.signed_metadata:d}", f"{self.manager.package_check}={self.signed_packages:d}",
-            f"gpgkey=file://{self.key_path}", *self.manager.repository_lines, *limits, *login,
+            f"gpgkey=file://{self.key_path}", *self.manager.repository_lines,
+            *([limit.format(" ".join(self.only))] if limit else []), *login,
         ]  # fmt: skip
         return "".join(f"{line}\n" for line in lines)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import finish_rpm
 from gpuprov.packages.interface import Commands, Versions, versions_by_name
-from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
+from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
 from gpuprov.packages.rpm_locks import LOCK_TOOLS
 
 # fedoraproject.org/wiki/Changes/SwitchToDnf5
@@ -46,7 +45,11 @@ class Dnf(RpmManager):
     repository_lines = ("skip_if_unavailable=0",)
     # The bundle has packages of module streams without the lists of the streams.
     bundle_lines = ("skip_if_unavailable=0", "module_hotfixes=1")
-    bundle_options = (f"--setopt=reposdir={BUNDLE_SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
+    fetch = ("dnf", "-q", "-y", "--setopt=destdir={}", "reinstall", "--downloadonly")
+    folder_option, cache_option = ("--setopt=reposdir={}",), ("--setopt=cachedir={}",)
+    # dnf.conf(5), includepkgs and module_hotfixes.
+    limited = True, "includepkgs={}"
+    unfiltered_option = ("--setopt={}.module_hotfixes=1",)
 
     def hold_tool(self, system: System) -> str:
         program = system.which("dnf")
@@ -57,9 +60,6 @@ class Dnf(RpmManager):
         is_older = row.version.isdecimal() and int(row.version) < _DNF5_FEDORA
         tool = "dnf5" if row.id == "fedora" and not is_older else "dnf"
         return tuple(filter(None, (LOCK_TOOLS[tool].plugin,)))
-
-    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
-        return ("dnf", "-q", "-y", f"--setopt=destdir={folder}", "reinstall", "--downloadonly", *names)
 
     def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
         # Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
@@ -75,20 +75,6 @@ class Dnf(RpmManager):
             return None
         removed = "".join(re.findall(r"^Removing.*:\n((?: .*\n)+)", done.stdout, re.MULTILINE))
         return tuple(line.split()[0] for line in removed.splitlines() if line[1:2] != " ")
-
-    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-        # dnf.conf(5), includepkgs.
-        return True, (f"includepkgs={' '.join(only)}",)
-
-    def unfiltered(self, repository: str) -> tuple[str, ...]:
-        # dnf.conf(5), module_hotfixes.
-        return (f"--setopt={repository}.module_hotfixes=1",)
-
-    def only_from(self, folder: str) -> tuple[str, ...]:
-        return (f"--setopt=reposdir={folder}",)
-
-    def only_from_copy(self, system: System, work: str, keys: Iterable[str]) -> tuple[str, ...]:
-        return (*self.only_from(f"{work}/{self.copied_directory}"), f"--setopt=cachedir={work}/cache")
 
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
         done = run_rpm(system, ("dnf", "-q", "-y", *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)

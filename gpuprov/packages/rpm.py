@@ -61,7 +61,11 @@ class RpmManager(interface.PackageManager):
     `good_codes`: exit codes that mean success. `package_check`: the option of a .repo file that checks the signatures
     of packages. `repository_lines` and `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a
     release ends in a number that counts how often the package was built. `login_in_url`: a .repo file has no other
-    place for a login. `copied_directory`: where .repo files lie in a copy of the configuration.
+    place for a login. `copied_directory`: where .repo files lie in a copy of the configuration. `fetch`: the command
+    that fetches installed packages into the folder {}. `folder_option` makes the .repo files in the folder {} the only
+    ones, `cache_option` names a cache. `limited`: whether a repository that may give some packages alone is enabled,
+    and its line with the patterns {}; `limited_option` makes it count for a command. `unfiltered_option` shows all
+    packages of the repository {}, whatever module streams are enabled.
     """
 
     refresh: tuple[str, ...]
@@ -74,19 +78,29 @@ class RpmManager(interface.PackageManager):
     repository_lines: tuple[str, ...]
     login_in_url = False
     bundle_lines: tuple[str, ...]
-    bundle_options: tuple[str, ...]
     rebuilds = False
+    fetch: tuple[str, ...]
+    folder_option: tuple[str, ...]
+    cache_option: tuple[str, ...]
+    limited: tuple[bool, str]
+    limited_option: tuple[str, ...] = ()
+    unfiltered_option: tuple[str, ...] = ()
     old_fabric_manager = "nvidia-fabric-manager"
 
     lock_holder = staticmethod(rpm_lock_holder)
 
-    @abstractmethod
+    @property
+    def bundle_options(self) -> tuple[str, ...]:
+        """The options that make the unpacked bundle the only source."""
+        return (*_filled(self.folder_option, BUNDLE_SOURCES), *_filled(self.cache_option, f"{FOLDER}/cache"))
+
     def hold_tool(self, system: System) -> str:
         """Return the tool that holds packages, by its name in rpm_locks.LOCK_TOOLS."""
+        return self.name
 
-    @abstractmethod
-    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the command that fetches installed packages (NAME-VERSION-RELEASE.ARCH) into a folder."""
+    def word(self, package: str) -> str:
+        """Return NAME-VERSION-RELEASE.ARCH as the command line takes it."""
+        return package
 
     @abstractmethod
     def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
@@ -103,25 +117,10 @@ class RpmManager(interface.PackageManager):
     def removed_by(self, done: Completed) -> tuple[str, ...] | None:
         """Return the packages that a simulated command would remove, None if it is impossible."""
 
-    @abstractmethod
-    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-        """Return whether a repository that may give these packages alone (patterns) is enabled, and its lines."""
-
-    def with_limited(self, repository: str) -> tuple[str, ...]:
-        """Return the options that make such a repository count for a command."""
-        return ()
-
-    def unfiltered(self, repository: str) -> tuple[str, ...]:
-        """Return the options that show all packages of a repository, whatever module streams are enabled."""
-        return ()
-
-    @abstractmethod
-    def only_from(self, folder: str) -> tuple[str, ...]:
-        """Return the options that make the .repo files in a folder the only ones, with the host's own cache."""
-
-    @abstractmethod
     def only_from_copy(self, system: System, work: str, keys: Iterable[str]) -> tuple[str, ...]:
         """Return the options for a copy of the configuration below `work`, after making these key files trusted."""
+        folder, cache = f"{work}/{self.copied_directory}", f"{work}/cache"
+        return (*_filled(self.folder_option, folder), *_filled(self.cache_option, cache))
 
     @abstractmethod
     def query(
@@ -206,7 +205,7 @@ class RpmManager(interface.PackageManager):
             content = None if path in gone else system.read_bytes(path)
             if content is not None:
                 system.write(f"{folder}/{name}", content, mode=0o600)
-        return self.only_from(folder)
+        return _filled(self.folder_option, folder)
 
     def _copy(
         self, system: System, work: str, files: Sequence[WriteFile], keys: Sequence[InstallRpmKey]
@@ -227,10 +226,11 @@ class RpmManager(interface.PackageManager):
         lift, hold = rpm_locks.plan(packages.locks, wanted.hold, interface.pinned(names))
         if not names:
             return hold
-        options = self.unfiltered(wanted.unfiltered_repository) if wanted.unfiltered_repository else ()
+        repository = wanted.unfiltered_repository
+        options = _filled(self.unfiltered_option, repository) if repository else ()
         if wanted.bundle is not None:
             options = self.bundle_options
-        more = self.with_limited(wanted.limited) if wanted.limited and wanted.bundle is None else ()
+        more = _filled(self.limited_option, wanted.limited) if wanted.limited and wanted.bundle is None else ()
         apart = tuple(name for name in names if more and name in wanted.limited_names)
         together = tuple(name for name in names if name not in apart)
         return (
@@ -328,6 +328,10 @@ def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float
 def _progress(line: str, tell: Tell) -> None:
     if _PROGRESS.match(line):
         tell(" ".join(line.split()), 0, 0)
+
+
+def _filled(words: tuple[str, ...], value: str) -> tuple[str, ...]:
+    return tuple(word.format(value) for word in words)
 
 
 def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
@@ -443,7 +447,13 @@ class RemoveRpms(interface.PackageRemoval):
         for package in before["packages"]:
             tell(f"keeping a copy of {package}", 0, 0)
             # `irreversible` reports packages that no repository has any more.
-            run_rpm(system, self.program.copies(interface.COPIES, (package,)), tell, _REMOVE_SECONDS, self.lock_timeout)
+            run_rpm(
+                system,
+                (*_filled(self.program.fetch, interface.COPIES), self.program.word(package)),
+                tell,
+                _REMOVE_SECONDS,
+                self.lock_timeout,
+            )
         system.sync()
         done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS, self.lock_timeout)
         for image in before["keep"]:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.packages.failures import finish_rpm
 from gpuprov.packages.interface import Commands, Versions, versions_by_name
-from gpuprov.packages.rpm import BUNDLE_SOURCES, NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
+from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
 
 _ZYPPER = ("zypper", "--non-interactive")
 _QUERY = ("search", "--details", "--match-exact", "--type", "package")
@@ -43,35 +42,26 @@ class Zypper(RpmManager):
     repository_lines = ("gpgcheck=1", "autorefresh=1")
     login_in_url = True
     bundle_lines = ("pkg_gpgcheck=1",)
-    bundle_options = ("--reposd-dir", BUNDLE_SOURCES, "--cache-dir", f"{FOLDER}/cache")
     rebuilds = True
+    fetch = (*_ZYPPER, "--pkg-cache-dir", "{}", "install", "--force", "--download-only", "--")
+    folder_option, cache_option = ("--reposd-dir", "{}"), ("--cache-dir", "{}")
+    # zypper has no such list: the repository counts for the one command that asks for it, after all others.
+    limited = False, "priority=200"
+    limited_option = ("--plus-content", "{}")
 
-    def hold_tool(self, system: System) -> str:
-        return "zypper"
-
-    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
-        command = (*_ZYPPER, "--pkg-cache-dir", folder, "install", "--force", "--download-only", "--")
-        return (*command, *map(_word, names))
+    def word(self, package: str) -> str:
+        name, version, release = package.rsplit("-", 2)
+        return f"{name}={version}-{release.rpartition('.')[0]}"
 
     def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
         options = ("--oldpackage", "--no-recommends", "--force-resolution", *(("--dry-run",) if simulate else ()))
         if names[0].startswith("/"):
             return (*_ZYPPER, "--no-refresh", "install", *options, "--", *names)
-        return (*_ZYPPER, "install", *options, "--", *map(_word, names))
+        return (*_ZYPPER, "install", *options, "--", *map(self.word, names))
 
     def removed_by(self, done: Completed) -> tuple[str, ...] | None:
         removed = re.findall(r"going to be REMOVED:\n((?: .*\n)+)", done.stdout)
         return tuple("".join(removed).split()) if done.returncode in self.good_codes else None
-
-    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-        # zypper has no such list: the repository counts for the one command that asks for it, after all others.
-        return False, ("priority=200",)
-
-    def with_limited(self, repository: str) -> tuple[str, ...]:
-        return ("--plus-content", repository)
-
-    def only_from(self, folder: str) -> tuple[str, ...]:
-        return ("--reposd-dir", folder)
 
     def only_from_copy(self, system: System, work: str, keys: Iterable[str]) -> tuple[str, ...]:
         # zypper trusts the keys of rpm's database only: this copy gets a database of its own.
@@ -88,12 +78,6 @@ class Zypper(RpmManager):
         done = run_rpm(system, (*_ZYPPER, *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
         finish_rpm(done, NO_INDEX, (0, _NOTHING_FOUND))
         return parse_search(done.stdout)
-
-
-def _word(package: str) -> str:
-    """Return zypper's NAME=VERSION for rpm's NAME-VERSION-RELEASE.ARCH."""
-    name, version, release = package.rsplit("-", 2)
-    return f"{name}={version}-{release.rpartition('.')[0]}"
 
 
 def parse_search(text: str) -> Versions:
