@@ -11,9 +11,9 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from functools import cache
-from typing import Any, Callable, Optional, Union, get_args, get_origin, get_type_hints
+from typing import Any, Callable, Optional
 
+from gpuprov.protocol.codec import load
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.jsonio import unique
 
@@ -187,55 +187,13 @@ def parse_json(content: bytes) -> Specification:
     """
     try:
         document = json.loads(content.decode(), object_pairs_hook=unique)
-        found: Specification = _decode(Specification, document, "")
+        found = load(Specification, document, trusted=True, exact=True, key=_key, null_is_empty=True)
         if not found.declared_version:
             raise ValueError("cdiVersion is missing")
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise GpuprovError("this is no CDI specification", reason, "gpuprov install refreshes it") from None
     return found
-
-
-_TYPES: dict[Any, type[Any]] = {tuple: list, Mapping: dict}
-_WORDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
-
-
-def _decode(cls: Any, value: Any, where: str) -> Any:
-    """Return the dataclass of a JSON object; a missing key means empty, whatever the dataclass's default is."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where or 'the document'} must be an object")
-    shape = _shape(cls)
-    unknown = sorted(value.keys() - shape.keys())
-    if unknown:
-        raise ValueError(f"{where or 'the document'} has a key that CDI does not know: {unknown[0]!r}")
-    prefix = f"{where}." if where else ""
-    return cls(**{name: _value(hint, value.get(key), f"{prefix}{key}") for key, (name, hint) in shape.items()})
-
-
-@cache
-def _shape(cls: Any) -> dict[str, tuple[str, Any]]:
-    """Return key in JSON → (name, annotation) of each field."""
-    hints = get_type_hints(cls)
-    return {_key(one): (one.name, hints[one.name]) for one in fields(cls)}
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """Return a value of the type of a field's annotation; null means empty."""
-    kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind is Union:
-        return None if value is None else _value(parts[0], value, where)
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _decode(kind, {} if value is None and kind is Edits else value, where)
-    wanted = _TYPES.get(kind, kind)
-    if value is None and wanted is not int:
-        value = wanted()
-    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ValueError(f"{where} must be {_WORDS[wanted]}")
-    if wanted is list:
-        return tuple(_value(parts[0], item, f"{where}[{number}]") for number, item in enumerate(value))
-    if wanted is dict:
-        return {key: _value(str, item, f"{where}.{key}") for key, item in value.items()}
-    return value
 
 
 _MAKE = "gpuprov cdi generate makes one"

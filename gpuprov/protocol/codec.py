@@ -11,9 +11,9 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Callable, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gpuprov.protocol.words import line, plain
 
@@ -74,23 +74,31 @@ def parse(text: str | bytes) -> Any:
         raise WrongDataError(str(error)) from None
 
 
-def load(cls: type[T], data: Any, *, trusted: bool = False, exact: bool = False) -> T:
+def load(
+    cls: type[T], data: Any, *, trusted: bool = False, exact: bool = False,
+    key: Callable[[Field[Any]], str] | None = None, null_is_empty: bool = False,
+) -> T:  # fmt: skip
     """Return an instance of the dataclass with the values of a JSON object. Raises WrongDataError.
 
     `trusted`: texts and sizes are taken as they are, from a writer that is gpuprov or is checked elsewhere.
-    `exact`: other keys are refused.
+    `exact`: other keys are refused. `key` gives the name of a field in the data. `null_is_empty`: null and a missing key
+    are empty values, whatever the field's default is.
     """
-    made: T = _Reader(trusted, exact).object(cls, data, cls.__name__)
+    made: T = _Reader(trusted, exact, key or _own_name, null_is_empty).object(cls, data, cls.__name__)
     return made
 
 
+def _own_name(one: Field[Any]) -> str:
+    return one.name
+
+
 @functools.cache
-def _fields_of(cls: Any) -> tuple[tuple[str, str, Any, bool], ...]:
-    """Return (name, former name, annotation, whether it has no default) of each field."""
+def _fields_of(cls: Any, key: Callable[[Field[Any]], str]) -> tuple[tuple[str, str, str, Any, bool], ...]:
+    """Return (name, name in the data, former name there, annotation, whether it has no default) of each field."""
     hints = get_type_hints(cls, include_extras=True)
     return tuple(
         (
-            one.name, one.metadata.get(FORMER_NAME, one.name), hints[one.name],
+            one.name, key(one), one.metadata.get(FORMER_NAME, key(one)), hints[one.name],
             one.default is MISSING and one.default_factory is MISSING,
         )
         for one in fields(cls)
@@ -110,18 +118,23 @@ def _kind_of(hint: Any) -> tuple[Any, tuple[Any, ...], Limit | None]:
 class _Reader:
     trusted: bool
     exact: bool
+    key: Callable[[Field[Any]], str]
+    null_is_empty: bool
 
     def object(self, cls: Any, data: Any, path: str) -> Any:
         if not isinstance(data, Mapping):
             raise WrongDataError(f"{path} is not an object")
-        known = _fields_of(cls)
+        known = _fields_of(cls, self.key)
         values: dict[str, Any] = {}
-        for name, former, hint, required in known:
-            if name in data or former in data:
-                values[name] = self.value(hint, data[name if name in data else former], f"{path}.{name}")
+        for name, key, former, hint, required in known:
+            found = data.get(key, data.get(former))
+            if found is None and self.null_is_empty:
+                values[name] = _empty(hint)
+            elif key in data or former in data:
+                values[name] = self.value(hint, found, f"{path}.{key}")
             elif required:
-                raise WrongDataError(f"{path}.{name} is missing")
-        if self.exact and (others := data.keys() - {name for row in known for name in row[:2]}):
+                raise WrongDataError(f"{path}.{key} is missing")
+        if self.exact and (others := data.keys() - {name for row in known for name in row[1:3]}):
             raise WrongDataError(f"{path} has no {line(', '.join(sorted(others)))[:200]}")
         return cls(**values)
 
@@ -186,6 +199,11 @@ class _Reader:
             self.check(value, (list, tuple), _PARTS, path)
             return [self.tree(one, f"{path}[{number}]", depth - 1) for number, one in enumerate(value)]
         return value if value is None else self.scalar(type(value), value, None, path)
+
+
+def _empty(hint: Any) -> Any:
+    kind, _, _ = _kind_of(hint)
+    return None if kind in _UNIONS else {} if kind is Mapping else kind()
 
 
 def _one_of(allowed: tuple[Any, ...], value: Any, path: str) -> Any:
