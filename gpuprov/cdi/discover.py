@@ -193,8 +193,7 @@ def _bus_order(bus_id: str) -> tuple[int, ...]:
 
 def _completed(gpu: Gpu, answer: nvml.GpuAnswer) -> Gpu:
     """Return the GPU with NVML's answer; a MIG device that only one of the two lists was just created or removed."""
-    uuids = {(one.gpu_instance, one.compute_instance): one.uuid for one in answer.mig}
-    mig = tuple(replace(one, uuid=uuids.get((one.gpu_instance, one.compute_instance), "")) for one in gpu.mig)
+    mig = tuple(replace(one, uuid=answer.mig.get((one.gpu_instance, one.compute_instance), "")) for one in gpu.mig)
     return replace(
         gpu, uuid=gpu.uuid or answer.uuid, brand=answer.brand, compute_capability=answer.compute_capability, mig=mig
     )

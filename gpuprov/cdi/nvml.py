@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpuprov.core.commands import Completed
@@ -29,25 +29,17 @@ _BRANDS = (
 
 
 @dataclass(frozen=True)
-class MigAnswer:
-    """A MIG device, by the ids of its GPU and compute instance."""
-
-    gpu_instance: int
-    compute_instance: int
-    uuid: str
-
-
-@dataclass(frozen=True)
 class GpuAnswer:
     """Facts about a GPU that only NVML knows; "" if it does not report them.
 
-    `recovery_action`: nvmlDeviceGpuRecoveryAction_t; `links`: its active NVLinks, None if it has none.
+    `mig`: ids of GPU and compute instance → UUID of the MIG device. `recovery_action`: nvmlDeviceGpuRecoveryAction_t;
+    `links`: its active NVLinks, None if it has none.
     """
 
     uuid: str = ""
     brand: str = ""
     compute_capability: str = ""
-    mig: tuple[MigAnswer, ...] = ()
+    mig: Mapping[tuple[int, int], str] = field(default_factory=dict)
     recovery_action: int | None = None
     links: int | None = None
 
@@ -80,10 +72,10 @@ def parse_answers(text: str) -> tuple[Mapping[str, GpuAnswer], str]:
 
 def _answer(gpu: Mapping[str, Any]) -> GpuAnswer:
     brand = gpu["brand"]
-    mig = tuple(
-        MigAnswer(int(one["gpu_instance"]), int(one["compute_instance"]), _matching(f"MIG-{_UUID}", one["uuid"]))
+    mig = {
+        (int(one["gpu_instance"]), int(one["compute_instance"])): _matching(f"MIG-{_UUID}", one["uuid"])
         for one in gpu["mig"]
-    )
+    }
     return GpuAnswer(
         _matching(f"GPU-{_UUID}", gpu["uuid"]),
         _BRANDS[brand] if isinstance(brand, int) and 0 <= brand < len(_BRANDS) else "",

@@ -281,7 +281,9 @@ def append_whole(place: Path, content: bytes) -> None:
     with place.open("ab", buffering=0) as file:
         length = file.tell()
         try:
-            _write_all(file.fileno(), content)
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
             os.fsync(file.fileno())
         except OSError:
             # A partial line, from a full disk, would merge with the next one.
@@ -331,12 +333,6 @@ def _copy_attributes(source: Path, target: int) -> None:
             # One may be refused: a container may not set labels.
             with contextlib.suppress(OSError):
                 os.setxattr(target, name, os.getxattr(source, name))
-
-
-def _write_all(handle: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
 
 
 def _call_libc(function: str, *arguments: Any) -> None:

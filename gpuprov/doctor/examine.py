@@ -12,19 +12,13 @@ from gpuprov.core.system import System
 from gpuprov.doctor import cdi_rules, docker_rules, driver_rules, engine_rules, gpu_rules, module_rules, toolkit_rules
 from gpuprov.doctor.finding import (
     AREAS,
-    CDI,
     CERTAIN,
     CONFIDENCES,
-    CONTAINERS,
     DOCKER,
-    DRIVER,
-    ENGINES,
     GPUS,
     MODULE,
-    NODES,
     POSSIBLE,
     STEPS,
-    TOOLKIT,
     WARNING,
     WHOLE,
     Finding,
@@ -45,18 +39,18 @@ INSTALL_OBSTRUCTED, RUN_ALIVE, RULE_FAILED = "install-obstructed", "run-alive", 
 _UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 _NO_GPU = "no-gpu"
 _ANSWERS = ", nvidia-smi answers"
-# Summary of an area without findings, in a few words.
-_SUMMARIES: dict[str, Callable[[HostSnapshot], str]] = {
-    GPUS: lambda x: f"{len(x.host.gpus)} on the PCI bus",
-    MODULE: lambda x: f"{x.driver.kernel_version or 'none'} loaded",
-    DRIVER: lambda x: f"{x.driver.library_version or 'none'}{f'; {x.smi.reason}' if x.smi.reason else _ANSWERS}",
-    NODES: lambda x: f"{len(x.driver.present)} present",
-    TOOLKIT: lambda x: (x.host.docker.runtimes or {}).get("nvidia") or "none for docker",
-    CDI: lambda x: ", ".join(name for name in x.texts if name.startswith(("/etc/cdi/", "/var/run/cdi/"))) or "none",
-    DOCKER: lambda x: x.host.docker.version or "none",
-    ENGINES: lambda x: ", ".join(sorted(x.host.engines)) or "none asked for",
-    CONTAINERS: lambda x: f"{len(x.containers.examined)} running with GPUs",
-}
+# Summary of an area without findings, in a few words, in the order of AREAS.
+_SUMMARIES: tuple[Callable[[HostSnapshot], str], ...] = (
+    lambda x: f"{len(x.host.gpus)} on the PCI bus",
+    lambda x: f"{x.driver.kernel_version or 'none'} loaded",
+    lambda x: f"{x.driver.library_version or 'none'}{f'; {x.smi.reason}' if x.smi.reason else _ANSWERS}",
+    lambda x: f"{len(x.driver.present)} present",
+    lambda x: (x.host.docker.runtimes or {}).get("nvidia") or "none for docker",
+    lambda x: ", ".join(name for name in x.texts if name.startswith(("/etc/cdi/", "/var/run/cdi/"))) or "none",
+    lambda x: x.host.docker.version or "none",
+    lambda x: ", ".join(sorted(x.host.engines)) or "none asked for",
+    lambda x: f"{len(x.containers.examined)} running with GPUs",
+)
 
 
 @dataclass(frozen=True)
@@ -84,14 +78,14 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     """Report a whole examination, and return the final event."""
     troubles = tuple(cause for cause in causes if cause.finding.confidence != WARNING)
     without_gpu = any(cause.rule.name == _NO_GPU for cause in causes)
-    for area in AREAS:
+    for area, summary in zip(AREAS, _SUMMARIES):
         if without_gpu and area != GPUS:
             sink(CheckDone(area, "skipped", reason="there is no GPU"))
         elif x.lacks_gpus_yet and area in unknown_areas(x):
             sink(CheckDone(area, "skipped", reason=_UNKNOWN))
         else:
             ill = any(cause.rule.area == area for cause in troubles)
-            sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", _SUMMARIES[area](x)))
+            sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", summary(x)))
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
         if cause.finding.confidence == WARNING:

@@ -144,7 +144,7 @@ def run_apt(
 
     Raises GpuprovError, naming the holder, if the lock takes too long.
     """
-    return _run_unlocked(system, (*_APT, *proxy_options(system), *options, *words), tell, seconds, lock_timeout)
+    return run_dpkg(system, (*_APT, *proxy_options(system), *options, *words), tell, lock_timeout, seconds)
 
 
 def proxy_options(system: System) -> tuple[str, ...]:
@@ -152,12 +152,11 @@ def proxy_options(system: System) -> tuple[str, ...]:
     return _NO_OWN_PROXY if system.proxy.url else ()
 
 
-def run_dpkg(system: System, words: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS) -> Completed:
+def run_dpkg(
+    system: System, command: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS,
+    seconds: float = INSTALL_SECONDS,
+) -> Completed:  # fmt: skip
     """Run dpkg, or apt-mark, in the same way."""
-    return _run_unlocked(system, words, tell, INSTALL_SECONDS, lock_timeout)
-
-
-def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
     deadline = system.now() + lock_timeout
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.

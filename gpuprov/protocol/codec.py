@@ -81,8 +81,8 @@ def load(
     """Return an instance of the dataclass with the values of a JSON object. Raises WrongDataError.
 
     `trusted`: texts and sizes are taken as they are, from a writer that is gpuprov or is checked elsewhere.
-    `exact`: other keys are refused. `key` gives the name of a field in the data. `null_is_empty`: null and a missing key
-    are empty values, whatever the field's default is.
+    `exact`: other keys are refused. `key` gives a field's name in the data. `null_is_empty`: null and a missing key are
+    empty values, whatever the field's default is.
     """
     made: T = _Reader(trusted, exact, key or _own_name, null_is_empty).object(cls, data, cls.__name__)
     return made

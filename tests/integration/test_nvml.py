@@ -9,7 +9,7 @@ import pytest
 
 from gpuprov.cdi import nvml
 from gpuprov.cdi.files import soname
-from gpuprov.cdi.nvml import GpuAnswer, MigAnswer, parse_answers
+from gpuprov.cdi.nvml import GpuAnswer, parse_answers
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_file import build_agent
 from tests.integration.test_simgpu import on_host
@@ -38,7 +38,7 @@ def test_it_knows_what_files_do_not_tell() -> None:
 def test_it_knows_the_parts_of_a_divided_gpu() -> None:
     gpus, _ = parse_answers(asked(2, divided=(1,)))
     assert gpus[gpu(0).sysfs_id].mig == ()
-    assert gpus[gpu(1).sysfs_id].mig == (MigAnswer(1, 0, mig_uuid(1, 1)), MigAnswer(2, 0, mig_uuid(1, 2)))
+    assert gpus[gpu(1).sysfs_id].mig == {(1, 0): mig_uuid(1, 1), (2, 0): mig_uuid(1, 2)}
 
 
 def test_nvidia_smi_lists_the_parts_whose_nodes_may_be_opened() -> None:
