@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
+from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
+from gpuprov.core.journal import new_journal
 from gpuprov.core.system import System
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.events import Event
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.gpg import gpg_home
 from tests.integration.loopback import served
@@ -22,6 +27,11 @@ from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.shell import run
 
+NEEDS = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
+    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
+]
 # apt 2.2, 2.6 and 3.0.
 RELEASES = (
     pytest.param("bullseye", marks=pytest.mark.slow), "bookworm", pytest.param("trixie", marks=pytest.mark.slow)
@@ -89,11 +99,29 @@ class SiteServer:
 
 @contextmanager
 def site_server(folder: Path) -> Iterator[SiteServer]:
-    """Serve a repository in `folder`/www."""
+    """Serve a repository in `folder`/www, to programs that use no proxy."""
     (folder / "www").mkdir(parents=True)
     # Not pytest's folder: the socket of gpg's agent would have too long a path (unix(7): 108 bytes).
     with (
         tempfile.TemporaryDirectory(prefix="gpuprov-gpg-") as short, gpg_home(Path(short)) as gnupg,
-        served(folder / "www") as url,
+        served(folder / "www") as url, pytest.MonkeyPatch.context() as patch,
     ):  # fmt: skip
+        for name in ("http_proxy", "HTTP_PROXY"):
+            patch.delenv(name, raising=False)
         yield SiteServer(folder / "www", gnupg, url)
+
+
+def ignore(event: Event) -> None:
+    """Nobody watches."""
+
+
+def as_a_run(host: System, *changes: Change) -> None:
+    journal = new_journal(host, "install")
+    apply_changes(changes, host, journal, ignore)
+    journal.end("done")
+
+
+def undo_last(host: System) -> None:
+    last = last_undoable_run(host)
+    assert last is not None
+    undo_runs(host, (last,), CHANGE_KINDS, ignore)

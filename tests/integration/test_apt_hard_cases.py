@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, undo_runs
-from gpuprov.core.changes import Change
+from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run
 from gpuprov.core.journal import new_journal
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts
@@ -27,19 +26,24 @@ from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.software import plan_driver_hold
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.events import Event
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.apt_host import plan_repositories
 from tests.clock import has_ended
-from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.integration.apt_chroot import (
+    NEEDS,
+    RELEASES,
+    ChrootHost,
+    SiteServer,
+    as_a_run,
+    chroot_host,
+    ignore,
+    site_server,
+    undo_last,
+)
 from tests.lab.repository import sign
 from tests.lab.shell import wait_for
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
-    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
-]
+pytestmark = NEEDS
 # A script that says that it runs, and waits as long as a file is there.
 _WAITS = "#!/bin/sh\n[ -e /tmp/{flag} ] || exit 0\necho > /tmp/{flag}-runs\nsleep 60\n"
 
@@ -49,9 +53,7 @@ _FAILS = "#!/bin/sh\n[ ! -e /tmp/fails ] || { echo foreign: the licence server d
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
     """A repository with all that the tests below install."""
-    with pytest.MonkeyPatch.context() as patch, site_server(tmp_path_factory.mktemp("site")) as made:
-        for name in ("http_proxy", "HTTP_PROXY"):
-            patch.delenv(name, raising=False)
+    with site_server(tmp_path_factory.mktemp("site")) as made:
         made.add("old-tool")
         made.add("new-tool", Conflicts="old-tool")
         for version in ("1.0", "2.0"):
@@ -93,24 +95,8 @@ def tell(message: str, done: int, total: int) -> None:
     assert message
 
 
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
 def install(host: ChrootHost, *names: str) -> None:
     InstallPackages(names, lock_timeout=5).apply(host, tell)
-
-
-def as_a_run(host: ChrootHost, *changes: Change) -> None:
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, ignore)
-    journal.end("done")
-
-
-def undo_last(host: ChrootHost) -> None:
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, ignore)
 
 
 def installed(host: ChrootHost) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,14 +20,10 @@ from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.apt_host import plan_repositories
-from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.integration.loopback import LOGIN_IN_URL, LoginHandler, served
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
-    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
-]  # fmt: skip
+pytestmark = [pytest.mark.slow, *NEEDS]
 _KERNEL = "6.1.0-99-amd64"
 _HOOK = "".join(
     f'APT::Update::{name} {{ "touch /tmp/hook-ran"; }};\n' for name in ("Post-Invoke", "Post-Invoke-Success")
@@ -36,9 +31,7 @@ _HOOK = "".join(
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SiteServer]:
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+def server(tmp_path: Path) -> Iterator[SiteServer]:
     with site_server(tmp_path) as made:
         made.add("tool", "1.0")
         made.add("tool", "2.0")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.driver.packaged import ChangeDriverPackages
 from gpuprov.facts.host import gather, gather_files
@@ -21,17 +18,22 @@ from gpuprov.packages.dpkg import gather_packages
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.inputs import gather_for
-from gpuprov.plan.steps import CHANGE_KINDS, STEPS
+from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.spec import HostSpec
 from tests.apt_host import plan_repositories
-from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
-from tests.integration.test_way_back import ignore, run
+from tests.integration.apt_chroot import (
+    NEEDS,
+    RELEASES,
+    ChrootHost,
+    SiteServer,
+    as_a_run,
+    chroot_host,
+    ignore,
+    site_server,
+    undo_last,
+)
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
-    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
-]
+pytestmark = NEEDS
 _OLD, _NEW = "580.178.04-1", "580.200.01-1"
 _SPEC = HostSpec(driver="preinstalled", docker="preinstalled")
 # Ubuntu's: the driver's in one version, and modules for one kernel each by way of a package for all of a flavour.
@@ -49,9 +51,7 @@ _MODULES = "linux-modules-nvidia-580-server"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
     """A repository with two versions of a driver, and modules for two kernels; `hwe` gets no new driver."""
-    with pytest.MonkeyPatch.context() as patch, site_server(tmp_path_factory.mktemp("site")) as made:
-        for name in ("http_proxy", "HTTP_PROXY"):
-            patch.delenv(name, raising=False)
+    with site_server(tmp_path_factory.mktemp("site")) as made:
         for version in (_OLD, _NEW):
             depends = f"libnvidia-compute-580-server (= {version}), nvidia-kernel-common-580-server (= {version})"
             for name in _SET:
@@ -68,18 +68,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
 @pytest.fixture(params=RELEASES[1:])
 def host(request: pytest.FixtureRequest, server: SiteServer, tmp_path: Path) -> Iterator[ChrootHost]:
     with chroot_host(request.param, tmp_path) as made:
-        run(made, *plan_repositories(gather_files(made), server.spec, made.architecture()), RefreshPackageIndex())
+        as_a_run(made, *plan_repositories(gather_files(made), server.spec, made.architecture()), RefreshPackageIndex())
         modules = [f"{_MODULES}-{flavour}=6.8.1" for flavour in ("generic", "hwe")]
         modules += [f"{_MODULES}-6.8.0-1-{flavour}={_OLD}" for flavour in ("generic", "hwe")]
         names = (*(f"{name}={_OLD}" for name in (*_SET, "bystander")), *modules)
-        run(made, InstallPackages(names))
+        as_a_run(made, InstallPackages(names))
         yield made
-
-
-def undo_last(host: ChrootHost) -> None:
-    last = last_undoable_run(host)
-    assert last is not None
-    undo_runs(host, (last,), CHANGE_KINDS, ignore)
 
 
 def planned(host: ChrootHost, spec: HostSpec) -> tuple[Change, ...]:
@@ -90,7 +84,7 @@ def planned(host: ChrootHost, spec: HostSpec) -> tuple[Change, ...]:
 def settle(host: ChrootHost, spec: HostSpec) -> list[str]:
     """Apply what is planned for the packages; a second plan is empty."""
     changes = planned(host, spec)
-    run(host, *changes)
+    as_a_run(host, *changes)
     assert planned(host, spec) == ()
     return [change.summary() for change in changes]
 
@@ -129,7 +123,7 @@ def test_our_own_upgrade_lifts_the_holds_and_sets_them_again(host: ChrootHost) -
     settle(host, replace(_SPEC, hold_pinned=False))
     assert held(host) == _SET | others
     change = ChangeDriverPackages((_TOP,), gather_packages(host).driver_held, wanted="580.200.01")
-    run(host, RefreshPackageIndex(), change)
+    as_a_run(host, RefreshPackageIndex(), change)
     versions = gather_packages(host).installed
     assert (versions[_TOP], versions["libnvidia-compute-580-server"]) == (_NEW, _NEW)
     assert (versions["nvidia-imex-580"], held(host)) == (_OLD, others)
@@ -169,8 +163,8 @@ def test_an_upgrade_takes_the_newest_release_of_the_distributions_branch(host: C
     # The other test's driver is another distribution's.
     others = [name for name in gather_packages(host).installed if "nvidia" in name]
     assert host.run(("apt-get", "--yes", "purge", *others)).ok
-    run(host, RefreshPackageIndex())
-    run(host, InstallPackages(tuple(f"{name}={_RELEASES[0]}" for name in own)))
+    as_a_run(host, RefreshPackageIndex())
+    as_a_run(host, InstallPackages(tuple(f"{name}={_RELEASES[0]}" for name in own)))
 
     def versions() -> set[str]:
         installed = gather_packages(host).installed
@@ -182,13 +176,13 @@ def test_an_upgrade_takes_the_newest_release_of_the_distributions_branch(host: C
         coming = software.driver_comes(source, ())
         return (*source.plan_other_version(), *software.plan_driver_hold(source, coming=coming))
 
-    run(host, *plan(upgrade=False))
+    as_a_run(host, *plan(upgrade=False))
     assert (versions(), held(host)) == ({_RELEASES[0]}, {*own})
     (change,) = (one for one in plan(upgrade=True) if isinstance(one, ChangeDriverPackages))
     assert change.wanted == "535.247.01"
-    run(host, *plan(upgrade=True))
+    as_a_run(host, *plan(upgrade=True))
     # The rest of the plan was made for the former driver: a run plans again.
-    run(host, *plan(upgrade=True))
+    as_a_run(host, *plan(upgrade=True))
     assert (versions(), held(host)) == ({_RELEASES[1]}, {*own})
     assert plan(upgrade=True) == ()
     undo_last(host)

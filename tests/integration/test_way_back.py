@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
-from gpuprov.core.changes import Change
-from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.journal import read_runs
 from gpuprov.core.places import KEPT
 from gpuprov.driver.packaged import ChangeDriverPackages, SwitchPin
 from gpuprov.driver_run import InstallDriver
@@ -20,16 +17,20 @@ from gpuprov.facts.host import gather_files
 from gpuprov.packages import dpkg
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.protocol.events import Event
 from tests import simgpu
 from tests.apt_host import plan_repositories
-from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.integration.apt_chroot import (
+    NEEDS,
+    RELEASES,
+    ChrootHost,
+    SiteServer,
+    as_a_run,
+    chroot_host,
+    site_server,
+    undo_last,
+)
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
-    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
-]
+pytestmark = NEEDS
 _OLD, _NEW = "550.163.01-1", "580.178.04-1"
 _ARCHIVES = "/var/cache/apt/archives"
 _LIBRARIES = "/usr/lib/x86_64-linux-gnu"
@@ -38,9 +39,7 @@ _LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
     """A repository with two branches whose kernel modules are packages of their own."""
-    with pytest.MonkeyPatch.context() as patch, site_server(tmp_path_factory.mktemp("site")) as made:
-        for name in ("http_proxy", "HTTP_PROXY"):
-            patch.delenv(name, raising=False)
+    with site_server(tmp_path_factory.mktemp("site")) as made:
         for version in (_OLD, _NEW):
             branch = version.partition(".")[0]
             made.add(f"nvidia-kernel-{branch}", version, Provides="nvidia-kernel", Conflicts="nvidia-kernel")
@@ -52,19 +51,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
 @pytest.fixture(params=RELEASES)
 def host(request: pytest.FixtureRequest, server: SiteServer, tmp_path: Path) -> Iterator[ChrootHost]:
     with chroot_host(request.param, tmp_path) as made:
-        run(made, *plan_repositories(gather_files(made), server.spec, made.architecture()), RefreshPackageIndex())
-        run(made, InstallPackages((f"nvidia-open={_OLD}", "nvidia-driver-pinning-550")))
+        as_a_run(made, *plan_repositories(gather_files(made), server.spec, made.architecture()), RefreshPackageIndex())
+        as_a_run(made, InstallPackages((f"nvidia-open={_OLD}", "nvidia-driver-pinning-550")))
         yield made
-
-
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
-def run(host: ChrootHost, *changes: Change) -> None:
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, ignore)
-    journal.end("done")
 
 
 def versions(host: ChrootHost) -> dict[str, str]:
@@ -75,8 +64,8 @@ def upgrade(host: ChrootHost) -> tuple[str, ...]:
     """Install the newer branch; return what is said of the way back before."""
     change = ChangeDriverPackages(("nvidia-open",), wanted="580")
     said = change.way_back(host)
-    run(host, SwitchPin(("nvidia-driver-pinning-580",), instead=("nvidia-driver-pinning-550",)))
-    run(host, change)
+    as_a_run(host, SwitchPin(("nvidia-driver-pinning-580",), instead=("nvidia-driver-pinning-550",)))
+    as_a_run(host, change)
     return said
 
 
@@ -85,12 +74,6 @@ def restored(host: ChrootHost) -> tuple[tuple[str, ...], tuple[str, ...]]:
     (entry,) = read_runs(host)[-1].entries
     kind = CHANGE_KINDS[entry.kind]
     return kind.restores(host, entry.before, entry.outcome), kind.irreversible(host, entry.before, entry.outcome, ())
-
-
-def undo_last(host: ChrootHost) -> None:
-    last = last_undoable_run(host)
-    assert last is not None
-    undo_runs(host, (last,), CHANGE_KINDS, ignore)
 
 
 def test_a_rollback_installs_the_former_versions(host: ChrootHost) -> None:
@@ -142,7 +125,7 @@ def test_the_kept_run_file_is_installed_again(host: ChrootHost) -> None:
             version, f"/root/{file.name}", "", "x86_64", kernel_modules=False, replaces=replaced,
             keep=True,
         )  # fmt: skip
-        run(host, change)
+        as_a_run(host, change)
         file.unlink()
         assert discover(host).library_version == version
         libraries[version] = {path.name: path.read_bytes() for path in host.path(_LIBRARIES).glob("libcuda.so*")}

@@ -11,6 +11,7 @@ import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundleFile, BundlePackage, Manifest
 from gpuprov.bundle_create.recipe import Recipe, RpmSource, Wanted, make_recipe, rpm_sources
+from gpuprov.bundle_create.repository import SIGNED_AT, new_key
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
@@ -94,7 +95,7 @@ def test_what_signs_its_metadata_alone_is_checked_by_that() -> None:
     assert (toolkit.name, toolkit.signed_metadata, toolkit.signed_packages) == ("nvidia-container-toolkit", True, False)
 
 
-# -- on a host -------------------------------------------------------------------------------------------------------
+# -- on a host ------------------------------------------------------------------------------------------------------
 
 MANIFEST = Manifest(
     "rocky", "9", "x86_64", "0.1.0", repository_key=OTHER,
@@ -185,3 +186,25 @@ class Recording(System):
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         self.commands.append(tuple(argv))
         return Completed(tuple(argv), 0, "", "")
+
+
+class Busy(System):
+    """Where gpg needs seconds before it makes a key, which is then so much younger, unless gpg's clock stands still.
+
+    As seen of a gpg that was stopped for two seconds right after its start.
+    """
+
+    def run(self, argv: Sequence[str], **how: Any) -> Completed:
+        word = "20260101T000000"
+        later = [one.replace(word, "20260101T000003") if one == word else one for one in argv]
+        return super().run(later if "--quick-gen-key" in argv else argv, **how)
+
+
+def test_a_key_is_not_in_the_future_for_the_next_gpg(tmp_path: Path) -> None:
+    (tmp_path / "Release").write_text("Origin: a test\n")
+    with new_key(Busy(), f"{tmp_path}/gnupg") as key:
+        key.sign(f"{tmp_path}/Release", f"{tmp_path}/Release.gpg", "--detach-sign")
+        found = System().run(("gpg", "--homedir", key.home, "--with-colons", "--list-secret-keys")).stdout
+    created = next(line.split(":")[5] for line in found.splitlines() if line.startswith("sec:"))
+    assert int(created) == SIGNED_AT
+    assert (tmp_path / "Release.gpg").stat().st_size
