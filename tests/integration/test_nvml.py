@@ -37,7 +37,7 @@ def test_it_knows_what_files_do_not_tell() -> None:
 
 def test_it_knows_the_parts_of_a_divided_gpu() -> None:
     gpus, _ = parse_answers(asked(2, divided=(1,)))
-    assert gpus[gpu(0).sysfs_id].mig == ()
+    assert gpus[gpu(0).sysfs_id].mig == {}
     assert gpus[gpu(1).sysfs_id].mig == {(1, 0): mig_uuid(1, 1), (2, 0): mig_uuid(1, 2)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
@@ -12,7 +11,6 @@ import pytest
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, WriteFile
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.packaged import (
@@ -38,6 +36,7 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
 B200, V100 = "2901", "1db4"
@@ -338,24 +337,23 @@ def test_a_profile_that_somebody_else_wrote_stays(metal: HostFacts) -> None:
     assert cuda_toolkit.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
 
 
-class Loading(System):
+class Loading(Scripted):
     """A machine whose modprobe loads what it is told to, or refuses."""
 
+    which = System.which
+
     def __init__(self, root: Path, loads: str = "", refuses: str = "") -> None:
-        super().__init__(str(root))
+        super().__init__(root)
         self.loads, self.refuses = loads, refuses
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv == ("dmesg",):
-            return Completed(
-                argv, 0, "[1.0] usb 1-1: new device\n[2.0] NVRM: The NVIDIA probe routine was not called\n", ""
-            )
+            return "[1.0] usb 1-1: new device\n[2.0] NVRM: The NVIDIA probe routine was not called\n"
         assert argv[0] == "modprobe"
         if argv[1] == self.refuses:
-            return Completed(argv, 1, "", "modprobe: ERROR: could not insert 'nvidia': No such device")
+            return 1, "", "modprobe: ERROR: could not insert 'nvidia': No such device"
         simgpu.write_kernel_tree(self.root, 1, self.loads)
-        return Completed(argv, 0, "", "")
+        return ""
 
 
 def test_loading_is_proved_by_the_kernels_own_word(tmp_path: Path) -> None:

@@ -5,27 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import opened
-from gpuprov.core.commands import Completed
-from gpuprov.core.system import System
 from gpuprov.engines.configure import is_hook_for
 from gpuprov.engines.docker import parse_info
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.scripted import Answer, Scripted
 
 
-class Deep(System):
+class Deep(Scripted):
     """A host whose engines answer every question with JSON that is nested too deeply."""
 
-    def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        return Completed(tuple(argv), 0, "[" * 100_000, "")
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return "[" * 100_000
 
     def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:
         raise FileNotFoundError(argv[0])

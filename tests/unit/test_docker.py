@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuprov.core.changes import Change
-from gpuprov.core.commands import Completed
-from gpuprov.core.system import System
 from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.protocol.versions import version_numbers
+from tests.unit.scripted import Answer, Scripted
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'
@@ -438,28 +436,23 @@ def test_a_features_that_is_no_object_is_a_problem() -> None:
     assert wrong[0].evidence == '"features" is a list, not an object'
 
 
-class _Dockerd(System):
+class _Dockerd(Scripted):
     """A host that has got its docker a moment ago."""
 
-    def __init__(self, root: Path, version: str) -> None:
-        super().__init__(str(root))
-        self.version = version
+    version = ""
 
-    def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv == ("dockerd", "--version"):
-            return Completed(argv, 0, f"Docker version {self.version}, build x\n")
-        return Completed(argv, 0, f"{RUNTIME} runc\n" if argv[:2] == ("docker", "info") else "")
+            return f"Docker version {self.version}, build x\n"
+        return f"{RUNTIME} runc\n" if argv[:2] == ("docker", "info") else ""
 
 
 @pytest.mark.parametrize(("version", "is_set"), [("20.10.24", False), ("26.1.5", True), ("28.5.2", False)])
 def test_a_docker_that_the_run_installs_decides_by_its_version(tmp_path: Path, version: str, is_set: bool) -> None:
     (change,) = plan(DockerFacts(), runtime_path=RUNTIME, set_default=False, cdi=True)
     assert change.summary().endswith("start docker (it does not run), with features.cdi if that is docker 25 to 28.1")
-    host = _Dockerd(tmp_path, version)
+    host = _Dockerd(tmp_path)
+    host.version = version
     change.apply(host, lambda *_: None)
     written = json.loads(host.read_text("/etc/docker/daemon.json") or "")
     assert written == {**json.loads(ONLY_OURS), **({"features": {"cdi": True}} if is_set else {})}

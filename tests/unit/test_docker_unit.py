@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.docker import plan, problems, reach_local_docker
@@ -21,6 +19,7 @@ from gpuprov.engines.docker_unit import decisive_lines, gather_unit
 from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
+from tests.unit.scripted import Answer, Scripted
 from tests.unit.test_docker import ONLY_OURS, RUNTIME, running, the_change
 
 # In the form of `systemctl show docker.service docker.socket -p …` (systemd 252).
@@ -45,27 +44,16 @@ Listen=/run/docker.sock (Stream)
 _DOCKERD = "/usr/sbin/dockerd -H fd:// --containerd=/run/containerd/containerd.sock $DOCKER_OPTS"
 
 
-class UnitHost(System):
+class UnitHost(Scripted):
     """A host on which systemd says how docker is started."""
 
     def __init__(self, root: Path, command: str = _DOCKERD, **words: str) -> None:
-        super().__init__(str(root))
-        self.shown = SHOWN.format(
-            **{
-                "enabled": "enabled",
-                "socket": "enabled",
-                "socket_load": "loaded",
-                "pid": "0",
-                "command": command,
-                **words,
-            }
-        )
+        super().__init__(root)
+        usual = {"enabled": "enabled", "socket": "enabled", "socket_load": "loaded", "pid": "0", "command": command}
+        self.shown = SHOWN.format(**{**usual, **words})
 
-    def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        return Completed(tuple(argv), 0, self.shown) if argv[:2] == ("systemctl", "show") else Completed(tuple(argv), 1)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return self.shown if argv[:2] == ("systemctl", "show") else (1, "")
 
     def put(self, path: str, content: str) -> None:
         self.make_directory(path.rpartition("/")[0])

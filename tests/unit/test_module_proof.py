@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver.kernel import dkms_states, prove_modules
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.scripted import Answer, Scripted
 
 VERSION = "550.163.01"
 KERNEL = "6.1.0-55-cloud-amd64"
@@ -34,19 +32,20 @@ def test_states_are_read_from_what_dkms_says(status: str) -> None:
     assert dkms_states(status, VERSION) == STATES[status]
 
 
-class Host(System):
+class Host(Scripted):
     """A host on which dkms and modinfo say what they are told to."""
 
+    which = System.which
+
     def __init__(self, root: Path, status: str, version: str) -> None:
-        super().__init__(str(root))
+        super().__init__(root)
         self._answers = {"dkms": status, "modinfo": version}
 
     def kernel_release(self) -> str:
         return KERNEL
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        answer = self._answers[argv[0]]
-        return Completed(tuple(argv), 0 if answer else 1, answer, "" if answer else f"{argv[0]}: ERROR: not found")
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return self._answers[argv[0]] or (1, "", f"{argv[0]}: ERROR: not found")
 
 
 FAULTS = {

@@ -23,6 +23,7 @@ from gpuprov.packages.failures import listed_under
 from gpuprov.packages.interface import HELD_LIST, PackageFacts
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Recorded
 
 DPKG = """installed adduser 3.134
 config-files old-kernel 6.1.0-9
@@ -74,19 +75,13 @@ def test_what_is_missing_is_named_once_and_in_order(
     assert missing(gather_packages(Queried(tmp_path, text=DPKG)), names) == lacking
 
 
-class RecordedApt(System):
+class RecordedApt(Recorded):
     """A machine whose dpkg has some packages and whose apt-get answers as recorded; it notes what was asked of it."""
 
     def __init__(self, root: Path, packages: Sequence[str] = (), answer: tuple[int, str, str] = (0, "", "")) -> None:
-        super().__init__(str(root))
+        super().__init__(root, answer)
         self.packages = list(packages)
-        self.answer = answer
         self.audit = ""
-        self.installs: tuple[str, ...] = ()
-        self.asked: list[tuple[str, ...]] = []
-
-    def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
@@ -98,13 +93,7 @@ class RecordedApt(System):
             return Completed(argv, 0, "")
         if argv[:2] == ("dpkg", "--audit"):
             return Completed(argv, 0, self.audit)
-        self.asked.append(argv)
-        if argv[0] == "apt-get" and "install" in argv and self.answer[0] == 0:
-            self.packages += self.installs
-        on_line = more.get("on_line")
-        for line in self.answer[1].splitlines():
-            assert on_line is None or on_line(line) is None
-        return Completed(argv, *self.answer)
+        return self.recorded(argv, changes=argv[0] == "apt-get" and "install" in argv, **more)
 
 
 NO_KEY = """W: An error occurred during the signature verification. The repository is not updated and the previous \

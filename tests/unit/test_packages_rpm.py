@@ -17,6 +17,7 @@ from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager
 from gpuprov.packages.rpm_locks import LOCK_TOOLS, HoldRpmPackages, edited, gather_locks, held_names, plan
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.scripted import Answer, Recorded, Scripted
 from tests.unit.test_packages import WithLocks, held_by_another
 
 RPM = """gpg-pubkey 96055b96-6b0152d9.(none) gpg(lab) gpg(16f6ab6a96055b96)
@@ -83,20 +84,14 @@ def test_a_replaced_version_is_not_an_addition_and_a_second_one_is() -> None:
     assert added(before, after) == {"kernel-2-1.x86_64", "new-with-dashes-1-1.noarch"}
 
 
-class RecordedRpm(System):
+class RecordedRpm(Recorded):
     """A machine whose rpm has some packages and whose package manager answers as recorded; it notes what was asked."""
 
     def __init__(self, root: Path, answer: tuple[int, str, str] = (0, "", "")) -> None:
-        super().__init__(str(root))
-        self.answer = answer
+        super().__init__(root, answer)
         self.packages = ["bash-5.1.8-9.el9.x86_64", "gpg-pubkey-96055b96-6b0152d9"]
-        self.installs: tuple[str, ...] = ()
         self.rpm_answers = 0
-        self.asked: list[tuple[str, ...]] = []
         self.slept = 0.0
-
-    def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
 
     def now(self) -> float:
         return self.slept
@@ -111,13 +106,7 @@ class RecordedRpm(System):
             return Completed(argv, self.rpm_answers, text, "error: rpmdb: damaged" if self.rpm_answers else "")
         if argv[:2] == ("rpm", "-q"):
             return Completed(argv, 1, "package gpg-pubkey is not installed\n")
-        self.asked.append(argv)
-        if self.answer[0] == 0:
-            self.packages += self.installs
-        on_line = more.get("on_line")
-        for line in self.answer[1].splitlines():
-            assert on_line is None or on_line(line) is None
-        return Completed(argv, *self.answer)
+        return self.recorded(argv, **more)
 
 
 COMMANDS = {
@@ -395,14 +384,14 @@ def test_when_a_hold_is_taken_off_and_set(
     assert [change.summary() for change in (*before, *behind)] == changes
 
 
-class Host(System):
+class Host(Scripted):
     """A host that says which version of the package is installed."""
 
     version = EVR
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         lines = [f"{NAME} {self.version}" if name == NAME else f"package {name} is not installed" for name in argv[4:]]
-        return Completed(tuple(argv), 0, "".join(f"{line}\n" for line in lines), "")
+        return "".join(f"{line}\n" for line in lines)
 
 
 def make_host(root: Path, **files: str) -> Host:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpuprov.core.commands import Completed
-from gpuprov.core.system import System
 from gpuprov.core.units import RestartUnit, daemon_reload, is_active, log_of, restart, systemctl
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.scripted import Answer, Scripted
 
 LOG = ("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", "a.service")
 
@@ -20,51 +18,46 @@ def ignore(text: str, done: int = 0, total: int = 0) -> None:
     """Take progress."""
 
 
-class Systemd(System):
+class Systemd(Scripted):
     """A host that answers some commands with an exit code and a text, and all others with success."""
 
     def __init__(self, root: Path, answers: Mapping[tuple[str, ...], tuple[int, str]] | None = None) -> None:
-        super().__init__(str(root))
+        super().__init__(root)
         self.answers = answers or {}
-        self.commands: list[tuple[str, ...]] = []
-        self.patience: list[Any] = []
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        self.commands.append(tuple(argv))
-        self.patience.append(more.get("timeout"))
-        code, text = self.answers.get(tuple(argv), (0, ""))
-        return Completed(tuple(argv), code, text)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return self.answers.get(argv, "")
 
 
 def test_no_unit_is_not_active_and_systemd_is_not_asked(tmp_path: Path) -> None:
     host = Systemd(tmp_path, {("systemctl", "is-active", "--quiet", "b.service"): (3, "")})
-    assert (is_active(host, ""), host.commands) == (False, [])
+    assert (is_active(host, ""), host.asked) == (False, [])
     assert (is_active(host, "a.service"), is_active(host, "b.service")) == (True, False)
 
 
 def test_a_command_that_fails_gives_its_last_lines_and_has_minutes(tmp_path: Path) -> None:
     host = Systemd(tmp_path, {("systemctl", "stop", "a", "b"): (1, "one\ntwo\nthree\nfour\n")})
     assert systemctl(host, "stop", "a", "b").splitlines()[1:] == ["two", "three", "four"]
-    assert (systemctl(host, "start", "a"), host.patience) == ("", [180, 180])
+    assert (systemctl(host, "start", "a"), host.timeouts) == ("", [180, 180])
 
 
 def test_a_restart_is_not_stopped_by_the_limit_of_starts(tmp_path: Path) -> None:
     host = Systemd(tmp_path, {("systemctl", "restart", "a"): (1, "no")})
     assert "no" in restart(host, "a")
-    assert host.commands == [("systemctl", "reset-failed", "a"), ("systemctl", "restart", "a")]
+    assert host.asked == [("systemctl", "reset-failed", "a"), ("systemctl", "restart", "a")]
 
 
 def test_units_are_read_again(tmp_path: Path) -> None:
     host = Systemd(tmp_path)
     daemon_reload(host)
-    assert host.commands[-1] == ("systemctl", "daemon-reload")
+    assert host.asked[-1] == ("systemctl", "daemon-reload")
 
 
 def test_the_log_has_as_many_lines_as_wanted(tmp_path: Path) -> None:
     host = Systemd(tmp_path, {LOG: (0, "seen\n")})
     assert log_of(host, "a.service") == "seen"
     log_of(host, "a.service", 9)
-    assert host.commands[-1] == tuple(word.replace("=4", "=9") for word in LOG)
+    assert host.asked[-1] == tuple(word.replace("=4", "=9") for word in LOG)
 
 
 def test_a_unit_that_does_not_start_is_named_with_error_and_log(tmp_path: Path) -> None:
@@ -86,4 +79,4 @@ def test_undoing_stops_only_what_did_not_run_before(tmp_path: Path, active: bool
     before = RestartUnit("a").capture(host)
     assert before == {"unit": "a", "was_active": active}
     RestartUnit.undo(host, before, None)
-    assert (("systemctl", "stop", "a") in host.commands) is not active
+    assert (("systemctl", "stop", "a") in host.asked) is not active

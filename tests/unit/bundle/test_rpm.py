@@ -27,6 +27,7 @@ from gpuprov.plan import with_bundle
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.spec import HostSpec
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Scripted
 
 KEY, OTHER = "A" * 40, "B" * 40
 SOURCE = f"https://mirror.example/baseos https://mirror.example/key {KEY}"
@@ -167,25 +168,13 @@ def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: RpmMan
 )
 def test_the_bundle_is_the_only_source(tmp_path: Path, distribution: str, version: str, words: list[str]) -> None:
     manifest = dataclasses.replace(MANIFEST, distribution=distribution, version=version)
-    host = Recording(str(tmp_path))
+    host = Scripted(str(tmp_path))
     manager = with_bundle.bundle_manager(manifest)
     wanted = Installation(("gcc",), bundle=BundleFacts(dataclasses.replace(manifest, files=())))
     for change in manager.plan_installation(PackageFacts(manager.name, {}), wanted):
         change.apply(host, lambda message, done, total: None)
-    asked = [command for command in host.commands if command[0] == manager.name]
+    asked = [command for command in host.asked if command[0] == manager.name]
     assert [list(command[: len(words)]) for command in asked] == [words, words]
-
-
-class Recording(System):
-    """A host that carries out nothing."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.commands: list[tuple[str, ...]] = []
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        self.commands.append(tuple(argv))
-        return Completed(tuple(argv), 0, "", "")
 
 
 class Busy(System):

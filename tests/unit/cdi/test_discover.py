@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Callable
@@ -21,9 +20,9 @@ from gpuprov.cdi.files import CachedLibrary, parse_cache
 from gpuprov.cdi.generate import difference, host_facts, specification
 from gpuprov.cdi.nvml import GpuAnswer, parse_answers, sysfs_bus_id
 from gpuprov.cdi.specification import problems, render_json
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
+from tests.unit.scripted import Answer, Scripted
 from tests.unit.test_cdi import reached
 
 pytestmark = pytest.mark.root
@@ -42,19 +41,14 @@ ANSWER: dict[str, Any] = {
 }
 
 
-class Host(System):
+class Host(Scripted):
     """A machine below a folder, whose NVML says what it is told to."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(str(root))
-        self.answer = (0, json.dumps(ANSWER))
-        self.asked: list[tuple[str, ...]] = []
+    nvml = (0, json.dumps(ANSWER))
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
-        self.asked.append(argv)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         assert argv[0] == sys.executable and "nvml_child" in argv[3]
-        return Completed(argv, *self.answer)
+        return self.nvml
 
 
 def make_nodes(root: Path, gpus: int, mode: int = 0o666) -> None:
@@ -246,7 +240,7 @@ def test_nvml_is_not_asked_over_libraries_of_another_version(host: Host, tmp_pat
     [(9, ""), (0, "no JSON"), (0, "[]"), (0, "{}"), (0, '{"cuda_version": "12.4", "gpus": [{}]}'), (0, "[" * 9999)],
 )
 def test_an_nvml_that_does_not_answer_leaves_what_is_known(host: Host, answer: tuple[int, str]) -> None:
-    host.answer = answer
+    host.nvml = answer
     assert ask_nvml(host, discover(host)) == discover(host)
 
 
@@ -262,14 +256,14 @@ def answer_with(**changes: Any) -> str:
 
 
 def test_a_driver_older_than_the_question_for_compute_capabilities(host: Host) -> None:
-    host.answer = (0, answer_with(compute_capability=""))
+    host.nvml = (0, answer_with(compute_capability=""))
     driver = ask_nvml(host, discover(host))
     assert {one.brand for one in driver.gpus} == {"NVIDIA"}
     assert "--gpu-architecture" not in host_facts(specification(driver))
 
 
 def test_unlike_gpus_promise_the_least(host: Host) -> None:
-    host.answer = (0, answer_with(compute_capability="10.0", brand=15))
+    host.nvml = (0, answer_with(compute_capability="10.0", brand=15))
     driver = ask_nvml(host, discover(host))
     assert [one.brand for one in driver.gpus] == ["GeForceRTX", "NVIDIA"]
     annotations = host_facts(specification(driver))

@@ -97,7 +97,7 @@ def mig_host(tmp_path: Path) -> Host:
     for node in mig_nodes(0):
         os.mknod(tmp_path / node.path.lstrip("/"), stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
     mig_host = Host(tmp_path)
-    mig_host.answer = (0, answer())
+    mig_host.nvml = (0, answer())
     return mig_host
 
 
@@ -149,7 +149,7 @@ def test_missing_capability_nodes_are_made_readable_by_all(mig_host: Host, tmp_p
 
 def test_an_answer_about_other_parts_names_none(mig_host: Host) -> None:
     text = answer().replace('"gpu_instance": 2', '"gpu_instance": 9')
-    mig_host.answer = (0, text)
+    mig_host.nvml = (0, text)
     assert [part.uuid for part in ask_nvml(mig_host, discover(mig_host)).gpus[0].mig] == [mig_uuid(0, 1), ""]
 
 

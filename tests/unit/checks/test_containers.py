@@ -27,6 +27,7 @@ from gpuprov.checks.smi import parse_smi
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.scripted import Answer, Scripted
 
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 TWO = parse_smi(REPORT)
@@ -34,19 +35,18 @@ ONE = replace(TWO, gpus=TWO.gpus[:1])
 IMAGE = "example.org/cuda:12.4"
 
 
-class Docker(System):
+class Docker(Scripted):
     """A docker that answers by its verb; `run` gives its answers one after the other."""
 
+    which = System.which
+
     def __init__(self, *runs: tuple[int, str, str]) -> None:
-        super().__init__("/nowhere")
+        super().__init__()
         self.runs = list(runs)
         self.answers = {"inspect": (0, "[]", ""), "pull": (0, "", ""), "rm": (0, "", "")}
-        self.asked: list[tuple[str, ...]] = []
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
-        self.asked.append(argv)
-        return Completed(argv, *(self.runs.pop(0) if argv[1] == "run" else self.answers[argv[1]]))
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return self.runs.pop(0) if argv[1] == "run" else self.answers[argv[1]]
 
     def verbs(self) -> list[str]:
         return [argv[1] for argv in self.asked]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from gpuprov.checks import frameworks
 from gpuprov.checks.engines import EngineTest
 from gpuprov.checks.outcome import Failed, Values
 from gpuprov.checks.smi import SmiGpu, SmiReport
-from gpuprov.core.commands import Completed
-from gpuprov.core.system import System
+from tests.unit.scripted import Answer, Scripted
 
 REPORT = SmiReport(
     "550.163.01", "12.4", tuple(SmiGpu(f"GPU-{number}", "", "", "", "", "Disabled") for number in (0, 1))
@@ -33,19 +32,18 @@ FLOW = {"version": "2.16.1", "count": 2, "built_with_cuda": True, "cuda": "12.3"
 PROGRAMS = Path(frameworks.__file__).parent
 
 
-class Images(System):
+class Images(Scripted):
     """A docker that has each image; `answers`: what Python says in it, by the Python's name."""
 
     def __init__(self, **answers: tuple[int, str, str]) -> None:
         super().__init__()
         self.answers = answers
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[1] == "inspect":
-            return Completed(argv, 0)
+            return ""
         python = argv[argv.index("--entrypoint") + 1]
-        return Completed(argv, *self.answers.get(python, (127, "", f"exec: {python}: not found")))
+        return self.answers.get(python, (127, "", f"exec: {python}: not found"))
 
 
 @pytest.fixture(autouse=True)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpuprov.cdi.discover import discover
 from gpuprov.checks.cuda.hiding import environment_of_logins, gather_hiding
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.driver import HidingLibrary, damage
 from gpuprov.packages.managers import manager_of
 from tests import simgpu
+from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
 VERSION, STALE = simgpu.DRIVER_VERSION, "535.261.03"
@@ -118,16 +116,16 @@ def test_a_library_in_a_users_folder_is_left_to_its_user(root: Path) -> None:
     assert one.foreign == "/usr/local/lib belongs to user 1000, not to root"
 
 
-class Packaged(System):
+class Packaged(Scripted):
     """A host whose dpkg knows which package has brought a library."""
 
     def which(self, program: str) -> str | None:
         return f"/usr/bin/{program}" if program == "dpkg-query" else None
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         path = next(one for one in argv if one.startswith("/usr/"))
         line = f"old-driver:amd64, other: {path.removeprefix('/usr')}\n"
-        return Completed(tuple(argv), 1, line, "dpkg-query: no path found matching pattern")
+        return 1, line, "dpkg-query: no path found matching pattern"
 
 
 def test_a_library_of_a_package_is_removed_with_its_package(root: Path) -> None:

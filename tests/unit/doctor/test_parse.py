@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpuprov.checks.smi import per_gpu
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.doctor import gather
 from gpuprov.doctor.gather import gather_containers
@@ -27,6 +25,7 @@ from gpuprov.doctor.snapshot import (
     telling_lines,
 )
 from tests.unit.doctor.host import SMI
+from tests.unit.scripted import Answer, Scripted
 
 # `systemctl show -p Id,LoadState,ActiveState,Result,UnitFileState` of systemd 252.
 UNITS = """\
@@ -152,21 +151,21 @@ def test_what_is_no_report_has_no_values(said: str) -> None:
     assert all("compute_mode" not in gpu for gpu in per_gpu(said))
 
 
-class Docker(System):
+class Docker(Scripted):
     """A docker that lists containers of which the last one is gone when it is asked for more."""
 
     def __init__(self, *names: str) -> None:
-        super().__init__("/")
+        super().__init__()
         self.names = names
 
     def which(self, program: str) -> str | None:
         return "/usr/bin/docker" if program == "docker" else None
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[1] == "ps":
-            return Completed(tuple(argv), 0, "".join(f"{name}\n" for name in self.names))
+            return "".join(f"{name}\n" for name in self.names)
         lines = "".join(f"{number} /{name}\n" for number, name in enumerate(self.names[:-1], 1))
-        return Completed(tuple(argv), 1, lines, f"Error: No such container: {self.names[-1]}\n")
+        return 1, lines, f"Error: No such container: {self.names[-1]}\n"
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.containers import decision_of
 from gpuprov.engines.cri_status import CriStatus, ask, parse
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook import jsonio, record
+from tests.unit.scripted import Answer, Scripted
 
 ID = "4f5c" * 16
 OTHER = "9a9b" * 16
 
 
-class Engines(System):
+class Engines(Scripted):
     """Engines that know names, as their `inspect` answers."""
 
     def __init__(self, **names: dict[str, str]) -> None:
@@ -38,12 +38,12 @@ class Engines(System):
     def which(self, program: str) -> str | None:
         return f"/usr/bin/{program}" if program in self.names else None
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         assert argv[1:-1] == ("inspect", "--type", "container", "--format", "{{.Id}} {{.State.Running}}", "--")
         found = self.names[argv[0]].get(argv[-1])
         if found is None:
-            return Completed(tuple(argv), 1, "\n", f"Error: No such container: {argv[-1]}\n", 0.1)
-        return Completed(tuple(argv), 0, f"{found} {'false' if argv[-1] == 'ended' else 'true'}\n", "", 0.1)
+            return 1, "\n", f"Error: No such container: {argv[-1]}\n"
+        return f"{found} {'false' if argv[-1] == 'ended' else 'true'}\n"
 
 
 @pytest.fixture(autouse=True)

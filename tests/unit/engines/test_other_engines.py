@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import known
 from gpuprov.engines.configure import configuration
@@ -34,19 +32,21 @@ from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.engines.test_containerd import K3S, NEW_K3S, OLD_K3S
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Answer, Scripted
 
 CONTAINERD = 'version = 2\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause:3.9"\n'
 BOTH = ("containerd", "podman")
 
 
-class Host(System):
+class Host(Scripted):
     """A host with containerd 1.7 and podman, whose systemctl does what it is told to, or not."""
 
+    which = System.which
+
     def __init__(self, root: Path) -> None:
-        super().__init__(str(root))
+        super().__init__(root)
         self.active = True
         self.starts = True
-        self.asked: list[tuple[str, ...]] = []
         for program in ("containerd", "podman"):
             path = root / "usr/bin" / program
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,20 +57,18 @@ class Host(System):
         self.config.write_text(CONTAINERD)
         self.config.chmod(0o640)
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
-        self.asked.append(argv)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv == ("/usr/bin/containerd", "--version"):
-            return Completed(argv, 0, "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n", "")
+            return "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n"
         if argv[0] == "journalctl":
-            return Completed(argv, 0, "starting\nerror: no such plugin\n", "")
+            return "starting\nerror: no such plugin\n"
         assert argv[0] == "systemctl"
         if argv[1] == "restart":
             self.active = self.starts
             # What does not start with the new file starts with the old one.
             self.starts = True
-            return Completed(argv, 0 if self.active else 1, "", "")
-        return Completed(argv, 0 if argv[1] != "is-active" or self.active else 3, "", "")
+            return 0 if self.active else 1, ""
+        return 0 if argv[1] != "is-active" or self.active else 3, ""
 
     @property
     def restarts(self) -> int:
@@ -262,24 +260,25 @@ WRITTEN = {
 UNITS = {"k3s": "k3s-agent", "rke2": "rke2-agent", "microk8s": "snap.microk8s.daemon-containerd"}
 
 
-class Node(System):
+class Node(Scripted):
     """A node with a distribution, whose systemctl keeps to itself what it is told."""
 
+    which = System.which
+
     def __init__(self, root: Path, name: str) -> None:
-        super().__init__(str(root))
+        super().__init__(root)
         for path, text in FILES[name].items():
             place = root / path.lstrip("/")
             place.parent.mkdir(parents=True)
             place.write_text(text)
         self.restarted: list[str] = []
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        argv = tuple(argv)
+    def answer(self, argv: tuple[str, ...]) -> Answer:
         assert argv[0] == "systemctl", argv
         if argv[1] == "restart":
             self.restarted.append(argv[-1])
         is_server = argv[-1] in ("k3s.service", "rke2-server.service")
-        return Completed(argv, 3 if argv[1] == "is-active" and is_server else 0, "", "")
+        return 3 if argv[1] == "is-active" and is_server else 0, ""
 
 
 def spec(name: str, **values: Any) -> HostSpec:
