@@ -89,7 +89,7 @@ def install(run: RunContext) -> Finished:
         if _needs_package_manager(plan):
             # Before the first change: a run that fails here has changed nothing.
             holder = facts.package_manager.lock_holder
-            wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
+            wait_until_free(run.system, lambda message, *_: run.note(message), holder)
     end = _Progress(0, facts, plan)
     if plan.changes:
         keep_devices(run)
@@ -306,7 +306,7 @@ def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
     from gpuprov.packages import managers
 
     run.note("reading the package sources, in a copy")
-    return managers.ask(run.system, facts.package_manager, names, planned, run.spec.lock_timeout).problems
+    return managers.ask(run.system, facts.package_manager, names, planned).problems
 
 
 def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Problem, ...]:

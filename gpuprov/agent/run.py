@@ -41,7 +41,7 @@ def run_request(
     sink(Started(__version__, request.command, system.own_pid()))
     try:
         spec = read_spec(request.spec, request.tables)
-        system.proxy = Proxy(spec.proxy, spec.no_proxy)
+        system.proxy, system.lock_timeout = Proxy(spec.proxy, spec.no_proxy), spec.lock_timeout
         run = for_target(RunContext(request, spec, system, sink, stop_requested))
         if request.changes_the_host or request.command == "accept":
             finished = _locked(_as_root(run), sink)

@@ -42,6 +42,8 @@ class System:
         self.environment: dict[str, str] = {}
         # The proxy for downloads, and for commands that request its environment: package managers.
         self.proxy: Proxy = NO_PROXY
+        # Seconds to wait for the package manager's lock: longer than unattended-upgrades usually takes.
+        self.lock_timeout = 300
         # What this user may not read counts as missing, and is kept here; None: a refusal is an error.
         self.unreadable: set[str] | None = None
         # While the machine is only looked at: whether to stop. Changes are never interrupted.
@@ -436,7 +438,7 @@ class ImageSystem(System):
     def __init__(self, below: System, kernel: str) -> None:
         super().__init__(str(below.root))
         self.environment = below.environment
-        self.proxy = below.proxy
+        self.proxy, self.lock_timeout = below.proxy, below.lock_timeout
         self.kernel = kernel
         self.offline = not below.exists(BOOTED)
         if self.offline:

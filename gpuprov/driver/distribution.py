@@ -362,7 +362,7 @@ class DistributionDriver(PackagedDriver):
             changes = () if is_right else (WriteFile(PREFERENCES, text),)
         if own is None or not own.repository_package:
             return changes
-        installation = Installation((own.repository_package,), self.spec.lock_timeout, facts.bundle)
+        installation = Installation((own.repository_package,), facts.bundle)
         return (*changes, *facts.package_manager.plan_installation(facts.packages, installation))
 
     @cached_property
@@ -383,11 +383,11 @@ class DistributionDriver(PackagedDriver):
         compiled = re.compile(rf"(linux-modules-nvidia|nvidia-headless|nvidia-headless-no-dkms)-{old.branch}-server\b")
         names |= {*filter(compiled.match, installed)}
         gone = tuple(sorted(name for name in names if name in installed and name not in self._wanted))
-        timeout, options = self.spec.lock_timeout, apt_options(self.facts.bundle)
+        options = apt_options(self.facts.bundle)
         wanted = self.choice.branch.branch
         held = self.facts.packages.driver_held
-        change = SwitchBranch(self._wanted, held, lock_timeout=timeout, options=options, wanted=wanted, instead=gone)
-        return (RefreshPackageIndex(timeout, options), change)
+        change = SwitchBranch(self._wanted, held, options=options, wanted=wanted, instead=gone)
+        return (RefreshPackageIndex(options), change)
 
 
 def _instead(problem: Problem) -> Problem:

@@ -105,7 +105,7 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     names = wanted_packages(driver)
     if not names:
         return changes
-    wanted = Installation(names, spec.lock_timeout, facts.bundle, unfiltered_repository=_REPOSITORY)
+    wanted = Installation(names, facts.bundle, unfiltered_repository=_REPOSITORY)
     return (*facts.package_manager.plan_installation(facts.packages, wanted), *changes)
 
 

@@ -18,7 +18,7 @@ from gpuprov.facts.host import manager_on
 from gpuprov.packages import dpkg, failures
 from gpuprov.packages.apt_changes import InstallPackages, present, stays
 from gpuprov.packages.failures import finish_apt
-from gpuprov.packages.interface import DRIVER_PACKAGES, LOCK_SECONDS
+from gpuprov.packages.interface import DRIVER_PACKAGES
 from gpuprov.packages.rpm import InstallRpmPackages, RpmManager, installed_rpms, package_name, run_rpm
 from gpuprov.packages.rpm_locks import gather_locks
 from gpuprov.protocol.errors import GpuprovError
@@ -75,13 +75,12 @@ class InstallDriverPackages(InstallPackages):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-        dpkg.repair(system, tell_nobody, lock_timeout, required=False)
+        dpkg.repair(system, tell_nobody, required=False)
         former = _former(system, before, outcome)
         words = _words(system, former)
         if words:
             command = ("install", "--allow-downgrades", "--purge", "--", *words)
-            done = dpkg.run_apt(system, command, tell_nobody, lock_timeout=lock_timeout)
+            done = dpkg.run_apt(system, command, tell_nobody)
             finish_apt(done, f"{_what(former)} could not be installed again in their former version")
             _mark_used(system, words)
         super().undo(system, before, outcome)
@@ -206,7 +205,7 @@ class SwitchPin(_InstallInstead):
     def _install(self, system: System, tell: Tell) -> None:
         # apt-get(8): a trailing dash removes a package.
         words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
-        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        done = dpkg.run_apt(system, words, tell, options=self.options)
         finish_apt(done, f"{', '.join(self.names)} could not be installed")
 
 
@@ -247,7 +246,7 @@ class ChangeDriverPackages(ChangeDriver, InstallDriverPackages):
     def _install(self, system: System, tell: Tell) -> None:
         words = ("install", "--allow-downgrades", "--", *self.names, *self._gone())
         # A branch's packages may replace those of another; nothing else may be removed for them.
-        asked = dpkg.run_apt(system, ("--simulate", *words), tell, options=self.options, lock_timeout=self.lock_timeout)
+        asked = dpkg.run_apt(system, ("--simulate", *words), tell, options=self.options)
         strangers = foreign_removals(asked.stdout)
         if strangers:
             raise GpuprovError(
@@ -255,7 +254,7 @@ class ChangeDriverPackages(ChangeDriver, InstallDriverPackages):
                 "\n".join(line for line in asked.stdout.splitlines() if line.startswith("Remv")),
                 f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be",
             )
-        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        done = dpkg.run_apt(system, words, tell, options=self.options)
         finish_apt(done, f"the driver's packages could not be changed to {self.wanted}")
         versions = {one.name: one.version for one in dpkg.query(system)}
         name = self.names[0].partition("=")[0]
@@ -308,10 +307,10 @@ class InstallDriverRpms(InstallRpmPackages):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         former = _former_rpms(system, before, outcome)
         if former:
-            manager, lock_timeout = _rpm_manager(system), before.get("lock_timeout", LOCK_SECONDS)
+            manager = _rpm_manager(system)
             words = _rpm_words(system, former)
             command = manager.exact(words, simulate=False)
-            done = run_rpm(system, command, tell_nobody, _INSTALL_SECONDS, lock_timeout)
+            done = run_rpm(system, command, tell_nobody, _INSTALL_SECONDS)
             what = f"{_what(former)} could not be installed again in their former version"
             failures.finish_rpm(done, what, manager.good_codes)
             _mark_used(system, words)
@@ -335,7 +334,7 @@ class ChangeDriverRpms(ChangeDriver, InstallDriverRpms):
         names = sorted({package_name(one) for one in installed_rpms(system) if DRIVER_PACKAGES.match(one)})
         # dnf(8): to the newest version in the enabled streams, even if it is older than the installed one.
         command = (self.program.name, "-y", *self.options, "distro-sync", *names)
-        done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
+        done = run_rpm(system, command, tell, _INSTALL_SECONDS)
         failures.finish_rpm(done, f"the driver's packages could not be changed to {self.wanted}")
         version = self.program.gather(system).installed.get(self.names[0], "")
         self._require_version(version, f"{self.program.name} list --showduplicates {self.names[0]}")
@@ -343,7 +342,7 @@ class ChangeDriverRpms(ChangeDriver, InstallDriverRpms):
         driver = version.rpartition(":")[2].partition("-")[0]
         stale = sorted(one for one in installed_rpms(system) if precompiled.is_stale(package_name(one), driver))
         if stale:
-            done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS, self.lock_timeout)
+            done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS)
             failures.finish_rpm(done, f"{', '.join(stale)} could not be removed")
 
 
@@ -396,7 +395,7 @@ def _not_offered(system: System, packages: Sequence[str]) -> tuple[str, ...]:
     if _rpm_words(system, packages) != tuple(packages):
         return ()
     try:
-        offered = manager.query(system, manager.unlocked(system), tuple(map(package_name, packages)), LOCK_SECONDS)
+        offered = manager.query(system, manager.unlocked(system), tuple(map(package_name, packages)))
     except GpuprovError:
         return tuple(packages)
     pairs = ((name, one) for name, found in offered.items() for one in found)

@@ -80,13 +80,13 @@ class PackagedDriver(DriverSource):
 
     def change_to(self, wanted: str, names: tuple[str, ...]) -> tuple[Change, ...]:
         """Return the change of the installed packages to this version or branch."""
-        packages, manager, timeout = self.facts.packages, self.facts.package_manager, self.spec.lock_timeout
+        packages, manager = self.facts.packages, self.facts.package_manager
         bundle = self.facts.bundle
         if isinstance(manager, RpmManager):
             lifted, options = lift(packages.locks, packages.driver_held), manager.bundle_options if bundle else ()
             keys = plan_bundle_keys(bundle.vendor_keys if bundle else (), packages.trusted_keys)
-            rpms = ChangeDriverRpms(manager, names, (), timeout, options, lift=lifted, wanted=wanted)
-            return (*keys, RefreshRpmIndex(manager, timeout, options), rpms)
+            rpms = ChangeDriverRpms(manager, names, (), options, lift=lifted, wanted=wanted)
+            return (*keys, RefreshRpmIndex(manager, options), rpms)
         options = apt_options(bundle)
-        change = ChangeDriverPackages(names, packages.driver_held, timeout, options, wanted=wanted)
-        return (RefreshPackageIndex(timeout, options), change)
+        change = ChangeDriverPackages(names, packages.driver_held, options, wanted=wanted)
+        return (RefreshPackageIndex(options), change)

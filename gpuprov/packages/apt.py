@@ -83,9 +83,7 @@ class Apt(interface.PackageManager):
     def typed(self, name: str) -> str:
         return shlex.quote(name)
 
-    def offered(
-        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
-    ) -> interface.Versions:
+    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change]) -> interface.Versions:
         """Ask apt in a copy of the host's sources, with an index of its own.
 
         It takes no lock, because it writes only to its own folder.
@@ -115,27 +113,25 @@ class Apt(interface.PackageManager):
         ours = packages.driver_held if any(interface.DRIVER_PACKAGES.match(name) for name in lacking) else ()
         lifted = tuple(dict.fromkeys([*(name for name, own in names.items() if own in packages.held), *ours]))
         installation: tuple[Change, ...] = (
-            apt_changes.RefreshPackageIndex(wanted.lock_timeout, options),
-            apt_changes.InstallPackages(lacking, lifted, wanted.lock_timeout, options, wanted.advice),
+            apt_changes.RefreshPackageIndex(options),
+            apt_changes.InstallPackages(lacking, lifted, options, wanted.advice),
         )
         # A hold that the installation takes off is set again after it.
         held = replace(packages, held=packages.held - {*ours, *(names.get(name, name) for name in lifted)})
-        holds = () if wanted.hold is None else apt_changes.plan_holds(held, wanted.hold, wanted.lock_timeout)
+        holds = () if wanted.hold is None else apt_changes.plan_holds(held, wanted.hold)
         return (*(installation if lacking else ()), *holds)
 
-    def hold_driver(
-        self, packages: interface.PackageFacts, hold: bool, coming: bool, lock_timeout: int
-    ) -> tuple[Change, ...]:
+    def hold_driver(self, packages: interface.PackageFacts, hold: bool, coming: bool) -> tuple[Change, ...]:
         new = tuple(sorted(packages.driver - packages.held)) if hold else ()
         release = () if hold else packages.driver_held
-        change = apt_changes.HoldPackages(new, release, lock_timeout, driver=hold)
+        change = apt_changes.HoldPackages(new, release, driver=hold)
         return (change,) if new or release or (hold and coming) else ()
 
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
         return tuple(path for path in paths if not dpkg.owner(system, path))
 
-    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
-        return apt_changes.RemovePackages(names, keep, lock_timeout)
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...]) -> Change:
+        return apt_changes.RemovePackages(names, keep)
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())

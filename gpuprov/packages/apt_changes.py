@@ -39,7 +39,6 @@ _ALIASES = ("/.", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 class RefreshPackageIndex(interface.IndexRefresh):
     """Fetch the current index of the repositories; `options` are further options for apt."""
 
-    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     executes: ClassVar[str] = _SCRIPTS
@@ -50,14 +49,7 @@ class RefreshPackageIndex(interface.IndexRefresh):
     def apply(self, system: System, tell: Tell) -> None:
         # Without the option, apt-get answers 0 even if no repository could be reached.
         command = ("-o", "APT::Update::Error-Mode=any", "update")
-        done = dpkg.run_apt(
-            system,
-            command,
-            tell,
-            seconds=interface.REFRESH_SECONDS,
-            lock_timeout=self.lock_timeout,
-            options=self.options,
-        )
+        done = dpkg.run_apt(system, command, tell, seconds=interface.REFRESH_SECONDS, options=self.options)
         finish_apt(done, "the package index could not be refreshed")
 
 
@@ -72,7 +64,6 @@ class InstallPackages(interface.PackageInstallation):
 
     names: tuple[str, ...]
     unhold: tuple[str, ...] = ()
-    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
@@ -93,15 +84,14 @@ class InstallPackages(interface.PackageInstallation):
             "versions": {one.name: one.version for one in packages if one.present},
             "left": conffiles_left(system, packages, self.names, self.options),
             "unhold": list(self.unhold),
-            "lock_timeout": self.lock_timeout,
             "options": list(self.options),
         }
 
     def apply(self, system: System, tell: Tell) -> Json:
-        dpkg.repair(system, tell, self.lock_timeout, self.options)
+        dpkg.repair(system, tell, self.options)
         before = present(system)
         if self.unhold:
-            _mark(system, "unhold", self.unhold, tell, self.lock_timeout)
+            _mark(system, "unhold", self.unhold, tell)
         self._install(system, tell)
         return _outcome(before, present(system))
 
@@ -110,12 +100,12 @@ class InstallPackages(interface.PackageInstallation):
         # A version that is asked for may be an older one.
         older = ("--allow-downgrades",) if interface.pinned(self.names) else ()
         words = ("install", "--no-remove", *older, "--", *self.names)
-        done = dpkg.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        done = dpkg.run_apt(system, words, tell, options=self.options)
         finish_apt(done, what, self.advice)
         left, lacking = self._left(system)
         if left or lacking:
             # apt-get exits 0 despite a package that an earlier, killed run unpacked in part.
-            dpkg.repair(system, tell, self.lock_timeout, self.options)
+            dpkg.repair(system, tell, self.options)
             left, lacking = self._left(system)
         if left or lacking:
             seen = [f"{name} is {status}" for name, status in left.items()]
@@ -138,17 +128,16 @@ class InstallPackages(interface.PackageInstallation):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Remove what this change added; keep what was there before, and what another package needs by now."""
-        lock_timeout = before.get("lock_timeout", interface.LOCK_SECONDS)
         added = (outcome or cls.interrupted(system, before))["added"]
         left: Mapping[str, Any] = before.get("left", {})
         # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
         options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
-        purge(system, added, tuple(left), lock_timeout, options)
+        purge(system, added, tuple(left), options)
         for image in (one for name in added for one in left.get(name, ())):
             restore_path(system, image)
         here = present(system)
         if held_again := [name for name in before.get("unhold", ()) if name in here]:
-            _mark(system, "hold", held_again, tell_nobody, lock_timeout)
+            _mark(system, "hold", held_again, tell_nobody)
 
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
@@ -164,13 +153,11 @@ def stays(changed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return tuple(f"{name} stays at {new}; before gpuprov it was {old}" for name, (old, new) in changed.items())
 
 
-def plan_holds(
-    packages: interface.PackageFacts, names: Iterable[str], lock_timeout: int = interface.LOCK_SECONDS
-) -> tuple[Change, ...]:
+def plan_holds(packages: interface.PackageFacts, names: Iterable[str]) -> tuple[Change, ...]:
     """Return the change that holds these packages, and releases others that gpuprov held before, not the driver's."""
     wanted = {dpkg.own_name(packages, name) for name in names}
     hold, release = wanted - packages.held, packages.held_here - wanted - packages.driver
-    return (HoldPackages(tuple(sorted(hold)), tuple(sorted(release)), lock_timeout),) if hold or release else ()
+    return (HoldPackages(tuple(sorted(hold)), tuple(sorted(release))),) if hold or release else ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +166,6 @@ class HoldPackages(interface.PackageHold):
 
     names: tuple[str, ...]
     release: tuple[str, ...] = ()
-    lock_timeout: int = interface.LOCK_SECONDS
     driver: bool = False
 
     uses_package_manager: ClassVar[bool] = True
@@ -192,14 +178,15 @@ class HoldPackages(interface.PackageHold):
             "held": sorted(held & {*names}),
             "names": names,
             "list": capture_path(system, interface.HELD_LIST),
-            "lock_timeout": self.lock_timeout,
+            # Earlier versions need it to undo this.
+            "lock_timeout": system.lock_timeout,
         }
 
     def apply(self, system: System, tell: Tell) -> None:
         hold = self._names(system)
         for verb, names in (("hold", hold), ("unhold", self.release)):
             if names:
-                _mark(system, verb, names, tell, self.lock_timeout)
+                _mark(system, verb, names, tell)
         interface.write_held(system, hold, self.release)
 
     def _names(self, system: System) -> tuple[str, ...]:
@@ -214,12 +201,12 @@ class HoldPackages(interface.PackageHold):
         held, here = set(before["held"]), present(system)
         for verb, names in (("hold", held), ("unhold", set(before["names"]) - held)):
             if found := sorted(name for name in names if name in here):
-                _mark(system, verb, found, tell_nobody, before["lock_timeout"])
+                _mark(system, verb, found, tell_nobody)
         restore_path(system, before["list"])
 
 
-def _mark(system: System, verb: str, names: Iterable[str], tell: Tell, lock_timeout: int) -> None:
-    done = dpkg.run_dpkg(system, ("apt-mark", verb, *names), tell, lock_timeout)
+def _mark(system: System, verb: str, names: Iterable[str], tell: Tell) -> None:
+    done = dpkg.run_dpkg(system, ("apt-mark", verb, *names), tell)
     finish_apt(done, f"apt-mark {verb} {' '.join(names)} failed")
 
 
@@ -270,15 +257,13 @@ def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
     return {package: tuple(files) for package, files in found.items()}
 
 
-def purge(
-    system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int, options: tuple[str, ...] = ()
-) -> None:
+def purge(system: System, added: Sequence[str], left: Sequence[str], options: tuple[str, ...] = ()) -> None:
     """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
-    dpkg.repair(system, tell_nobody, lock_timeout, options, required=False)
+    dpkg.repair(system, tell_nobody, options, required=False)
     gone, _ = _removable(system, added)
     for verb, configured in (("purge", False), ("remove", True)):
         if names := [name for name in gone if (name in left) is configured]:
-            done = dpkg.run_apt(system, (*_STATUS_ALONE, verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
+            done = dpkg.run_apt(system, (*_STATUS_ALONE, verb, "--", *names), tell_nobody)
             # If the script of a package that is not ours fails, apt-get fails too, although it removed ours.
             failed = {name.partition(":")[0] for name in failed_packages(done)}
             if not failed or failed & {*names} or {*names} & present(system).keys():
@@ -345,7 +330,6 @@ class RemovePackages(interface.PackageRemoval):
 
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()
-    lock_timeout: int = interface.LOCK_SECONDS
 
     def capture(self, system: System) -> Json:
         there = {one.name: one.version for one in dpkg.query(system) if one.present and one.name in self.names}
@@ -354,12 +338,13 @@ class RemovePackages(interface.PackageRemoval):
             "names": there,
             "automatic": [name for name in automatic if name in there],
             "keep": [capture_path(system, path) for path in self.keep],
-            "lock_timeout": self.lock_timeout,
+            # Earlier versions need it to undo this.
+            "lock_timeout": system.lock_timeout,
         }
 
     def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)
-        dpkg.repair(system, tell, self.lock_timeout)
+        dpkg.repair(system, tell)
         gone = tuple(before["names"])
         if others := needed_by_others(system, gone):
             needed = "; ".join(f"{name}: {', '.join(found)}" for name, found in others.items())
@@ -368,7 +353,7 @@ class RemovePackages(interface.PackageRemoval):
             tell(f"keeping a copy of {name}", 0, 0)
             _rebuild_package(system, name, _copy(name))
         system.sync()
-        done = dpkg.run_apt(system, (*_STATUS_ALONE, "purge", "--", *gone), tell, lock_timeout=self.lock_timeout)
+        done = dpkg.run_apt(system, (*_STATUS_ALONE, "purge", "--", *gone), tell)
         for image in before["keep"]:
             restore_path(system, image)
         finish_apt(done, f"{', '.join(gone)} could not be removed")
@@ -377,17 +362,16 @@ class RemovePackages(interface.PackageRemoval):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         there = {one.name for one in dpkg.query(system) if one.whole}
         gone = [name for name in before["names"] if name not in there]
-        lock_timeout = before["lock_timeout"]
         if gone:
             words = ("dpkg", "--force-confold", "--force-confmiss", "--install", *(_copy(name) for name in gone))
-            done = dpkg.run_dpkg(system, words, tell_nobody, lock_timeout)
+            done = dpkg.run_dpkg(system, words, tell_nobody)
             if not done.ok:
                 raise GpuprovError(
                     f"{', '.join(gone)} could not be installed again", done.evidence(8),
                     f"the packages lie in {interface.COPIES}; remove what conflicts with them, then run the same again",
                 )  # fmt: skip
         if automatic := [name for name in before["automatic"] if name in gone]:
-            _mark(system, "auto", automatic, tell_nobody, lock_timeout)
+            _mark(system, "auto", automatic, tell_nobody)
         for image in before["keep"]:
             restore_path(system, image)
         for name in before["names"]:

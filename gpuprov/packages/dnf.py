@@ -76,8 +76,8 @@ class Dnf(RpmManager):
         removed = "".join(re.findall(r"^Removing.*:\n((?: .*\n)+)", done.stdout, re.MULTILINE))
         return tuple(line.split()[0] for line in removed.splitlines() if line[1:2] != " ")
 
-    def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
-        done = run_rpm(system, ("dnf", "-q", "-y", *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
+    def query(self, system: System, options: tuple[str, ...], names: Sequence[str]) -> Versions:
+        done = run_rpm(system, ("dnf", "-q", "-y", *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS)
         finish_rpm(done, NO_INDEX)
         return parse_repoquery(done.stdout)
 

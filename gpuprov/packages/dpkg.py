@@ -12,7 +12,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packages import interface
 from gpuprov.packages.failures import finish_apt
-from gpuprov.packages.interface import INSTALL_SECONDS, LOCK_SECONDS, PackageFacts, read_held
+from gpuprov.packages.interface import INSTALL_SECONDS, PackageFacts, read_held
 
 # In the order in which apt and dpkg take them.
 _LOCKS = (
@@ -138,13 +138,13 @@ def owner(system: System, path: str) -> str:
 
 def run_apt(
     system: System, words: tuple[str, ...], tell: Tell, *, seconds: float = INSTALL_SECONDS,
-    lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Completed:  # fmt: skip
     """Run apt-get once no other process holds a lock; `options` are further options, such as those that name sources.
 
     Raises GpuprovError, naming the holder, if the lock takes too long.
     """
-    return run_dpkg(system, (*_APT, *proxy_options(system), *options, *words), tell, lock_timeout, seconds)
+    return run_dpkg(system, (*_APT, *proxy_options(system), *options, *words), tell, seconds)
 
 
 def proxy_options(system: System) -> tuple[str, ...]:
@@ -153,14 +153,13 @@ def proxy_options(system: System) -> tuple[str, ...]:
 
 
 def run_dpkg(
-    system: System, command: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS,
-    seconds: float = INSTALL_SECONDS,
+    system: System, command: tuple[str, ...], tell: Tell, seconds: float = INSTALL_SECONDS,
 ) -> Completed:  # fmt: skip
     """Run dpkg, or apt-mark, in the same way."""
-    deadline = system.now() + lock_timeout
+    deadline = system.now() + system.lock_timeout
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
-        interface.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
+        interface.wait_until_free(system, tell, lock_holder, deadline)
         env = system.proxy.environment
         done = system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
         # Another process may have taken the lock between the check and apt's own.
@@ -180,7 +179,7 @@ def _progress(line: str, tell: Tell) -> None:
 
 
 def repair(
-    system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = (), *,
+    system: System, tell: Tell, options: tuple[str, ...] = (), *,
     required: bool = True,
 ) -> None:  # fmt: skip
     """Finish what an interrupted dpkg left: configure what is unpacked, and unpack half-installed packages again.
@@ -189,12 +188,12 @@ def repair(
     """
     if system.list_directory("/var/lib/dpkg/updates") or system.run(("dpkg", "--audit")).stdout.strip():
         tell("finishing what an interrupted dpkg left half done", 0, 0)
-        done = run_dpkg(system, ("dpkg", "--force-confold", "--configure", "-a"), tell, lock_timeout)
+        done = run_dpkg(system, ("dpkg", "--force-confold", "--configure", "-a"), tell)
         # Packages that are only partly on the disk, so that dpkg requires them to be unpacked again.
         present = [one for one in query(system) if one.present]
         halves = tuple(one.name for one in present if one.error != "ok" or one.status == "half-installed")
         if halves:
             words = ("install", "--reinstall", "--no-remove", "--", *halves)
-            done = run_apt(system, words, tell, lock_timeout=lock_timeout, options=options)
+            done = run_apt(system, words, tell, options=options)
         if required:
             finish_apt(done, "an interrupted package installation could not be finished")

@@ -14,8 +14,6 @@ from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import Advice
 from gpuprov.protocol.errors import GpuprovError
 
-# Longer than unattended-upgrades usually takes.
-LOCK_SECONDS = 300
 _POLL_SECONDS = 0.5
 INSTALL_SECONDS = 3600
 REFRESH_SECONDS = 600
@@ -121,7 +119,6 @@ class Installation:
     """
 
     names: tuple[str, ...]
-    lock_timeout: int = LOCK_SECONDS
     bundle: Bundle | None = None
     hold: tuple[str, ...] | None = None
     units: tuple[str, ...] = ()
@@ -229,7 +226,7 @@ class PackageManager(Protocol):
     def typed(self, name: str) -> str:
         """Return `NAME=VERSION` in the syntax of the command line."""
 
-    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> Versions:
+    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change]) -> Versions:
         """Return name → versions in the repositories, after the `planned` changes to these.
 
         Raises GpuprovError, as a refresh of the index does, if a repository can't be queried.
@@ -238,7 +235,7 @@ class PackageManager(Protocol):
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
 
-    def hold_driver(self, packages: PackageFacts, hold: bool, coming: bool, lock_timeout: int) -> tuple[Change, ...]:
+    def hold_driver(self, packages: PackageFacts, hold: bool, coming: bool) -> tuple[Change, ...]:
         """Return the change that holds the driver's packages, or releases those that gpuprov holds.
 
         `coming`: changes before this one install some of them.
@@ -250,7 +247,7 @@ class PackageManager(Protocol):
     def needed_by(self, system: System, names: Sequence[str]) -> Versions:
         """Return name → other installed packages that need it, except those in `names`."""
 
-    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...]) -> Change:
         """Return the change that removes packages; the files of `keep` stay, and undo brings the packages back."""
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
@@ -290,24 +287,23 @@ def lock_holder(system: System, locks: Iterable[str]) -> str:
     return ""
 
 
-def wait_until_free(
-    system: System, tell: Tell, holder: Callable[[System], str], lock_timeout: int, deadline: float | None = None
-) -> None:
-    """Wait until `holder` returns nothing. `deadline`: the end of the `lock_timeout` seconds, if they run already.
+def wait_until_free(system: System, tell: Tell, holder: Callable[[System], str], deadline: float | None = None) -> None:
+    """Wait until `holder` returns nothing. `deadline`: the end of its patience, if that has begun.
 
     Raises GpuprovError that names the holder.
     """
-    deadline = system.now() + lock_timeout if deadline is None else deadline
+    seconds = system.lock_timeout
+    deadline = system.now() + seconds if deadline is None else deadline
     told = ""
     while found := holder(system):
         if system.now() > deadline:
             raise GpuprovError(
                 "another program holds the package manager's lock",
-                f"{found}; waited {lock_timeout} s for its end",
+                f"{found}; waited {seconds} s for its end",
                 "wait for it, or set gpuprov_lock_timeout (seconds) higher, then run the same command again",
             )
         if found != told:
-            tell(f"waiting up to {lock_timeout} s for {found}, which holds the package manager's lock", 0, 0)
+            tell(f"waiting up to {seconds} s for {found}, which holds the package manager's lock", 0, 0)
             told = found
         system.sleep(_POLL_SECONDS)
 

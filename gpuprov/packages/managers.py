@@ -10,7 +10,7 @@ from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.apt import APT
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.interface import LOCK_SECONDS, PackageManager
+from gpuprov.packages.interface import PackageManager
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError, Problem
 
@@ -48,7 +48,6 @@ def ask(
     manager: PackageManager,
     names: Sequence[str],
     planned: Sequence[Change],
-    lock_timeout: int = LOCK_SECONDS,
 ) -> Offers:
     """Return what the repositories have of `names`, which may be patterns (fnmatch(3)) for dnf.
 
@@ -57,6 +56,6 @@ def ask(
     """
     plain = tuple(dict.fromkeys(name.partition("=")[0] for name in names))
     try:
-        return Offers(manager.name, manager.offered(system, plain, planned, lock_timeout))
+        return Offers(manager.name, manager.offered(system, plain, planned))
     except GpuprovError as error:
         return Offers(manager.name, {}, error.problems)

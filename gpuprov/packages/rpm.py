@@ -123,9 +123,7 @@ class RpmManager(interface.PackageManager):
         return (*_filled(self.folder_option, folder), *_filled(self.cache_option, cache))
 
     @abstractmethod
-    def query(
-        self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int
-    ) -> interface.Versions:
+    def query(self, system: System, options: tuple[str, ...], names: Sequence[str]) -> interface.Versions:
         """Return name → versions of what one set of repositories has."""
 
     def gather(self, system: System) -> interface.PackageFacts:
@@ -176,19 +174,17 @@ class RpmManager(interface.PackageManager):
         others = {name: sorted({*map(package_name, needing)} - {*names}) for name, needing in found.items()}
         return {name: tuple(needing) for name, needing in others.items() if needing}
 
-    def offered(
-        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
-    ) -> interface.Versions:
+    def offered(self, system: System, names: Sequence[str], planned: Sequence[Change]) -> interface.Versions:
         place = f"{self.repository_directory}/"
         touched = [one for one in planned if isinstance(one, (WriteFile, RemoveFile)) and one.path.startswith(place)]
         if not touched:
-            return self.query(system, (), names, lock_timeout)
+            return self.query(system, (), names)
         files = [one for one in touched if isinstance(one, WriteFile)]
         keys = [one for one in planned if isinstance(one, InstallRpmKey)]
         work = system.temporary_directory("/var/tmp")
         try:
-            found = self.query(system, self._without(system, work, touched), names, lock_timeout)
-            new = self.query(system, self._copy(system, work, files, keys), names, lock_timeout) if files else {}
+            found = self.query(system, self._without(system, work, touched), names)
+            new = self.query(system, self._copy(system, work, files, keys), names) if files else {}
         finally:
             system.remove_tree(work)
         return {name: (*found.get(name, ()), *new.get(name, ())) for name in {**found, **new}}
@@ -248,17 +244,15 @@ class RpmManager(interface.PackageManager):
         lift: tuple[HoldRpmPackages, ...],
     ) -> tuple[Change, ...]:
         return (
-            RefreshRpmIndex(self, wanted.lock_timeout, options),
-            InstallRpmPackages(self, names, wanted.units, wanted.lock_timeout, options, wanted.advice, lift),
+            RefreshRpmIndex(self, options),
+            InstallRpmPackages(self, names, wanted.units, options, wanted.advice, lift),
         )
 
-    def hold_driver(
-        self, packages: interface.PackageFacts, hold: bool, coming: bool, lock_timeout: int
-    ) -> tuple[Change, ...]:
+    def hold_driver(self, packages: interface.PackageFacts, hold: bool, coming: bool) -> tuple[Change, ...]:
         return rpm_locks.plan_driver(packages, hold=hold, coming=coming)
 
-    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
-        return RemoveRpms(self, names, keep, lock_timeout)
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...]) -> Change:
+        return RemoveRpms(self, names, keep)
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         """Write the source, and make rpm trust the bundle's key: zypper, and packages that it signs, need that."""
@@ -317,11 +311,11 @@ def package_name(package: str) -> str:
     return package.rsplit("-", 2)[0]
 
 
-def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
+def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float) -> Completed:
     """Run a package manager, or rpm, once no other process works with packages."""
     # dnf would wait without a time limit and without a message.
-    interface.wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
-    env = {"ZYPP_LOCK_TIMEOUT": str(lock_timeout), **system.proxy.environment}
+    interface.wait_until_free(system, tell, rpm_lock_holder)
+    env = {"ZYPP_LOCK_TIMEOUT": str(system.lock_timeout), **system.proxy.environment}
     return system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
 
 
@@ -344,16 +338,13 @@ class RefreshRpmIndex(interface.IndexRefresh):
     """Fetch the current index of the repositories; `options` are further options for dnf or zypper."""
 
     program: RpmManager
-    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     def summary(self) -> str:
         return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> None:
-        done = run_rpm(
-            system, _with(self.program.refresh, self.options), tell, interface.REFRESH_SECONDS, self.lock_timeout
-        )
+        done = run_rpm(system, _with(self.program.refresh, self.options), tell, interface.REFRESH_SECONDS)
         finish_rpm(done, NO_INDEX, self.program.good_codes)
 
 
@@ -369,7 +360,6 @@ class InstallRpmPackages(interface.PackageInstallation):
     program: RpmManager
     names: tuple[str, ...]
     enable: tuple[str, ...] = ()
-    lock_timeout: int = interface.LOCK_SECONDS
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
     lift: tuple[HoldRpmPackages, ...] = ()
@@ -385,7 +375,6 @@ class InstallRpmPackages(interface.PackageInstallation):
     def capture(self, system: System) -> Json:
         return {
             "installed": sorted(installed_rpms(system)),
-            "lock_timeout": self.lock_timeout,
             "lift": [one.capture(system) for one in self.lift],
         }
 
@@ -400,7 +389,7 @@ class InstallRpmPackages(interface.PackageInstallation):
         how = self.program
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, self.options), *names)
-        done = run_rpm(system, command, tell, interface.INSTALL_SECONDS, self.lock_timeout)
+        done = run_rpm(system, command, tell, interface.INSTALL_SECONDS)
         finish_rpm(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
@@ -416,8 +405,7 @@ class InstallRpmPackages(interface.PackageInstallation):
         now = installed_rpms(system)
         ours = (outcome or {}).get("added", sorted(added(set(before["installed"]), now)))
         if gone := [name for name in ours if name in now]:
-            lock_timeout = before.get("lock_timeout", interface.LOCK_SECONDS)
-            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, interface.INSTALL_SECONDS, lock_timeout)
+            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, interface.INSTALL_SECONDS)
             finish_rpm(done, f"{', '.join(gone)} could not be removed")
         lifted = (outcome or {}).get("lift", ())
         for index, one in enumerate(before.get("lift", ())):
@@ -431,7 +419,6 @@ class RemoveRpms(interface.PackageRemoval):
     program: RpmManager
     names: tuple[str, ...]
     keep: tuple[str, ...] = ()
-    lock_timeout: int = interface.LOCK_SECONDS
 
     restored_from: ClassVar[str] = "copies, if a repository still has them"
 
@@ -439,7 +426,8 @@ class RemoveRpms(interface.PackageRemoval):
         there = sorted(one for one in installed_rpms(system) if package_name(one) in self.names)
         # rpm renames a configuration file that was edited.
         keep = [capture_path(system, path) for one in self.keep for path in (one, f"{one}.rpmsave")]
-        return {"packages": there, "keep": keep, "lock_timeout": self.lock_timeout}
+        # Earlier versions need the last to undo this.
+        return {"packages": there, "keep": keep, "lock_timeout": system.lock_timeout}
 
     def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)
@@ -452,10 +440,9 @@ class RemoveRpms(interface.PackageRemoval):
                 (*_filled(self.program.fetch, interface.COPIES), self.program.word(package)),
                 tell,
                 _REMOVE_SECONDS,
-                self.lock_timeout,
             )
         system.sync()
-        done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS, self.lock_timeout)
+        done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS)
         for image in before["keep"]:
             restore_path(system, image)
         finish_rpm(done, f"{', '.join(self.names)} could not be removed")
@@ -466,7 +453,7 @@ class RemoveRpms(interface.PackageRemoval):
         files = [copies[one] for one in before["packages"] if one not in there and one in copies]
         if files:
             words = ("rpm", "--install", "--oldpackage", *files)
-            done = run_rpm(system, words, tell_nobody, _REMOVE_SECONDS, before["lock_timeout"])
+            done = run_rpm(system, words, tell_nobody, _REMOVE_SECONDS)
             finish_rpm(done, "removed packages could not be installed again")
         for image in before["keep"]:
             restore_path(system, image)

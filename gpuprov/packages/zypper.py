@@ -69,13 +69,13 @@ class Zypper(RpmManager):
             system.require(("rpm", "--root", work, "--import", place), "rpm can't import the key of a repository")
         return ("--root", work)
 
-    def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
+    def query(self, system: System, options: tuple[str, ...], names: Sequence[str]) -> Versions:
         # A search skips repositories that it can't read, and answers from the others: so refresh first.
-        done = run_rpm(system, (*_ZYPPER, *options, "refresh"), tell_nobody, QUERY_SECONDS, lock_timeout)
+        done = run_rpm(system, (*_ZYPPER, *options, "refresh"), tell_nobody, QUERY_SECONDS)
         if done.returncode == _NO_REPOSITORIES:
             return {}
         finish_rpm(done, NO_INDEX)
-        done = run_rpm(system, (*_ZYPPER, *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
+        done = run_rpm(system, (*_ZYPPER, *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS)
         finish_rpm(done, NO_INDEX, (0, _NOTHING_FOUND))
         return parse_search(done.stdout)
 

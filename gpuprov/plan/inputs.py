@@ -137,4 +137,4 @@ def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequen
     # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.
     without_dkms = PlanContext(facts, replace(context.spec, epel=False))
     planned = without_dkms.repository_changes if "repositories" in steps else ()
-    return replace(facts, offers=managers.ask(system, facts.package_manager, names, planned, context.spec.lock_timeout))
+    return replace(facts, offers=managers.ask(system, facts.package_manager, names, planned))

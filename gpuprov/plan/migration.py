@@ -111,7 +111,7 @@ def removed_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = _removed(facts, spec)
     # Configuration files of these packages, which docker and gpuprov's runtime read.
     keep = (DAEMON_JSON,) * ("nvidia-docker2" in names) + (NVIDIA_SETTINGS_PATH,) * facts.leftovers.has_settings
-    return (facts.package_manager.removal(names, keep, spec.lock_timeout),) if names else ()
+    return (facts.package_manager.removal(names, keep),) if names else ()
 
 
 def _removed(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:

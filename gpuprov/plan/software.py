@@ -142,7 +142,6 @@ def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change
     facts, spec, limited = driver.facts, driver.spec, kernel.dkms_source(driver)
     installation = Installation(
         wanted_packages,
-        spec.lock_timeout,
         facts.bundle,
         hold=_asked(spec),
         units=("docker.service",) if _missing_engine(facts, spec) else (),
@@ -191,7 +190,7 @@ def plan_driver_hold(driver: DriverSource, *, coming: bool) -> tuple[Change, ...
     """Return the change that holds the driver's packages, or no longer does; `coming`: some are installed before it."""
     facts, spec = driver.facts, driver.spec
     hold = spec.driver_updates == "hold" and not unheld(driver)
-    return facts.package_manager.hold_driver(facts.packages, hold, coming, spec.lock_timeout)
+    return facts.package_manager.hold_driver(facts.packages, hold, coming)
 
 
 def unheld(driver: DriverSource) -> str:

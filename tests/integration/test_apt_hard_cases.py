@@ -96,7 +96,8 @@ def tell(message: str, done: int, total: int) -> None:
 
 
 def install(host: ChrootHost, *names: str) -> None:
-    InstallPackages(names, lock_timeout=5).apply(host, tell)
+    host.lock_timeout = 5
+    InstallPackages(names).apply(host, tell)
 
 
 def installed(host: ChrootHost) -> dict[str, str]:
@@ -326,11 +327,13 @@ def test_update_waits_for_the_lists_lock_and_names_its_holder(host: ChrootHost) 
         holder.stdout.readline()
         # -1: for ever.
         assert host.run(("apt-get", "-o", "DPkg::Lock::Timeout=-1", "update"), timeout=300).returncode == 100
+        host.lock_timeout = 1
         with pytest.raises(GpuprovError) as caught:
-            RefreshPackageIndex(lock_timeout=1).apply(host, tell)
+            RefreshPackageIndex().apply(host, tell)
         assert f"(pid {holder.pid}: " in str(caught.value) and "waited 1 s" in str(caught.value)
         holder.stdin.close()
-        RefreshPackageIndex(lock_timeout=300).apply(host, tell)
+        host.lock_timeout = 300
+        RefreshPackageIndex().apply(host, tell)
 
 
 # -- signatures, each from a pristine index ----------------------------------------------------------------------------

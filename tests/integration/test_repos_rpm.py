@@ -84,7 +84,7 @@ def test_a_login_is_used_and_only_root_can_read_it(host: RpmHost, repository: Re
         changes = plan_repositories(facts_of(host), spec)
         shown = "".join(change.summary() + change.diff(host) for change in changes)
         assert PASSWORD not in shown and LOGIN_IN_URL not in shown
-        assert manager(host).offered(host, (TOOLS.name,), changes, 1)[TOOLS.name]
+        assert manager(host).offered(host, (TOOLS.name,), changes)[TOOLS.name]
         configure(host, spec)
         refresh(host)
         install(host, TOOLS.name)

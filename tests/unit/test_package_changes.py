@@ -52,11 +52,10 @@ def test_what_a_bundle_is_read_by_goes_on_each_command_line(tmp_path: Path) -> N
     host = Apt(tmp_path)
     host.audit = "half"
     host.states = ["half-installed half 1.0 amd64 install reinstreq "]
-    change = InstallPackages(("gcc",), lock_timeout=7, options=OPTIONS)
+    change = InstallPackages(("gcc",), options=OPTIONS)
     before = change.capture(host)
     assert before == {
-        "installed": ["half"], "versions": {"half": "1.0"}, "left": {}, "unhold": [], "lock_timeout": 7,
-        "options": list(OPTIONS),
+        "installed": ["half"], "versions": {"half": "1.0"}, "left": {}, "unhold": [], "options": list(OPTIONS),
     }  # fmt: skip
     with pytest.raises(GpuprovError, match="not all packages are installed") as caught:
         change.apply(host, lambda *_: None)
@@ -126,20 +125,21 @@ def test_configuration_that_a_removed_package_left_comes_back_with_the_undo(tmp_
     assert host.read_text("/etc/old") == "the administrator's"
 
 
-def test_holds_wait_for_the_lock_as_long_as_their_change_says(tmp_path: Path) -> None:
+def test_holds_wait_for_the_lock_as_long_as_their_run_says(tmp_path: Path) -> None:
     class Locked(WithLocks, Apt):
         pass
 
     host = Locked(tmp_path, *installed("a"))
     told: list[str] = []
-    undone = {"installed": [], "unhold": ["a"], "lock_timeout": 9}
+    undone = {"installed": [], "unhold": ["a"]}
     with held_by_another(tmp_path / "var/lib/dpkg/lock"):
         for act, seconds in (
-            (lambda: HoldPackages(("a",), (), 7).apply(host, lambda message, *_: told.append(message)), 7),
-            (lambda: InstallPackages(("b",), ("a",), 8).apply(host, lambda message, *_: told.append(message)), 8),
+            (lambda: HoldPackages(("a",)).apply(host, lambda message, *_: told.append(message)), 7),
+            (lambda: InstallPackages(("b",), ("a",)).apply(host, lambda message, *_: told.append(message)), 8),
             (lambda: InstallPackages.undo(host, undone, {"added": []}), 9),
-            (lambda: HoldPackages.undo(host, {"held": ["a"], "names": ["a"], "lock_timeout": 6}, {}), 6),
+            (lambda: HoldPackages.undo(host, {"held": ["a"], "names": ["a"]}, {}), 6),
         ):
+            host.lock_timeout = seconds
             with pytest.raises(GpuprovError) as caught:
                 act()
             assert f"waited {seconds} s" in caught.value.problems[0].evidence
@@ -191,7 +191,7 @@ def test_holds_are_set_taken_off_and_brought_back(tmp_path: Path) -> None:
     host = Apt(tmp_path, *installed("a", "new"), *installed("old", want="hold"))
     host.make_directory(STATE_DIRECTORY)
     host.write(HELD_LIST, b"old\n")
-    change = HoldPackages(("new", "gone"), ("old",), 7)
+    change = HoldPackages(("new", "gone"), ("old",))
     before = change.capture(host)
     change.apply(host, lambda *_: None)
     assert host.asked == [("apt-mark", "hold", "new", "gone"), ("apt-mark", "unhold", "old")]
@@ -222,6 +222,6 @@ def test_summaries_name_each_package() -> None:
     assert HoldPackages((), ("c",)).summary() == "no longer hold c"
 
 
-def test_plans_pass_the_lock_timeout_and_names_without_versions() -> None:
-    assert plan_holds(PackageFacts("apt", {"a": "1"}), ("a",), 7) == (HoldPackages(("a",), (), 7),)
+def test_plans_hold_names_without_versions() -> None:
+    assert plan_holds(PackageFacts("apt", {"a": "1"}), ("a",)) == (HoldPackages(("a",)),)
     assert pinned(("a=1", "b")) == ("a",)

@@ -167,8 +167,9 @@ EARLY = (
 )  # fmt: skip
 def test_apts_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str, line: str) -> None:
     host = RecordedApt(tmp_path, answer=(100, "Reading package lists...", said))
+    host.lock_timeout = 0
     with pytest.raises(GpuprovError) as caught:
-        InstallPackages(("gcc", "make"), lock_timeout=0).apply(host, lambda *_: None)
+        InstallPackages(("gcc", "make")).apply(host, lambda *_: None)
     (problem,) = caught.value.problems
     assert problem.what.startswith("gcc, make could not be installed: ") and meaning in problem.what
     assert "apt-get exited 100: " in problem.evidence and line in problem.evidence
@@ -310,15 +311,18 @@ def test_waiting_for_the_lock_is_told_and_ends_when_it_is_free(tmp_path: Path) -
                 holder.kill()
                 holder.wait()
 
-        RefreshPackageIndex(lock_timeout=20).apply(Freed(tmp_path), lambda message, *_: told.append(message))
+        host = Freed(tmp_path)
+        host.lock_timeout = 20
+        RefreshPackageIndex().apply(host, lambda message, *_: told.append(message))
     assert len(told) == 1
     assert told[0].startswith("waiting up to 20 s for python") and f"(pid {holder.pid}: " in told[0]
 
 
 def test_a_lock_that_is_never_free_ends_in_its_holders_name(tmp_path: Path) -> None:
     host = WithLocks(tmp_path)
+    host.lock_timeout = 7
     with held_by_another(tmp_path / LOCKS[2].lstrip("/")) as holder, pytest.raises(GpuprovError) as caught:
-        RefreshPackageIndex(lock_timeout=7).apply(host, lambda *_: None)
+        RefreshPackageIndex().apply(host, lambda *_: None)
     (problem,) = caught.value.problems
     assert problem.what == "another program holds the package manager's lock"
     assert f"(pid {holder.pid}: " in problem.evidence and "waited 7 s" in problem.evidence
@@ -335,7 +339,7 @@ def test_one_who_was_faster_is_waited_for(tmp_path: Path) -> None:
             return Completed(done.argv, 100, "", LOCKED) if len(self.asked) < 3 else done
 
     host = Raced(tmp_path)
-    RefreshPackageIndex(lock_timeout=20).apply(host, lambda *_: None)
+    RefreshPackageIndex().apply(host, lambda *_: None)
     assert len(host.asked) == 3
 
 
