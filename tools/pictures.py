@@ -32,7 +32,7 @@ def table_picture(run: Run) -> str:
     console = Console(
         record=True, width=_COLUMNS, file=io.StringIO(), highlight=False, markup=False, emoji=False, force_terminal=True
     )
-    print_report(console, run.command, run.results, check=run.check, next_command="", verbose=False)
+    print_report(console, run)
     title = f"gpuprov {run.command} --hosts {' '.join(run.inventory)}"
     svg = console.export_svg(title=title, theme=MONOKAI, unique_id="gpuprov")
     return _FONT_FACES.sub("", svg).replace("Fira Code", "DejaVu Sans Mono")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpuprov import __version__
@@ -29,16 +28,8 @@ _SIGN_SECONDS = 300  # a person may have to type a passphrase
 AGENT = "agent/gpuprov-agent.pyz"
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A manifest, and where each of its files lies on this machine."""
-
-    manifest: Manifest
-    places: Mapping[str, str]
-
-
-def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Collected:
-    """Return the files that the recipe names; large downloads are kept in `cache`.
+def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Manifest:
+    """Collect the files that the recipe names, and return the manifest; large downloads are kept in `cache`.
 
     `own`: path → content of gpuprov's files, such as its zipapp. Raises GpuprovError that names what is not available.
     """
@@ -57,7 +48,7 @@ def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Collected:
     images = tuple(_image(to, reference) for reference in recipe.images)
     found = ((path, places[path], to.system.status(places[path])) for path in sorted(places))
     files = tuple(BundleFile(path, one.size if one else 0, to.system.sha256(place)) for path, place, one in found)
-    manifest = Manifest(
+    return Manifest(
         distribution=recipe.distribution,
         version=recipe.version,
         architecture=recipe.architecture,
@@ -72,7 +63,6 @@ def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Collected:
         files=files,
         inputs=recipe.inputs(),
     )
-    return Collected(manifest, places)
 
 
 # -- .run files ------------------------------------------------------------------------------------------------------

@@ -53,9 +53,6 @@ class Mirror:
     security: str = ""
 
 
-NO_MIRROR = Mirror()
-
-
 def mirror_at(url: str) -> Mirror:
     """Return the mirror at `url`. Debian's security updates are beside it, Ubuntu's in it."""
     archive = url.rstrip("/")
@@ -184,7 +181,7 @@ class Wanted:
     images: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     fabric_manager: bool = False
-    mirror: Mirror = NO_MIRROR
+    mirror: Mirror = Mirror()
 
 
 @dataclass(frozen=True)

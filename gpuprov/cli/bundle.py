@@ -157,12 +157,12 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
         environment = collecting.user_gpg()
         if sign_key:
             own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
-        collected = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
-        manifest = manifest_to_bytes(collected.manifest)
+        made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
+        manifest = manifest_to_bytes(made)
         signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""
         _progress(f"writing {output}")
         with part.open("wb") as file:
-            write_bundle(file, collected.manifest, lambda path: system.open(collected.places[path]), signature)
+            write_bundle(file, made, lambda path: system.open(to.places[path]), signature)
         part.replace(output)
     finally:
         part.unlink(missing_ok=True)

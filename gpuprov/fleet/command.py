@@ -94,11 +94,9 @@ def inspect_hosts(options: Options) -> tuple[HostResult, ...]:
     """Return the facts of hosts for another command, which has a table of them on standard error."""
     from gpuprov.fleet.report import print_report
 
-    console = make_console(stderr=True)
-    results, ended_by = _run(
-        options, inventory_of(options).hosts, Request("facts"), Rollout(), HostCommands(), console
-    )  # fmt: skip
-    print_report(console, "facts", results, check=False, next_command="", verbose=False, ended_by=ended_by)
+    console, targets = make_console(stderr=True), inventory_of(options).hosts
+    results, ended_by = _run(options, targets, Request("facts"), Rollout(), HostCommands(), console)
+    print_report(console, Run("", "facts", "", 0, results, ended_by=ended_by))
     if ended_by:
         raise SystemExit(int(ended_by))
     return results
@@ -118,10 +116,7 @@ def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_com
     if options.json:
         console.file.write(json.dumps(summary(run), separators=(",", ":")) + "\n")
     else:
-        print_report(
-            console, run.command, run.results, check=run.check, next_command=next_command,
-            verbose=options.verbose, ended_by=run.ended_by, inventory=run.inventory,
-        )  # fmt: skip
+        print_report(console, run, next_command, verbose=options.verbose)
     if options.report:
         write_page(run, options.report)
     if options.metrics:
@@ -223,16 +218,15 @@ def _run(
     console: Console | None = None,
 ) -> tuple[tuple[HostResult, ...], ExitCode | None]:  # fmt: skip
     """Return the results, and the exit code of the signal that ended the run."""
-    from gpuprov.fleet.run import Fleet, RunSettings
+    from gpuprov.fleet.run import Fleet
 
     console = console or make_console()
-    settings = RunSettings(
+    fleet = Fleet(
         build_agent, options,
         lambda text: console.print(line(text), soft_wrap=True) if not options.json else say(text, err=True),
         rollout, commands, _command_line(options),
     )  # fmt: skip
     with progress_display(options, console, [target.name for target in targets]) as progress:
-        fleet = Fleet(settings)
         return fleet.run(targets, request, progress), fleet.ended_by
 
 

@@ -56,11 +56,9 @@ _MOST_NAMED = 5
 _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 
 
-def print_report(
-    console: Console, command: str, results: Sequence[HostResult], *, check: bool, next_command: str, verbose: bool,
-    ended_by: ExitCode | None = None, inventory: Sequence[str] = (),
-) -> None:  # fmt: skip
+def print_report(console: Console, run: Run, next_command: str = "", *, verbose: bool = False) -> None:
     """Print all results of a run; the last line summarises them."""
+    command, results, check = run.command, run.results, run.check
     parts: list[RenderableType] = []
     if command == "facts":
         parts += list(_facts(results, verbose=verbose))
@@ -74,7 +72,7 @@ def print_report(
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += _drains_table(results, verbose=verbose)
     parts += _versions_table(results)
-    choices = "\n".join(shortened(one_line(one)) for one in history.driver_choices(results, inventory))
+    choices = "\n".join(shortened(one_line(one)) for one in history.driver_choices(results, run.inventory))
     # A run of one host has just said it.
     parts += [Text(choices)] if choices and (len(results) > 1 or not next_command) else []
     parts += _vulnerabilities_table(results)
@@ -82,12 +80,12 @@ def print_report(
         console.print(part, soft_wrap=isinstance(part, Text))  # a long line of JSON is copied whole
         console.print()
     console.print(problems_text(results), soft_wrap=True, end="")
-    worst = overall_exit_code(results, ended_by)
+    worst = run.exit_code
     style = "green" if worst == ExitCode.DONE else "yellow" if worst in _YELLOW else "red"
     line = (
         last_line(command, results, check=check, next_command=next_command)
         + still_drained(results)
-        + _SIGNALS.get(ended_by, "")
+        + _SIGNALS.get(run.ended_by, "")
     )
     console.print(Text(line, style), soft_wrap=True)
     if command == "install" and not check and worst == ExitCode.DONE and [one.host for one in results] == ["localhost"]:
@@ -101,17 +99,18 @@ docker run --rm --gpus all ubuntu nvidia-smi
 docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all ubuntu nvidia-smi"""
 
 
-def summary_json(command: str, results: Sequence[HostResult], ended_by: ExitCode | None = None) -> dict[str, Any]:
+def summary(run: Run) -> dict[str, Any]:
     """Return the last object of `--json`: the exit code of the run, and the result of each host."""
-    hosts = [{**{name: as_json(getattr(one, name)) for name in _SUMMARISED}, "result": one.word} for one in results]
+    hosts = [{**{name: as_json(getattr(one, name)) for name in _SUMMARISED}, "result": one.word} for one in run.results]
     return {
         "schema": SCHEMA,
         "event": "Summary",
-        "command": command,
-        "exit_code": int(overall_exit_code(results, ended_by)),
+        "command": run.command,
+        "exit_code": int(run.exit_code),
         "hosts": hosts,
-        "causes": [asdict(cause) for cause in causes(results)],
-        "holes": [{**asdict(one), "score": one.score, "hosts": hosts} for one, hosts in _vulnerable(results)],
+        "causes": [asdict(cause) for cause in causes(run.results)],
+        "holes": [{**asdict(one), "score": one.score, "hosts": hosts} for one, hosts in _vulnerable(run.results)],
+        "run": run.identifier,
     }
 
 
@@ -376,10 +375,7 @@ def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> Non
         return
     console.print(Text(f"run {run.identifier}: {_call(run)}, {run.began}, {run.seconds:.0f} s", "bold"), soft_wrap=True)
     console.print()
-    print_report(
-        console, run.command, run.results, check=run.check, next_command="", verbose=verbose, ended_by=run.ended_by,
-        inventory=run.inventory,
-    )  # fmt: skip
+    print_report(console, run, verbose=verbose)
     if run.command == "accept":
         _compare(console, run, verbose=verbose)
 
@@ -460,8 +456,3 @@ def write_metrics(run: Run, path: str, ended: float) -> None:
         changes=PENDING if run.check else MADE,
     )  # fmt: skip
     write_whole(Path(path).expanduser(), text.encode(), 0o644, (os.geteuid(), os.getegid()))
-
-
-def summary(run: Run) -> dict[str, object]:
-    """Return the last object of `--json`, with the identifier of the stored run."""
-    return {**summary_json(run.command, run.results, run.ended_by), "run": run.identifier}

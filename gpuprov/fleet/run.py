@@ -46,12 +46,13 @@ _LOOK_SECONDS = 0.2
 RunHost = Callable[[HostTarget, Sink], None]
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings of a run over hosts besides the hosts and the request.
+@dataclass(eq=False)
+class Fleet:
+    """A run over hosts. `interrupt` lets changing hosts finish and starts no more; called twice, it cuts connections.
 
-    `build` returns the agent; it is called once, and only if a host is reached by SSH. `output` prints a sentence.
-    `again` is the command of this run, `clock` returns seconds since the epoch.
+    A host that is still looked at stops before its first change. This machine alone, and a root file system, stop after
+    the current change. `build` returns the agent; it is called once, and only if a host is reached by SSH. `output`
+    prints a sentence. `again` is the command of this run, `clock` returns seconds since the epoch.
     """
 
     build: Callable[[], Agent]
@@ -62,16 +63,7 @@ class RunSettings:
     again: str = "run the same command again"
     clock: Callable[[], float] = time.time
 
-
-class Fleet:
-    """A run over hosts. `interrupt` lets changing hosts finish and starts no more; called twice, it cuts connections.
-
-    A host that is still looked at stops before its first change. This machine alone, and a root file system, stop after
-    the current change.
-    """
-
-    def __init__(self, settings: RunSettings) -> None:
-        self.settings = settings
+    def __post_init__(self) -> None:
         self.interruptions = 0
         # The code of a run that a signal ended.
         self.ended_by: ExitCode | None = None
@@ -104,9 +96,9 @@ class Fleet:
         self.stopped = self.stopped or _STOPPED_BY_CTRL_C
         drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
         if drained:
-            self.settings.output(f"drained now: {listed(drained)}; the report says who still is in the end")
+            self.output(f"drained now: {listed(drained)}; the report says who still is in the end")
         if self.interruptions == 1:
-            self.settings.output(_HERE_ONCE if self._here else _ONCE)
+            self.output(_HERE_ONCE if self._here else _ONCE)
         # A handler interrupts the thread that may hold the lock.
         threading.Thread(target=self._reach, daemon=True).start()
 
@@ -134,8 +126,8 @@ class Fleet:
                 return self._run_here(target, one, events)
             return self._through_reboots(target, one, wanted, events)
 
-        rollback = self.settings.rollout.rollback and wanted.command == "install" and not wanted.check
-        if not self.settings.commands.before:
+        rollback = self.rollout.rollback and wanted.command == "install" and not wanted.check
+        if not self.commands.before:
             sink(install_or_roll_back(wanted, sink, carry_out) if rollback else carry_out(wanted, sink))
             return
 
@@ -144,7 +136,7 @@ class Fleet:
             self._keep_drain(target.name, drain)
 
         rolling = Rolling(
-            target, self.settings.commands, keep, lambda: self.stopped, lambda: self.interruptions, rollback,
+            target, self.commands, keep, lambda: self.stopped, lambda: self.interruptions, rollback,
             self._left.get(target.name),
         )  # fmt: skip
         sink(rolling.run(wanted, sink, carry_out))
@@ -201,7 +193,7 @@ class Fleet:
             made = finished.changed
             self._rebooted.add(target.name)
             sink(Note(f"{finished.summary}; waiting for the host"))
-            wait_for_boot(target, self.settings.options, finished.left_boot, self._is_cut)
+            wait_for_boot(target, self.options, finished.left_boot, self._is_cut)
         return finished
 
     def _run_agent(self, target: HostTarget, request: Request, claims: Request, sink: Sink) -> Finished:
@@ -210,15 +202,15 @@ class Fleet:
         `claims` is the whole run's request: examining its plan must also find a machine with two names.
         """
         with (
-            self._held(self._connections) as hold, connected(target, self.settings.options, hold) as connection,
+            self._held(self._connections) as hold, connected(target, self.options, hold) as connection,
             self._stoppable(target, request) as stoppable,
         ):  # fmt: skip
             if self.interruptions > 1:
                 raise _left()
             return run_agent(
                 connection, target, request, self._agent, sink, stoppable=stoppable,
-                bootstrap_python=self.settings.options.bootstrap_python,
-                host_timeout=self.settings.options.host_timeout,
+                bootstrap_python=self.options.bootstrap_python,
+                host_timeout=self.options.host_timeout,
                 claim=lambda machine: self._claim(target.name, machine, _host_keys(connection), claims, sink),
             )  # fmt: skip
 
@@ -257,15 +249,15 @@ class Fleet:
 
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
-        batches = make_batches(targets, self.settings.rollout)
+        batches = make_batches(targets, self.rollout)
         if any(target.connection != "local" for target in targets):
-            self._agent = self.settings.build()
+            self._agent = self.build()
         run_host = functools.partial(self.run_host, request)
         results: dict[str, HostResult] = {}
-        self._window = self.settings.rollout.window if request.changes_the_host else None
+        self._window = self.rollout.window if request.changes_the_host else None
         self._alone = len(targets) == 1
-        self._here = self._alone and targets[0].connection != "ssh" and not self.settings.commands.before
-        forks = max(1, min(self.settings.options.forks, len(targets)))
+        self._here = self._alone and targets[0].connection != "ssh" and not self.commands.before
+        forks = max(1, min(self.options.forks, len(targets)))
         # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
         handlers: dict[int, Callable[[int], None]] = {
             signal.SIGINT: lambda _: self.interrupt(),
@@ -277,7 +269,7 @@ class Fleet:
         ):  # fmt: skip
             for batch in batches:
                 if batch.name and self.stopped is None:
-                    self.settings.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
+                    self.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
                 run_one = self._one_of(batch, run_host, sink)
                 running = [pool.submit(run_one, target) for target in batch.targets]
                 # The kernel may give a signal to a thread of the pool; its handler runs in this one, once it runs.
@@ -293,7 +285,7 @@ class Fleet:
         def run_one(target: HostTarget) -> HostResult:
             result = self._one(target, run_host, sink)
             # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
-            drained = result.drain is not None and result.drain.lasts and bool(self.settings.commands.after)
+            drained = result.drain is not None and result.drain.lasts and bool(self.commands.after)
             if result.begun and (result.has_failed or drained):
                 with self._lock:
                     failed.append(target.name)
@@ -314,20 +306,19 @@ class Fleet:
         if request.command not in ("install", "rollback", "uninstall") and not request.fix:
             yield
             return
-        settings = self.settings
-        inventory = tuple(one if "," in one else str(Path(one).resolve()) for one in settings.options.hosts)
+        inventory = tuple(one if "," in one else str(Path(one).resolve()) for one in self.options.hosts)
         order = {batch.name: tuple(target.name for target in batch.targets) for batch in batches}
         hosts = {name for names in order.values() for name in names}
         left = left_records(inventory)
         for sentence in (line for record in left for line in record.sentences(hosts)):
-            settings.output(sentence)
-        if not settings.commands.before or request.check:
+            self.output(sentence)
+        if not self.commands.before or request.check:
             yield
             return
         self._left = {name: drain for record in left for name, drain in record.drains.items()}
-        window = settings.rollout.window.text if settings.rollout.window else ""
-        run = new_identifier(settings.clock())
-        keeper = DrainKeeper(DrainRecord(run, settings.again, inventory, order, window), left, settings.output)
+        window = self.rollout.window.text if self.rollout.window else ""
+        run = new_identifier(self.clock())
+        keeper = DrainKeeper(DrainRecord(run, self.again, inventory, order, window), left, self.output)
         self._keep_drain = keeper.keep
         yield
         keeper.end()
@@ -335,7 +326,7 @@ class Fleet:
     def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
         problem = self.stopped
         if problem is None and self._window is not None and target.name not in self._left:
-            problem = self._closed = self._closed or self._window.closed(self.settings.clock(), self.settings.again)
+            problem = self._closed = self._closed or self._window.closed(self.clock(), self.again)
         if problem is not None:
             return HostResult(target.name, ExitCode.FAILED, problems=(problem,), begun=False)
         recorder = Recorder(target.name, sink)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpuprov.bundle.format import read_contents, verify_files, write_bundle
+from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.bundle_create.create import AGENT, Collected, collect
+from gpuprov.bundle_create.create import AGENT, collect
 from gpuprov.bundle_create.recipe import Collection, Recipe
 from gpuprov.core.system import System
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A manifest, and where each of its files lies on this machine."""
+
+    manifest: Manifest
+    places: Mapping[str, str]
 
 
 def collected(recipe: Recipe, folder: Path) -> Collected:
@@ -17,9 +28,9 @@ def collected(recipe: Recipe, folder: Path) -> Collected:
     (folder / "work").mkdir()
     told: list[str] = []
     to = Collection(System(), recipe, f"{folder}/work", lambda text, done, total: told.append(text))
-    found = collect(to, {AGENT: b"an agent"}, f"{folder}/cache")
+    manifest = collect(to, {AGENT: b"an agent"}, f"{folder}/cache")
     assert told or not recipe.packages
-    return found
+    return Collected(manifest, to.places)
 
 
 def opened(made: Collected) -> OpenBundle:

@@ -18,7 +18,7 @@ from gpuprov.fleet.agent_file import Agent, build_agent
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import HostTarget, read_inventory
 from gpuprov.fleet.options import Options, SshSettings
-from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.run import Fleet
 from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note, Started, from_line
@@ -300,7 +300,7 @@ def test_a_host_costs_one_connection_and_two_commands_or_three_with_the_upload(
         seen = []
         for _ in range(2):
             before = fresh.counts()
-            fleet = Fleet(RunSettings(lambda: fake_agent(DONE), PATIENT))
+            fleet = Fleet(lambda: fake_agent(DONE), PATIENT)
             (result,) = fleet.run([host], Request("install"), lambda host, event: None)
             assert result.exit_code == ExitCode.DONE
             connections, commands = fresh.counts()
@@ -398,7 +398,7 @@ def test_a_machine_under_two_names_is_changed_under_one_and_counted_once(
     targets = [target, dataclasses.replace(target, name="lab-b", user="open")]
     body = "tell(event='Finished', exit_code=0, changed=1, versions={'gpus': '8'})"
     notes: list[Event] = []
-    fleet = Fleet(RunSettings(lambda: fake_agent(body), dataclasses.replace(PATIENT, command=command)))
+    fleet = Fleet(lambda: fake_agent(body), dataclasses.replace(PATIENT, command=command))
     results = fleet.run(targets, Request(command), lambda host, event: notes.append(event))
     second = next(result for result in results if result.same_as)
     first = next(result for result in results if result is not second)
@@ -423,7 +423,7 @@ def test_a_host_that_sends_the_ids_of_another_gets_no_host_refused(target: HostT
         )  # fmt: skip
         notes: list[Event] = []
         body = "tell(event='Finished', exit_code=0, changed=1)"
-        fleet = Fleet(RunSettings(lambda: fake_agent(body), dataclasses.replace(PATIENT, forks=1)))
+        fleet = Fleet(lambda: fake_agent(body), dataclasses.replace(PATIENT, forks=1))
         results = fleet.run([liar, target], Request("install"), lambda host, event: notes.append(event))
     assert [(int(one.exit_code), one.same_as) for one in results] == [(0, ""), (0, "")]
     assert any(isinstance(note, Note) and "lab-a has the machine id" in note.message for note in notes)
@@ -436,7 +436,7 @@ def test_this_machine_and_itself_over_ssh_are_one(
         (tmp_path / f"ssh_host_{kind}_key.pub").write_text((server.folder / f"{kind}.pub").read_text())
     monkeypatch.setattr("gpuprov.agent.probe._SSHD", str(tmp_path))
     local = dataclasses.replace(target, name="here", connection="local")
-    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), dataclasses.replace(PATIENT, command="facts", forks=1)))
+    fleet = Fleet(lambda: fake_agent(DONE), dataclasses.replace(PATIENT, command="facts", forks=1))
     results = fleet.run([target, local], Request("facts"), lambda host, event: None)
     assert [result.same_as for result in results] == ["", "lab-a"]
 
@@ -448,7 +448,7 @@ def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> Non
         dataclasses.replace(target, name="lab-c"),
     ]
     seen: list[tuple[str, Event]] = []
-    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), PATIENT))
+    fleet = Fleet(lambda: fake_agent(DONE), PATIENT)
     # Both names are the same machine's: for what changes nothing, that is a warning.
     results = fleet.run(hosts, Request("facts"), lambda host, event: seen.append((host, event)))
     assert [(result.host, result.exit_code, result.changed) for result in results] == [

@@ -21,7 +21,7 @@ from gpuprov.fleet import remote
 from gpuprov.fleet.agent_file import Agent
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event
 from gpuprov.protocol.request import Request
@@ -99,13 +99,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ):  # fmt: skip
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(remote, "ACCEPTANCE_SECONDS", accepts)
-                settings = RunSettings(
+                fleet = Fleet(
                     lambda: AGENT, Options("install", forks=40, connect_timeout=connects, host_timeout=silent)
                 )
                 some = [target for target in targets if kind_of[target.name] in kinds]
-                for result in Fleet(settings).run(
-                    some, Request("install"), lambda host, event: seen[host].append(event)
-                ):
+                for result in fleet.run(some, Request("install"), lambda host, event: seen[host].append(event)):
                     results[result.host] = result
     sent = json.loads((folder / "sent.json").read_text())
     return {
@@ -245,7 +243,7 @@ def test_slow_hosts_delay_nobody(tmp_path: Path) -> None:
     silence.touch()
     with hosts(tmp_path, ["silent", "silent", *["works"] * 6]) as inventory:
         targets = read_inventory((str(inventory),)).hosts
-        settings = RunSettings(lambda: AGENT, Options("install", connect_timeout=300, forks=4))
+        fleet = Fleet(lambda: AGENT, Options("install", connect_timeout=300, forks=4))
 
         def sink(host: str, event: Event) -> None:
             if type(event).__name__ == "Finished":
@@ -254,6 +252,6 @@ def test_slow_hosts_delay_nobody(tmp_path: Path) -> None:
                 if len(order) == 6:
                     silence.unlink()
 
-        results: Sequence[HostResult] = Fleet(settings).run(targets, Request("install"), sink)
+        results: Sequence[HostResult] = fleet.run(targets, Request("install"), sink)
     assert [result.exit_code for result in results] == [ExitCode.UNREACHABLE] * 2 + [ExitCode.DONE] * 6
     assert set(order[-2:]) == {"gpu1", "gpu2"}

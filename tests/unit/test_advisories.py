@@ -20,7 +20,7 @@ from gpuprov.cli.advisories import parse_csaf
 from gpuprov.cli.main import cli
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.fleet.inventory import HostTarget
-from gpuprov.fleet.report import summary_json
+from gpuprov.fleet.report import summary
 from gpuprov.fleet.run import request_for
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.interface import PackageFacts
@@ -51,6 +51,7 @@ from tests.bundles import FILES, write_test_bundle
 from tests.unit.ask import ask
 from tests.unit.doctor.host import healthy
 from tests.unit.fake_host import FakeHost
+from tests.unit.fleet.fleets import run_of
 
 pytestmark = pytest.mark.root
 DOCUMENTS = Path(__file__).resolve().parents[1] / "data/csaf"
@@ -275,7 +276,7 @@ def test_the_report_names_the_hosts_of_each_hole() -> None:
     assert [(one.product, one.version, names) for one, names in found] == [
         (TOOLKIT, "1.17.8-1", ("c",)), (DRIVER, "580.159.04", ("a", "c")),
     ]  # fmt: skip
-    told = json.loads(json.dumps(summary_json("facts", results)))["holes"]
+    told = json.loads(json.dumps(summary(run_of("facts", results))))["holes"]
     assert [(one["fixed_in"], one["score"], one["hosts"]) for one in told] == [
         ("1.19.1", 8.5, ["c"]), ("580.178.04", 7.8, ["a", "c"]),
     ]  # fmt: skip

@@ -71,7 +71,7 @@ def test_names_of_hosts_in_sentences_about_a_run_do_no_harm(
     more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run(fleet: Fleet, *_: object) -> tuple[HostResult, ...]:
-        fleet.settings.output(f"drained now: {EVIL}")
+        fleet.output(f"drained now: {EVIL}")
         return (HostResult("a", ExitCode.DONE),)
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gpuprov.bundle_create.recipe import (
-    NO_MIRROR,
     Mirror,
     Recipe,
     Wanted,
@@ -122,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
      "its branches: 550 (open,proprietary), 535 (proprietary)"),
     ({"distro": "debian-11"}, (HostSpec(driver="distribution", kernel_module_type="open"),),
      "Debian 11 has no open driver"),
-    ({"mirror": NO_MIRROR}, (HostSpec(),), "name it with --mirror URL"),
+    ({"mirror": Mirror()}, (HostSpec(),), "name it with --mirror URL"),
     ({"architecture": "riscv64"}, (HostSpec(),), "riscv64 is not supported"),
     ({}, (HostSpec(driver_version="550.163.01"), HostSpec(driver_version="535.261.03")),
      "the hosts ask for different drivers"),
@@ -158,8 +157,8 @@ def test_every_release_of_debian_and_ubuntu_has_an_archive(row: Distribution) ->
 
 
 def test_ubuntu_for_arm_is_on_the_ports_server() -> None:
-    assert all("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "aarch64", NO_MIRROR))
-    assert not any("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "x86_64", NO_MIRROR))
+    assert all("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "aarch64", Mirror()))
+    assert not any("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "x86_64", Mirror()))
 
 
 def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> None:
@@ -177,7 +176,7 @@ def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> N
 
 
 def test_sources_replace_the_mirror() -> None:
-    assert recipe(mirror=NO_MIRROR, sources=("deb https://m.example bookworm main",)).sources
+    assert recipe(mirror=Mirror(), sources=("deb https://m.example bookworm main",)).sources
 
 
 INDEX_TARGETS = """\
@@ -192,7 +191,7 @@ https://download.example/linux/debian/\tDocker\tbookworm
     ("distribution", "code", "found"),
     [
         ("debian", 0, Mirror("http://d.example/debian", "http://d.example/debian-security")),
-        ("ubuntu", 0, NO_MIRROR), ("debian", 100, NO_MIRROR),
+        ("ubuntu", 0, Mirror()), ("debian", 100, Mirror()),
     ],
 )  # fmt: skip
 def test_the_machines_own_mirror(distribution: str, code: int, found: Mirror) -> None:

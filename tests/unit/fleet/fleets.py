@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuprov.agent.result import HostResult, MadeChange
@@ -28,7 +29,7 @@ def name_of(number: int) -> str:
 
 def verified(hosts: int) -> Run:
     """A verification: rack 7 has lost its network, every 37th host fails a check, every 53rd runs an older driver."""
-    return _run("verify", [_verified(number) for number in range(hosts)])
+    return run_of("verify", [_verified(number) for number in range(hosts)], "inventories/lab")
 
 
 def _verified(number: int) -> HostResult:
@@ -67,7 +68,7 @@ def planned(hosts: int) -> Run:
         )
         for number, plan in ((number, _plan(number)) for number in range(hosts))
     ]
-    return replace(_run("install", results), check=True)
+    return replace(run_of("install", results, "inventories/lab"), check=True)
 
 
 def _plan(number: int) -> tuple[PlannedChange, ...]:
@@ -77,7 +78,7 @@ def _plan(number: int) -> tuple[PlannedChange, ...]:
 
 def installed(hosts: int) -> Run:
     """An installation: every 23rd host runs out of room in the middle of it."""
-    return _run("install", [_installed(number) for number in range(hosts)])
+    return run_of("install", [_installed(number) for number in range(hosts)], "inventories/lab")
 
 
 def _installed(number: int) -> HostResult:
@@ -92,9 +93,8 @@ def _installed(number: int) -> HostResult:
     )
 
 
-def _run(command: str, results: list[HostResult]) -> Run:
-    return Run("20261121T081500-7", command, "2026-11-21T08:15:00+0000", 200.0, tuple(results),
-               inventory=("inventories/lab",))  # fmt: skip
+def run_of(command: str, results: Sequence[HostResult], *inventory: str) -> Run:
+    return Run("20261121T081500-7", command, "2026-11-21T08:15:00+0000", 200.0, tuple(results), inventory=inventory)
 
 
 def the_day_before(run: Run) -> Run:

@@ -18,7 +18,7 @@ from gpuprov.agent.result import HostResult, Recorder
 from gpuprov.fleet.history import Run, before, load, save
 from gpuprov.fleet.page import render
 from gpuprov.fleet.progress import JsonLines, PlainLines
-from gpuprov.fleet.report import print_report, summary_json, write_metrics
+from gpuprov.fleet.report import print_report, summary, write_metrics
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
     CauseFound,
@@ -39,6 +39,7 @@ from gpuprov.protocol.events import (
     Started,
     to_line,
 )  # fmt: skip
+from tests.unit.fleet.fleets import run_of
 
 VERSIONS = {"os": "Debian 12", "kernel": "6.1", "driver": "550.163.01", "docker": "26.1.5", "gpus": "2", "mig": ""}
 FACTS = {"os": {"name": "Debian 12"}, "driver": {"library_version": "550.163.01"}, "gpus": [1, 2], "mig": []}
@@ -103,8 +104,8 @@ def all_outputs(results: tuple[HostResult, ...], folder: Path) -> str:
     run = Run("20261122T081500-7", "verify", "2026-11-22T08:15:00+0000", 9.5, results)
     console = Console(file=io.StringIO(), width=160)
     for command, verbose in (("verify", True), ("install", False), ("facts", True), ("health", True)):
-        print_report(console, command, results, check=False, next_command="", verbose=verbose)
-    json.dumps(summary_json("verify", results))
+        print_report(console, run_of(command, results), verbose=verbose)
+    json.dumps(summary(run_of("verify", results)))
     write_metrics(run, str(folder / "gpuprov.prom"), 1.0)
     families = text_string_to_metric_families((folder / "gpuprov.prom").read_text("utf-8"))
     named = {one.labels["host"] for family in families for one in family.samples if "host" in one.labels}

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from gpuprov.agent.result import HostResult
 from gpuprov.fleet.grouping import causes, listed, shortened
-from gpuprov.fleet.report import print_report, summary_json
+from gpuprov.fleet.report import print_report, summary
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone
+from tests.unit.fleet.fleets import run_of
 
 
 def failed(host: str, what: str, evidence: str = "", next_step: str = "") -> HostResult:
@@ -25,7 +26,7 @@ def done(host: str, **versions: str) -> HostResult:
 
 def report(*results: HostResult, command: str = "install", verbose: bool = False) -> str:
     to = Console(file=io.StringIO(), width=160, highlight=False, markup=False, emoji=False)
-    print_report(to, command, results, check=False, next_command="", verbose=verbose)
+    print_report(to, run_of(command, results), verbose=verbose)
     assert isinstance(to.file, io.StringIO)
     return to.file.getvalue()
 
@@ -108,10 +109,10 @@ def test_many_hosts_with_one_cause_are_counted_and_named_in_short() -> None:
 
 
 def test_programs_get_the_causes_too() -> None:
-    summary = summary_json(
-        "install", [failed("a", "full", next_step="make room"), failed("b", "full", "", "make room")]
-    )
-    assert summary["causes"] == [{"what": "full", "next_step": "make room", "hosts": ("a", "b"), "evidence": ()}]
+    results = [failed("a", "full", next_step="make room"), failed("b", "full", "", "make room")]
+    assert summary(run_of("install", results))["causes"] == [
+        {"what": "full", "next_step": "make room", "hosts": ("a", "b"), "evidence": ()}
+    ]
 
 
 # -- versions --------------------------------------------------------------------------------------------------------

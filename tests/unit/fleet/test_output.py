@@ -19,7 +19,7 @@ from gpuprov.fleet import command
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
-from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
+from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary
 from gpuprov.fleet.standard_streams import percentage
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import (
@@ -39,6 +39,7 @@ from gpuprov.protocol.events import (
     Status,
 )
 from gpuprov.protocol.words import one_line, plain
+from tests.unit.fleet.fleets import run_of
 
 EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
 
@@ -194,8 +195,7 @@ def test_terminals_that_want_plain_lines_get_them(monkeypatch: pytest.MonkeyPatc
     to = command.make_console()
     with command.progress_display(Options("install"), to, ["lab-a"]) as progress:
         assert isinstance(progress, LiveTable if variables == {"TERM": "xterm"} else PlainLines)
-    print_report(to, "install", [HostResult("lab-a", ExitCode.FAILED, problems=(Problem("full"),))], check=False,
-                 next_command="", verbose=False)  # fmt: skip
+    print_report(to, run_of("install", [HostResult("lab-a", ExitCode.FAILED, problems=(Problem("full"),))]))
     assert ("\x1b" in written.getvalue()) is (variables == {"TERM": "xterm"})
 
 
@@ -322,7 +322,7 @@ def test_last_line(command: str, results: Sequence[HostResult], check: bool, lin
 
 def report(command: str, results: Sequence[HostResult], *, terminal: bool = False) -> str:
     to = console(terminal=terminal)
-    print_report(to, command, results, check=False, next_command="", verbose=False)
+    print_report(to, run_of(command, results))
     return output(to)
 
 
@@ -418,7 +418,7 @@ def test_facts_of_hosts_make_a_table() -> None:
 def test_the_whole_of_a_hosts_facts_is_for_those_who_ask(verbose: bool) -> None:
     to = console(terminal=False)
     facts = HostResult("lab-a", ExitCode.DONE, facts={"os": {"name": "Debian 12", "codename": "bookworm"}})
-    print_report(to, "facts", (facts,), check=False, next_command="", verbose=verbose)
+    print_report(to, run_of("facts", (facts,)), verbose=verbose)
     assert ('"codename": "bookworm"' in output(to)) == verbose
 
 
@@ -434,9 +434,9 @@ def test_report_trusts_no_host() -> None:
 
 
 def test_summary_for_programs() -> None:
-    summary = summary_json("install", (DONE, GONE))
-    assert (summary["event"], summary["command"], summary["exit_code"]) == ("Summary", "install", 4)
-    assert summary["hosts"][1] == {
+    found = summary(run_of("install", (DONE, GONE)))
+    assert (found["event"], found["command"], found["exit_code"]) == ("Summary", "install", 4)
+    assert found["hosts"][1] == {
         "host": "lab-d", "exit_code": 4, "result": "unreachable", "changed": 0, "seconds": 0.0, "summary": "",
         "problems": [{"what": "no answer", "evidence": "", "next_step": ""}], "versions": {},
         "same_as": "", "drain": None, "rolled_back": "", "choice": None,

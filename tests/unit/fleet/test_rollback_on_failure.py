@@ -7,9 +7,10 @@ import json
 import pytest
 
 from gpuprov.agent.result import Recorder
-from gpuprov.fleet.report import summary_json
+from gpuprov.fleet.report import summary
 from gpuprov.fleet.rolling import parse_rollout
 from gpuprov.protocol.events import CheckDone, Started
+from tests.unit.fleet.fleets import run_of
 from tests.unit.fleet.test_rolling import Site, of, site, states
 
 __all__ = ["site"]
@@ -69,7 +70,7 @@ def test_without_commands_hosts_are_verified_and_go_back(site: Site) -> None:
     results = site.run("ab", rollout=BACK, drain=False)
     assert (of(site, "a"), of(site, "b")) == (["install", "verify"], ["install", "verify", "rollback", "verify"])
     assert [one.rolled_back for one in results] == ["", "verified"]
-    assert json.loads(json.dumps(summary_json("install", results)))["hosts"][1]["rolled_back"] == "verified"
+    assert json.loads(json.dumps(summary(run_of("install", results))))["hosts"][1]["rolled_back"] == "verified"
 
 
 def test_host_that_was_not_drained_is_drained_before_it_goes_back(site: Site) -> None:

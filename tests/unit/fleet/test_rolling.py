@@ -21,9 +21,9 @@ from gpuprov.fleet.history import Run, from_json, to_json
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.page import render
-from gpuprov.fleet.report import print_report, summary_json
+from gpuprov.fleet.report import print_report, summary
 from gpuprov.fleet.rolling import Rolling, Rollout, parse_host_commands, parse_rollout
-from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
     ChangeStarted,
@@ -37,6 +37,7 @@ from gpuprov.protocol.events import (
 )
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
+from tests.unit.fleet.fleets import run_of
 
 CALLS = "calls"
 SCRIPT = """#!/bin/sh
@@ -99,11 +100,10 @@ class Site:
     ) -> tuple[HostResult, ...]:  # fmt: skip
         words = f"{self.script} drain {{host}}" * drain, f"{self.script} undrain {{host}}" * (drain and after)
         commands = parse_host_commands(*words, 20)
-        settings = RunSettings(
+        self.fleet = Fleet(
             lambda: pytest.fail("no host needs the agent"), Options(command, hosts=self.hosts, forks=1),
             self.told.append, rollout or Rollout(), commands, f"gpuprov {command}", clock,
         )  # fmt: skip
-        self.fleet = Fleet(settings)
         site = self
 
         def run_here(request: Request, sink: Sink, stop: object) -> Finished:
@@ -289,7 +289,7 @@ def test_a_cancelled_run_drains_no_further_host_and_says_who_is_drained(site: Si
 
 def report(results: tuple[HostResult, ...]) -> str:
     out = io.StringIO()
-    print_report(Console(file=out, width=200), "install", results, check=False, next_command="", verbose=False)
+    print_report(Console(file=out, width=200), run_of("install", results))
     return out.getvalue()
 
 
@@ -301,9 +301,9 @@ def test_report_json_page_and_history_say_who_is_still_drained(tmp_path: Path) -
     assert text.rstrip().endswith("; still drained: a; drain failed: c")
     assert f"{site.script} undrain a" in text
     assert "\x1b" not in text
-    summary = json.loads(json.dumps(summary_json("install", results)))
-    assert [host["drain"]["state"] for host in summary["hosts"]] == ["drained", "undrained", "failed"]
-    run = Run("20261121T081500-7", "install", "2026-11-21T08:15:00+0000", 1.0, results)
+    run = run_of("install", results)
+    hosts = json.loads(json.dumps(summary(run)))["hosts"]
+    assert [host["drain"]["state"] for host in hosts] == ["drained", "undrained", "failed"]
     page = render(run)
     assert "Drained hosts" in page and "still drained" in page
     assert "has pods &lt;b&gt;" in page and "<b>\n" not in page

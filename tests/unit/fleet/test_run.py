@@ -23,7 +23,7 @@ from gpuprov.fleet.agent_file import Agent
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.rolling import Rollout, parse_rollout
-from gpuprov.fleet.run import Fleet, RunSettings, request_for
+from gpuprov.fleet.run import Fleet, request_for
 from gpuprov.fleet.ssh import wait_for_boot
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import (
@@ -51,7 +51,7 @@ class Scripted(Fleet):
     """A fleet whose hosts do what a function says."""
 
     def __init__(self, script: Callable[[HostTarget, Sink], None], forks: int = 20) -> None:
-        super().__init__(RunSettings(lambda: pytest.fail("no host needs the agent"), Options("install", forks=forks)))
+        super().__init__(lambda: pytest.fail("no host needs the agent"), Options("install", forks=forks))
         self.script = script
 
     def run_host(self, request: Request, target: HostTarget, sink: Sink) -> None:
@@ -160,7 +160,7 @@ def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     fleet = Scripted(script, forks=1)
-    fleet.settings = RunSettings(fleet.settings.build, Options("install", forks=1), told.append)
+    fleet.output = told.append
     results = run(fleet)
     assert [result.exit_code for result in results] == [0, 1, 1, 1, 1, 1]
     assert overall_exit_code(results, fleet.ended_by) == ExitCode.INTERRUPTED
@@ -176,7 +176,7 @@ def test_ctrl_c_of_a_run_on_this_machine_speaks_of_no_other_hosts() -> None:
         sink(Finished(0))
 
     fleet = Scripted(script)
-    fleet.settings = RunSettings(fleet.settings.build, Options("install"), told.append)
+    fleet.output = told.append
     fleet.run(HOSTS[:1], Request("install"), lambda host, event: None)
     assert told == ["stopping: a change that has begun is finished, no further one begins"]
 
@@ -209,7 +209,7 @@ def test_ctrl_c_on_this_machine(
             while not fleet.interruptions:
                 time.sleep(0.01)
 
-    fleet = Fleet(RunSettings(lambda: Agent(b"", ""), Options("install", forks=1)))
+    fleet = Fleet(lambda: Agent(b"", ""), Options("install", forks=1))
     here = replace(HOSTS[0], spec=parse_spec({"driver_version": NEW, "driver_url": "/driver.run"}))
     targets = [here, *([] if alone else [replace(HOSTS[1], connection="ssh")])]
     result = fleet.run(targets, Request("install", steps=("driver", "cdi")), sink)[0]
@@ -271,7 +271,7 @@ def in_order(rollout: Rollout, failing: str = "", forks: int = 20) -> tuple[list
         sink(Finished(1 if target.name[-1] in failing else 0))
 
     fleet = Scripted(script, forks)
-    fleet.settings = RunSettings(fleet.settings.build, Options("install", forks=forks), rollout=rollout)
+    fleet.rollout = rollout
     return begun, run(fleet)
 
 
@@ -287,7 +287,7 @@ def test_batch_begins_when_the_one_before_is_through() -> None:
         sink(Finished(0))
 
     fleet = Scripted(script)
-    fleet.settings = RunSettings(fleet.settings.build, Options("install"), rollout=parse_rollout("2"))
+    fleet.rollout = parse_rollout("2")
     run(fleet)
     assert all(seen <= pair for seen in together for pair in map(set, ("ab", "cd", "ef")) if seen & pair)
 
@@ -338,7 +338,7 @@ def test_canary_that_fails_is_the_only_host() -> None:
 
 def test_host_that_needs_a_reboot_has_not_failed() -> None:
     fleet = Scripted(lambda target, sink: sink(Finished(3)))
-    fleet.settings = RunSettings(fleet.settings.build, Options("install"), rollout=parse_rollout("1", "0"))
+    fleet.rollout = parse_rollout("1", "0")
     assert all(result.begun for result in run(fleet))
 
 
@@ -386,8 +386,8 @@ def test_a_host_that_asks_for_a_fourth_reboot_is_told_to_stay_up(monkeypatch: py
     monkeypatch.setattr("gpuprov.fleet.run.connected", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("gpuprov.fleet.run.wait_for_boot", lambda *words: waited.append(words[2]))
     target = HostTarget("a", HostSpec(reboot="if-needed"), address="a", connection="ssh")
-    settings = RunSettings(lambda: Agent(b"", ""), Options("install", forks=1), lambda line: None)
-    (result,) = Fleet(settings).run([target], Request("install"), lambda host, event: None)
+    fleet = Fleet(lambda: Agent(b"", ""), Options("install", forks=1), lambda line: None)
+    (result,) = fleet.run([target], Request("install"), lambda host, event: None)
     assert allowed == ["if-needed"] * 3 + ["never"]
     assert waited == ["boot-1"] * 3
     assert (result.exit_code, result.changed) == (ExitCode.REBOOT_NEEDED, 4)
