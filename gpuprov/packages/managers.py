@@ -43,12 +43,7 @@ class Offers:
         return () if self.problems else tuple(wanted for wanted in names if not has(*wanted.partition("=")))
 
 
-def ask(
-    system: System,
-    manager: PackageManager,
-    names: Sequence[str],
-    planned: Sequence[Change],
-) -> Offers:
+def ask(system: System, manager: PackageManager, names: Sequence[str], planned: Sequence[Change]) -> Offers:
     """Return what the repositories have of `names`, which may be patterns (fnmatch(3)) for dnf.
 
     `planned` are the planned changes of sources and keys: they are made in a copy. apt's copy has its own, refreshed

@@ -6,7 +6,7 @@ import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_path, tell_nobody
@@ -229,24 +229,13 @@ class RpmManager(interface.PackageManager):
         more = _filled(self.limited_option, wanted.limited) if wanted.limited and wanted.bundle is None else ()
         apart = tuple(name for name in names if more and name in wanted.limited_names)
         together = tuple(name for name in names if name not in apart)
-        return (
-            *plan_bundle_keys(wanted.bundle.vendor_keys if wanted.bundle is not None else (), packages.trusted_keys),
-            *(self._installation(together, wanted, options, lift) if together else ()),
-            *(self._installation(apart, replace(wanted, units=()), more, () if together else lift) if apart else ()),
-            *hold,
-        )
-
-    def _installation(
-        self,
-        names: tuple[str, ...],
-        wanted: interface.Installation,
-        options: tuple[str, ...],
-        lift: tuple[HoldRpmPackages, ...],
-    ) -> tuple[Change, ...]:
-        return (
-            RefreshRpmIndex(self, options),
-            InstallRpmPackages(self, names, wanted.units, options, wanted.advice, lift),
-        )
+        changes = [*plan_bundle_keys(wanted.bundle.vendor_keys if wanted.bundle else (), packages.trusted_keys)]
+        for some, units, words in ((together, wanted.units, options), (apart, (), more)):
+            if some:
+                install = InstallRpmPackages(self, some, units, words, wanted.advice, lift)
+                changes += [RefreshRpmIndex(self, words), install]
+                lift = ()
+        return (*changes, *hold)
 
     def hold_driver(self, packages: interface.PackageFacts, hold: bool, coming: bool) -> tuple[Change, ...]:
         return rpm_locks.plan_driver(packages, hold=hold, coming=coming)

@@ -1,10 +1,9 @@
-"""The fabric manager in a bundle: collected by the real apt and dnf from NVIDIA's layout, installed from it alone."""
+"""The fabric manager and DCGM in a bundle: by the real apt and dnf from NVIDIA's layout, installed from it alone."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,19 @@ from gpuprov import repos
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle_create.recipe import RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, fabric_manager
+from gpuprov.driver import cuda_repository, dcgm, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.facts.gpus import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.plan import with_bundle
+from gpuprov.plan import software, with_bundle
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.spec import HostSpec
+from tests.gpg import gpg_home
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import tell
+from tests.integration.test_dcgm import build_dcgm
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
@@ -41,18 +42,22 @@ Description: as NVIDIA names it
 """
 _PROGRAM = "#!/bin/sh\necho 'Fabric Manager version is : {version}'\n"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
+needs_apt = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mmdebstrap") is None, reason="needs root (mounts) and mmdebstrap"
+)
+needs_dnf = pytest.mark.skipif(not _HAS_DNF, reason="needs dnf, rpmbuild and createrepo_c")
 
 
 @pytest.fixture
 def gnupg(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "gnupg"
-    subprocess.run(("gpgconf", "--homedir", str(tmp_path / "gnupg"), "--kill", "all"), check=True)
+    with gpg_home(tmp_path / "gnupg") as home:
+        yield home
 
 
-def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) -> OpenBundle:
-    """Return a bundle with the fabric manager, and without the driver."""
-    recipe = make_recipe(Wanted(distro, "x86_64", sources=(source,), fabric_manager=True), (spec,))
+def bundle_of(distro: str, source: str, spec: HostSpec, folder: Path, *, fabric: bool = False) -> OpenBundle:
+    """Return a bundle without the driver."""
+    recipe = make_recipe(Wanted(distro, "x86_64", sources=(source,), fabric_manager=fabric), (spec,))
     return opened(collected(replace(recipe, driver=RunFile()), folder))
 
 
@@ -63,14 +68,12 @@ def facts_of(host: System, bundle: OpenBundle) -> HostFacts:
     return replace(found, kernel=kernel, fabric=SWITCHES, bundle=with_bundle.gather(host, bundle.manifest))
 
 
-def specification(folder: Path, fingerprint: str) -> HostSpec:
+def specification(folder: Path, fingerprint: str, *, dcgm: bool = False) -> HostSpec:
     repository = {"cuda_repository": f"file://{folder}", "cuda_key_fingerprint": fingerprint}
-    return replace(HostSpec(driver_version=VERSION, docker="preinstalled"), **repository)  # type: ignore[arg-type]
+    return replace(HostSpec(driver_version=VERSION, docker="preinstalled", dcgm=dcgm), **repository)  # type: ignore[arg-type]
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")
-@pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap")
+@needs_apt
 def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Path, gnupg: Path) -> None:
     folder = tmp_path / "cuda/debian12/x86_64"
     fingerprint = build_repository(folder, gnupg)
@@ -81,7 +84,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
     sign(folder, gnupg)
     shutil.copy(folder / "key.asc", folder / "3bf863cc.pub")
     spec = specification(tmp_path / "cuda", fingerprint)
-    bundle = with_fabric_manager("debian-12", f"deb [signed-by={folder}/key.asc] file:{folder} ./", spec, tmp_path)
+    bundle = bundle_of("debian-12", f"deb [signed-by={folder}/key.asc] file:{folder} ./", spec, tmp_path, fabric=True)
     assert [(one.name, one.version) for one in bundle.manifest.packages] == [
         ("nvidia-fabricmanager-550", f"{VERSION}-1")
     ]
@@ -98,8 +101,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
         assert not host.exists("/var/cache/gpuprov/bundle")
 
 
-@pytest.mark.skipif(not _HAS_DNF, reason="needs dnf, rpmbuild and createrepo_c")
-@pytest.mark.root
+@needs_dnf
 def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path) -> None:
     """From a bundle, and on a host that has the repository."""
     folder = tmp_path / "cuda/rhel9/x86_64"
@@ -109,7 +111,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
     spec = specification(tmp_path / "cuda", fingerprint)
     build_rpm_repository(tmp_path / "base", gnupg, ())
-    bundle = with_fabric_manager("rocky-9", f"file://{tmp_path}/base {folder}/key.asc {fingerprint}", spec, tmp_path)
+    bundle = bundle_of("rocky-9", f"file://{tmp_path}/base {folder}/key.asc {fingerprint}", spec, tmp_path, fabric=True)
     connected, host = (RpmHost(tmp_path / name, "rocky-9.5", "dnf") for name in ("connected", "host"))
     shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
 
@@ -127,3 +129,52 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
         change.apply(connected, tell)
     for one in (host, connected):
         assert gather(one).packages.installed["nvidia-fabric-manager"].startswith(f"{VERSION}-1")
+
+
+# -- DCGM --------------------------------------------------------------------------------------------------------------
+def install_dcgm(host: System, facts: HostFacts, spec: HostSpec, bundle: OpenBundle | None) -> set[str]:
+    """Install DCGM's packages; return those that are there."""
+    source = source_of(facts, spec)
+    changes = software.plan(source, dcgm.wanted_packages(source))
+    with with_bundle.unpacked(host, bundle, changes):
+        for change in changes:
+            change.apply(host, tell)
+    return {name for name in gather(host).packages.installed if name.startswith("datacenter-gpu-manager")}
+
+
+@needs_apt
+def test_dcgm_by_apt(tmp_path: Path, gnupg: Path) -> None:
+    folder = tmp_path / "cuda/debian12/x86_64"
+    fingerprint = build_repository(folder, gnupg)
+    build_dcgm(folder)
+    sign(folder, gnupg)
+    shutil.copy(folder / "key.asc", folder / "3bf863cc.pub")
+    spec = specification(tmp_path / "cuda", fingerprint, dcgm=True)
+    bundle = bundle_of("debian-12", f"deb [signed-by={folder}/key.asc] file:{folder} ./", spec, tmp_path)
+    wanted = {*dcgm.packages(VERSION, spec)}
+    assert {one.name for one in bundle.manifest.packages} == wanted
+    shutil.rmtree(folder)
+    (tmp_path / "host").mkdir()
+    with chroot_host("bookworm", tmp_path / "host") as host:
+        facts = replace(gather(host), bundle=with_bundle.gather(host, bundle.manifest))
+        assert install_dcgm(host, facts, spec, bundle) == wanted
+
+
+@needs_dnf
+def test_dcgm_by_dnf_from_a_bundle_and_from_the_repository(tmp_path: Path, gnupg: Path) -> None:
+    folder = tmp_path / "cuda/rhel9/x86_64"
+    wanted = {*dcgm.packages(VERSION, HostSpec(dcgm=True))}
+    fingerprint = build_rpm_repository(folder, gnupg, tuple(RpmPackage(name, "4.7.0") for name in sorted(wanted)))
+    shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
+    spec = specification(tmp_path / "cuda", fingerprint, dcgm=True)
+    build_rpm_repository(tmp_path / "base", gnupg, ())
+    bundle = bundle_of("rocky-9", f"file://{tmp_path}/base {folder}/key.asc {fingerprint}", spec, tmp_path)
+    connected, host = (RpmHost(tmp_path / name, "rocky-9.5", "dnf") for name in ("connected", "host"))
+    shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
+    facts = replace(gather(host), bundle=with_bundle.gather(host, bundle.manifest))
+    assert install_dcgm(host, facts, spec, bundle) == wanted
+
+    spec, facts = specification(Path("/opt/cuda"), fingerprint, dcgm=True), gather(connected)
+    for change in repos.plan(facts, spec, cuda_repository.repositories(source_of(facts, spec))):
+        change.apply(connected, tell)
+    assert install_dcgm(connected, facts, spec, None) == wanted

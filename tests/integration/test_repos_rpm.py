@@ -12,11 +12,13 @@ from typing import Callable
 
 import pytest
 
-from gpuprov.core.changes import RemoveFile
+from gpuprov.core.changes import Change, RemoveFile
+from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import distribution_of, kernel_headers
-from gpuprov.packages import known_repositories
+from gpuprov.packages import known_repositories, retired
+from gpuprov.packages.interface import COPIES
 from gpuprov.packages.keys import InstallRpmKey, gather_keys
-from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, rpm_lock_holder
+from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, rpm_lock_holder
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
@@ -357,3 +359,93 @@ def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, r
             other.communicate(timeout=60)
     assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+.*\), which holds the package manager's lock", told[0])
     assert f"(pid {other.pid})" in told[0]
+
+
+# -- the repositories, the key and the packages of nvidia-docker -------------------------------------------------------
+_NAMES = (TOOLS.name, "site-gpu-library")
+_RETIRED = """\
+[nvidia-docker]
+name=nvidia-docker
+baseurl=https://nvidia.github.io/nvidia-docker/centos7/$basearch
+[libnvidia-container]
+name=libnvidia-container
+baseurl=https://nvidia.github.io/libnvidia-container/stable/rhel7.6/$basearch
+"""
+
+
+def plan_retired(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return retired.plan(facts.files, facts.packages.trusted_keys, spec)
+
+
+def rpms(host: RpmHost) -> set[str]:
+    return set(host.run(("rpm", "-qa")).stdout.split())
+
+
+@pytest.mark.slow
+def test_packages_come_back_from_copies(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    install(host, TOOLS.name)
+    before_all = rpms(host)
+    change = RemoveRpms(manager(host), _NAMES)
+    before = change.capture(host)
+    change.apply(host, tell)
+    assert {name.rsplit("-", 2)[0] for name in before_all - rpms(host)} == set(_NAMES)
+    # The repository is not needed any more.
+    for path in repository.folder.rglob("*.rpm"):
+        path.unlink()
+    assert change.irreversible(host, before, {}, ()) == ()
+    change.undo(host, before, {})
+    change.undo(host, before, {})
+    assert rpms(host) == before_all
+    assert host.status(COPIES) is None
+
+
+@pytest.mark.slow
+def test_what_no_repository_has_any_more_is_told(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    install(host, TOOLS.name)
+    for path in repository.folder.rglob("*.rpm"):
+        path.unlink()
+    for folder in ("var/cache/dnf", "var/cache/libdnf5", "var/cache/zypp/packages"):
+        host.remove_tree(f"/{folder}")
+    change = RemoveRpms(manager(host), _NAMES)
+    before = change.capture(host)
+    change.apply(host, tell)
+    assert [line.rpartition(" is not restored")[0] for line in change.irreversible(host, before, {}, ())] == [
+        f"package {one}" for one in before["packages"]
+    ]
+    change.undo(host, before, {})
+
+
+@pytest.mark.slow
+def test_another_package_keeps_what_it_needs(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    install(host, TOOLS.name)
+    assert manager(host).needed_by(host, ("site-gpu-library",)) == {"site-gpu-library": (TOOLS.name,)}
+    assert manager(host).needed_by(host, _NAMES) == {}
+
+
+@pytest.mark.slow
+def test_retired_repositories_and_their_key_go_and_come_back(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    folder = manager(host).repository_directory
+    fingerprint = repository.fingerprint
+    host.write(f"{folder}/nvidia-docker.repo", _RETIRED.encode())
+    # The site's own repository, with which the key came, is gone.
+    host.remove(f"{folder}/gpuprov-site.repo")
+    before = (host.read_bytes(f"{folder}/nvidia-docker.repo"), gather_keys(host))
+    spec = HostSpec(migrate_nvidia_docker=True, toolkit_key_fingerprint=fingerprint)
+    changes: tuple[Change, ...] = plan_retired(gather(host), spec)
+    assert [type(one).__name__ for one in changes] == ["RemoveFile", "RemoveRpmKey"]
+    captured = [(one, one.capture(host), one.apply(host, tell) or {}) for one in changes]
+    assert fingerprint not in gather_keys(host)
+    assert plan_retired(gather(host), spec) == ()
+    # gpuprov's own source of NVIDIA's toolkit needs the key.
+    assert plan_retired(gather(host), replace(spec, toolkit="nvidia")) == ()
+    for one, image, outcome in reversed(captured):
+        one.undo(host, image, outcome)
+        one.undo(host, image, outcome)
+    assert (host.read_bytes(f"{folder}/nvidia-docker.repo"), set(gather_keys(host))) == (before[0], set(before[1]))

@@ -29,7 +29,7 @@ from tests.unit.doctor.ill import (
     unit,
     without,
 )
-from tests.unit.doctor.rows_leftovers import LEFTOVER_ROWS
+from tests.unit.doctor.rows_engines import LEFTOVER_ROWS
 
 
 def _without_package(x: HostSnapshot, name: str) -> HostSnapshot:

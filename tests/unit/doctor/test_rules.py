@@ -52,10 +52,9 @@ from tests.unit.doctor.ill import (
     without,
 )
 from tests.unit.doctor.rows_containers import CONTAINER_ROWS
-from tests.unit.doctor.rows_driver import DRIVER_ROWS
+from tests.unit.doctor.rows_driver import DRIVER_ROWS, LIBRARY_ROWS
 from tests.unit.doctor.rows_engines import ENGINE_ROWS
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
-from tests.unit.doctor.rows_libraries import LIBRARY_ROWS
 from tests.unit.fake_host import RELEASE
 
 pytestmark = pytest.mark.root
