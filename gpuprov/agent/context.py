@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
-from gpuprov.core.device_rules import make_known, unknown_devices
+from gpuprov.core.device_rules import register_devices, unregistered_devices
 from gpuprov.core.system import BOOTED, ImageSystem, System
 from gpuprov.driver.recommended import UNCHOSEN, Choice
 from gpuprov.engines import docker, known
@@ -44,7 +44,7 @@ class RunContext:
 
 def devices_to_lose(run: RunContext) -> tuple[str, ...]:
     """Report the running containers whose devices systemd does not know; return those that lose them by a change."""
-    found = unknown_devices(run.system)
+    found = unregistered_devices(run.system)
     if kept := [str(one) for one in found if not one.fault]:
         run.note(f"before the first change, systemd is told of devices that running containers use: {', '.join(kept)}")
     lost = tuple(f"`systemctl daemon-reload` takes devices from {one}: {one.fault}" for one in found if one.fault)
@@ -58,7 +58,7 @@ def keep_devices(run: RunContext) -> None:
 
     Raises GpuprovError if systemd refuses; containers whose rules can't be read were reported with the plan.
     """
-    refused = [(one, error) for one, error in make_known(run.system) if not one.fault]
+    refused = [(one, error) for one, error in register_devices(run.system) if not one.fault]
     if refused:
         stop = "; ".join(one.stop for one, _ in refused)
         raise GpuprovError(

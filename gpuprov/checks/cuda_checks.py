@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
-from gpuprov.checks.cuda.judgement import Finding, result_of
+from gpuprov.checks.cuda.compatibility import Finding, result_of
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.checks.cuda.survey import Survey, survey
 from gpuprov.checks.engines import ALL, LIBRARIES, DockerLike, EngineTest, ended

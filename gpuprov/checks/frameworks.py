@@ -7,7 +7,7 @@ import pkgutil
 import re
 from dataclasses import dataclass, replace
 
-from gpuprov.checks.cuda.judgement import result_of
+from gpuprov.checks.cuda.compatibility import result_of
 from gpuprov.checks.cuda_checks import explain_image
 from gpuprov.checks.engines import ALL, EngineTest
 from gpuprov.checks.outcome import Failed, Values

@@ -64,7 +64,7 @@ def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options
 
 
 def _explain(text: str, *, as_json: bool) -> None:
-    from gpuprov.checks.cuda.judgement import RESULTS, result_of
+    from gpuprov.checks.cuda.compatibility import RESULTS, result_of
 
     found = result_of(text)
     if found is None:

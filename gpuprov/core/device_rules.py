@@ -48,7 +48,7 @@ _JUMPS: Mapping[int, _Operation] = {
 
 
 @dataclass(frozen=True)
-class UnknownDevices:
+class UnregisteredDevices:
     """The device nodes that a running container may open without systemd's knowledge: path → (major:minor, access).
 
     `fault`: why the kernel does not show the container's rules; then the nodes are those that it has open.
@@ -74,7 +74,7 @@ class UnknownDevices:
         return f"{self.scope.rpartition('-')[0]} {self.identifier} ({', '.join(gpus or self.nodes)})"
 
 
-def unknown_devices(system: System) -> tuple[UnknownDevices, ...]:
+def unregistered_devices(system: System) -> tuple[UnregisteredDevices, ...]:
     """Return the running containers that `systemctl daemon-reload` takes devices from. Reads only."""
     # In a user namespace neither runc nor systemd can load device programs: a reload takes nothing away.
     if (system.read_text("/proc/self/uid_map") or _ALL_USERS).split() != _ALL_USERS.split():
@@ -90,10 +90,10 @@ def unknown_devices(system: System) -> tuple[UnknownDevices, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def make_known(system: System) -> tuple[tuple[UnknownDevices, str], ...]:
+def register_devices(system: System) -> tuple[tuple[UnregisteredDevices, str], ...]:
     """Tell systemd of the devices of all running containers; return the containers where that fails, and the error."""
     failed = []
-    for one in unknown_devices(system):
+    for one in unregistered_devices(system):
         if one.fault:
             failed.append((one, one.fault))
             continue
@@ -114,7 +114,7 @@ def _nodes(system: System) -> dict[str, str]:
     return {path: f"{one.major}:{one.minor}" for path, one in found.items() if one is not None and one.kind == "char"}
 
 
-def _unknown_of(system: System, block: str, nodes: Mapping[str, str]) -> UnknownDevices | None:
+def _unknown_of(system: System, block: str, nodes: Mapping[str, str]) -> UnregisteredDevices | None:
     """Return the unknown devices of a scope, from systemd's properties; None if there are none."""
     lines = [line.partition("=")[::2] for line in block.splitlines()]
     properties = dict(lines)
@@ -132,7 +132,7 @@ def _unknown_of(system: System, block: str, nodes: Mapping[str, str]) -> Unknown
     except (OSError, Refused) as error:
         fault = getattr(error, "strerror", "") or str(error)
         opened = _held(system, properties["ControlGroup"], new)
-    return UnknownDevices(properties.get("Id", ""), opened, fault) if opened else None
+    return UnregisteredDevices(properties.get("Id", ""), opened, fault) if opened else None
 
 
 def _opened(system: System, group: str, nodes: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, Tell
-from gpuprov.core.device_rules import make_known
+from gpuprov.core.device_rules import register_devices
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 
@@ -26,7 +26,7 @@ def systemctl(system: System, verb: str, *units: str) -> str:
 
 def daemon_reload(system: System) -> None:
     """Make systemd read its units again, without taking the GPUs from running containers."""
-    make_known(system)
+    register_devices(system)
     systemctl(system, "daemon-reload")
 
 

@@ -18,8 +18,8 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
+from gpuprov.checks.cuda.compatibility import Finding
 from gpuprov.checks.cuda.hiding import gather_hiding
-from gpuprov.checks.cuda.judgement import Finding
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
 from gpuprov.checks.smi import parse_smi

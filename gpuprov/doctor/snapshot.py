@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.checks.cuda.judgement import Finding
+from gpuprov.checks.cuda.compatibility import Finding
 from gpuprov.checks.smi import exit_code
 from gpuprov.engines.docker_unit import parse_show
 from gpuprov.facts.host import HostFacts

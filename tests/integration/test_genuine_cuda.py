@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.checks.cuda.judgement import least_driver
+from gpuprov.checks.cuda.compatibility import least_driver
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Subject, Survey, as_lines, survey_of
 from gpuprov.protocol.versions import version_numbers

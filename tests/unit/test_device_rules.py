@@ -14,7 +14,7 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core import units
 from gpuprov.core.commands import Completed
-from gpuprov.core.device_rules import UnknownDevices, allows, make_known, unknown_devices
+from gpuprov.core.device_rules import UnregisteredDevices, allows, register_devices, unregistered_devices
 from gpuprov.core.units import daemon_reload
 from gpuprov.protocol.events import ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
@@ -117,7 +117,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScopeHost:
 
 
 def test_systemd_is_told_before_it_reads_its_units_again(host: ScopeHost) -> None:
-    (found,) = unknown_devices(host)
+    (found,) = unregistered_devices(host)
     assert str(found) == "docker 4f5c4f5c4f5c (/dev/nvidia0)"
     daemon_reload(host)
     assert host.commands[-2:] == [
@@ -125,7 +125,7 @@ def test_systemd_is_told_before_it_reads_its_units_again(host: ScopeHost) -> Non
         ("systemctl", "daemon-reload"),
     ]
     assert (host.root / "dev/char/195:0").readlink() == Path("../nvidia0")
-    assert unknown_devices(host) == ()
+    assert unregistered_devices(host) == ()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_container_that_loses_nothing_is_left_alone(
 ) -> None:
     monkeypatch.setattr(device_cgroup, "programs", lambda _: programs)
     host.policy, host.allowed = policy, [*host.allowed, *allowed]
-    assert unknown_devices(host) == ()
+    assert unregistered_devices(host) == ()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_version_1_has_its_rules_as_text(host: ScopeHost, rules: str, found: dic
     folder = host.root / f"sys/fs/cgroup/devices{GROUP}"
     folder.mkdir(parents=True)
     (folder / "devices.list").write_text(rules)
-    assert [one.nodes for one in unknown_devices(host)] == ([found] if found else [])
+    assert [one.nodes for one in unregistered_devices(host)] == ([found] if found else [])
 
 
 def events_of(host: ScopeHost, request: Request) -> list[Event]:
@@ -204,7 +204,7 @@ def test_a_plan_names_the_containers_and_what_they_lose(host: ScopeHost, monkeyp
     assert said.startswith(
         "`systemctl daemon-reload` takes devices from docker 4f5c4f5c4f5c (/dev/nvidia1): this kernel"
     )
-    assert make_known(host)[0][1] == "this kernel does not show the device cgroup's program"
+    assert register_devices(host)[0][1] == "this kernel does not show the device cgroup's program"
 
 
 def test_a_host_that_is_not_drained_keeps_its_containers(host: ScopeHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_systemd_that_refuses_ends_the_run_before_its_first_change(host: Scope
     ],
 )
 def test_each_engines_containers_are_stopped_by_its_own_command(prefix: str, command: str) -> None:
-    assert UnknownDevices(f"{prefix}-{ID}.scope", {}).stop == f"{command} stop 4f5c4f5c4f5c"
+    assert UnregisteredDevices(f"{prefix}-{ID}.scope", {}).stop == f"{command} stop 4f5c4f5c4f5c"
 
 
 def test_nothing_but_one_function_makes_systemd_read_its_units_again() -> None:

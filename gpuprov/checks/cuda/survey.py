@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
+from gpuprov.checks.cuda.compatibility import Finding, Runtime, find_runtimes, incompatibilities
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
-from gpuprov.checks.cuda.judgement import Finding, Runtime, find_runtimes, judge
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
@@ -206,7 +206,7 @@ def survey_of(subject: Subject, kernel: str) -> Survey:
     loader = find_loader(subject.root)
     libraries = tuple(search(subject.root, loader, subject.program, name) for name in (LIBCUDA, LIBNVIDIA_ML))
     runtimes = find_runtimes(subject.root, environment)
-    findings = judge(
+    findings = incompatibilities(
         loader, libraries, kernel, runtimes, kind=subject.kind, has_driver=subject.has_driver,
         is_container=bool(read(subject.root, CONTAINER, _LARGEST_MARK)),
     )  # fmt: skip

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.files import parse_cache
+from gpuprov.checks.cuda.compatibility import RESULTS, least_driver, result_of
 from gpuprov.checks.cuda.files import add_driver, unpacked
-from gpuprov.checks.cuda.judgement import RESULTS, least_driver, result_of
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Subject, Survey, as_json, as_lines, survey_of, verdict
 from gpuprov.runtime_hook import links

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuprov.checks.cuda.judgement import Finding
+from gpuprov.checks.cuda.compatibility import Finding
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import Containers, Loaded, Smi
 from tests.unit.doctor.host import SMI, with_driver, with_kernel

@@ -118,7 +118,7 @@ _NO_LOADER = Finding(
 )  # fmt: skip
 
 
-def judge(
+def incompatibilities(
     loader: Loader, found: tuple[Found, ...], kernel: str, runtimes: tuple[Runtime, ...], *, kind: str,
     has_driver: bool = True, is_container: bool = False,
 ) -> tuple[Finding, ...]:  # fmt: skip
