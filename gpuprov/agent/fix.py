@@ -82,7 +82,8 @@ def fix(run: RunContext) -> Finished:
         now = repair.plan(run, look.x.host, earlier)
         work.repair = work.repair if now.changes else now
     if not work.repair.changes:
-        return repair.judged(run, _finished(run, look, work), work.repair.found, ())
+        found = repair.load_after_reboot(run, earlier, work.repair.found)
+        return repair.judged(run, _finished(run, look, work), found, ())
     if not work.planned:
         _announce(run, (), work)
     done = repair.carry_out(run, work.repair)

@@ -36,7 +36,7 @@ from gpuprov.verify import verify
 
 RESET, REBOOT, STEP = "reset", "reboot", "repair"
 _RESET_SECONDS = 600.0
-# Of the load after a reset.
+# Of the load after a repair.
 _LOAD_MINUTES = 1
 # From this generation on, GPUs that NVLink joins are reset one by one; with NVSwitches, if the fabric manager runs.
 _SINGLY = 0x2080
@@ -229,7 +229,7 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
         run.sink(ChangeDone(STEP, round(system.now() - begun, 3)))
     found = _prove(run)
     if others := [unit for unit in wanted.users.units if unit not in running_driver.UNITS]:
-        run.note(f"the GPUs were not loaded after the reset: {', '.join(others)} runs on them again", "warning")
+        run.note(f"the GPUs were not loaded after the repair: {', '.join(others)} runs on them again", "warning")
     elif not problems and verdict_of(found) != "unfit":
         found = _load(run, found)
     verdict = verdict_of(found)
@@ -326,8 +326,25 @@ def _load(run: RunContext, found: tuple[HealthFound, ...]) -> tuple[HealthFound,
     try:
         accept(run.system, spec, note, _LOAD_MINUTES, look)
     except GpuprovError as error:
-        run.note(f"the GPUs were not loaded after the reset: {one_line(error)}", "warning")
+        run.note(f"the GPUs were not loaded after the repair: {one_line(error)}", "warning")
     return tuple(known.values())
+
+
+def load_after_reboot(
+    run: RunContext, earlier: Record | None, found: tuple[HealthFound, ...]
+) -> tuple[HealthFound, ...]:
+    """Load the GPUs if a repair by reboot has just ended, as after a reset; return the findings, kept in its record.
+
+    Containers start by themselves in a boot: those that compute keep their GPUs, and a note names them.
+    """
+    if earlier is None or not run.request.allow or verdict_of(found) == "unfit":
+        return found
+    path = f"{REPAIRS}/{_names(run.system)[-1]}"
+    # A run that is cut off meanwhile leaves the load to the next one.
+    _keep(run.system, replace(earlier, outcome=""), path)
+    loaded = _load(run, found)
+    _keep(run.system, replace(earlier, after=loaded, outcome=verdict_of(loaded)), path)
+    return loaded
 
 
 def verdict_of(found: Sequence[HealthFound]) -> str:
@@ -384,5 +401,6 @@ def settle(run: RunContext) -> Record | None:
     start_all_again(system, _tell(run))
     _wait_for_fabric(system)
     found = health.judge(health.read(system, run.sink))
-    _keep(system, replace(record, after=found, outcome=verdict_of(found)), f"{REPAIRS}/{names[-1]}")
+    record = replace(record, after=found, outcome=verdict_of(found))
+    _keep(system, record, f"{REPAIRS}/{names[-1]}")
     return record if over else None

@@ -176,6 +176,8 @@ def _require_idle(system: System) -> None:
 
 def _load(test: EngineTest, spec: HostSpec, sink: Sink, seconds: int, known: set[tuple[str, str]]) -> None:
     """Run the program, watch the GPUs meanwhile; report figures, a check for each GPU, and what is wrong."""
+    # Verify takes a while; after a boot, services still start.
+    _require_idle(test.system)
     python = Python("python3") if spec.verify_image else host_python(test.system)
     if python.missing:
         raise GpuprovError("the program that loads the GPUs can't run", python.missing, "-e gpuprov_verify_image=IMAGE")

@@ -331,7 +331,7 @@ def test_where_gpus_can_not_be_loaded_the_rest_counts_and_a_note_says_so(
     monkeypatch.setattr(repair, "accept", refuse)
     _, events = _doctor(host, "reset")
     assert _record(host).outcome == "ok"
-    assert any("not loaded after the reset: the GPUs are in use" in one.message
+    assert any("not loaded after the repair: the GPUs are in use" in one.message
                for one in events if isinstance(one, Note))  # fmt: skip
 
 
@@ -343,7 +343,7 @@ def test_what_verify_finds_beside_the_gpus_keeps_no_container_stopped(
     finished, events = _doctor(host, "reset")
     assert (_record(host).outcome, host.running) == ("ok", {"job"})
     assert "GPUs: ok" in finished.summary
-    assert any("not loaded after the reset" in one.message for one in events if isinstance(one, Note))
+    assert any("not loaded after the repair" in one.message for one in events if isinstance(one, Note))
 
 
 def test_gpus_that_a_service_has_again_are_not_loaded(host: IllHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +387,55 @@ def test_a_reboot_ends_the_run_and_the_next_one_judges_the_host(host: IllHost) -
     assert finished.exit_code == ExitCode.UNFIT
     assert any(isinstance(one, Note) and one.message.endswith("a reboot has not changed that") for one in events)
     assert _record(host).outcome == "unfit"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gpus_are_loaded_after_a_reboot_before_the_host_gets_work(
+    host: IllHost, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    wrong = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")
+    outcomes: list[str] = []
+
+    def load(system: IllHost, spec: HostSpec, sink: Sink, minutes: int, verify: object) -> None:
+        # A run that is killed now leaves the load to the next one.
+        outcomes.append(_record(host).outcome)
+        if fails:
+            sink(wrong)
+
+    monkeypatch.setattr(repair, "accept", load)
+    host.action = "Reboot"
+    _doctor(host, *BOTH, caller_returns=True)
+    assert outcomes == []
+    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    host.action = "None"
+    finished, events = _doctor(host, *BOTH, caller_returns=True)
+    assert outcomes == [""]
+    assert (_record(host).outcome, _record(host).after) == (("unfit", (wrong,)) if fails else ("ok", ()))
+    assert (finished.exit_code == ExitCode.UNFIT, wrong in events) == (fails, fails)
+    # The next run repairs nothing, so it loads nothing.
+    _doctor(host, *BOTH, caller_returns=True)
+    assert outcomes == [""]
+
+
+@pytest.mark.parametrize(("allow", "action", "named"), [
+    (BOTH, "None", "not loaded after the repair: the GPUs are in use"), ((), "None", ""), (BOTH, "Reboot", ""),
+], ids=["in use", "not allowed", "unfit"])  # fmt: skip
+def test_after_a_reboot_no_gpu_is_loaded_that_computes_or_is_unfit(
+    host: IllHost, monkeypatch: pytest.MonkeyPatch, allow: tuple[str, ...], action: str, named: str
+) -> None:
+    monkeypatch.setattr(repair, "accept", accept)
+    monkeypatch.setattr(repair, "verify", lambda *_, **__: pytest.fail("a container started"))
+    host.action = "Reboot"
+    _doctor(host, *BOTH, caller_returns=True)
+    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    (host.root / "proc/900/fd/4").symlink_to("/dev/nvidia-uvm")
+    host.action = action
+    _, events = _doctor(host, *allow, caller_returns=True)
+    notes = [one.message for one in events if isinstance(one, Note) and "not loaded" in one.message]
+    assert len(notes) == bool(named)
+    assert all(named in one and "process 900 (python3 train.py)" in one for one in notes)
+    assert _record(host).outcome == ("ok" if action == "None" else "unfit")
+    assert host.running == {"job"}
 
 
 def test_in_a_container_the_gpus_are_not_this_machines_to_reset(host: IllHost) -> None:
