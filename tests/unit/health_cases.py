@@ -1,7 +1,9 @@
 """Troubles of a GPU host and what `gpuprov health` says of them.
 
 `readings`: paths of `nvidia-smi -q -x`; `state`: what the simulated NVML tells, so that the genuine nvidia-smi 550
-prints these readings. A case without a state has fields of other releases: from public samples of 535, 570, 575, 580.
+prints these readings. A case without a state has fields of other releases (from public samples of 535, 570, 575, 580),
+is not nvidia-smi's to tell, or is one that nvidia-smi asks NVML by functions that no header has: licence, T.Limit,
+the host's PCIe generation, infoROM.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ def _action(number: int, text: str, rule: str, what: str, step: str = _RESET) ->
     return Case(f"action {text}", rule, "unfit", what, step, {"gpu_recovery_action": text}, state)
 
 
-def _of_host(name: str, rule: str, verdict: str, what: str, step: str, host: Readings) -> Case:
-    return Case(name, rule, verdict, what, step, host=host)
+def _of_host(name: str, rule: str, verdict: str, what: str, step: str, host: Readings, **state: int) -> Case:
+    return Case(name, rule, verdict, what, step, host=host, state=state)
 
 
 _GPUS = (healthy(0), healthy(1))
@@ -93,11 +95,11 @@ CASES = (
     _action(5, "Recover IMEX domain", "recovery-imex", "recover the IMEX domain", "nvidia-imex"),
     _action(6, "Bus Reset", "recovery-reset", "asks for a reset"),
     Case("reset required, 565 and before", "recovery-reset", "unfit", "asks for a reset", _RESET,
-         {"gpu_reset_status/reset_required": "Yes"}),
+         {"gpu_reset_status/reset_required": "Yes"}, {"reset-required": 1, "recovery-action": 99}),
     Case("drain recommended, 565 and before", "recovery-drain", "unfit", "programs end", _RESET,
-         {"gpu_reset_status/drain_and_reset_recommended": "Yes"}),
+         {"gpu_reset_status/drain_and_reset_recommended": "Yes"}, {"drain-recommended": 1, "recovery-action": 99}),
     Case("a GPU that requires a reset", "gpu-requires-reset", "unfit", "does not answer", _RESET,
-         {"fb_memory_usage/used": "GPU requires reset"}),
+         {"fb_memory_usage/used": "GPU requires reset"}, {"requires-reset": 1}),
     Case("compute mode prohibited", "compute-prohibited", "unfit", "lets no program use it", "-i 0 -c DEFAULT",
          {"compute_mode": "Prohibited"}, {"compute-mode": 2}),
     Case("failed remap", "row-remap-failed", "unfit", "could not be replaced", _RMA,
@@ -148,7 +150,8 @@ CASES = (
     Case("PCIe generation under load", "pcie-generation", "degraded", "slower than GPU and slot", "lspci",
          {f"{_PCIE}/pcie_gen/current_link_gen": "4", "utilization/gpu_util": "90 %"}, {"pcie-gen": 4, "load": 90}),
     Case("PCIe width by the maximum", "pcie-width", "degraded", "fewer lanes", "reseat",
-         {f"{_PCIE}/link_widths/max_link_width": "8x", "sysfs/max_link_width": "16", "sysfs/../max_link_width": "16"}),
+         {f"{_PCIE}/link_widths/max_link_width": "8x", "sysfs/max_link_width": "16", "sysfs/../max_link_width": "16"},
+         {"pcie-max-width": 8}),
     Case("PCIe width under load", "pcie-width", "degraded", "fewer lanes", "reseat",
          {f"{_PCIE}/link_widths/current_link_width": "8x", "utilization/gpu_util": "90 %",
           f"{_PCIE}/pcie_gen/current_link_gen": "5"},
@@ -165,22 +168,23 @@ CASES = (
          state={"recovery-action": 0}),
     Case("Xid 79", "xid-79", "unfit", "fallen off the PCI bus", "systemctl reboot", {"gpu_recovery_action": "N/A"},
          {"recovery-action": 99}, (_xid(79, "GPU has fallen off the bus."),)),
-    Case("Xid 64", "xid-64", "unfit", "could not write down", "if it comes again, replace", state={},
+    Case("Xid 64", "xid-64", "unfit", "could not write down", "if it comes again, replace", state={"recovery-action": 99},
          readings={"gpu_recovery_action": ""}, log=(_xid(64),)),
     Case("Xid of a row to be replaced", "xid-63", "degraded", "written down a broken memory row", "reboot",
-         {"gpu_recovery_action": ""}, log=(_xid(63, "Row Remapper: New row marked for remapping"),)),
+         {"gpu_recovery_action": ""}, {"recovery-action": 99}, (_xid(63, "Row Remapper: New row marked for remapping"),)),
     Case("fatal Xid of NVLink 5", "xid-149", "unfit", "NVLink 5", "nvlink --status",
-         {"gpu_recovery_action": ""}, log=(_xid(149, "NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x004505c6)"),)),
+         {"gpu_recovery_action": ""}, {"recovery-action": 99}, (_xid(149, "NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x004505c6)"),)),
     Case("Xid of NVLink 5 that is not fatal", "xid-145", "degraded", "NVLink 5", "nvlink --status",
-         {"gpu_recovery_action": ""}, log=(_xid(145, "RLW_REMAP Nonfatal XC0 i0 Link 02 (0x00000004)"),)),
-    Case("Xid of corrected errors", "xid-92", "degraded", "corrects many", "nvidia-smi -q -d ECC", log=(_xid(92),)),
+         {"gpu_recovery_action": ""}, {"recovery-action": 99}, (_xid(145, "RLW_REMAP Nonfatal XC0 i0 Link 02 (0x00000004)"),)),
+    Case("Xid of corrected errors", "xid-92", "degraded", "corrects many", "nvidia-smi -q -d ECC", log=(_xid(92),),
+         state={"recovery-action": 0}),
     Case("Xid 154 without the field", "recovery-reset", "unfit", "asks for a reset", _RESET,
          {"gpu_recovery_action": ""}, {"recovery-action": 99},
          (_asks("0x0 (None)", "0x1 (GPU Reset Required)"),)),
     _of_host("nvidia-smi hangs", "nvidia-smi-hangs", "unfit", "nvidia-smi hangs", "systemctl reboot",
              Readings(smi=Completed(("nvidia-smi",), 124), on_bus=2)),
     _of_host("a lost GPU", "no-report", "unfit", "fallen off the bus", "systemctl reboot",
-             Readings(smi=Completed(("nvidia-smi",), 15, "Unable to determine the device handle"), on_bus=2)),
+             Readings(smi=Completed(("nvidia-smi",), 15, "Unable to determine the device handle"), on_bus=2), lost=1),
     _of_host("infoROM", "inforom", "degraded", "infoROM is corrupted", "RMA",
              Readings(_GPUS, smi=Completed(("nvidia-smi",), 14), on_bus=2)),
     _of_host("no nvidia-smi", "no-report", "unfit", "gives no report", "gpuprov doctor",
@@ -194,7 +198,7 @@ CASES = (
     _of_host("no fabric manager", "fabric-manager-missing", "unfit", "does not run", "enable --now",
              Readings(_GPUS, "550.2", fabric=FabricFacts(_SWITCHES, version="550.2"))),
     _of_host("cliques", "cliques", "degraded", "not in the same NVLink partition", "divided on purpose",
-             Readings((healthy(0), {**healthy(1), "fabric/cliqueId": "1"}))),
+             Readings((healthy(0), {**healthy(1), "fabric/cliqueId": "1"})), clique=1),
     _of_host("IMEX", "imex-missing", "unfit", "nvidia-imex is enabled", "restart nvidia-imex",
              Readings(_GPUS, imex_down="systemctl is-active nvidia-imex.service: failed")),
 )  # fmt: skip

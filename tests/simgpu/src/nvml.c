@@ -209,8 +209,12 @@ nvmlReturn_t nvmlDeviceGetCount(unsigned int *count) { return nvmlDeviceGetCount
 
 static nvmlReturn_t hand_out(const struct simgpu *gpu, nvmlDevice_t *device)
 {
+    unsigned int lost = 0;
+
     if (gpu == NULL)
         return NVML_ERROR_NOT_FOUND;
+    if (nvml_number(gpu, "lost", &lost) == NVML_SUCCESS && lost)
+        return NVML_ERROR_GPU_IS_LOST;
     *device = (nvmlDevice_t)(const void *)gpu;
     return NVML_SUCCESS;
 }

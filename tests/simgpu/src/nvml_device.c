@@ -139,6 +139,8 @@ nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t device, nvmlPciInfoExt_t *pci)
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
     GET_ROW(gpu, device, memory);
+    if (state_of(gpu, "requires-reset"))
+        return NVML_ERROR_RESET_REQUIRED;
     memory->total = simgpu_memory_mib(gpu) << 20;
     memory->used = (unsigned long long)state_of(gpu, "memory-used") << 20;
     memory->free = memory->total - memory->used;
@@ -148,6 +150,8 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
 {
     GET_ROW(gpu, device, memory);
+    if (state_of(gpu, "requires-reset"))
+        return NVML_ERROR_RESET_REQUIRED;
     memory->total = simgpu_memory_mib(gpu) << 20;
     memory->reserved = 0;
     memory->used = (unsigned long long)state_of(gpu, "memory-used") << 20;

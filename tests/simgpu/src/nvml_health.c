@@ -30,13 +30,16 @@ nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned int link, nv
     return NVML_SUCCESS;
 }
 
-/* The recovery action's number is younger than the header. */
+/* These numbers are younger than the header; nvidia-smi 550 asks for all but the recovery action. */
 nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, nvmlFieldValue_t *values)
 {
     static const struct {
         unsigned int field;
         const char *name;
-    } fields[] = {{230, "recovery-action"}, {NVML_FI_DEV_MEMORY_TEMP, "memory-temperature"}};
+    } fields[] = {{226, "reset-required"},
+                  {227, "drain-recommended"},
+                  {230, "recovery-action"},
+                  {NVML_FI_DEV_MEMORY_TEMP, "memory-temperature"}};
 
     GET_ROW(gpu, device, values);
     for (int i = 0; i < count; i++) {
