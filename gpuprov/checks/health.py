@@ -93,8 +93,9 @@ def next_step(name: str, gpu: object = "N") -> str:
 def judge(x: Readings) -> tuple[HealthFound, ...]:
     """Return what is wrong, the worst first; nothing for a healthy host. Pure."""
     asked, xids = _xids(x)
-    # What the kernel log says of the driver's verdict counts where neither NVML nor nvidia-smi knows it.
-    gpus = [gpu if gpu.get(_ACTION) in _ACTIONS else {**gpu, _ACTION: asked.get(_bus(gpu), "")} for gpu in x.gpus]
+    # What the kernel log says of the driver's verdict counts where neither NVML nor nvidia-smi has a word of the table.
+    gpus = [gpu if gpu.get(_ACTION) in _ACTIONS or _bus(gpu) not in asked else {**gpu, _ACTION: asked[_bus(gpu)]}
+            for gpu in x.gpus]  # fmt: skip
     found = [*_of_host(x), *(one for number, gpu in enumerate(gpus) for one in _of_gpu(number, gpu))]
     found += _of_xids(xids, gpus)
     return tuple(sorted(found, key=lambda one: one.verdict != "unfit"))

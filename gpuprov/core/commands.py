@@ -237,6 +237,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             if not _signalled(process, 0):
                 return
             time.sleep(0.05)
+    if process.poll() is None:
+        # A call to a GPU that hangs ends by no signal: Popen must not wait for it.
+        process.returncode = -signal.SIGKILL
 
 
 def _signalled(process: subprocess.Popen[bytes], number: int) -> bool:

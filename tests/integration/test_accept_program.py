@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.result import HostResult
+from gpuprov.checks.accept import judge, parse_printed
 from gpuprov.checks.cuda_checks import command
+from gpuprov.checks.health import concluded
+from gpuprov.checks.smi import SmiGpu, SmiReport
+from gpuprov.core.commands import Completed
+from gpuprov.fleet.accepted import compared
+from gpuprov.protocol.errors import ExitCode
 from tests.genuine.pypi import ptxas
 from tests.integration.test_simgpu import on_host
 from tests.simgpu.gpus import gpu
@@ -89,3 +96,27 @@ def test_gpus_that_fail_are_left_out_and_the_others_go_on() -> None:
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"])
 def test_a_genuine_ptxas_accepts_the_kernels(target: str, tmp_path: Path) -> None:
     subprocess.run((ptxas(), "-arch", target, "-o", tmp_path / "kernels", _KERNELS), check=True)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@_ROOT
+@_GCC
+def test_of_a_fleet_of_8_the_slow_gpu_and_the_flaky_links_are_named_and_nobody_else() -> None:
+    faults: dict[int, dict[str, int]] = {2: {"clock_1": 50}, 5: {"peer_link_2": 60}, 7: {"dies_after_0": 20}}
+    smi = SmiReport("550", "12.4", tuple(SmiGpu(gpu(n).uuid, gpu(n).name, "", "", "", "") for n in range(3)))
+    printed = {number: _tested(3, **faults.get(number, {})) for number in (0, *faults)}
+    results = []
+    for number in range(8):
+        text = "\n".join(map(json.dumps, printed.get(number, printed[0]).values()))
+        found, measured = judge(parse_printed(text), Completed((), 0, text), smi)
+        ended = concluded(found, "3")
+        code = ExitCode(ended.exit_code)
+        results.append(HostResult(f"gpu{number}", code, ended.problems, versions=ended.versions, measured=measured,
+                                  health=tuple(found)))  # fmt: skip
+    ill = {one.host: one for one in compared(results, {}, ()) if one.health}
+    assert {host: {(x.rule, x.gpu) for x in one.health} for host, one in ill.items()} == {
+        "gpu2": {("accept-slow", "1")}, "gpu5": {("accept-slow", "2")}, "gpu7": {("accept-failed", "0")},
+    }  # fmt: skip
+    assert [found.what for found in ill["gpu5"].health] == ["slow link to GPU 0, 1"]
+    assert [one.exit_code for one in ill.values()] == [ExitCode.DEGRADED, ExitCode.DEGRADED, ExitCode.UNFIT]

@@ -1,43 +1,98 @@
-"""Slurm's own daemons run `gpuprov health --for slurm`: an unfit node is drained, and taken back once it is fit again.
+"""Slurm runs `gpuprov health --for slurm`: a node whose GPU is sick is drained, and taken back once it is fit.
 
-Debian's Slurm with two nodes, in namespaces of this machine (slurm.sh); the reports are the genuine nvidia-smi's.
+Debian's Slurm on two lab hosts, whose GPUs are simulated; nvidia-smi is the genuine one.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
 
-from tests.integration.test_simgpu import on_host
+from tests.lab.fixtures import Site
+from tests.lab.host import Host
+from tools import host_program
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.lab,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces and daemons"),
 ]
-_CLONE = Path(__file__).parents[2]
-_NAMESPACES = ("--mount", "--propagation", "private", "--uts", "--pid", "--ipc", "--fork", "--kill-child")
-_SMI = "mount -t tmpfs none /run; mkdir /run/simgpu; echo 1 > /run/simgpu/persistence-0; {}; $SMI -q -x"
+_NAMES = ("main", "twin")
+_CONF = """ClusterName=test
+SlurmctldHost=main
+SlurmUser=root
+SlurmdUser=root
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+StateSaveLocation=/var/spool/slurmctld
+SlurmdSpoolDir=/var/spool/slurmd
+HealthCheckProgram=/usr/local/sbin/gpuprov-health
+HealthCheckInterval=3
+HealthCheckNodeState=ANY
+ReturnToService=2
+NodeName=main NodeAddr={main}
+NodeName=twin NodeAddr={twin}
+PartitionName=all Nodes=ALL Default=YES
+"""
+_APT = "DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"
+_PACKAGES = "slurmctld slurmd slurm-client munge"
+_SECONDS = 200
 
 
-def test_slurm_drains_a_node_whose_gpu_is_unfit_and_takes_it_back(tmp_path: Path) -> None:
-    for name, state in (("well", "true"), ("ill", "echo 1 > /run/simgpu/remap-failed-0")):
-        (tmp_path / f"{name}.xml").write_text(on_host(1, _SMI.format(state)).stdout)
-    (tmp_path / "machine").mkdir()
-    script = (str(_CLONE / "tests/integration/slurm.sh"), str(tmp_path / "machine"), str(tmp_path))
-    argv = ("unshare", *_NAMESPACES, "bash", *script, str(_CLONE), sys.executable)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    sentence = "gpuprov health: GPU 0: broken memory rows could not be replaced [root@"
-    assert said["well"].split() == said["again"].split() == ["State=IDLE"]
-    assert said["ill"].split()[0] == "State=IDLE+DRAIN"
-    assert sentence in said["ill"]
-    assert "State=IDLE+DRAIN" in said["an administrator's"]
-    assert "Reason=a fan is to be replaced" in said["an administrator's"]
-    logged = [line for line in done.stdout.splitlines() if line.startswith("log: ")]
-    assert {line.split()[1] for line in logged} == {"drained", "resumed"}
+def _node(host: Host, addresses: dict[str, str], key: str) -> None:
+    """Install Slurm's daemons, with gpuprov as docs/health.md shows it."""
+    host.ssh(f"{_APT} update; {_APT} install -y --no-install-recommends {_PACKAGES} >/dev/null 2>&1", timeout=600)
+    host.ssh("systemctl stop slurmctld slurmd munge", check=False)
+    program, script = host.root / "usr/local/bin/gpuprov", host.root / "usr/local/sbin/gpuprov-health"
+    program.write_bytes(host_program.build())
+    script.write_text("#!/bin/sh\nexec /usr/local/bin/gpuprov health --for slurm >> /var/log/gpuprov-health 2>&1\n")
+    for path in (program, script):
+        path.chmod(0o755)
+    (host.root / "etc/slurm/slurm.conf").write_text(_CONF.format(**addresses))
+    with (host.root / "etc/hosts").open("a") as hosts:
+        hosts.write("".join(f"{address} {name}\n" for name, address in addresses.items()))
+    host.ssh(
+        f"hostname {host.name}; mkdir -p /var/spool/slurmctld /run/simgpu; echo {key} > /etc/munge/munge.key; "
+        "for n in 0 1; do echo 1 > /run/simgpu/persistence-$n; done; systemctl start munge"
+    )
+
+
+def _until(host: Host, **wanted: str) -> dict[str, str]:
+    """Wait until the nodes have these states; return what Slurm says of each."""
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        rows = host.ssh("sinfo --noheader --Node --format '%N|%T|%E'", check=False).stdout.splitlines()
+        found = {name: (state, reason) for name, state, reason in (row.split("|", 2) for row in rows)}
+        if {name: state for name, (state, _) in found.items()} == wanted:
+            return {name: reason for name, (_, reason) in found.items()}
+        assert time.monotonic() < deadline, f"{found}\n{host.ssh('cat /var/log/gpuprov-health', check=False).stdout}"
+        time.sleep(1)
+
+
+def test_slurm_drains_a_node_whose_gpu_is_sick_and_takes_it_back(site: Site) -> None:
+    hosts = {name: site.installed(name) for name in _NAMES}
+    addresses = {name: host.address for name, host in hosts.items()}
+    for host in hosts.values():
+        _node(host, addresses, "0123456789abcdef" * 8)
+    main, twin = hosts.values()
+    main.ssh("systemctl start slurmctld slurmd")
+    twin.ssh("systemctl start slurmd")
+    _until(main, main="idle", twin="idle")
+
+    twin.ssh("echo 1 > /run/simgpu/remap-failed-1")
+    said = _until(main, main="idle", twin="drained")
+    assert said["twin"] == "gpuprov health: GPU 1: broken memory rows could not be replaced"
+
+    twin.ssh("rm /run/simgpu/remap-failed-1")
+    _until(main, main="idle", twin="idle")
+
+    main.ssh("scontrol update nodename=main state=drain reason='a fan is to be replaced'")
+    main.ssh("/usr/local/sbin/gpuprov-health")
+    assert _until(main, main="drained", twin="idle")["main"] == "a fan is to be replaced"
+    logs = {name: host.ssh("cat /var/log/gpuprov-health").stdout.splitlines() for name, host in hosts.items()}
+    assert [line.split()[:2] for line in logs["twin"]] == [["drained", "twin:"], ["resumed", "twin:"]]
+    assert logs["main"] == []

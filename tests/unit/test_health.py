@@ -131,6 +131,13 @@ def test_unfit_comes_first() -> None:
     assert [one.verdict for one in judge(Readings((gpu,)))] == ["unfit", "degraded"]
 
 
+def test_a_verdict_of_the_driver_in_other_words_counts_unless_the_kernel_log_has_a_newer_one() -> None:
+    gpu = {**healthy(), "gpu_recovery_action": "GPU Reset"}
+    assert [one.rule for one in judge(Readings((gpu,)))] == ["recovery-reset"]
+    done = _XID.format("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
+    assert judge(Readings((gpu,), kernel_log=(done,))) == ()
+
+
 @pytest.mark.parametrize("number", [31, 43, 13, 9999])
 def test_an_xid_of_a_program_and_an_unknown_one_are_no_trouble(number: int) -> None:
     unknown = {**healthy(), "gpu_recovery_action": ""}

@@ -159,6 +159,25 @@ def test_run_ends_a_command_and_its_children_at_the_time_limit(monkeypatch: pyte
     assert [has_ended(pid) for pid in children] == [True]
 
 
+def test_run_does_not_wait_for_a_command_that_no_signal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As nvidia-smi on a GPU that hangs, in a call that the kernel does not let go.
+    clock = clock_of(monkeypatch, "gpuprov.core.commands")
+    pids: list[int] = []
+
+    def pass_time(line: str) -> None:
+        pids.append(int(line))
+        clock.ahead = 7200
+
+    monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(os, "killpg", lambda pid, number: None)
+        done = System().run(("sh", "-c", "echo $$; exec sleep 60"), timeout=3000, on_line=pass_time)
+    (pid,) = pids
+    assert (done.returncode, has_ended(pid)) == (TIMED_OUT, False)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
 def test_run_does_not_wait_for_a_daemon_that_holds_the_pipes() -> None:
     done = System().run(("sh", "-c", "sleep 3600 & echo $!"), timeout=300)
     assert done.returncode == 0
