@@ -47,7 +47,7 @@ _WATCHED = {
     "clock": (r"clocks/sm_clock", "MHz"), "temperature": (r"temperature/gpu_temp", "°C"),
     "power": (r"(?:gpu_)?power_readings/(?:instant_|average_)?power_draw", "W"),
 }  # fmt: skip
-_FIGURE = re.compile(r"\d+(?:\.\d+)?")
+_FIGURE = re.compile(r"\d{1,18}(?:\.\d+)?")
 _SPEEDS = ("to_device", "from_device", "within", "memory", "rate")
 PEER = "peer "
 

@@ -39,7 +39,7 @@ _ACTION, _USED, _WITHOUT_PROCESS = "gpu_recovery_action", "fb_memory_usage/used"
 # initialises the GPUs.
 _XID = re.compile(
     r"(?:<\d+>)?(?:\[[^\]]*\] *)*(?:(?:\S+ \S+ kernel: )?NVRM: (?:loading NVIDIA UNIX|"
-    r"Xid \(PCI:(?P<bus>[0-9a-f:]+)[^)]*\): (?P<number>\d+),? *(?P<text>.*))|"
+    r"Xid \(PCI:(?P<bus>[0-9a-f:]+)[^)]*\): (?P<number>\d{1,9}),? *(?P<text>.*))|"
     r"(?:\S+ \S+ )?gpuprov: gpu reset \(PCI:(?P<reset>[0-9a-f:]+)\))", re.IGNORECASE
 )  # fmt: skip
 # Xid 154 says each change of the recovery action.
@@ -48,7 +48,7 @@ _ACTION_XID, _NEW_ACTION = 154, re.compile(r"changed from .* to 0x\w+ \((?P<acti
 _NONFATAL = re.compile(r"\): 1(?:4[4-9]|50), \w+ Nonfatal ")
 # nvidia-smi has told everything, and warns of one GPU's infoROM.
 _CORRUPT_INFOROM, _REPORT = 14, re.compile(r"<\?xml.*</nvidia_smi_log>", re.DOTALL)
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER, _LONGEST_BUS_ID = re.compile(r"-?\d{1,18}"), 32
 _WIDTHS = ("max_link_width", "../max_link_width")
 
 
@@ -322,7 +322,7 @@ def _completed(
     system: System, kernel: Kernel, gpu: Mapping[str, str], answers: Mapping[str, GpuAnswer]
 ) -> Mapping[str, str]:
     """Return a GPU's readings with what nvidia-smi does not tell, or this release of it."""
-    bus_id = sysfs_bus_id(gpu.get("pci/pci_bus_id", ""))
+    bus_id = sysfs_bus_id(gpu.get("pci/pci_bus_id", "")[:_LONGEST_BUS_ID])
     extra = {f"sysfs/{name}": (system.read_text(f"/sys/bus/pci/devices/{bus_id}/{name}") or "").strip()
              for name in _WIDTHS}  # fmt: skip
     answer = answers.get(bus_id, GpuAnswer())

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,8 @@ def test_of_a_fleet_of_8_the_slow_gpu_and_the_flaky_links_are_named_and_nobody_e
         text = "\n".join(map(json.dumps, printed.get(number, printed[0]).values()))
         found, measured = judge(parse_printed(text), Completed((), 0, text), smi)
         ended = concluded(found, "3")
-        code = ExitCode(ended.exit_code)
-        results.append(HostResult(f"gpu{number}", code, ended.problems, versions=ended.versions, measured=measured,
-                                  health=tuple(found)))  # fmt: skip
+        result = HostResult(f"gpu{number}", ExitCode(ended.exit_code), health=tuple(found), measured=measured)
+        results.append(replace(result, problems=ended.problems, versions=ended.versions))
     ill = {one.host: one for one in compared(results, {}, ()) if one.health}
     assert {host: {(x.rule, x.gpu) for x in one.health} for host, one in ill.items()} == {
         "gpu2": {("accept-slow", "1")}, "gpu5": {("accept-slow", "2")}, "gpu7": {("accept-failed", "0")},

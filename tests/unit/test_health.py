@@ -328,6 +328,17 @@ def test_wsl_shows_no_processes(tmp_path: Path, version: str, findings: int) -> 
     assert len(examine(host, lambda event: None).problems) == findings
 
 
+def test_values_without_end_do_not_end_the_judgement(tmp_path: Path) -> None:
+    nines = "9" * 5000
+    host = HealthHost(tmp_path)
+    host.report = report_of(f"<pci><pci_bus_id>{nines}</pci_bus_id></pci><temperature><gpu_temp>{nines} C</gpu_temp>"
+                            "<gpu_temp_slow_threshold>87 C</gpu_temp_slow_threshold></temperature>", "")  # fmt: skip
+    host.journal = Completed((), 0, _XID.format(nines))
+    events: list[Event] = []
+    assert examine(host, events.append).exit_code == ExitCode.DEGRADED
+    assert [one.rule for one in events if isinstance(one, HealthFound)] == ["temperature"]
+
+
 def test_a_report_that_is_none_makes_the_host_unfit(tmp_path: Path) -> None:
     host = HealthHost(tmp_path)
     host.report = Completed(("nvidia-smi",), 0, "not a report")
