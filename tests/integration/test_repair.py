@@ -80,3 +80,24 @@ def test_a_gpu_is_reset_on_a_drained_host_which_gets_work_again_if_it_is_fit(
     assert done.returncode == 0, done.stdout
     assert calls.read_text() == "drain main\n" * (2 if lasting else 1) + "undrain main\n"
     assert gpuprov("health", "--hosts", inventory).returncode == 0
+
+
+def test_gpus_are_loaded_after_a_reboot_before_the_host_gets_work(
+    site: Site, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    script, calls = tmp_path / "scheduler", tmp_path / "calls"
+    script.write_text(f'#!/bin/sh\necho "$1" >> {calls}\n')
+    script.chmod(0o700)
+    # A boot clears the driver's wish; persistence mode is on in each.
+    lines = "".join(f"f+ /run/simgpu/persistence-{number} - - - - 1\n" for number in range(2))
+    (host.root / "etc/tmpfiles.d/simgpu.conf").write_text(f"d /run/simgpu\n{lines}")
+    host.ssh("echo 2 > /run/simgpu/recovery-action-1")
+    drains = ("--before-host", f"{script} drain", "--after-host", f"{script} undrain")
+    words = ("doctor", "--hosts", site.inventory("main"), "--fix", "--allow", "reboot", *drains)
+    done = gpuprov(*words, timeout=900)
+    assert "reboot (GPU 1: the driver asks for a reboot because of this GPU)" in done.stdout, done.stdout
+    assert done.stdout.index("waiting for the host") < done.stdout.index("these GPUs are simulated")
+    assert (done.returncode, calls.read_text()) == (0, "drain\nundrain\n"), done.stdout
+    record = json.loads(host.ssh("cat /var/lib/gpuprov/repairs/*1.json").stdout)
+    assert (record["action"], record["outcome"], record["after"]) == ("reboot", "ok", [])

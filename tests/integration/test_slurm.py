@@ -40,7 +40,8 @@ PartitionName=all Nodes=ALL Default=YES
 """
 _APT = "DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"
 _PACKAGES = "slurmctld slurmd slurm-client munge"
-_SECONDS = 200
+_SECONDS = 60
+_LOGS = "journalctl --no-pager -n 60 -u slurmctld -u slurmd; cat /var/log/gpuprov-health"
 
 
 def _node(host: Host, addresses: dict[str, str], key: str) -> None:
@@ -69,7 +70,7 @@ def _until(host: Host, **wanted: str) -> dict[str, str]:
         found = {name: (state, reason) for name, state, reason in (row.split("|", 2) for row in rows)}
         if {name: state for name, (state, _) in found.items()} == wanted:
             return {name: reason for name, (_, reason) in found.items()}
-        assert time.monotonic() < deadline, f"{found}\n{host.ssh('cat /var/log/gpuprov-health', check=False).stdout}"
+        assert time.monotonic() < deadline, f"{found}\n{host.ssh(_LOGS, check=False).stdout}"
         time.sleep(1)
 
 
