@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpuprov.machine.distros import ROWS, Distribution, KernelPackages, OwnDriver, own_driver
+from gpuprov.machine.machine import MACHINES, MachineKind
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/distributions.md"
 _LISTS = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
@@ -35,7 +36,19 @@ def _lists() -> str:
     for (running, following), names in _grouped({row: (_rules(row.kernel_headers), _next(row)) for row in ROWS}):
         lines += [f"- **{names}**: {running}.{following}"]
     lines += ["", "## The distribution's own driver (`gpuprov_driver: distribution`)", "", *_own_drivers()]
+    lines += ["", "## Machines that are something else", "", "`gpuprov/protocol/machines.json` names the sources.", ""]
+    lines += ["| machine | by | gpuprov | way |", "|---|---|---|---|", *map(_kind, MACHINES)]
     return "".join(f"{line}\n" for line in lines)
+
+
+_SERVED = {"yes": "installs", "preinstalled": "keeps its driver", "no": "refuses"}
+
+
+def _kind(row: MachineKind) -> str:
+    signs = [*(f"`ID={one}`" for one in row.os), *(f"`{one}`" for one in (*row.files, row.dmi, row.kernel) if one)]
+    signs += [f"container manager `{one}`" for one in row.container]
+    signs += [f"port {row.api_port}"] if row.api_port else []
+    return f"| {row.name} | {', '.join(signs)} | {_SERVED[row.served]} | {row.next_step} |"
 
 
 def _own_drivers() -> list[str]:

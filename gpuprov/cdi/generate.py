@@ -372,6 +372,8 @@ def _is_elsewhere(system: System, kind: str, path: str) -> bool:
 
 def specification_of(system: System, mode: str) -> Specification:
     """Return the specification of a mode. Raises GpuprovError if this host has no such device."""
+    if mode == "wsl":
+        return _wsl(system)
     kind, places, files = MODES[mode]
     nodes = tuple(_nodes(system, places))
     if not nodes:
@@ -404,3 +406,30 @@ def _by_number(name: str) -> tuple[str, int]:
     found = re.fullmatch(r"(.*?)(\d*)", name)
     assert found is not None
     return found[1], int(found[2] or -1)
+
+
+# Windows mounts its driver into WSL: in `lib` what programs load, in `drivers` the files that these load in turn.
+# Source: nvidia-container-toolkit, pkg/nvcdi/driver-wsl.go.
+WSL_DEVICE = "/dev/dxg"
+_WSL = "/usr/lib/wsl"
+_WSL_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
+
+
+def _wsl(system: System) -> Specification:
+    """Return the device `all` of WSL: its node, Windows' driver, and the libraries in folders that loaders search.
+
+    It has no hook, so an engine that reads CDI needs nothing of gpuprov's. Raises GpuprovError without a GPU.
+    """
+    status, folder = system.status(WSL_DEVICE), f"{_WSL}/lib"
+    names = sorted(system.list_directory(folder))
+    if status is None or status.kind != "char" or "libcuda.so.1" not in names:
+        lacks = f"{folder}/libcuda.so.1" if status is not None else WSL_DEVICE
+        step = "wsl --update; wsl --shutdown  # in Windows, with NVIDIA's driver for Windows installed there"
+        raise GpuprovError("Windows gives this WSL no GPU", f"there is no {lacks}", step)
+    loaders = (f"/usr/lib/{system.architecture()}-linux-gnu", "/usr/lib64")
+    mounts = [Mount(path, path, _WSL_OPTIONS) for path in (folder, f"{_WSL}/drivers")]
+    mounts += [Mount(f"{folder}/{name}", f"{place}/{name}") for name in names if ".so" in name for place in loaders]
+    mounts += [Mount(f"{folder}/{name}", f"/usr/bin/{name}") for name in names if name == "nvidia-smi"]
+    node = DeviceNode(WSL_DEVICE, major=status.major, minor=status.minor)
+    shared = Edits(env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=tuple(mounts))
+    return Specification((Device("all", Edits(device_nodes=(node,))),), shared, {})

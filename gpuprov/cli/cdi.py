@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management", "csv", "wsl")
-_NOT_HERE = {"csv": "Tegra", "wsl": "WSL"}
+_NOT_HERE = {"csv": "Tegra"}
 _STRATEGIES = ("index", "uuid", "type-index")
 _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
 
@@ -55,7 +55,7 @@ _GENERATE_OPTIONS = (
     click.option("--format", "form", type=click.Choice(["yaml", "json"], case_sensitive=False),
                  envvar=f"{_GENERATE}OUTPUT_FORMAT", help="Default: by the file's name, else yaml."),
     click.option("--mode", "--discovery-mode", type=click.Choice(_MODES, case_sensitive=False), default="auto",
-                 envvar=f"{_GENERATE}MODE", show_default=True, help="auto, nvml: GPUs; others: what goes with them."),
+                 envvar=f"{_GENERATE}MODE", show_default=True, help="auto, nvml, wsl: GPUs; others: more."),
     click.option("--driver-root", type=FOLDER, default="/", envvar="NVIDIA_CTK_DRIVER_ROOT", show_default=True,
                  help="The root of the driver's files."),
     click.option("--dev-root", type=FOLDER, default="", envvar="NVIDIA_CTK_DEV_ROOT",
@@ -154,11 +154,13 @@ def generated(
     from dataclasses import replace
 
     from gpuprov.cdi.discover import ask_nvml, discover
-    from gpuprov.cdi.generate import specification, specification_of
+    from gpuprov.cdi.generate import WSL_DEVICE, specification, specification_of
     from gpuprov.cdi.specification import with_root
     from gpuprov.core.system import System
 
     system = System(driver_root)
+    if mode == "auto" and system.exists(WSL_DEVICE):
+        mode = "wsl"
     if mode in ("auto", "nvml"):
         driver = discover(system, library_folders, configuration_folders)
         if not driver.library_version:

@@ -192,9 +192,11 @@ _FORMATS = ("shell", "json", "compose", "quadlet")
 @click.option("--capabilities", metavar="NAME,…", default="", help="Driver capabilities. Default: compute,utility.")
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="shell", show_default=True,
               help="shell: for $(…); compose: for `docker compose -f`; quadlet: for a .container file.")  # fmt: skip
+@click.option("--for", "guest", type=click.Choice(("incus", "lxc")),
+              help="In place of flags print an Incus (LXD) profile, or lines for LXC and Proxmox VE.")  # fmt: skip
 @click.option("--service", metavar="NAME", default="app", show_default=True, help="The service of --format compose.")
 @click.option("--verbose", "-v", is_flag=True, help="Say on standard error what flags can't give.")
-def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: bool) -> None:
+def docker_args(gpus: str, capabilities: str, form: str, guest: str | None, service: str, verbose: bool) -> None:
     """Print flags of `docker run` and `podman run` that give a container GPUs: devices, read-only mounts, environment.
 
     It needs the driver only. A runtime or CDI gives a container more: use this if you can set up neither.
@@ -205,20 +207,25 @@ def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: 
       podman run --rm $(gpuprov docker-args --gpus 0,1) IMAGE nvidia-smi
       gpuprov docker-args --format compose --service trainer > gpu.yaml
       docker compose -f compose.yaml -f gpu.yaml up
+      gpuprov docker-args --for incus > gpus.yaml
+      gpuprov docker-args --for lxc > gpus.conf
     """
     from gpuprov.boot.serve import NEVER, granted_flags
-    from gpuprov.engines.plain_flags import compose, quadlet, shell_words, words
+    from gpuprov.engines.plain_flags import compose, incus, lxc, quadlet, shell_words, words
 
     try:
         flags = granted_flags(gpus, capabilities)
         left_out = [*flags.left_out, *NEVER]
+        nodes = {one.source: Path(one.source).stat() for one in flags.devices}
         document = {"schema": 1, "args": words(flags), **asdict(flags), "left_out": left_out}
         text = {
             "shell": lambda: " ".join(shell_words(flags)) + "\n",
             "json": lambda: json.dumps(document) + "\n",
             "compose": lambda: compose(flags, service),
             "quadlet": lambda: quadlet(flags),
-        }[form]()
+            "incus": lambda: incus(flags, nodes),
+            "lxc": lambda: lxc(flags, nodes),
+        }[guest or form]()
     except ValueError as error:
         raise GpuprovError(
             str(error), "", "gpuprov docker-args --format json has it as data", exit_code=ExitCode.FAILED

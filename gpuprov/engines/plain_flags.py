@@ -7,7 +7,9 @@ folders that the loaders of Debian's and of Red Hat's images search without a ca
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +121,42 @@ def quadlet(flags: PlainFlags) -> str:
         *(f"GroupAdd={group}" for group in flags.groups),
     )
     return "\n".join(lines) + "\n"
+
+
+def incus(flags: PlainFlags, nodes: Mapping[str, os.stat_result]) -> str:
+    """Return a profile for `incus profile create NAME` (also LXD's): each node and each file is a device.
+
+    `nodes`: the status of each device node, whose mode and group the guest's node gets.
+    """
+    config = {f"environment.{name}": value for name, _, value in (one.partition("=") for one in flags.environment)}
+    devices: dict[str, dict[str, str]] = {
+        f"gpu{number}": {
+            "type": "unix-char", "source": one.source, "path": one.target,
+            "mode": f"{stat.S_IMODE(nodes[one.source].st_mode):04o}", "gid": str(nodes[one.source].st_gid),
+        }
+        for number, one in enumerate(flags.devices)
+    }  # fmt: skip
+    for number, one in enumerate(flags.mounts):
+        devices[f"file{number}"] = {"type": "disk", "source": one.source, "path": one.target, "readonly": "true"}
+    return json.dumps({"config": config, "description": "GPUs, by gpuprov", "devices": devices}, indent=1) + "\n"
+
+
+def lxc(flags: PlainFlags, nodes: Mapping[str, os.stat_result]) -> str:
+    """Return lines for a container's configuration (lxc.container.conf(5)); Proxmox VE reads them in ID.conf too.
+
+    `nodes`: the status of each device node.
+    """
+    numbers = {path: f"{os.major(one.st_rdev)}:{os.minor(one.st_rdev)}" for path, one in nodes.items()}
+    lines = [f"lxc.cgroup2.devices.allow = c {numbers[one.source]} {one.access}" for one in flags.devices]
+    lines += [_lxc_mount(one.source, one.target, "bind,create=file") for one in flags.devices]
+    lines += [_lxc_mount(one.source, one.target, "bind,ro,create=file") for one in flags.mounts]
+    lines += [f"lxc.environment = {entry}" for entry in flags.environment]
+    return "\n".join(lines) + "\n"
+
+
+def _lxc_mount(source: str, target: str, options: str) -> str:
+    escaped = [path.replace(" ", "\\040") for path in (source, target.lstrip("/"))]
+    return f"lxc.mount.entry = {' '.join(escaped)} none {options} 0 0"
 
 
 def _yaml(value: object) -> str:

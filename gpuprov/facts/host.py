@@ -28,7 +28,14 @@ from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, I
 from gpuprov.facts.leftovers import NVIDIA_DOCKER, Leftovers, gather_leftovers
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
-from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
+from gpuprov.machine.machine import (
+    Kernel,
+    OperatingSystem,
+    gather_displays,
+    gather_kernel,
+    gather_kinds,
+    gather_os,
+)
 from gpuprov.machine.pci import PciGpu, gather_gpus, own_ids
 from gpuprov.packages import retired
 from gpuprov.packages.interface import PackageFacts, PackageManager
@@ -97,7 +104,7 @@ class HostFacts:
     place of the driver's, if checked. `read_only`: places that an installation writes and that are mounted read-only →
     their mount. `pinned_out`: packages to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker
     1 and 2. `image`: the image that the disk becomes, if any. `watch`: the installed files of gpuprov_watch, for a run
-    that plans.
+    that plans. `kinds`: what special machine this is (machines.json) → what shows it.
     """
 
     os: OperatingSystem
@@ -141,6 +148,7 @@ class HostFacts:
     leftovers: Leftovers = field(default_factory=Leftovers)
     image: ImageFacts | None = None
     watch: WatchFacts = field(default_factory=WatchFacts)
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -181,10 +189,11 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     files = gather_files(system)
     interpreter = gather_interpreter(system, _deployed_python(files))
     docker = gather_docker(system)
+    kernel = gather_kernel(system)
     return HostFacts(
         os=os,
         architecture=system.architecture(),
-        kernel=gather_kernel(system),
+        kernel=kernel,
         initramfs=gather_initramfs(system),
         boot=gather_boot(system),
         reboot=gather_reboot(system),
@@ -211,6 +220,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),
+        kinds=gather_kinds(system, os, kernel),
         leftovers=gather_leftovers(system, packages, docker, manager_of(distribution_of(os))),
     )
 

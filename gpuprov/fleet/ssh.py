@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gpuprov.fleet import host_keys, remote
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
+from gpuprov.machine.machine import MACHINES
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _SILENCE_MILLISECONDS = 60_000
 _HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
 _PROXY_SECONDS = 2
+_API_SECONDS = 2
 # Firmware that checks two terabytes of memory takes its time.
 BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 2.0
@@ -233,12 +235,24 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         elif isinstance(error, TimeoutError):
             problem = _silence(place, "no answer", settings)
         elif isinstance(error, (OSError, EOFError)):
-            problem = Problem(f"{place} cannot be reached", _reasons(error), f"try: ssh -v {_ssh_words(hop)}")
+            problem = _without_ssh(hop) or Problem(
+                f"{place} cannot be reached", _reasons(error), f"try: ssh -v {_ssh_words(hop)}"
+            )
         else:
             raise
     else:
         return
     raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
+
+
+def _without_ssh(hop: Connection) -> Problem | None:
+    """Return what a machine without SSH probably is, by the port of its own API; None if it answers at none."""
+    for kind in MACHINES:
+        if kind.api_port and not hop.gateway:
+            with contextlib.suppress(OSError), socket.create_connection((hop.host, kind.api_port), _API_SECONDS):
+                seen = f"port {hop.port} is closed, port {kind.api_port} is open"
+                return Problem(f"{hop.host} is probably a host of {kind.name}: {kind.what}", seen, kind.next_step)
+    return None
 
 
 def _proxy_problem(hop: Connection, settings: SshSettings, error: Exception) -> Problem:

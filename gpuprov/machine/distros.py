@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from gpuprov.machine.machine import OperatingSystem
+from gpuprov.machine.machine import MACHINES, MachineKind, OperatingSystem
 from gpuprov.protocol.codec import load
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.tables import rows
@@ -132,13 +132,12 @@ class OwnDriver:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A system that gpuprov refuses, whatever parent it names; with a version, a release past its end of life."""
+    """A release past its end of life, whatever parent it names."""
 
     id: str
+    version: str
     what: str
     next_step: str
-    variant: str = ""
-    version: str = ""
 
 
 ROWS = rows("distributions", "distributions", Distribution)
@@ -212,7 +211,7 @@ def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, .
         variant = f" VARIANT_ID={os.variant}" if os.variant else ""
         return (Problem(f"{what}: {refused.what}", f"{seen}{variant}", refused.next_step),)
     # A release whose updates ended: this one, or its parent release.
-    major, old = os.version.partition(".")[0], {(one.id, one.version): one for one in _UNSUPPORTED if one.version}
+    major, old = os.version.partition(".")[0], {(one.id, one.version): one for one in _UNSUPPORTED}
     ended = next((old[one, major] for one in (os.id, *os.like) if (one, major) in old), None)
     if row is None and ended:
         return (Problem(f"{what}: {ended.what}", f"{seen} VERSION_ID={os.version}", ended.next_step),)
@@ -226,10 +225,9 @@ def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, .
     return ()
 
 
-def _refusal(os: OperatingSystem) -> Unsupported | None:
+def _refusal(os: OperatingSystem) -> MachineKind | None:
     """Return what this system is, if it must not be changed."""
-    found = (one for one in _UNSUPPORTED if not one.version and one.id == os.id and one.variant in ("", os.variant))
-    return next(found, None)
+    return next((one for one in MACHINES if one.served == "no" and one.has_system(os)), None)
 
 
 def supported_names() -> str:

@@ -1,14 +1,16 @@
-"""Facts about the machine: its operating system, its kernel, its displays."""
+"""Facts about the machine: its operating system, its kernel, its displays, and whether it is of a special kind."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import distro
 
 from gpuprov.core.system import System
+from gpuprov.protocol.tables import rows
 
 # UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
@@ -57,6 +59,50 @@ class Kernel:
         """Return what known problems depend on (protocol/known_problems.py); an image's kernel does not run."""
         size = 65536 if _LARGE_PAGES.search(self.release) else self.page_size
         return {"kernel": self.release, "machine": self.machine, "modules": self.loaded_modules, "page_size": size}
+
+
+@dataclass(frozen=True)
+class MachineKind:
+    """A kind of machine that is not a server with an ordinary distribution (machines.json), by any of its signs.
+
+    `os`: os-release's ID, or ID:VARIANT_ID. `files`: one of them exists. `dmi`: the product name, and `kernel`: a part
+    of /proc/version in lower case. `container`: container managers. `api_port`: it answers there in place of SSH.
+    `served`: whether gpuprov installs there; "preinstalled": only beside the driver that the machine has.
+    """
+
+    name: str
+    what: str
+    next_step: str
+    source: str
+    served: Literal["yes", "preinstalled", "no"] = "no"
+    os: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    dmi: str = ""
+    kernel: str = ""
+    container: tuple[str, ...] = ()
+    api_port: int = 0
+
+    def has_system(self, os: OperatingSystem) -> bool:
+        """Say whether os-release names this kind."""
+        return os.id in self.os or f"{os.id}:{os.variant}" in self.os
+
+
+MACHINES: tuple[MachineKind, ...] = rows("machines", "machines", MachineKind)
+
+
+def gather_kinds(system: System, os: OperatingSystem, kernel: Kernel) -> Mapping[str, str]:
+    """Return the kinds that a machine is of: name → what shows it."""
+    version = (system.read_text("/proc/version") or "").lower()
+    found = {}
+    for one in MACHINES:
+        seen = [path for path in one.files if system.exists(path)]
+        seen += [f"/etc/os-release: ID={os.id} VARIANT_ID={os.variant}"] if one.has_system(os) else []
+        seen += [f"DMI product name: {kernel.machine}"] if one.dmi and one.dmi == kernel.machine else []
+        seen += [f"kernel {kernel.release}"] if one.kernel and one.kernel in version else []
+        seen += [f"container manager: {kernel.container}"] if kernel.container in one.container else []
+        if seen:
+            found[one.name] = seen[0]
+    return found
 
 
 def gather_os(system: System) -> OperatingSystem:

@@ -16,6 +16,7 @@ from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
+from gpuprov.machine.machine import MACHINES, MachineKind
 from gpuprov.packages import sources
 from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
@@ -54,7 +55,7 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
     runtime = toolkit.runtime_path(spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
-        _machine_problems(facts)
+        _machine_problems(facts, spec)
         or (() if facts.gpus or facts.image is not None else (NO_GPU,))
         or _bundle_problems(context)
         or (
@@ -98,13 +99,21 @@ def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
     return with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=installs_cuda)
 
 
-def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.kernel.wsl:
-        next_step = "install the NVIDIA driver in Windows; WSL brings it in by itself"
-        return (
-            Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
-        )
-    return machine_problems(facts.os, facts.architecture)
+def _machine_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return why a machine of this kind is refused. What an image is built on does not count."""
+    refused = ("no",) if spec.driver == "preinstalled" else ("no", "preinstalled")
+    kinds = _kinds(facts, *refused) if facts.image is None else ()
+    found = tuple(Problem(one.what, facts.kinds[one.name], one.next_step) for one in kinds)
+    return found[:1] or machine_problems(facts.os, facts.architecture)
+
+
+def machine_notes(facts: HostFacts) -> tuple[str, ...]:
+    """Return a sentence for a special kind of machine that is served, and the way there."""
+    return tuple(f"{one.what}; {one.next_step}" for one in _kinds(facts, "yes"))
+
+
+def _kinds(facts: HostFacts, *served: str) -> tuple[MachineKind, ...]:
+    return tuple(one for one in MACHINES if one.name in facts.kinds and one.served in served)
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
@@ -171,11 +180,12 @@ def read_only_problems(facts: HostFacts, changes: Iterable[Change]) -> tuple[Pro
 
 def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
     """Return a problem for each place that is on a read-only file system."""
+    image = next((one.next_step for one in _kinds(facts, "preinstalled")), "")
     return tuple(
         Problem(
             f"{place} is on a file system that is mounted read-only",
             f"/proc/self/mountinfo: {facts.read_only[place]}",
-            f"mount -o remount,rw {facts.read_only[place].partition(' ')[0]}",
+            image or f"mount -o remount,rw {facts.read_only[place].partition(' ')[0]}",
         )
         for place in sorted(places)
     )

@@ -18,7 +18,7 @@ from gpuprov.machine.distros import derivative_note
 from gpuprov.packages.keys import InstallRpmKey
 from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
-from gpuprov.plan.preflight import NO_GPU, preflight, read_only_problems, security_warnings
+from gpuprov.plan.preflight import NO_GPU, machine_notes, preflight, read_only_problems, security_warnings
 from gpuprov.plan.upgrades import upgrades
 from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.events import Upgrade
@@ -163,6 +163,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         return Plan((), problems)
     notes = (
         derivative_note(facts.os),
+        *machine_notes(facts),
         context.driver.note(),
         kernel.dkms_note(context.driver),
         software.engine_note(facts, spec),

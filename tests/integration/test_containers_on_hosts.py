@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,8 +80,14 @@ def test_plain_flags_need_no_runtime(site: Site, host: Host, installed: bool) ->
     try:
         flags = host.ssh(f"{GPUPROV} docker-args").stdout.strip()
         one = host.ssh(f"{GPUPROV} docker-args --gpus 1 --capabilities utility").stdout.strip()
+        profile = json.loads(host.ssh(f"{GPUPROV} docker-args --for incus").stdout)["devices"].values()
+        lines = host.ssh(f"{GPUPROV} docker-args --for lxc").stdout.splitlines()
     finally:
         host.ssh("mv /etc/cdi.away /etc/cdi", check=False)
+    nodes = {device["path"] for device in profile if device["type"] == "unix-char"}
+    assert {"/dev/nvidia0", "/dev/nvidiactl"} <= nodes
+    assert "lxc.cgroup2.devices.allow = c 195:0 rw" in lines
+    assert any(" usr/bin/nvidia-smi none bind,ro,create=file 0 0" in line for line in lines)
     flags, one = f"--runtime=runc {flags}", f"--runtime=runc {one}"
     assert run(host, flags, _FINDS).strip() == str(HOSTS[host.name])
     assert run(host, flags, "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout

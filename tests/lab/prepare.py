@@ -44,7 +44,7 @@ def prepare(host: Host) -> None:
     if not request.docker:
         run(("chroot", str(root), "dpkg", "--purge", "docker.io", "containerd", "runc"), timeout=120)
     if request.gpus:
-        _simulated_gpu(root, request.gpus, request.driver_version)
+        simulated_gpu(root, request.gpus, request.driver_version)
     if not request.python:
         names = run(("chroot", str(root), "dpkg-query", "--show", "--showformat=${Package}\n", "*python3*")).split()
         run(("chroot", str(root), "dpkg", "--purge", "--force-all", *names))
@@ -92,7 +92,8 @@ def _login_user(host: Host) -> None:
     run(("chroot", root, "chown", "-R", f"{request.user}:", f"/home/{request.user}/.ssh"))
 
 
-def _simulated_gpu(root: Path, gpus: int, version: str) -> None:
+def simulated_gpu(root: Path, gpus: int, version: str) -> None:
+    """Give a root file system what a kernel with the loaded driver shows, and a unit that mounts it."""
     tree = root / _TREE.lstrip("/")
     simgpu.write_kernel_tree(tree, gpus, version)
     nodes = [_node_line(node.path, node.major, node.minor, node.mode) for node in simgpu.device_nodes(gpus)]

@@ -19,26 +19,34 @@ from pathlib import Path
 from tests.lab.shell import LabError, wait_for
 from tests.lab.vm_image import build_image
 
-_PROGRAM = "qemu-system-x86_64"
-
 
 class Vm:
     """A virtual machine; `directory` holds its console's log, its known_hosts, and its disk's changes."""
 
     boot_seconds = 180
+    program = "qemu-system-x86_64"
 
     def __init__(self, cache: Path, directory: Path, tell: Callable[[str], None] = lambda message: None) -> None:
-        self.image = build_image(cache, tell)
+        self.image = self.build(cache, tell)
         self.directory = directory
         self.port = _free_port()
         self.key = self.image / "key"
         self.known_hosts = directory / "known_hosts"
         self._process: subprocess.Popen[bytes] | None = None
 
+    @staticmethod
+    def build(cache: Path, tell: Callable[[str], None]) -> Path:
+        """Return the folder with the machine's disk and keys."""
+        return build_image(cache, tell)
+
+    def hardware(self) -> tuple[str, ...]:
+        """Return qemu's options for the board, the processor, and what it boots from."""
+        return ("-accel", "tcg", *vm_disk("disk", self.image / "disk", 1), *vm_disk("boot", self.image / "boot", 0))
+
     def start(self) -> None:
         """Boot from the pristine disk and wait for the end of the boot. Raises LabError if it does not come."""
-        if shutil.which(_PROGRAM) is None:
-            raise LabError(f"there is no program {_PROGRAM}; next: make setup")
+        if shutil.which(self.program) is None:
+            raise LabError(f"there is no program {self.program}; next: make setup")
         self.directory.mkdir(parents=True, exist_ok=True)
         kind, blob, _ = (self.image / "host_key.pub").read_text().split()
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {kind} {blob}\n")
@@ -46,9 +54,8 @@ class Vm:
         command = (
             "setpriv", "--pdeathsig", "KILL",
             # One processor: two that one thread each emulates spend a third of their time on waiting for each other.
-            _PROGRAM, "-accel", "tcg", "-m", "2048", "-smp", "1", "-display", "none",
+            self.program, *self.hardware(), "-m", "2048", "-smp", "1", "-display", "none",
             "-serial", f"file:{self.directory}/console.log", "-monitor", "none", "-nodefaults",
-            *_disk("disk", self.image / "disk", 1), *_disk("boot", self.image / "boot", 0),
             "-netdev", f"user,id=network,restrict=on,hostfwd=tcp:127.0.0.1:{self.port}-:22",
             "-device", "virtio-net-pci,netdev=network,romfile=",
             "-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random",
@@ -125,7 +132,8 @@ class Vm:
         return answer
 
 
-def _disk(name: str, path: Path, order: int) -> tuple[str, ...]:
+def vm_disk(name: str, path: Path, order: int) -> tuple[str, ...]:
+    """Return qemu's options for a disk whose changes end with the process."""
     drive = f"file={path},if=none,id={name},format=raw,cache=unsafe,snapshot=on"
     return ("-drive", drive, "-device", f"virtio-blk-pci,drive={name},bootindex={order}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,9 +97,45 @@ def test_where_nothing_of_the_kind_is_there_is_nothing_to_generate(tmp_path: Pat
     assert "there is no NVIDIA driver here" in str(error) or "this host has nothing for" in str(error)
 
 
-@pytest.mark.parametrize(("mode", "what"), [("csv", "Tegra"), ("wsl", "WSL")])
-def test_what_gpuprov_does_not_serve_is_said(mode: str, what: str) -> None:
-    assert f"is for {what}, which gpuprov does not serve" in str(error_of(run("cdi", "generate", "--mode", mode)))
+def test_what_gpuprov_does_not_serve_is_said() -> None:
+    assert "is for Tegra, which gpuprov does not serve" in str(error_of(run("cdi", "generate", "--mode", "csv")))
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> Path:
+    """The root of a WSL to which Windows gives a GPU: file names as in nvidia-container-toolkit's driver-wsl.go."""
+    for name in ("lib/libcuda.so.1", "lib/libdxcore.so", "lib/libnvidia-ml.so.1", "lib/nvidia-smi",
+                 "drivers/nvmii.inf_amd64_c5b5db3e12daa5e3/libcuda.so.1.1"):  # fmt: skip
+        place = tmp_path / "usr/lib/wsl" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(name)
+    (tmp_path / "dev").mkdir()
+    os.mknod(tmp_path / "dev/dxg", stat.S_IFCHR | 0o666, os.makedev(10, 125))
+    return tmp_path
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("mode", ["auto", "wsl"])
+def test_wsl_gets_the_driver_of_windows(windows: Path, mode: str) -> None:
+    found = yaml.safe_load(run("cdi", "generate", "--driver-root", windows, "--mode", mode).output)
+    (device,) = found["devices"]
+    (node,) = device["containerEdits"]["deviceNodes"]
+    assert (device["name"], node["path"], node["major"], node["minor"]) == ("all", "/dev/dxg", 10, 125)
+    mounts = {one["containerPath"]: one["hostPath"] for one in found["containerEdits"]["mounts"]}
+    source = f"{windows}/usr/lib/wsl"
+    assert mounts["/usr/lib/wsl/drivers"] == f"{source}/drivers"
+    places = (f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/lib64")
+    assert {mounts[f"{place}/libcuda.so.1"] for place in places} == {f"{source}/lib/libcuda.so.1"}
+    assert mounts["/usr/bin/nvidia-smi"] == f"{source}/lib/nvidia-smi"
+    assert "hooks" not in found["containerEdits"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("missing", ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"])
+def test_a_wsl_without_a_gpu_names_what_is_missing(windows: Path, missing: str) -> None:
+    (windows / missing).unlink()
+    error = str(error_of(run("cdi", "generate", "--driver-root", windows, "--mode", "wsl")))
+    assert "Windows gives this WSL no GPU" in error and f"/{missing}" in error and "wsl --update" in error
 
 
 def test_device_nodes_may_lie_elsewhere_than_the_driver(driver: Path) -> None:

@@ -168,7 +168,7 @@ def test_others(os: OperatingSystem, expected: tuple[str, str] | None) -> None:
     ("name", "reason", "next_step"),
     [
         ("cos", "brings its own drivers", "cos-extensions install gpu"),
-        ("sle-micro", "its /usr is read-only", "gpuprov_driver: preinstalled"),
+        ("sle-micro", "its /usr is read-only", "transactional-update"),
     ],
 )
 def test_a_system_that_must_not_be_changed_is_refused_with_the_reason(name: str, reason: str, next_step: str) -> None:

@@ -153,10 +153,6 @@ def test_an_unsupported_distribution_is_the_one_thing_said(facts: HostFacts) -> 
     assert "Arch Linux is not supported" in said(arch, spec())
 
 
-def test_wsl_is_refused(facts: HostFacts) -> None:
-    assert "belongs to Windows" in said(replace(facts, kernel=replace(facts.kernel, wsl=True)), spec())
-
-
 def test_a_kernel_without_modules_is_refused_before_any_download(metal: HostFacts) -> None:
     bad = replace(metal, kernel=replace(metal.kernel, takes_modules=False))
     assert "this kernel takes no modules" in said(bad, spec())

@@ -51,13 +51,13 @@ def test_a_row_with_an_unknown_key_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_row_has_everything_else_from_the_row_that_it_is_like(monkeypatch: pytest.MonkeyPatch) -> None:
     like = [
-        {"id": "a", "what": "one", "version": "2", "like": "a 1", "next_step": "go"},
-        {"id": "a", "what": "two", "version": "1", "variant": "x", "next_step": "stop"},
+        {"id": "a", "what": "one", "version": "2", "like": "a 1"},
+        {"id": "a", "what": "two", "version": "1", "next_step": "stop"},
     ]
     monkeypatch.setattr(tables, "packaged", lambda name: {"like": like})
     assert tables.rows("like", "like", Unsupported) == (
-        Unsupported("a", "one", "go", "x", "2"),
-        Unsupported("a", "two", "stop", "x", "1"),
+        Unsupported("a", "2", "one", "stop"),
+        Unsupported("a", "1", "two", "stop"),
     )
 
 

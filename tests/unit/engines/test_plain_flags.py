@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from gpuprov.engines.plain_flags import Device, Mount, PlainFlags, compose, plain_flags, quadlet, shell_words, words
+from gpuprov.engines.plain_flags import (
+    Device,
+    Mount,
+    PlainFlags,
+    compose,
+    incus,
+    lxc,
+    plain_flags,
+    quadlet,
+    shell_words,
+    words,
+)
 
 DEBIAN = "/usr/lib/x86_64-linux-gnu"
 EDITS: dict[str, Any] = {
@@ -90,6 +103,31 @@ def test_a_compose_file_is_yaml_and_expands_nothing() -> None:
         "group_add": ["44"],
     }
     assert compose(PlainFlags((), (), (), (), ()), "app") == 'services:\n  "app":\n'
+
+
+# A node that each machine has stands for a GPU's: 1:3, 0666.
+_GUEST = PlainFlags(
+    (Device("/dev/null", "/dev/nvidia0"),), (Mount("/h 1/libcuda.so", "/l/libcuda.so"),), ("A=b",), (), ()
+)
+
+
+def test_an_incus_profile_has_each_node_and_each_file_as_a_device() -> None:
+    status = Path("/dev/null").stat()
+    profile = json.loads(incus(_GUEST, {"/dev/null": status}))
+    assert profile["config"] == {"environment.A": "b"}
+    assert profile["devices"] == {
+        "gpu0": {"type": "unix-char", "source": "/dev/null", "path": "/dev/nvidia0", "mode": "0666", "gid": "0"},
+        "file0": {"type": "disk", "source": "/h 1/libcuda.so", "path": "/l/libcuda.so", "readonly": "true"},
+    }
+
+
+def test_lxc_gets_the_device_rule_the_mounts_and_the_environment() -> None:
+    assert lxc(_GUEST, {"/dev/null": Path("/dev/null").stat()}).splitlines() == [
+        "lxc.cgroup2.devices.allow = c 1:3 rwm",
+        "lxc.mount.entry = /dev/null dev/nvidia0 none bind,create=file 0 0",
+        "lxc.mount.entry = /h\\0401/libcuda.so l/libcuda.so none bind,ro,create=file 0 0",
+        "lxc.environment = A=b",
+    ]
 
 
 def test_a_quadlet() -> None:
