@@ -71,7 +71,11 @@ test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, t
 
 test-all: test test-rest  ## Everything (an hour on 2 cores).
 
-test-long: setup  ## What takes long and changes seldom, and new examples; by hand, not in CI.
+$(VENV)/.apt-long: tests/lab/packages-long.txt $(VENV)/.apt
+	tests/apt-install tests/lab/packages-long.txt
+	touch $@
+
+test-long: setup $(VENV)/.apt-long  ## What takes long and changes seldom, and new examples; by hand, not in CI.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-trixie
 	GPUPROV_RACE_SECONDS=120 $(PYTEST) -m 'long or property' --hypothesis-profile=new
 
