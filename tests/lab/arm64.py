@@ -24,8 +24,8 @@ _SIZE = "3G"
 _BUILD_SECONDS = 900
 _PACKAGES_FOLDER = "/var/lib/lab-packages"
 _SYSTEM = (
-    "?essential", "apt", "busybox-static", "crun", "dbus", "glx-diversions", "iproute2", "kmod", "linux-image-cloud-arm64",
-    "openssh-server", "podman", "procps", "python3", "runc", "systemd-sysv", "udev",
+    "?essential", "apt", "busybox-static", "crun", "dbus", "glx-diversions", "iproute2", "kmod",
+    "linux-image-cloud-arm64", "openssh-server", "podman", "procps", "python3", "runc", "systemd-sysv", "udev",
 )  # fmt: skip
 # What gpuprov's table of distributions names for Debian 12, without modules: their build takes half an hour here.
 DRIVER_PACKAGES = (
