@@ -14,7 +14,7 @@ from tests.deployed import PYTHON, bundle_below, deploy_below, program
 
 # Of this process alone: two test runs on one machine must not meet.
 NAME = f"gpuprov-test-{os.getpid()}"
-LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+LIBRARIES = f"/usr/lib/{os.uname().machine}-linux-gnu"
 # What a container says of itself: GPUs' nodes with what opening them gives, the driver's files, the variable.
 REPORT = """
 for node in /dev/nvidia*; do

@@ -69,10 +69,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def test_the_agent_gathers_what_this_machine_is(machine: Machine) -> None:
     done = gpuprov("facts", "--hosts", machine.inventory, "--json", timeout=1800)
     assert done.returncode == 0, done.stdout
-    facts = json.loads(done.stdout[done.stdout.index("{") :])
-    text = json.dumps(facts)
-    assert '"architecture": "aarch64"' in text and '"page_size": 4096' in text
-    assert text.count('"bus_id": "0000:1b:00.0"') >= 1
+    for name, value in (("architecture", '"aarch64"'), ("page_size", "4096"), ("device_id", '"2330"')):
+        assert re.search(rf'"{name}": ?{value}', done.stdout), done.stdout
 
 
 def test_without_the_drivers_libraries_nothing_is_planned(machine: Machine) -> None:
@@ -112,7 +110,7 @@ def test_a_container_gets_one_gpu(machine: Machine, way: str, low_level: str) ->
         # An engine that reads CDI itself; its runtime runs the hook of the specification.
         report = shlex.join(("/bin/busybox", "sh", "-c", _REPORT))
         command = (
-            f"podman --runtime {low_level} run --rm --network none --cgroups disabled --cap-add mknod "
+            f"podman --runtime {low_level} run --rm --network none --log-driver none --cap-add mknod "
             f"--device nvidia.com/gpu=0 --rootfs /root/bundle/rootfs {report}"
         )
     elif way == "runtime":

@@ -150,7 +150,7 @@ def _message(line: str) -> str:
 def test_an_image_in_which_usr_is_a_link_to_the_host_gets_nothing_there(bench: Bench, tmp_path: Path) -> None:
     """runc resolves mount targets inside the root; what the runtime itself does must not reach out either."""
     outside = tmp_path / "outside"
-    (outside / "lib/x86_64-linux-gnu").mkdir(parents=True)
+    (outside / LIBRARIES.removeprefix("/usr/")).mkdir(parents=True)
     shutil.rmtree(bench.root / "usr")
     (bench.root / "usr").symlink_to(outside)
     bench.configure("NVIDIA_VISIBLE_DEVICES=0")

@@ -206,7 +206,7 @@ def test_a_root_whose_folders_are_links_to_the_host_gets_nothing_there(
     bench: Bench, tmp_path: Path, place: str, target: str
 ) -> None:
     outside = tmp_path / "outside"
-    (outside / "lib/x86_64-linux-gnu").mkdir(parents=True)
+    (outside / LIBRARIES.removeprefix("/usr/")).mkdir(parents=True)
     shutil.rmtree(bench.root / place, ignore_errors=True)
     (bench.root / place).parent.mkdir(parents=True, exist_ok=True)
     (bench.root / place).symlink_to(target.format(outside=outside))
