@@ -39,7 +39,7 @@ WATCH = "watch"
 STOP = "stop"
 _CHUNK = 1 << 16
 # docker's client reserves a gigabyte of addresses.
-_ADDRESSES = 2 << 30
+ADDRESSES = 2 << 30
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]
 
@@ -51,7 +51,7 @@ def main() -> None:
 
         raise SystemExit(watch.main())
     try:
-        lift_memory_limit(_ADDRESSES)
+        lift_memory_limit(ADDRESSES)
         request = request_from_line(sys.stdin.readline())
         own = os.path.abspath(sys.argv[0])  # noqa: PTH100
         # The path stays valid for a run that a reboot interrupts: it then starts otherwise.

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO
+from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO, TypeVar
 
 from gpuprov.core import files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
@@ -25,6 +25,8 @@ from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
 
 if TYPE_CHECKING:
     import socket
+
+T = TypeVar("T")
 
 # Folders that runs and their programs write to; each may be a file system.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
@@ -106,7 +108,7 @@ class System:
 
     def status(self, path: str) -> files.FileStatus | None:
         """Return the status of `path`, or None if it does not exist."""
-        return files.status_of(self.path(path))
+        return self._seen(path, lambda: files.status_of(self.path(path)))
 
     def device_number(self, path: str) -> tuple[int, int] | None:
         """Return major and minor of the character device at `path`, links followed, None for another file.
@@ -122,22 +124,27 @@ class System:
 
     def exists(self, path: str) -> bool:
         """Say whether `path` exists, with links followed."""
-        return self.path(self.real_path(path)).exists()
+        return bool(self._seen(path, lambda: self.path(self.real_path(path)).exists()))
 
     def list_directory(self, path: str) -> tuple[str, ...]:
         """Return the sorted names in a directory, an empty list if it is missing, or a loop of links."""
         try:
-            return tuple(sorted(entry.name for entry in self.path(path).iterdir()))
+            return self._seen(path, lambda: tuple(sorted(entry.name for entry in self.path(path).iterdir()))) or ()
         except (FileNotFoundError, NotADirectoryError):
-            return ()
-        except PermissionError as error:
-            if isinstance(self._without(path, error), PermissionError):
-                raise
             return ()
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             return ()
+
+    def _seen(self, path: str, look: Callable[[], T]) -> T | None:
+        """Return what `look` finds, None for a refusal that counts as a missing file."""
+        try:
+            return look()
+        except PermissionError as error:
+            if isinstance(self._without(path, error), PermissionError):
+                raise
+            return None
 
     def _without(self, path: str, error: PermissionError) -> OSError:
         """Return the error as which a refusal counts."""

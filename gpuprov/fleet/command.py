@@ -14,7 +14,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuprov.agent.agent import ADDRESSES
 from gpuprov.agent.result import HostResult, HostSink
+from gpuprov.core.commands import lift_memory_limit
+from gpuprov.fleet import options as program
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.fleet.history import Run, drivers_by_gpus, moment, new_identifier, save
 from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read_inventory, site_words
@@ -197,8 +200,11 @@ def _require_local_call_to_make_sense(options: Options) -> None:
         raise UsageError(
             f"`gpuprov {options.command}` needs root on this machine",
             f"running as user id {os.geteuid()}",
-            f"run it with sudo: sudo gpuprov {options.command}; or name other hosts with --hosts INVENTORY",
-        )
+            f"run it with sudo: sudo gpuprov {options.command}"
+            + ("" if program.one_file else "; or name other hosts with --hosts INVENTORY"),
+        )  # fmt: skip
+    if options.command in _NEEDS_ROOT:
+        lift_memory_limit(ADDRESSES)
 
 
 def _completed(target: HostTarget, options: Options) -> HostTarget:

@@ -70,6 +70,17 @@ def test_a_low_limit_of_memory_is_named_before_anything_else(program: str, tmp_p
     assert "Traceback" not in said
 
 
+@pytest.mark.root
+def test_what_dockers_client_needs_is_required_on_this_machine_too() -> None:
+    """With less, Go prints its stack, and docker would seem not to answer."""
+    done = subprocess.run(
+        ("setpriv", "--bounding-set=-sys_resource", "prlimit", "--as=800000000", sys.executable, "-m", "gpuprov",
+         "verify"), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "gpuprov and its programs need 2097152 KiB of addresses\n  seen: ulimit -v: 781250" in done.stderr
+
+
 def test_the_limit_of_memory_is_lifted_if_possible() -> None:
     lift = "import resource; from gpuprov.core.commands import lift_memory_limit as lift; lift(1 << 30)"
     done = subprocess.run(

@@ -167,12 +167,21 @@ def test_facts_for_a_user_leave_out_what_only_root_may_read(tmp_path: Path, monk
             raise PermissionError(13, "Permission denied", str(place))
         return real(place)
 
+    real_status = files.status_of
+
+    def closed(place: Path) -> files.FileStatus | None:
+        if place.name == "driver-incomplete":  # in a folder of root's, on a host that gpuprov has installed
+            raise PermissionError(13, "Permission denied", str(place))
+        return real_status(place)
+
     monkeypatch.setattr(files, "open_regular", refused)
+    monkeypatch.setattr(files, "status_of", closed)
     monkeypatch.setattr(host, "user_id", lambda: 1000)
     events: list[Event] = []
     assert run_request(Request("facts"), events.append, host) == 0
     assert any(isinstance(event, FactsGathered) for event in events)
     (note,) = (event for event in events if isinstance(event, Note))
-    assert note == Note("left out, because only root may read it: /etc/docker/daemon.json", "warning")
+    left_out = "/etc/docker/daemon.json, /var/lib/gpuprov/driver-incomplete"
+    assert note == Note(f"left out, because only root may read it: {left_out}", "warning")
     monkeypatch.setattr(host, "user_id", lambda: 0)
     assert run_request(Request("facts"), events.append, host) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -241,6 +242,22 @@ def test_a_damaged_file_is_a_sentence(small: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith(f"{small} is damaged\n  seen: ")
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "place").iterdir()) == []
+
+
+# Where the kernel delivers it → the exit status: by the signal itself, or after the half-unpacked folder is removed.
+CTRL_C = {"os.geteuid": -signal.SIGINT, "zipfile.ZipFile.extractall": 130, "os.utime": -signal.SIGINT}
+
+
+@pytest.mark.parametrize("place", CTRL_C)
+def test_ctrl_c_while_it_unpacks_leaves_no_traceback_and_no_folder(small: Path, tmp_path: Path, place: str) -> None:
+    code = (
+        "import os, runpy, signal, sys, zipfile\n"
+        f"{place} = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"runpy.run_path({str(small)!r}, run_name='__main__')"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (CTRL_C[place], "", "")
+    assert not list((tmp_path / "place").glob(".*"))
 
 
 def move(small: Path, place: str) -> None:
