@@ -113,10 +113,11 @@ def _with(result: HostResult, found: tuple[HealthFound, ...]) -> HostResult:
 def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Sequence[GpuMeasured]]
           ) -> dict[str, list[HealthFound]]:  # fmt: skip
     """Return host → its outliers."""
-    values: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for gpu in (gpu for gpus in fleet.values() for gpu in gpus):
+    by_host: dict[tuple[str, str], dict[str, list[float]]] = collections.defaultdict(dict)
+    for host, gpu in ((host, gpu) for host, gpus in fleet.items() for gpu in gpus):
         for name, _, value in _figures(gpu):
-            values[gpu.model, name].append(value)
+            by_host[gpu.model, name].setdefault(host, []).append(value)
+    values = {name: list(_of_equal_weight(tuple(hosts.values()))) for name, hosts in by_host.items()}
     middles = {name: statistics.median(alike) for name, alike in values.items()}
     usual = {name: (middles[name], statistics.median(abs(one - middles[name]) for one in alike), len(alike))
              for name, alike in values.items()}  # fmt: skip
@@ -133,6 +134,12 @@ def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Seque
                     found[host].append(_finding(gpu, f"slower than its like: {exact}", seen))
         found[host] += _links(gpus, pairs)
     return found
+
+
+def _of_equal_weight(hosts: Sequence[list[float]]) -> Iterator[float]:
+    """Yield the values of hosts: no host has more than most have, or one that lies would decide what is usual."""
+    most = statistics.median_low(map(len, hosts))
+    return (value for values in hosts for value in values[:most])
 
 
 def _figures(gpu: GpuMeasured) -> Iterator[tuple[str, str, float]]:

@@ -70,6 +70,14 @@ def test_less_than_five_percent_is_no_outlier() -> None:
     assert found_in(accepted.compared(fleet({2: {"gpu1": 0.96}}), {}, ())) == []
 
 
+def test_a_host_that_lies_does_not_decide_what_is_usual() -> None:
+    """It claims to have ten times the GPUs of the others together, all of them fast."""
+    honest = fleet({})
+    claimed = tuple(replace(one, figures={"rate": 1e9, "to_device": 1e15}) for one in gpus(8) * 80)
+    liar = HostResult("gpu08", ExitCode.DONE, measured=claimed, versions={"gpus": "4"})
+    assert found_in(accepted.compared([liar, *honest], {}, ())) == []
+
+
 def kept_run(folder: Path, results: tuple[HostResult, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     run = Run("20261121T081500Z-7", "accept", "", 1.0, results)
