@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import shlex
@@ -23,6 +24,7 @@ _PASSWORD = re.compile(
     r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?![\[{])\S.*)""",
     re.IGNORECASE,
 )
+_FOR_URLS = str.maketrans("+/", "-_")  # base64url
 # A shorter one is hidden where it stands with its user only: as a word of its own it would hide ordinary text.
 _SHORTEST_ALONE = 6
 # Of a password that a person typed or an inventory names.
@@ -61,14 +63,22 @@ def secret_free(sink: Sink, values: Any, passwords: Iterable[str] = ()) -> Sink:
 def secret_forms(values: Any, passwords: Iterable[str] = ()) -> Forms:
     """Return pairs of what to hide and what to show: the logins of all URLs in `values`, and passwords in any text.
 
-    A password is found percent-encoded, in JSON, and in the base64 of any text that holds it, such as user:password.
+    A password is found percent-encoded, in JSON and HTML, and in the base64 of any text that holds it, such as
+    user:password.
     """
     found = [form for url in _strings(values) for form in _forms_in(url)]
     for word in passwords:
         if len(word) >= _SHORTEST_PASSWORD:
-            written = (word, quote(word, safe=""), quote_plus(word), json.dumps(word)[1:-1], shlex.quote(word))
-            found += [(form, _HIDDEN) for form in (*written, *_in_base64(word.encode()))]
+            found += [(form, _HIDDEN) for form in _written(word)]
     return tuple(dict.fromkeys(found))
+
+
+def _written(word: str) -> Iterator[str]:
+    """Yield a password in the forms in which programs write it."""
+    encoded = quote(word, safe="")
+    yield from (word, encoded, re.sub("%..", lambda one: one[0].lower(), encoded), quote_plus(word))
+    yield from (json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1], html.escape(word))
+    yield from (shlex.quote(word), *_in_base64(word.encode()))
 
 
 def _in_base64(word: bytes) -> Iterator[str]:
@@ -77,7 +87,7 @@ def _in_base64(word: bytes) -> Iterator[str]:
         encoded = base64.b64encode(bytes(before) + word).decode()
         form = encoded[first : (before + len(word)) // 3 * 4]
         if len(form) >= _SHORTEST_ALONE:
-            yield form
+            yield from (form, form.translate(_FOR_URLS))
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -96,14 +106,14 @@ def _forms_in(url: str) -> Forms:
         name, word = unquote(user), unquote(password)
         pairs = [(f"{user}:{password}", f"{user}:{_HIDDEN}"), (f"{name}:{word}", f"{user}:{_HIDDEN}")]
         sent = base64.b64encode(f"{name}:{word}".encode()).decode()
-        words = (sent, *(one for one in (password, word) if len(one) >= _SHORTEST_ALONE))
+        words = (sent, *((password, *_written(word)) if len(word) >= _SHORTEST_ALONE else ()))
         return (*pairs, *((one, _HIDDEN) for one in words))
     token = re.match(r"\w+://([^/@:]+):?@", url)
     if token is None:
         return ()
     sent = base64.b64encode(f"{unquote(token[1])}:".encode()).decode()
-    alone = ((token[1], _HIDDEN), (unquote(token[1]), _HIDDEN)) if len(token[1]) >= _SHORTEST_ALONE else ()
-    return ((f"//{token[1]}@", f"//{_HIDDEN}@"), (sent, _HIDDEN), *alone)
+    alone = (token[1], *_written(unquote(token[1]))) if len(token[1]) >= _SHORTEST_ALONE else ()
+    return ((f"//{token[1]}@", f"//{_HIDDEN}@"), *((one, _HIDDEN) for one in (sent, *alone)))
 
 
 def hidden(value: Any, forms: Forms) -> Any:

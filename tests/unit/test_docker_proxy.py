@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
+import shlex
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -245,6 +248,29 @@ def test_events_are_free_of_every_form_of_the_password() -> None:
     short(Note("u:on@proxy turned on"))
     assert told[-1] == Note("u:***@proxy turned on")
     assert masked("curl http://u:x@a/ https://v:y@b t://w@c") == "curl http://u:***@a/ https://v:***@b t://***@c"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda word: base64.b64encode(f"another:{word}".encode()).decode(), lambda word: json.dumps({"p": word}),
+        lambda word: json.dumps({"p": word}, ensure_ascii=False), html.escape,
+        lambda word: base64.urlsafe_b64encode(word.encode()).decode(), shlex.quote, quote_plus,
+        lambda word: quote(word, safe="").lower(),
+    ],
+    ids=["base64", "JSON, ASCII", "JSON", "HTML", "base64url", "shell", "form", "percent, lower"],
+)  # fmt: skip
+def test_a_login_is_hidden_in_the_forms_in_which_programs_write_it(written: Callable[[str], str]) -> None:
+    told: list[Event] = []
+    word = "Ä/\"~~~? & <pa'ss>"
+    text = written(word)
+    secret_free(told.append, f"http://robot:{quote(word, safe='')}@proxy:1")(Note(text))
+    (note,) = told
+    assert isinstance(note, Note) and "***" in note.message
+    # Of base64 the first and the last characters depend on what stands beside.
+    assert not {text[at : at + 12] for at in range(len(text) - 12)} & {
+        note.message[at : at + 12] for at in range(len(note.message) - 12)
+    }
 
 
 def test_events_are_free_of_every_login_of_a_specification() -> None:
