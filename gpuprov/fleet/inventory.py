@@ -123,9 +123,8 @@ def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:
         # ansible.cfg may ask for dictionaries to be merged.
         if values is None or any(isinstance(found.get(name), dict) for name in values):
             if options.one_file:
-                raise UsageError(
-                    "the extra variables cannot be read", f"-e {masked(word)}\n{_NOT_PLAIN}", EXTRA_VARS_HINT,
-                )  # fmt: skip
+                seen = f"-e {masked(word)}\n{_NOT_PLAIN}"
+                raise UsageError("the extra variables cannot be read", seen, _step_for(word))
             return {}, word
         found |= values
     return found, ""
@@ -253,10 +252,17 @@ def variables_of(extra_vars: Sequence[str]) -> Mapping[str, Any]:
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
-                raise UsageError(
-                    "Ansible cannot read the extra variables", explained(error), hint_for(str(error)) or EXTRA_VARS_HINT
-                ) from None
+                seen = explained(error)
+                step = hint_for(str(error)) or _step_for(seen)
+                raise UsageError("Ansible cannot read the extra variables", seen, step) from None
     return values
+
+
+def _step_for(text: str) -> str:
+    # Nobody typed -e for this machine's own file.
+    return (
+        f"correct {SITE_FILE}: YAML, with lines as gpuprov_engines: [podman]" if SITE_FILE in text else EXTRA_VARS_HINT
+    )
 
 
 def _load(

@@ -93,8 +93,9 @@ def _folder(file: Path) -> None:
             "cannot read the extra variables",
             "fewer lists",
         ),
+        (lambda file: file.write_text("gpuprov_packages: [a\n"), "cannot read the extra variables", "correct /"),
     ],
-    ids=["pipe", "folder", "binary", "deep"],
+    ids=["pipe", "folder", "binary", "deep", "broken"],
 )
 def test_a_file_without_variables_is_refused_by_options_too(
     file: Path, spoil: Callable[[Path], None], what: str, step: str
