@@ -11,10 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from gpuprov import __version__
 from gpuprov.protocol.errors import UsageError
@@ -30,25 +29,9 @@ one_file = False
 INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
 DRIVERS = ("runfile", "packages", "distribution", "preinstalled")
 
-if TYPE_CHECKING:
-    _Type = click.ParamType[str]
-else:  # click 8.1 has no parameters for it
-    _Type = click.ParamType
-
-
-class PathText(_Type):
-    """A path, taken as it is typed; shells complete it. `name`, file or dir, is what it is called too."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def shell_complete(
-        self, context: click.Context, parameter: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [CompletionItem(incomplete, type=self.name)]
-
-
-FILE, FOLDER = PathText("file"), PathText("dir")
+# Taken as they are typed; shells complete them.
+FILE, FOLDER = click.Path(readable=False), click.Path(file_okay=False, readable=False)
+FILE.name, FOLDER.name = "file", "dir"
 
 
 def text_option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:

@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from gpuprov.fleet.inventory import HostTarget
+from gpuprov.protocol.spec import HostSpec
+
 SSHD = "/usr/sbin/sshd"
 PASSWORD = "correct horse"
 _BOUND = ("etc/passwd", "etc/shadow", "etc/sudoers", "var/cache")
@@ -55,6 +60,14 @@ class Server:
         """The private key that every user of the server accepts."""
         return self.folder / "identity"
 
+    def target(self, folder: Path, user: str = "root") -> HostTarget:
+        """Return the server as a host to which this user logs in; `folder` gets its known_hosts."""
+        return HostTarget(
+            name="lab-a", spec=HostSpec(), address="127.0.0.1", port=self.port, user=user,
+            identity_file=str(self.identity), become_password=PASSWORD if user == "plain" else "",
+            ssh_options=(("UserKnownHostsFile", str(folder / "known_hosts")),), ssh_config_file="/dev/null",
+        )  # fmt: skip
+
     @property
     def host_key(self) -> str:
         """The server's public key, as known_hosts writes it."""
@@ -77,6 +90,12 @@ def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin") -> Iterator[Server]:
         Path(folder).chmod(0o755)
         with _serving(Path(folder), path) as server:
             yield server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request
-from gpuprov.protocol.spec import HostSpec
-from tests.integration.sshd import PASSWORD, Server, serving
+from tests.integration.sshd import Server
+from tests.integration.sshd import server as server
 from tests.integration.test_fleet import fake_agent
 
 pytestmark = pytest.mark.root
@@ -36,22 +36,12 @@ TELL = (
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
-
-
 @pytest.fixture(params=["root", "open", "plain"])
 def target(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> HostTarget:
     """Root; a user whose sudo asks for nothing; a user whose sudo asks for a password."""
     for path in (server.folder / "var/cache").glob("gpuprov/*"):
         path.unlink()
-    return HostTarget(
-        name="lab-a", spec=HostSpec(), address="127.0.0.1", port=server.port, user=request.param,
-        become_password=PASSWORD if request.param == "plain" else "", identity_file=str(server.identity),
-        ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts")),), ssh_config_file="/dev/null",
-    )  # fmt: skip
+    return server.target(tmp_path, request.param)
 
 
 @pytest.fixture

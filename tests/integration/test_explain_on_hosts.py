@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,12 @@ from gpuprov.cli.main import cli
 from gpuprov.engines.containers import decision_of
 from gpuprov.fleet import options
 from gpuprov.fleet.agent_run import RemoteSystem
-from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import record
-from tests.integration.sshd import PASSWORD, Server, serving
+from tests.integration.sshd import PASSWORD, Server
+from tests.integration.sshd import server as server
 
 pytestmark = pytest.mark.root
 ID = "4f5c" * 16
@@ -27,12 +25,6 @@ KEPT = {
     "way": "hook", "devices": ["0"], "capabilities": ["compute"], "requirements": "", "privileged": False,
     "legacy": False, "nodes": [], "files": [], "links": [], "decisions": [],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
 
 
 @pytest.fixture
@@ -47,11 +39,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("user", ["root", "open", "plain"])
 def test_a_decision_is_read_as_root_or_by_sudo(server: Server, kept: Path, tmp_path: Path, user: str) -> None:
-    target = HostTarget(
-        name="lab-a", spec=HostSpec(), address="127.0.0.1", port=server.port, user=user,
-        identity_file=str(server.identity), become_password=PASSWORD if user == "plain" else "",
-        ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts")),), ssh_config_file="/dev/null",
-    )  # fmt: skip
+    target = server.target(tmp_path, user)
     with connected(target, SshSettings(accept_new_host_keys=True)) as connection:
         system = RemoteSystem(connection, target)
         assert system.run(("id", "-u")).stdout == "0\n"

@@ -7,7 +7,6 @@ import hashlib
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Note, Started, from_line
 from gpuprov.protocol.request import Request
-from gpuprov.protocol.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
+from tests.integration.sshd import server as server
 from tests.pythons import VERSIONS
 from tools.zipapps import pack
 
@@ -35,19 +34,9 @@ REFUSING = SshSettings(connect_timeout=60)
 PATIENT = Options("install", accept_new_host_keys=True, connect_timeout=60)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
-
-
 @pytest.fixture
 def target(server: Server, tmp_path: Path) -> HostTarget:
-    return HostTarget(
-        name="lab-a", spec=HostSpec(), address="127.0.0.1", port=server.port, user="root",
-        identity_file=str(server.identity), ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts")),),
-        ssh_config_file="/dev/null",
-    )  # fmt: skip
+    return server.target(tmp_path)
 
 
 def fake_agent(body: str) -> Agent:

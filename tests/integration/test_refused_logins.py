@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,27 +13,17 @@ import yaml
 
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.spec import HostSpec
-from tests.integration.sshd import PASSWORD, Server, serving
+from tests.integration.sshd import PASSWORD, Server
+from tests.integration.sshd import server as server
 from tests.integration.test_ansible import run_ansible
 from tests.integration.test_fleet import ACCEPTING, failure
 
 pytestmark = pytest.mark.root
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as running:
-        yield running
-
-
 @pytest.fixture
 def target(server: Server, tmp_path: Path) -> HostTarget:
-    return HostTarget(
-        name="lab-a", spec=HostSpec(), address="127.0.0.1", port=server.port, user="open",
-        identity_file=str(server.identity), ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts")),),
-        ssh_config_file="/dev/null",
-    )  # fmt: skip
+    return server.target(tmp_path, "open")
 
 
 @dataclasses.dataclass(frozen=True)
