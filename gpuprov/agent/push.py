@@ -5,6 +5,7 @@ Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the play
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,32 +15,19 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.protocol.errors import Problem
 
-# The eight newest agents stay, and what killed commands left counts as one. Folders are unpacked agents. A host that
-# lacks a program for this, such as xargs, keeps all.
-_PRUNE = '{ ( cd "$d" && ls -1tAp | grep -E "^[.]?agent-.*[^/]$" | tail -n +9 | xargs rm -f ) 2>/dev/null || :; }'
-# $1: the digest. One line without single quotes, backslashes or exclamation marks: the login shell may be csh or fish.
-STORE = (
-    'umask 077; set -e; d="$HOME/.cache/gpuprov"; '
-    'test -d "$HOME" || { echo there is no home directory "$HOME" >&2; exit 1; }; '
-    'mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
-    'cat > "$t" || { rm -f "$t"; exit 1; }; '
-    'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
-    'mv -f "$t" "$d/agent-$1.pyz"; ' + _PRUNE
-)
-# Root takes the agent from the login user's home into its own, and runs only its own copy: a process of that user can
-# replace a file in the home at any time, also by a FIFO, which would block an open, or by a link to a device.
-# $1: the digest, $2: the Python, $3: the user's copy; more goes to the agent.
-_RUN = (
-    # Another user than root risks nothing: the agent itself says that the command must run as root.
-    '[ "$(id -u)" = 0 ] || { p=$2; f=$3; shift 3; exec "$p" -I "$f" "$@"; }; '
-    'umask 077; d=~root/.cache/gpuprov; f="$d/agent-$1.pyz"; t="$d/.agent-$$"; '
-    'same() { test "$(sha256sum < "$1" | cut -c1-64)" = "$2"; }; '
-    '{ test -f "$f" && same "$f" "$1"; } || { mkdir -p ~root/.cache && mkdir -p -m 0700 "$d" && '
-    'timeout 60 dd if="$3" iflag=nofollow,nonblock bs=1048576 count=100 2>/dev/null > "$t" && '
-    'same "$t" "$1" && mv -f "$t" "$f" && ' + _PRUNE + "; } || "
-    '{ rm -f "$t"; echo "the stored agent is not the one that was sent" >&2; exit 126; }; '
-    'p=$2; shift 3; exec "$p" -I "$f" "$@"'
-)
+
+def _script(name: str, **words: str) -> str:
+    """Return a script of this folder as one line: the login shell that gets it quoted may be csh or fish.
+
+    So it has no single quotes, backslashes or exclamation marks. `words`: what stands for the words of these names.
+    """
+    text = (pkgutil.get_data("gpuprov.agent", f"{name}.sh") or b"").decode()
+    line = " ".join(one for one in text.splitlines() if not one.startswith("#"))
+    return re.sub("[A-Z]{4,}", lambda word: words.get(word[0], word[0]), line)
+
+
+_PRUNE = _script("prune")
+STORE, _RUN = _script("store", PRUNE=_PRUNE), _script("run", PRUNE=_PRUNE)
 
 
 def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
@@ -106,25 +94,10 @@ def ending(done: Completed, output: list[str] | None = None, *, ended: str = "")
 
 _SIZE = re.compile(r"[0-9]{1,15}")
 
-# All as root. $1: the bundle's name, $2: its size in bytes.
-# Prints how many bytes are stored; a file that is too long counts as none.
-ASK_BUNDLE = (
-    f'f="{CACHE_DIRECTORY}/$1"; for p in "$f" "$f.part"; do '
-    'if test -f "$p"; then n="$(stat -c %s "$p")"; '
-    'if test "$n" -le "$2"; then if test "$p" = "$f"; then echo "whole $n"; else echo "part $n"; fi; exit 0; fi; '
-    'rm -f "$p"; fi; done; echo "part 0"'
-)
-# Removes bundles of other digests: they are large, and none is in use while a new one is uploaded.
-_KEEP = (
-    'n="$(stat -c %s "$f.part")"; test "$n" = "$2" || { echo "$n of $2 bytes arrived" >&2; exit 1; }; '
-    'mv -f "$f.part" "$f"; '
-    'find "$d" -maxdepth 1 -type f -name "bundle-*.tar*" -not -name "$1" -exec rm -f {} +'
-)
-_BEGIN = f'umask 077; set -e; d={CACHE_DIRECTORY}; mkdir -p "$d"; f="$d/$1"; '
-# The missing bytes come on standard input.
-STORE_BUNDLE = f'{_BEGIN}cat >> "$f.part"; {_KEEP}'
-# $3: the file on the host to copy, whole.
-TAKE_BUNDLE = f'{_BEGIN}cat "$3" > "$f.part"; {_KEEP}'
+ASK_BUNDLE = _script("ask_bundle", CACHE=CACHE_DIRECTORY)
+# The missing bytes come on standard input; or $3 is the file on the host to copy, whole.
+STORE_BUNDLE = _script("store_bundle", CACHE=CACHE_DIRECTORY, TAKE='cat >> "$f.part"')
+TAKE_BUNDLE = _script("store_bundle", CACHE=CACHE_DIRECTORY, TAKE='cat "$3" > "$f.part"')
 
 
 @dataclass(frozen=True)

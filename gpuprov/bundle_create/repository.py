@@ -10,6 +10,7 @@ complete: nothing else can be signed with it.
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -146,20 +147,10 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     # apt would use a `file:` source in place instead of copying its packages.
     lines = [re.sub(r"\sfile:", " copy:", line) for line in sources]
     system.write(f"{root}/sources.list", "".join(f"{line}\n" for line in lines).encode())
-    settings = {
-        "Dir::State": root, "Dir::State::lists": f"{root}/lists", "Dir::State::status": f"{root}/status",
-        "Dir::Cache": root, "Dir::Cache::archives": f"{root}/archives",
-        "Dir::Etc::sourcelist": f"{root}/sources.list", "Dir::Etc::sourceparts": f"{root}/none",
-        "Dir::Etc::main": f"{root}/none/main", "Dir::Etc::parts": f"{root}/none",
-        "Dir::Etc::trusted": f"{root}/none/trusted", "Dir::Etc::trustedparts": f"{root}/none",
-        "Dir::Etc::preferences": f"{root}/none/preferences", "Dir::Etc::preferencesparts": f"{root}/none",
-        "APT::Architecture": recipe.debian_architecture,
-        "APT::Sandbox::User": "root", "Acquire::Languages": "none", "Dpkg::Use-Pty": "0",
-    }  # fmt: skip
-    lines = [f'{name} "{value}";' for name, value in settings.items()]
-    lines.append(f'APT::Architectures {{ "{recipe.debian_architecture}"; }};')
-    lines += [match[0] for match in _PASSED.finditer(system.run(("apt-config", "dump")).stdout)]
-    system.write(f"{root}/apt.conf", "".join(f"{line}\n" for line in lines).encode())
+    text = (pkgutil.get_data("gpuprov.bundle_create", "apt.conf.template") or b"").decode()
+    passed = "".join(f"{found[0]}\n" for found in _PASSED.finditer(system.run(("apt-config", "dump")).stdout))
+    text = text.format(root=root, architecture=recipe.debian_architecture)
+    system.write(f"{root}/apt.conf", (text + passed).encode())
     return {"APT_CONFIG": f"{root}/apt.conf", **system.proxy.environment}
 
 
