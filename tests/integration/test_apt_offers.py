@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather_files
 from gpuprov.packages import managers
 from gpuprov.packages.apt import APT
 from gpuprov.packages.apt_changes import RefreshPackageIndex
-from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.apt_host import plan_repositories
 from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.integration.loopback import LOGIN_IN_URL, LoginHandler, served
+from tests.unit.ask import ask
 
 pytestmark = [pytest.mark.slow, *NEEDS]
 _KERNEL = "6.1.0-99-amd64"
@@ -130,10 +129,8 @@ def test_a_dry_run_tells_of_broken_sources_beside_what_else_is_wrong(
     host.write("/etc/apt/sources.list.d/broken.list", line)
     own = spec_to_json(server.spec)["repositories"]
     values = {"driver": "preinstalled", "repositories": own, "packages": ["tool"]}
-    before, events = state(host), list[Event]()
-    run_request(Request("install", spec_to_json(parse_spec(values)), check=True), events.append, host)
-    finished = events[-1]
-    assert isinstance(finished, Finished)
+    before = state(host)
+    finished, _ = ask(host, Request("install", spec_to_json(parse_spec(values)), check=True))
     assert any("there is no NVIDIA GPU" in one.what for one in finished.problems)
     (said,) = (one for one in finished.problems if BROKEN[line] in one.what)
     assert "broken.list" in said.evidence or "127.0.0.9:9" in said.evidence
@@ -154,11 +151,8 @@ def test_a_run_tells_that_nobody_has_the_kernels_headers(
         (gpu / name).write_text(f"{value}\n")
     own = spec_to_json(server.spec)["repositories"]
     spec = parse_spec({"driver_version": "550.163.01", "kernel_modules": "build", "repositories": own})
-    events: list[Event] = []
     before = state(host)
-    run_request(Request("install", spec_to_json(spec), check=True), events.append, host)
-    finished = events[-1]
-    assert isinstance(finished, Finished)
+    finished, _ = ask(host, Request("install", spec_to_json(spec), check=True))
     said = [one for one in finished.problems if "headers" in one.what]
     assert bool(said) is not somebody_has_them
     assert state(host) == before

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from gpuprov import verify
-from gpuprov.agent.run import run_request
 from gpuprov.checks.outcome import Failed
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
@@ -26,10 +25,11 @@ from gpuprov.packages.managers import manager_of
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.events import ChangeDone, Event, Finished
+from gpuprov.protocol.events import ChangeDone
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost, write_runfile
 from tests.unit.test_packages import held_by_another
 
@@ -306,11 +306,8 @@ def test_a_run_that_installs_it_waits_for_the_package_manager_before_its_first_c
     """The step is "driver", not "packages": what counts is what the changes do."""
     wanted = spec_to_json(spec(driver_url="/driver.run", lock_timeout=0))
     write_runfile(host.root / "driver.run")
-    events: list[Event] = []
     with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
-        run_request(Request("install", wanted, steps=("driver",)), events.append, host)
-    finished = events[-1]
-    assert isinstance(finished, Finished)
+        finished, events = ask(host, Request("install", wanted, steps=("driver",)))
     assert [one.what for one in finished.problems] == ["another program holds the package manager's lock"]
     assert not any(isinstance(one, ChangeDone) for one in events)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpuprov import toolkit
-from gpuprov.agent.run import run_request
 from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import SetMode, file_diff, text_diff
 from gpuprov.core.journal import new_journal
@@ -22,11 +21,12 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import CHANGE_KINDS, make_plan
-from gpuprov.protocol.events import CheckDone, Event, Finished, PlannedChange
+from gpuprov.protocol.events import CheckDone, Event, PlannedChange
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.verify import verify
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 from tests.unit.test_lock import Below, hold
 
@@ -195,9 +195,8 @@ def test_the_diff_of_a_specification_is_what_is_written_mode_included(host: Doct
 def test_check_shows_a_mode_and_changes_nothing(host: DoctorHost) -> None:
     (host.root / "etc/cdi/nvidia.json").chmod(0o600)
     before = host.state()
-    seen: list[Event] = []
-    run_request(Request("install", spec_to_json(SPEC), check=True, diff=True), seen.append, host)
-    assert isinstance(seen[-1], Finished) and seen[-1].changed == 1
+    ended, seen = ask(host, Request("install", spec_to_json(SPEC), check=True, diff=True))
+    assert ended.changed == 1
     diffs = [
         change.diff for event in seen for change in getattr(event, "changes", ()) if isinstance(change, PlannedChange)
     ]
@@ -222,12 +221,10 @@ def test_a_run_that_is_alive_is_seen_by_its_lock(host: DoctorHost) -> None:
         first, *others = causes(replace(examine(host, SPEC), runs_now=runs_now(below)))
         assert (first.rule.name, first.finding.confidence) == ("run-alive", "certain")
         assert others and {one.finding.confidence for one in others} == {"possible"}
-        events: list[Event] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("gpuprov.agent.run.other_run", lambda system: other_run(below))
-            run_request(Request("verify", spec_to_json(SPEC)), events.append, host)
-        finished = events[-1]
-        assert isinstance(finished, Finished) and finished.exit_code == 1
+            finished, _ = ask(host, Request("verify", spec_to_json(SPEC)))
+        assert finished.exit_code == 1
         assert finished.problems[0].what.startswith("a run is working on this host")
         assert f"pid {process.pid}: gpuprov install, since 12:00, step 4 of 10" in finished.problems[0].evidence
     finally:

@@ -28,6 +28,7 @@ from gpuprov.protocol.events import ChangeDone, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost, write_runfile
 
 pytestmark = pytest.mark.root
@@ -294,9 +295,8 @@ def test_a_new_host_gets_the_driver_of_hosts_with_the_same_gpus(
         assert "as other hosts with these GPUs have, supports L4 and H100, no known" in str(found)
         assert found.is_new and "580.190.01" in found.newer
         assert choose(host, SPEC, others, upgrade=True).version == "580.190.01"
-        events: list[Any] = []
         tables = released("580.190.01")
-        run_request(Request("install", check=True, tables=tables, fleet_drivers=others), events.append, host)
+        _, events = ask(host, Request("install", check=True, tables=tables, fleet_drivers=others))
         notes = [one.message for one in events if isinstance(one, Note)]
         assert [one for one in notes if one.startswith(f"driver {NEWEST} is not the newest; `gpuprov install --up")]
 
@@ -442,7 +442,6 @@ def test_the_source_that_works_here_is_proposed(
 
 @pytest.mark.parametrize("metal", [True, False])
 def test_without_a_gpu_an_installation_says_that_alone(tmp_path: Path, *, metal: bool) -> None:
-    events: list[Any] = []
-    assert run_request(Request("install"), events.append, FakeHost(tmp_path, 0, metal=metal)) == 1
-    assert [one.what for one in events[-1].problems] == ["there is no NVIDIA GPU in this machine"]
+    ended, events = ask(FakeHost(tmp_path, 0, metal=metal), Request("install"))
+    assert [one.what for one in ended.problems] == ["there is no NVIDIA GPU in this machine"]
     assert not [one for one in events if isinstance(one, Note) and one.level != "debug" and "driver" in one.message]

@@ -58,12 +58,10 @@ class Site:
         url = url or f"{self.url}/{version}.run"
         digest = self.host.sha256(url) if url.startswith("/") else _sha256(self.folder / f"{version}.run")
         values = {"driver_version": version, "driver_url": url, "driver_sha256": digest, "keep_driver": keep}
-        spec, events = parse_spec({**values, "driver_mirror": f"{self.url}/mirror"}), list[Event]()
+        spec = parse_spec({**values, "driver_mirror": f"{self.url}/mirror"})
         sent = {tables.RELEASES: self.releases} if self.releases else {}
-        code = run_request(Request(command, spec_to_json(spec), check=check, tables=sent), events.append, self.host)
-        ended = events[-1]
-        assert isinstance(ended, Finished)
-        assert code == ExitCode.DONE, ended.problems
+        ended, events = ask(self.host, Request(command, spec_to_json(spec), check=check, tables=sent))
+        assert ended.exit_code == ExitCode.DONE, ended.problems
         return "\n".join(event.message for event in events if isinstance(event, Note))
 
     def outside(self, version: str) -> None:
@@ -383,10 +381,8 @@ def test_a_rollback_that_nobody_watches_removes_no_driver_for_nothing(site: Site
     url = by_hand(site)
     site.call("install")
     (site.folder / url[len(site.url) + 1 :]).unlink()
-    whole, events = site.host.tree(), list[Event]()
-    run_request(Request("rollback", arguments={"this_run": True}), events.append, site.host)
-    ended = events[-1]
-    assert isinstance(ended, Finished)
+    whole = site.host.tree()
+    ended, _ = ask(site.host, Request("rollback", arguments={"this_run": True}))
     assert [one.what for one in ended.problems] == [f"{url} can't be had"]
     assert {path: text for path, text in site.host.tree().items() if KEPT not in path} == whole
 

@@ -29,6 +29,7 @@ from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, SiteRepository, spec_to_json
 from tests import simgpu
 from tests.bundles import DRIVER, FILES, KEY, MANIFEST, bundle_bytes, listed, write_test_bundle
+from tests.unit.ask import ask
 from tests.unit.fake_host import BUILD_PACKAGES, RELEASE, FakeHost
 from tests.unit.test_reboot import RebootingHost
 
@@ -90,11 +91,8 @@ def run(host: FakeHost, spec: HostSpec = SPEC, **options: Any) -> Finished:
 def events(
     host: FakeHost, spec: HostSpec = SPEC, *, check: bool = False, digest: str = "", bundle: str = BUNDLE
 ) -> tuple[list[Event], Finished]:
-    found: list[Event] = []
-    request = Request("install", spec_to_json(spec), check=check, bundle=bundle, bundle_digest=digest)
-    run_request(request, found.append, host)
-    assert isinstance(found[-1], Finished)
-    return found, found[-1]
+    ended, found = ask(host, Request("install", spec_to_json(spec), check=check, bundle=bundle, bundle_digest=digest))
+    return found, ended
 
 
 def problem(finished: Finished) -> str:
@@ -434,16 +432,15 @@ def test_a_run_uses_its_bundle_after_a_reboot(tmp_path: Path) -> None:
     manifest, files = with_image()
     write_test_bundle(host.path(BUNDLE), holding("libtirpc3", manifest=manifest), files)
     spec = HostSpec(driver="preinstalled", packages=("site-gpu-tools",), reboot="if-needed")
-    events: list[Event] = []
-    run_request(Request("install", spec_to_json(spec), bundle=BUNDLE), events.append, host)
-    assert isinstance(events[-1], Finished)
-    assert events[-1].left_boot == "boot-1", events[-1].problems
+    ended, _ = ask(host, Request("install", spec_to_json(spec), bundle=BUNDLE))
+    assert ended.left_boot == "boot-1", ended.problems
     assert host.installed["site-gpu-tools"] == "1.0"
     assert not host.images
     assert not host.exists(FOLDER)
     request = request_from_line(host.read_text("/var/lib/gpuprov/resume.json") or "")
     host.boot("nvidia")
-    assert run_request(request, events.append, host) == ExitCode.DONE, events[-1]
+    ended, _ = ask(host, request)
+    assert ended.exit_code == ExitCode.DONE, ended
     assert host.images
     assert not host.exists(FOLDER)
     assert all(ONLY_SOURCE in command for command in calls(host))

@@ -18,6 +18,7 @@ from gpuprov.core.system import System
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
+from tests.unit.ask import ask
 from tests.unit.checks.test_cuda_libraries import DRIVER, Image, healthy
 
 
@@ -37,10 +38,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
 def asked(**variables: str) -> list[Event]:
     """Return the events of the agent, to which the request came as a line."""
     arguments = {"subject": "app", "variables": variables}
-    events: list[Event] = []
-    code = run_request(request_from_line(dump(Request("cuda", arguments=arguments))), events.append)
-    assert isinstance(events[-1], Finished) and events[-1].exit_code == code
-    return events
+    return ask(None, request_from_line(dump(Request("cuda", arguments=arguments))))[1]
 
 
 def test_a_healthy_image(image: Image) -> None:
@@ -85,10 +83,8 @@ def test_an_image_without_a_library_says_so(image: Image, tmp_path: Path, monkey
 
 def test_an_image_that_nobody_has_is_a_wrong_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(System, "which", lambda system, program: None)
-    events: list[Event] = []
-    assert run_request(Request("cuda", arguments={"subject": "app"}), events.append) == 2
-    assert isinstance(events[-1], Finished)
-    assert events[-1].problems[0].what == "there is no container or image app on this host"
+    ended, _ = ask(None, Request("cuda", arguments={"subject": "app"}))
+    assert (ended.exit_code, ended.problems[0].what) == (2, "there is no container or image app on this host")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"variables": 7, "program": "/usr/bin/python3"}, {"subject": None}])

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.agent.run import run_request
 from gpuprov.core.commands import Completed
 from gpuprov.doctor.examine import Cause, diagnose
 from gpuprov.doctor.gather import gather
@@ -16,6 +15,7 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
 SPEC = HostSpec(driver="preinstalled", docker="preinstalled")
@@ -48,9 +48,8 @@ class DoctorHost(FakeHost):
 def healthy(root: Path) -> DoctorHost:
     """Return a host on which gpuprov's own installation has just ended well."""
     host = healthy_tree(root)
-    events: list[Any] = []
-    code = run_request(Request("install", spec_to_json(SPEC)), events.append, host)
-    assert code == 0, events[-1]
+    ended, _ = ask(host, Request("install", spec_to_json(SPEC)))
+    assert ended.exit_code == 0, ended
     return host
 
 
