@@ -72,7 +72,7 @@ TESTS = {
         *_INSTALL, "integration/test_no_arguments.py", "integration/test_bundle.py", "integration/test_fleet.py",
         "integration/test_rolling.py",
     ),
-    "kubernetes manifest": ("unit/kubernetes/test_manifest.py", "integration/test_kubernetes.py"),
+    "kubernetes manifest": ("unit/kubernetes/test_cluster.py", "integration/test_kubernetes.py"),
     "init": ("unit/fleet/test_first_inventory.py", "integration/test_first_inventory.py"),
     "options": ("unit/test_cli.py", "unit/test_written_options.py"),
     "playbooks": ("integration/test_release.py",),

@@ -73,7 +73,7 @@ int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, co
 # Left out under that clock: two compare it with the kernel's times of files, and one enters a root without /dev/shm.
 _LEFT_OUT = (
     "tests/unit/fleet/test_agent_file.py::test_agents_unused_for_a_month_go",
-    "tests/unit/fleet/test_push.py::test_chroots_its_own_copy_of_what_the_user_stored",
+    "tests/unit/fleet/test_agent_file.py::test_chroots_its_own_copy_of_what_the_user_stored",
     "tests/unit/fleet/test_chroot.py::test_a_root_from_which_a_container_runs_is_refused",
 )
 

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 _PAGES = (*sorted(_ROOT.glob("*.md")), *sorted((_ROOT / "docs").rglob("*.md")))
 # Where a command begins: a line of its own, or code within one; behind sudo, a prompt, or the folder that it lies in.
 _CALL = re.compile(r"(?:^|`|sudo |\$ |bin/)gpuprov ((?:[a-z]|--)[^`\n#│─]*)", re.MULTILINE)
-# Variables of the playbooks' own, and metrics (tests/unit/fleet/test_metrics.py).
+# Variables of the playbooks' own, and metrics (tests/unit/fleet/test_many_results.py).
 _NO_OPTIONS = ("gpuprov_play_", "gpuprov_run_", "gpuprov_host_", "gpuprov_check_", "gpuprov_version_info",
                "gpuprov_health_finding", "gpuprov_gpus", "gpuprov_known_hole_score")  # fmt: skip
 _MISSPELLED = "gpuprov_driver_verison"  # the example of what is said of one

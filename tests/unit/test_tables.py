@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,20 @@ import pytest
 
 from gpuprov.agent.site_tables import for_request, use_tables
 from gpuprov.core.commands import failures, first_match
+from gpuprov.driver import mig
+from gpuprov.facts import boot
+from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import Unsupported
+from gpuprov.machine.pci import PciGpu
+from gpuprov.plan.context import source_of
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import UsageError
+from gpuprov.protocol.mig_configs import checked_mig_configs, layout_of
 from gpuprov.protocol.models import Model, checked_models, fabric_of, generation_of, model_of, name_of
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.spec import HostSpec, parse_spec
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
 
 PROGRAMS = ("apt", "rpm", "installer", "fabric manager", "nvidia-smi", "kubectl", "pod", "download", "sudo", "login")
 
@@ -125,3 +136,162 @@ def test_a_wrong_table_of_models_is_refused(wrong: dict[str, Any], says: str) ->
 def test_help_reads_no_table() -> None:
     code = "import gpuprov.cli.main; from gpuprov.protocol import tables; print(tables.packaged.cache_info().misses)"
     assert subprocess.run((sys.executable, "-c", code), stdout=subprocess.PIPE, check=True).stdout == b"0\n"
+
+
+# -- MIG configurations ------------------------------------------------------------------------------------------------
+
+
+# In the form of the file in mig-parted's README, which people copy: anchors, comments and keys of YAML among it.
+FILE = """\
+version: v1
+mig-configs:
+  all-disabled:
+    - devices: all
+      mig-enabled: false
+  all-enabled:
+    - devices: all
+      mig-enabled: true
+      mig-devices: {}
+  # H100-80GB and A100-40GB in one fleet
+  all-balanced:
+    - device-filter: ["0x20B010DE", "0x20B110DE"]
+      devices: all
+      mig-enabled: true
+      mig-devices:
+        "1g.5gb": 2
+        "2g.10gb": 1
+        "3g.20gb": 1
+    - device-filter: "0x233010DE"
+      devices: all
+      mig-enabled: true
+      mig-devices: &h100
+        "1g.10gb": 2
+        "2g.20gb": 1
+        "3g.40gb": 1
+  custom-config:
+    - devices: [0, 1]
+      mig-enabled: false
+    - devices: [2]
+      mig-enabled: true
+      mig-devices: *h100
+    - devices: [3]
+      mig-enabled: true
+      mig-devices: {"1g.10gb+me": 1}
+"""
+H100 = "1g.10gb,1g.10gb,2g.20gb,3g.40gb"
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> HostSpec:
+    """Options that name a configuration, in a file that this process has read as a request brings it."""
+    file = tmp_path / "config.yaml"
+    file.write_text(FILE)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    found = parse_spec(
+        {"driver": "preinstalled", "mig_configs": str(file), "mig_configs_sha256": digest, "mig_config": "all-balanced"}
+    )
+    use_tables(json.loads(json.dumps(for_request(found))))
+    return found
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> HostFacts:
+    """What is known of a host with an H100 and a B200 that nothing has divided."""
+    host = FakeHost(tmp_path / "host", gpus=1, metal=True)
+    simgpu.install_tree(host.root)
+    return replace(gather(host), gpus=(PciGpu("0000:17:00.0", "2330"), PciGpu("0000:18:00.0", "2901")))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("all-disabled", ("disabled",) * 4),
+        ("all-enabled", ("enabled",) * 4),
+        ("all-balanced", (H100, "1g.5gb,1g.5gb,2g.10gb,3g.20gb", "", H100)),
+        ("custom-config", ("disabled", "disabled", H100, "1g.10gb+me")),
+    ],
+)
+def test_each_gpu_gets_what_mig_parted_would_give_it(asked: HostSpec, name: str, layout: tuple[str, ...]) -> None:
+    assert layout_of(name, ["2330", "20B0", "2901", "2330"]) == layout
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(asked: HostSpec) -> None:
+    with pytest.raises(UsageError, match="known: all-disabled, all-enabled, all-balanced, custom-config"):
+        layout_of("balanced", ["2330"])
+    use_tables({})
+    with pytest.raises(UsageError, match="gpuprov_mig_configs names no file"):
+        layout_of("all-balanced", ["2330"])
+
+
+def test_the_plan_and_the_unit_of_the_next_boot_have_it(facts: HostFacts, asked: HostSpec) -> None:
+    (change,) = mig.plan(source_of(facts, asked))
+    assert change.summary() == f"divide GPUs by MIG: GPU 0: {H100}"
+    changes: list[Any] = [item.change for item in make_plan(facts, asked, ("boot",)).changes]
+    text = dict(changes[0].files)[f"{boot.UNITS}/{boot.MIG}"].decode()
+    assert "nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi 3g.40gb,2g.20gb,1g.10gb,1g.10gb -C" in text
+    changes = [item.change for item in make_plan(facts, replace(asked, mig_config="all-enabled"), ("boot",)).changes]
+    text = dict(changes[0].files)[f"{boot.UNITS}/{boot.MIG}"].decode()
+    assert "nvidia-smi -i 1 -mig 1 && :" in text and "-cgi" not in text
+
+
+def test_gpus_are_numbered_as_nvidia_smi_numbers_them(facts: HostFacts, asked: HostSpec) -> None:
+    """One that is reserved for virtual machines has no number."""
+    facts = replace(facts, gpus=(PciGpu("0000:16:00.0", "20b0", "vfio-pci"), *facts.gpus))
+    (change,) = mig.plan(source_of(facts, asked))
+    assert change.summary() == f"divide GPUs by MIG: GPU 0: {H100}"
+
+
+def test_all_means_those_that_have_mig(asked: HostSpec) -> None:
+    """An L4, and a model that the table does not know."""
+    assert layout_of("all-disabled", ["27b8", "2330", "3fff"]) == ("", "disabled", "disabled")
+
+
+def test_a_configuration_without_an_entry_for_the_hosts_gpus_is_said(facts: HostFacts, asked: HostSpec) -> None:
+    (problem,) = mig.problems(replace(facts, gpus=(PciGpu("0000:17:00.0", "2901"),)), asked)
+    assert problem.what == "the MIG configuration all-balanced has no entry for the GPUs of this host"
+    assert problem.evidence == "0x290110DE"
+
+
+def test_what_json_does_not_know_is_not_sent() -> None:
+    found = checked_mig_configs({"version": "v1", "mig-configs": {}, "made": date(2026, 11, 24)}, "site.yaml")
+    assert found == {"version": "v1", "mig-configs": {}}
+
+
+def test_two_layouts_are_refused(facts: HostFacts, asked: HostSpec) -> None:
+    (problem,) = mig.problems(facts, replace(asked, mig_layout=("disabled",)))
+    assert problem.what == "two MIG layouts are given"
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"devices": "all", "mig-enabled": True, "mig-devices": {"1c.3g.20gb": 2}}, "a profile none such as 1g.10gb"),
+        ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb; reboot": 1}}, "a profile none"),
+        ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb": 10**9}}, "more than 32 MIG devices"),
+        ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb": -1}}, "a profile none"),
+        ({"devices": "all", "device-filter": "0x2330ABCD", "mig-enabled": False}, "a device-filter is no PCI id"),
+        ({"devices": "some", "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": "10", "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": [True], "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": [float("inf")], "mig-enabled": False}, "devices is neither all nor a list"),
+        ({"devices": "all", "mig-enabled": True, "mig-devices": {"1g.5gb": 2.9}}, "a profile none"),
+        ({"devices": "all", "mig-enabled": "true", "mig-devices": {"1g.5gb": 1}}, "mig-enabled is neither true"),
+        ({"devices": "all", "mig-enabled": False, "mig-devices": {"1g.5gb": 1}}, "mig-enabled is neither true"),
+        ({"devices": "all", "mig-enabled": True}, "mig-enabled is neither true"),
+        ({"devices": "all", "mig-enabled": True, "mig-device": {"1g.5gb": 1}}, "there is no field mig-device"),
+        ({"devices": "all", "mig-enabled": False, "device_filter": "0x233010DE"}, "there is no field device_filter"),
+        ({"mig-enabled": True}, "devices"),
+        ({"devices": "all"}, "mig-enabled"),
+        ("all", "no attribute"),
+    ],
+)
+def test_a_wrong_entry_is_named(entry: object, says: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        checked_mig_configs({"version": "v1", "mig-configs": {"mine": [entry]}}, "site.yaml")
+    assert says in str(raised.value) and "site.yaml" in str(raised.value)
+
+
+@pytest.mark.parametrize("data", [[], {}, {"version": "v2"}, {"version": "v1"}, {"version": "v1", "mig-configs": []}])
+def test_another_file_is_refused(data: object) -> None:
+    with pytest.raises(UsageError, match="the file of MIG configurations is not valid"):
+        checked_mig_configs(data, "site.yaml")

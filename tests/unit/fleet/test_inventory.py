@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible.parsing.dataloader import DataLoader
 
+from gpuprov.agent.playbook_task import task_request
 from gpuprov.fleet import options
 from gpuprov.fleet.inventory import HostTarget, _load_extra_vars, plain_extra_vars, read_extra_vars, read_inventory
 from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
+from gpuprov.protocol.spec import spec_to_json
 
 DRIVER = "gpuprov_driver_version=550.163.01"
 _EXAMPLE = Path(__file__).parents[3] / "inventories/example"
@@ -197,7 +200,7 @@ def test_vault_is_opened_with_the_password_file(tmp_path: Path) -> None:
     assert "the vault password is wrong" in str(caught.value)
 
 
-# -- mistakes --------------------------------------------------------------------------------------------------------
+# -- mistakes ------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_variable_names_place_hosts_and_the_nearest_one(tmp_path: Path) -> None:
@@ -409,3 +412,55 @@ def test_a_number_without_end_is_a_mistake_like_others(tmp_path: Path, name: str
     with pytest.raises(UsageError) as caught:
         read_inventory((str(file),))
     assert len(str(caught.value)) < 1000
+
+
+# -- as Ansible reads it -----------------------------------------------------------------------------------------------
+
+
+CLONE = Path(__file__).parents[2]
+EXAMPLE = CLONE / "inventories/example"
+_ANSIBLE_INVENTORY = Path(sys.executable).with_name("ansible-inventory")
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, HostTarget]:
+    """What gpuprov reads."""
+    inventory = read_inventory([str(EXAMPLE)])
+    assert inventory.warnings == ()
+    return {target.name: target for target in inventory.hosts}
+
+
+@pytest.fixture(scope="module")
+def variables() -> dict[str, dict[str, Any]]:
+    """What ansible-inventory reads: host → variables; it leaves templates as they are."""
+    argv = (_ANSIBLE_INVENTORY, "-i", EXAMPLE, "--list")
+    done = subprocess.run(argv, cwd=CLONE, capture_output=True, text=True, check=True)
+    assert "WARNING" not in done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)["_meta"]["hostvars"]
+    return found
+
+
+def test_both_find_the_same_hosts(targets: dict[str, HostTarget], variables: dict[str, dict[str, Any]]) -> None:
+    assert list(targets) == [*(f"train0{number}.example.org" for number in (1, 2, 3, 4)),
+                             *(f"infer0{number}.example.org" for number in (1, 2, 3))]  # fmt: skip
+    assert set(variables) == set(targets)
+
+
+def test_both_make_the_same_specification(targets: dict[str, HostTarget], variables: dict[str, dict[str, Any]]) -> None:
+    for name, target in targets.items():
+        values = {
+            key: value.replace("{{ gpuprov_driver_version }}", target.spec.driver_version)
+            if isinstance(value, str)
+            else value
+            for key, value in variables[name].items()
+        }
+        assert task_request("install", values).spec == spec_to_json(target.spec)
+
+
+def test_groups_and_hosts_differ_as_the_files_say(targets: dict[str, HostTarget]) -> None:
+    train, infer = targets["train01.example.org"], targets["infer02.example.org"]
+    assert (train.spec.driver_version, infer.spec.driver_version) == ("580.178.04", "580.178.04")
+    assert train.spec.driver_url.endswith("/NVIDIA-Linux-x86_64-580.178.04.run")
+    assert (infer.address, infer.port) == ("192.0.2.42", 2222)
+    assert {target.ssh_options for target in targets.values()} == {(("ProxyJump", "ops@bastion.example.org"),)}
+    assert [name for name, target in targets.items() if target.spec.docker == "preinstalled"] == ["infer03.example.org"]

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
+from click.testing import CliRunner, Result
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from gpuprov.agent.result import HostResult
+from gpuprov.checks.health import examine
+from gpuprov.cli.main import cli
+from gpuprov.fleet import command
 from gpuprov.fleet.grouping import causes, listed, shortened
-from gpuprov.fleet.report import print_report, summary
+from gpuprov.fleet.history import Run
+from gpuprov.fleet.report import print_report, summary, write_metrics
 from gpuprov.protocol.errors import ExitCode, Problem
-from gpuprov.protocol.events import CheckDone
+from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Sink
+from gpuprov.protocol.request import Request
 from tests.unit.fleet.fleets import run_of
+from tests.unit.test_health import HealthHost, report_of
 
 
 def failed(host: str, what: str, evidence: str = "", next_step: str = "") -> HostResult:
@@ -31,7 +45,7 @@ def report(*results: HostResult, command: str = "install", verbose: bool = False
     return to.file.getvalue()
 
 
-# -- names -----------------------------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------------------------
 
 NAMES = [
     (["gpu01", "gpu02", "gpu03"], "gpu[01:03]"),
@@ -58,7 +72,7 @@ def test_what_is_too_long_to_read_is_cut() -> None:
     assert shortened("short\n") == "short"
 
 
-# -- causes ----------------------------------------------------------------------------------------------------------
+# -- causes --------------------------------------------------------------------------------------------------------
 
 SAME = [
     ("10.0.0.{n} port 22 does not answer", "HOST does not answer"),
@@ -115,7 +129,7 @@ def test_programs_get_the_causes_too() -> None:
     ]
 
 
-# -- versions --------------------------------------------------------------------------------------------------------
+# -- versions ------------------------------------------------------------------------------------------------------
 
 
 def test_odd_versions_are_named() -> None:
@@ -129,7 +143,7 @@ def test_one_host_has_no_exceptions() -> None:
     assert "on most hosts" not in report(done("a", driver="1"), failed("b", "gone"))
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
+# -- tables --------------------------------------------------------------------------------------------------------
 
 
 def test_of_many_hosts_only_the_outcomes_are_counted() -> None:
@@ -164,3 +178,199 @@ def test_an_area_in_which_the_doctor_found_causes_is_told_by_these_alone() -> No
     assert [cause.what for cause in causes((ill,))] == ["driver: rc 9", "docker does not run"]
     # Where nothing else is told, the check is.
     assert [cause.what for cause in causes((replace(ill, problems=()),))] == ["docker", "driver: rc 9"]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+Samples = dict[tuple[str, ...], float]
+DOCS = Path(__file__).parents[3] / "docs"
+EVIL = 'gpu"\n1{}\\'
+
+
+def samples(path: Path) -> Samples:
+    """Return the values by name and the values of its labels, these in the order of their names."""
+    families = text_string_to_metric_families(path.read_text())
+    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+
+
+def written(folder: Path, *results: HostResult, check: bool = False) -> Samples:
+    run = Run("20261122T0815-7", "install", "2026-11-22T08:15:00+0000", 9.5, results, check)
+    write_metrics(run, str(folder / "gpuprov.prom"), 1795338923.0)
+    return samples(folder / "gpuprov.prom")
+
+
+def test_a_run(tmp_path: Path) -> None:
+    checks = (CheckDone("driver", "ok"), CheckDone("docker", "failed"), CheckDone("image", "skipped"))
+    versions = {"os": "Debian 12", "kernel": "6.1", "driver": "550.163.01", "docker": "26", "gpus": "2"}
+    good = HostResult("gpu1", ExitCode.DONE, 3, 2.5, checks=checks, versions=versions)
+    found = written(tmp_path, good, HostResult("gpu2", ExitCode.UNREACHABLE))
+    assert found["gpuprov_run_timestamp_seconds", "install"] == 1795338923.0
+    assert found["gpuprov_run_duration_seconds", "install"] == 9.5
+    assert (found["gpuprov_host_success", "gpu1"], found["gpuprov_host_success", "gpu2"]) == (1, 0)
+    assert found["gpuprov_host_exit_code", "gpu2"] == 4
+    assert found["gpuprov_host_changes", "gpu1"] == 3
+    assert {name: value for name, value in found.items() if name[0] == "gpuprov_check_success"} == {
+        ("gpuprov_check_success", "driver", "gpu1"): 1, ("gpuprov_check_success", "docker", "gpu1"): 0,
+    }  # fmt: skip
+    assert found["gpuprov_version_info", "26", "550.163.01", "gpu1", "6.1", "Debian 12", ""] == 1
+    assert found["gpuprov_gpus", "gpu1"] == 2
+    vulnerabilities = [name for name in found if name[0] == "gpuprov_known_hole_score"]
+    assert [name[2:] for name in vulnerabilities] == [("gpu1", "driver", "550.163.01")]
+    assert found[vulnerabilities[0]] > 5
+
+
+def test_the_page_has_every_metric(tmp_path: Path) -> None:
+    found = (HealthFound("unfit", "row-remap-failed", "3", "GPU-3", "broken", "Yes", "replace it"),)
+    result = HostResult(
+        "a", ExitCode.DONE, checks=(CheckDone("x", "ok"),), versions={"driver": "550.163.01", "gpus": "1"}, health=found
+    )
+    assert written(tmp_path, result)["gpuprov_health_finding", "3", "a", "row-remap-failed", "GPU-3"] == 2
+    names = {name for check in (False, True) for name, *_ in written(tmp_path, result, check=check)}
+    page = Path(__file__).parents[3] / "docs/fleets.md"
+    assert set(re.findall(r"^\| `(gpuprov_\w+)` \|", page.read_text(), re.MULTILINE)) == names
+
+
+def test_a_check_has_changes_that_are_pending(tmp_path: Path) -> None:
+    found = written(tmp_path, HostResult("gpu1", ExitCode.DONE, 3), check=True)
+    assert found["gpuprov_host_changes_pending", "gpu1"] == 3
+    assert ("gpuprov_host_changes", "gpu1") not in found
+
+
+def test_names_from_hosts_and_inventories_break_no_line(tmp_path: Path) -> None:
+    found = written(tmp_path, HostResult(EVIL, ExitCode.DONE, versions={"driver": EVIL, "gpus": "many"}))
+    assert found["gpuprov_host_success", EVIL] == 1
+    assert found["gpuprov_version_info", "", EVIL, EVIL, "", "", ""] == 1
+    assert not [name for name in found if name[0] == "gpuprov_gpus"]
+
+
+def test_a_name_that_a_host_sends_twice_is_one_series(tmp_path: Path) -> None:
+    twice = (CheckDone("driver", "ok"), CheckDone("driver", "failed"))
+    found = written(tmp_path, HostResult("gpu1", ExitCode.FAILED, checks=twice))
+    assert [value for name, value in found.items() if name[0] == "gpuprov_check_success"] == [0]
+    (page,) = [path.read_text() for path in tmp_path.rglob("*.prom")]
+    assert page.count('check="driver"') == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "code"),
+    [
+        (("--check", "--detailed-exitcode"), HostResult("localhost", ExitCode.DONE, 2), 5),
+        (("--check", "--detailed-exitcode"), HostResult("localhost", ExitCode.DONE, 0), 0),
+        (("--check", "--detailed-exitcode"), HostResult("localhost", ExitCode.FAILED, 2), 1),
+        (("--check",), HostResult("localhost", ExitCode.DONE, 2), 0),
+    ],
+)
+def test_drift_has_an_exit_code_for_those_who_ask(
+    words: tuple[str, ...], result: HostResult, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(command, "_run", lambda *_: ((result,), None))
+    path = tmp_path / "gpuprov.prom"
+    done = CliRunner().invoke(cli, ["install", "--hosts", "gpu1,", *words, "--metrics", str(path)])
+    assert done.exit_code == code, done.output
+    assert samples(path)["gpuprov_host_changes_pending", "localhost"] == result.changed
+
+
+def test_the_alerts_of_the_page_ask_for_metrics_that_exist() -> None:
+    """promtool is not here (100 MB): the rules are read as YAML, their metrics are looked up in the table."""
+    rules = re.findall(r"```yaml\n(groups:.*?)```", (DOCS / "fleets.md").read_text(), re.DOTALL)
+    alerts = [rule for group in yaml.safe_load(rules[0])["groups"] for rule in group["rules"]]
+    documented = set(re.findall(r"^\| `(gpuprov_\w+)` \|", (DOCS / "fleets.md").read_text(), re.MULTILINE))
+    assert len(alerts) == 4
+    for alert in alerts:
+        assert set(re.findall(r"gpuprov_\w+", alert["expr"])) <= documented, alert
+        assert alert["annotations"]["summary"]
+
+
+# -- health and doctor of many hosts -----------------------------------------------------------------------------------
+
+
+_HOSTS, _GPUS, _FORKS = 100, 8, 10
+_SICK = {17: "<remapped_rows><remapped_row_failure>Yes</remapped_row_failure></remapped_rows>",
+         64: "<compute_mode>Prohibited</compute_mode>"}  # fmt: skip
+_DEGRADED = {3: "<remapped_rows><remapped_row_pending>Yes</remapped_row_pending></remapped_rows>",
+             99: "<persistence_mode>Disabled</persistence_mode>"}  # fmt: skip
+# Its nvidia-smi is gone.
+_SILENT = 40
+
+
+def name_of(number: int) -> str:
+    return f"gpu{number:02}"
+
+
+class Fleet:
+    """Hosts that are judged in this process, each by a report of its own; it counts those that are judged at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.here = threading.local()
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+        self.judged: list[str] = []
+
+    def claim(self, name: str, *rest: object) -> None:
+        """Learn which host this thread serves: all of them are this machine."""
+        self.here.name = name
+
+    def answer(self, request: Request, sink: Sink, stop: Callable[[], bool]) -> Finished:
+        assert request.command == "health"
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.judged.append(self.here.name)
+        number = int(self.here.name[3:])
+        host = HealthHost(self.folder / self.here.name)
+        ill = {**_SICK, **_DEGRADED}.get(number, "")
+        if number != _SILENT:
+            host.report = report_of(*("" if gpu != number % _GPUS else ill for gpu in range(_GPUS)))
+        try:
+            return examine(host, sink)
+        finally:
+            with self.lock:
+                self.now -= 1
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    found = Fleet(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("gpuprov.fleet.run.run_here", found.answer)
+    monkeypatch.setattr("gpuprov.fleet.run.Fleet._claim", found.claim)
+    hosts = "".join(f"{name_of(number)} ansible_connection=local\n" for number in range(_HOSTS))
+    (tmp_path / "hosts.ini").write_text(hosts)
+    return found
+
+
+def health(fleet: Fleet, *words: str) -> Result:
+    inventory = str(fleet.folder / "hosts.ini")
+    return CliRunner().invoke(cli, ["health", "--hosts", inventory, "--forks", str(_FORKS), *words])
+
+
+def test_the_sick_hosts_are_named_and_nobody_else(fleet: Fleet) -> None:
+    done = health(fleet)
+    assert done.exit_code == 7, done.output
+    assert sorted(fleet.judged) == [name_of(number) for number in range(_HOSTS)]
+    assert fleet.most <= _FORKS
+    last = done.output.strip().splitlines()[-1]
+    assert last == "95 of 100 hosts healthy; degraded: gpu03, gpu99; unfit: gpu17, gpu40, gpu64", last
+    assert "GPU 1: broken memory rows could not be replaced" in done.output
+
+
+def test_each_finding_names_its_host_its_gpu_and_its_rule(fleet: Fleet) -> None:
+    done = health(fleet, "--json")
+    events = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    found = {(one["host"], one["rule"], one["gpu"]) for one in events if one["event"] == "HealthFound"}
+    assert found == {
+        ("gpu17", "row-remap-failed", "1"), ("gpu64", "compute-prohibited", "0"), ("gpu03", "row-remap-pending", "3"),
+        ("gpu99", "persistence-off", "3"), ("gpu40", "no-report", ""),
+    }  # fmt: skip
+    finished = [one["host"] for one in events if one["event"] == "Finished"]
+    assert sorted(finished) == [name_of(number) for number in range(_HOSTS)]
+
+
+def test_the_metrics_have_a_line_for_each_sick_gpu(fleet: Fleet) -> None:
+    health(fleet, "--metrics", str(fleet.folder / "health.prom"))
+    text = (fleet.folder / "health.prom").read_text()
+    lines = re.findall(r'^gpuprov_health_finding\{.*\bhost="(\w+)".*\} (\d)\.0$', text, re.MULTILINE)
+    assert sorted(lines) == [("gpu03", "1"), ("gpu17", "2"), ("gpu40", "2"), ("gpu64", "2"), ("gpu99", "1")]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +19,15 @@ from urllib.parse import quote
 
 import pytest
 
+from gpuprov.agent.probe import PROBE, claim_in, local_machine, machine_of, parse_probe
 from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.cli.main import cli
+from gpuprov.core.system import System
 from gpuprov.fleet.agent_file import Agent
+from gpuprov.fleet.grouping import spreads
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options, SshSettings
+from gpuprov.fleet.report import last_line
 from gpuprov.fleet.rolling import Rollout, parse_rollout
 from gpuprov.fleet.run import Fleet, request_for
 from gpuprov.fleet.ssh import wait_for_boot
@@ -259,7 +265,7 @@ def test_page_and_help_list_all_exit_codes_in_their_precedence() -> None:
         assert [int(number) for number in re.findall(r"\d+", listed)] == [int(code) for code in ExitCode]
 
 
-# -- batches ---------------------------------------------------------------------------------------------------------
+# -- batches -------------------------------------------------------------------------------------------------------
 
 
 def in_order(rollout: Rollout, failing: str = "", forks: int = 20) -> tuple[list[str], tuple[HostResult, ...]]:
@@ -391,3 +397,65 @@ def test_a_host_that_asks_for_a_fourth_reboot_is_told_to_stay_up(monkeypatch: py
     assert allowed == ["if-needed"] * 3 + ["never"]
     assert waited == ["boot-1"] * 3
     assert (result.exit_code, result.changed) == (ExitCode.REBOOT_NEEDED, 4)
+
+
+# -- one machine under two names ---------------------------------------------------------------------------------------
+
+
+def test_the_probe_and_this_machine_itself_say_the_same() -> None:
+    done = subprocess.run(("sh", "-s", "0" * 64), input=PROBE, capture_output=True, text=True, check=True, timeout=60)
+    probe = parse_probe(done.stdout)
+    assert probe is not None
+    assert len(probe.machine.split()) == 3
+    assert probe.machine == local_machine(System("/"))
+
+
+@pytest.mark.parametrize("text", ["", "  ", "machineid bootid", "bootid pid:[1]"])
+def test_what_is_not_known_is_no_machine(text: str) -> None:
+    assert machine_of(text) == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "changes"),
+    [
+        (Request("install"), True), (Request("rollback"), True), (Request("uninstall"), True),
+        (Request("doctor", fix=True), True), (Request("doctor"), False), (Request("verify"), False),
+        (Request("facts"), False), (Request("install", check=True), False),
+        (Request("doctor", fix=True, check=True), False),
+    ],
+)  # fmt: skip
+def test_only_what_changes_a_host_gets_in_the_way(request_: Request, changes: bool) -> None:
+    assert request_.changes_the_host is changes
+
+
+def test_the_first_name_keeps_the_machine(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    assert claim_in(folder, "a", "") == ""
+    assert [claim_in(folder, name, "m 1 2") for name in ("a", "b", "a")] == ["", "a", ""]
+    assert claim_in(folder, "b", "m 2 2") == ""
+    assert len(list(folder.iterdir())) == 2
+
+
+def _claim(folder: Path, name: str) -> str:
+    return claim_in(folder, name, "m 1 2")
+
+
+def test_of_many_processes_at_once_one_is_first(tmp_path: Path) -> None:
+    names = [f"host{number}" for number in range(16)]
+    with multiprocessing.Pool(8) as pool:
+        others = pool.starmap(_claim, [(tmp_path / "claims", name) for name in names])
+    first = next(name for name, other in zip(names, others) if not other)
+    assert set(others) == {"", first}
+    assert others.count("") == 1
+
+
+def test_machines_are_counted_once() -> None:
+    check = CheckDone("container, all GPUs", "ok", "8 GPUs", "8 GPUs")
+    versions = {"driver": "550.163.01", "gpus": "8"}
+    names = (("a", ""), ("b", "a"), ("c", ""))
+    results = [
+        HostResult(name, ExitCode.DONE, 1, checks=(check,), versions=versions, same_as=same) for name, same in names
+    ]
+    assert last_line("verify", results, check=False, next_command="").endswith("containers see 8 + 8 GPUs")
+    assert "2 changes" in last_line("install", results, check=True, next_command="")
+    assert {len(versions[0][1]) for _, versions in spreads(results)} == {2}
