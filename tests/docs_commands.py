@@ -74,7 +74,7 @@ TESTS = {
     ),
     "kubernetes manifest": ("unit/kubernetes/test_cluster.py", "integration/test_kubernetes.py"),
     "init": ("unit/fleet/test_first_inventory.py", "integration/test_first_inventory.py"),
-    "options": ("unit/test_cli.py", "unit/test_written_options.py"),
+    "options": ("unit/test_cli.py", "unit/test_spec.py"),
     "playbooks": ("integration/test_release.py",),
     "report": ("unit/fleet/test_history.py", "unit/test_cli.py"),
     "rollback": (*_INSTALL, "integration/test_proxy.py"),
