@@ -101,7 +101,7 @@ TAKE_BUNDLE = _script("store_bundle", CACHE=CACHE_DIRECTORY, TAKE='cat "$3" > "$
 
 
 @dataclass(frozen=True)
-class Place:
+class BundlePlace:
     """A bundle of this digest and size, on any host."""
 
     digest: str
@@ -121,17 +121,17 @@ class Place:
 
 
 @dataclass(frozen=True)
-class There:
+class StoredBundle:
     """How many bytes of a bundle a host has, and whether they are complete and in place."""
 
     size: int
     whole: bool
 
 
-def parse_there(lines: Iterable[str]) -> There | None:
+def parse_stored(lines: Iterable[str]) -> StoredBundle | None:
     """Return the parsed output of ASK_BUNDLE, ignoring any login banner before it; None if there is none."""
     for line in lines:
         word, _, size = line.strip().partition(" ")
         if word in ("whole", "part") and _SIZE.fullmatch(size):
-            return There(int(size), word == "whole")
+            return StoredBundle(int(size), word == "whole")
     return None

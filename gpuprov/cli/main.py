@@ -431,7 +431,7 @@ def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None
 def main() -> None:
     """Run the command line; every failure ends with a message, never with a traceback."""
     try:
-        from gpuprov.fleet.standard_streams import lasting_outputs
+        from gpuprov.fleet.standard_streams import protected_outputs
 
         if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
             os.environ["HOME"] = "/"  # the same exit code as docker
@@ -440,7 +440,7 @@ def main() -> None:
         except FileNotFoundError:  # Ansible and relative paths need a working directory that is there
             os.chdir("/")
             say("warning: the working directory was removed; relative paths count from /", err=True)
-        with lasting_outputs():
+        with protected_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:
         say_text(error, err=True)

@@ -33,7 +33,7 @@ _SLOW = "accept-slow"
 
 
 @dataclass(frozen=True)
-class Kept:
+class AcceptRecord:
     """The file of a host: its last run, and `accepted`, the figures of the last one that found nothing."""
 
     host: str
@@ -46,12 +46,12 @@ class Kept:
     accepted: tuple[GpuMeasured, ...] = ()
 
 
-def kept() -> dict[str, Kept]:
+def read_records() -> dict[str, AcceptRecord]:
     """Return host → its file; broken ones are left out."""
-    found: dict[str, Kept] = {}
+    found: dict[str, AcceptRecord] = {}
     for path in sorted(state_folder("accepted").glob("*.json")):
         try:
-            one = codec.load(Kept, codec.parse(path.read_bytes()), trusted=True)
+            one = codec.load(AcceptRecord, codec.parse(path.read_bytes()), trusted=True)
         except (OSError, WrongDataError):
             continue
         found[one.host] = one
@@ -59,7 +59,7 @@ def kept() -> dict[str, Kept]:
 
 
 def compared(
-    results: Sequence[HostResult], earlier: Mapping[str, Kept], inventory: tuple[str, ...]
+    results: Sequence[HostResult], earlier: Mapping[str, AcceptRecord], inventory: tuple[str, ...]
 ) -> tuple[HostResult, ...]:
     """Return the results with a finding for each outlier; a host that has one is degraded.
 
@@ -181,7 +181,7 @@ def _finding(gpu: GpuMeasured, what: str, seen: str) -> HealthFound:
     return HealthFound("degraded", _SLOW, gpu.gpu, gpu.uuid, what, f"{gpu.uuid}: {seen}".lstrip(": "), step)
 
 
-def keep(run: Run, earlier: Mapping[str, Kept], key: str, secrets: Sequence[str]) -> tuple[Path, ...]:
+def write_records(run: Run, earlier: Mapping[str, AcceptRecord], key: str, secrets: Sequence[str]) -> tuple[Path, ...]:
     """Write the file of each host that was measured, and with a `key` of the user's gpg its signature; return them.
 
     Raises OSError, or GpuprovError if gpg can't sign.
@@ -193,7 +193,7 @@ def keep(run: Run, earlier: Mapping[str, Kept], key: str, secrets: Sequence[str]
     for one in (one for one in run.results if one.measured or one.health):
         former = earlier.get(one.host)
         accepted = one.measured if one.exit_code == ExitCode.DONE else former.accepted if former else ()
-        data = Kept(
+        data = AcceptRecord(
             one.host, run.identifier, run.began, int(one.exit_code), run.inventory, one.health, one.measured, accepted
         )
         text = json.dumps(without_secrets(asdict(data), secrets), ensure_ascii=False, indent=1) + "\n"

@@ -69,7 +69,7 @@ def run_agent(
             if isinstance(event, Started):
                 stoppable(lambda: later(STOP.encode() + b"\n"))
 
-    later = remote.Later()
+    later = remote.LateInput()
     command, stdin = push.agent_command(host.probe, agent.digest), (f"{dump(request)}\n".encode(),)
     done = host.as_root(command, stdin, on_line, timeout=host_timeout, later=later)
     if read.finished is None:
@@ -92,10 +92,10 @@ def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink) -> str:
 
     The uploaded content is not checked here: the agent compares every digest before it uses anything.
     """
-    place = push.Place(request.bundle_digest, Path(request.bundle).stat().st_size)
+    place = push.BundlePlace(request.bundle_digest, Path(request.bundle).stat().st_size)
     lines: list[str] = []
     asked = host.as_root(place.command(push.ASK_BUNDLE), (), lines.append)
-    there = push.parse_there(lines)
+    there = push.parse_stored(lines)
     if there is None:
         raise GpuprovError("the host does not say what it has of the bundle", _ending(asked), "run it again")
     if there.whole:
@@ -167,7 +167,7 @@ class RemoteSystem(System):
 
     def as_root(
         self, command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None], *,
-        timeout: float | None = None, later: remote.Later | None = None,
+        timeout: float | None = None, later: remote.LateInput | None = None,
     ) -> Completed:  # fmt: skip
         """Run a command and write to its stdin; `later` keeps that open. Raises GpuprovError if sudo refuses."""
         stream = functools.partial(remote.stream, self._connection, on_line=on_line, timeout=timeout, later=later)

@@ -76,7 +76,7 @@ def run_command(options: Options) -> ExitCode:
         results = _with_whole_commands(results, options)
     earlier = {}
     if options.command == "accept":
-        earlier = accepted.kept()
+        earlier = accepted.read_records()
         results = accepted.compared(results, earlier, options.hosts)
     run = Run(
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
@@ -85,7 +85,7 @@ def run_command(options: Options) -> ExitCode:
     conclude(options, run, inventory.hosts, _next_command(options))
     if options.command == "accept":
         try:
-            for path in accepted.keep(run, earlier, options.sign, _passwords(options, inventory.hosts)):
+            for path in accepted.write_records(run, earlier, options.sign, _passwords(options, inventory.hosts)):
                 say(f"kept: {path}", err=True)
         except OSError as error:
             raise from_os_error("the results are not kept for the next comparison", error) from None

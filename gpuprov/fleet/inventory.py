@@ -21,7 +21,7 @@ from gpuprov.fleet import options
 from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
     TOO_DEEP,
-    Wrong,
+    Mistake,
     ansible_error,
     ansible_output,
     ansible_temporary_folder,
@@ -409,14 +409,14 @@ def _targets(
 ) -> tuple[tuple[HostTarget, ...], list[str]]:
     targets: list[HostTarget] = []
     warnings: list[str] = []
-    problems: list[Wrong] = []
+    problems: list[Mistake] = []
     for name, values in hosts:
         try:
             arguments = _ssh_arguments(values)
             targets.append(target_from_variables(name, values, arguments))
             warnings += [f"{name}: {warning}" for warning in arguments.warnings]
         except GpuprovError as error:
-            problems += [Wrong(name, problem, values) for problem in error.problems]
+            problems += [Mistake(name, problem, values) for problem in error.problems]
     if problems:
         raise UsageError.several(with_origins(problems, sources, extra_names))
     return tuple(targets), warnings

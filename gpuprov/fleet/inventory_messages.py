@@ -116,7 +116,7 @@ def ask_ansible(source: str) -> str:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Mistake:
     """A problem with the variables of one host, and their values."""
 
     host: str
@@ -124,12 +124,14 @@ class Wrong:
     values: Mapping[str, Any]
 
 
-def with_origins(problems: Sequence[Wrong], sources: Sequence[str], extra_names: frozenset[str]) -> tuple[Problem, ...]:
+def with_origins(
+    problems: Sequence[Mistake], sources: Sequence[str], extra_names: frozenset[str]
+) -> tuple[Problem, ...]:
     """Return the problems with hosts and places; a mistake of many hosts is listed once.
 
     `extra_names`: names set by -e.
     """
-    by_problem: dict[Problem, list[Wrong]] = {}
+    by_problem: dict[Problem, list[Mistake]] = {}
     for wrong in problems:
         by_problem.setdefault(wrong.problem, []).append(wrong)
     texts = tuple(_texts(sources))
@@ -148,7 +150,7 @@ def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...
 
 
 def _with_origin(
-    problem: Problem, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
+    problem: Problem, wrongs: Sequence[Mistake], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
 ) -> Problem:
     named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
     hosts = [wrong.host for wrong in wrongs]
@@ -159,7 +161,7 @@ def _with_origin(
 
 
 def _places(
-    name: str, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
+    name: str, wrongs: Sequence[Mistake], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
 ) -> tuple[str, ...]:
     """Return where the variable gets its value: -e wins over all files; of several lines those with the value."""
     if name in extra_names:

@@ -32,7 +32,7 @@ class TooMuchError(Exception):
     """The host's output exceeds the limit."""
 
 
-class Later:
+class LateInput:
     """Writes to a running command's stdin, after what it got at its start; silently nothing before and after it."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: fl
 def stream(
     connection: Connection, command: str, on_line: Callable[[str], None], *, stdin: Iterable[bytes] = (),
     answer: Callable[[str], Iterable[bytes] | None] | None = None, timeout: float | None = None,
-    most: int = _MOST_OUTPUT, later: Later | None = None,
+    most: int = _MOST_OUTPUT, later: LateInput | None = None,
 ) -> Completed:  # fmt: skip
     """Run a command and pass each line of its stdout to `on_line` as it arrives; `stderr` in the result is its tail.
 

@@ -208,14 +208,14 @@ def _values(target: HostTarget) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandEnd:
     """The result of a command: `trouble` is empty on success; `output` has its last lines."""
 
     trouble: str = ""
     output: str = ""
 
 
-def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bool] = lambda: False) -> Ended:
+def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bool] = lambda: False) -> CommandEnd:
     """Run a command to its end, its timeout, or until `stop` is true; then kill its whole process group.
 
     It has its own session, so Ctrl-C at the terminal does not reach it: the run decides what Ctrl-C ends.
@@ -231,7 +231,7 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
     if done.returncode == TIMED_OUT and (done.seconds >= timeout or stop()):
         trouble = f"it took longer than {timeout:g} s" if done.seconds >= timeout else "it was stopped by Ctrl-C"
         stderr = stderr.rpartition("\n")[0]  # run_command's own line is the last one
-    return Ended(trouble, _last_lines(stderr) or _last_lines(done.stdout))
+    return CommandEnd(trouble, _last_lines(stderr) or _last_lines(done.stdout))
 
 
 def _last_lines(text: str) -> str:

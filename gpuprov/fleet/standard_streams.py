@@ -21,7 +21,7 @@ from gpuprov.protocol.errors import UsageError, from_os_error
 from gpuprov.protocol.words import line, plain
 
 
-class _Lasting(io.FileIO):
+class _ProtectedOutput(io.FileIO):
     """A descriptor for writing; data that can't be written is dropped, and the reason is stored."""
 
     refusal: OSError | None = None
@@ -35,13 +35,13 @@ class _Lasting(io.FileIO):
 
 
 @contextmanager
-def lasting_outputs() -> Iterator[None]:
+def protected_outputs() -> Iterator[None]:
     """Protect standard output and error. Raises GpuprovError, after the work, if output could not be written.
 
     A reader that closed early is not a failure. Characters that the locale lacks become question marks.
     """
     _open_closed()
-    kept = [_made_lasting(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
+    kept = [_protected(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
     try:
         yield
     finally:
@@ -62,9 +62,9 @@ def _open_closed() -> None:
             setattr(sys, name, open(os.open(os.devnull, flags), mode, closefd=False))  # noqa: SIM115
 
 
-def _made_lasting(name: str) -> _Lasting:
+def _protected(name: str) -> _ProtectedOutput:
     stream = getattr(sys, name)
-    raw = _Lasting(stream.fileno(), "wb", closefd=False)
+    raw = _ProtectedOutput(stream.fileno(), "wb", closefd=False)
     by_line = stream.line_buffering or stream.write_through  # the latter: PYTHONUNBUFFERED
     text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=by_line)
     setattr(sys, name, text)
@@ -99,7 +99,7 @@ def percentage(label: str) -> Callable[[int, int], None]:
 
 def standard_input(what: str) -> bytes:
     """Return all of standard input; at a terminal, print what is expected."""
-    if sys.stdin is None:  # closed, and nobody has called lasting_outputs
+    if sys.stdin is None:  # closed, and nobody has called protected_outputs
         return b""
     if sys.stdin.isatty():
         say(f"reading {what} from standard input; Ctrl-D ends it", err=True)

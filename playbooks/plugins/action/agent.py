@@ -265,13 +265,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
-        from gpuprov.agent.push import ASK_BUNDLE, TAKE_BUNDLE, Place, ending, parse_there
+        from gpuprov.agent.push import ASK_BUNDLE, TAKE_BUNDLE, BundlePlace, ending, parse_stored
         from gpuprov.core.places import CACHE_DIRECTORY
         from gpuprov.protocol.errors import GpuprovError
 
-        place = Place(request.bundle_digest, Path(request.bundle).stat().st_size)
+        place = BundlePlace(request.bundle_digest, Path(request.bundle).stat().st_size)
         asked = self._on_host(shlex.join(place.command(ASK_BUNDLE)), b"", become=True)
-        there = parse_there(asked.stdout.splitlines())
+        there = parse_stored(asked.stdout.splitlines())
         if there is None:
             raise GpuprovError("the host does not say what it has of the bundle", ending(asked), "run it again")
         if there.whole:

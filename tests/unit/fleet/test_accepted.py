@@ -81,7 +81,7 @@ def test_a_host_that_lies_does_not_decide_what_is_usual() -> None:
 def kept_run(folder: Path, results: tuple[HostResult, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     run = Run("20261121T081500Z-7", "accept", "", 1.0, results)
-    return accepted.keep(run, accepted.kept(), "", ())[0]
+    return accepted.write_records(run, accepted.read_records(), "", ())[0]
 
 
 def test_a_host_is_compared_with_its_own_last_accepted_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +92,11 @@ def test_a_host_is_compared_with_its_own_last_accepted_result(tmp_path: Path, mo
     slower = replace(one, measured=gpus(0, gpu0=0.8)[:1])
     for _ in range(2):
         # A slow result does not become the measure of the next one.
-        results = accepted.compared((slower,), accepted.kept(), ())
+        results = accepted.compared((slower,), accepted.read_records(), ())
         assert found_in(results) == [("a/../b", "0", "slower than its like: rate")]
         assert "own last accepted" in results[0].health[0].evidence
         kept_run(tmp_path, results, monkeypatch)
-    assert found_in(accepted.compared((one,), accepted.kept(), ("other.ini",))) == []
+    assert found_in(accepted.compared((one,), accepted.read_records(), ("other.ini",))) == []
 
 
 def test_a_signed_result_has_its_signature_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +104,15 @@ def test_a_signed_result_has_its_signature_beside_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr("gpuprov.bundle_create.create.sign", lambda system, content, key, environment: b"signature")
     found = HealthFound("unfit", "accept-failed", "0", "GPU-0", "it failed", "seen", "next")
     run = Run("20261121T081500Z-7", "accept", "", 1.0, (HostResult("a", ExitCode.UNFIT, health=(found,)),))
-    (path,) = accepted.keep(run, {}, "KEY", ())
+    (path,) = accepted.write_records(run, {}, "KEY", ())
     assert path.with_name("a.json.asc").read_bytes() == b"signature"
-    accepted.keep(run, {}, "", ())
+    accepted.write_records(run, {}, "", ())
     assert not path.with_name("a.json.asc").exists()
 
 
 def test_half_of_a_fleet_that_became_slow_is_named() -> None:
     # The deviations are then as large as the loss.
-    earlier = {f"gpu0{host}": accepted.Kept(f"gpu0{host}", "", "", 0, accepted=gpus(host)) for host in range(8)}
+    earlier = {f"gpu0{host}": accepted.AcceptRecord(f"gpu0{host}", "", "", 0, accepted=gpus(host)) for host in range(8)}
     half = {host: {f"gpu{number}": 0.7 for number in range(4)} for host in range(4)}
     results = accepted.compared(fleet(half), earlier, ())
     assert [one.host for one in results if one.exit_code == ExitCode.DEGRADED] == ["gpu00", "gpu01", "gpu02", "gpu03"]
