@@ -417,7 +417,7 @@ def test_a_number_without_end_is_a_mistake_like_others(tmp_path: Path, name: str
 # -- as Ansible reads it -----------------------------------------------------------------------------------------------
 
 
-CLONE = Path(__file__).parents[2]
+CLONE = Path(__file__).parents[3]
 EXAMPLE = CLONE / "inventories/example"
 _ANSIBLE_INVENTORY = Path(sys.executable).with_name("ansible-inventory")
 
