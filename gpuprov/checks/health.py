@@ -26,7 +26,7 @@ from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Note, Sink, Verdict
 from gpuprov.protocol.models import model_of
-from gpuprov.protocol.words import counted
+from gpuprov.protocol.words import counted, one_line
 
 # Of each command; a GPU that hangs lets nvidia-smi wait for ever.
 SECONDS = 20.0
@@ -48,7 +48,7 @@ _ACTION_XID, _NEW_ACTION = 154, re.compile(r"changed from .* to 0x\w+ \((?P<acti
 _NONFATAL = re.compile(r"\): 1(?:4[4-9]|50), \w+ Nonfatal ")
 # nvidia-smi has told everything, and warns of one GPU's infoROM.
 _CORRUPT_INFOROM, _REPORT = 14, re.compile(r"<\?xml.*</nvidia_smi_log>", re.DOTALL)
-_NUMBER, _LONGEST_BUS_ID = re.compile(r"-?\d{1,18}"), 32
+_NUMBER, _LONGEST_BUS_ID, _LONGEST_STATE = re.compile(r"-?\d{1,18}"), 32, 100
 _WIDTHS = ("max_link_width", "../max_link_width")
 
 
@@ -57,7 +57,7 @@ class Readings:
     """What was read. `gpus`: path → text of each GPU in `nvidia-smi -q -x`, with what NVML and sysfs add.
 
     `smi`: the command, if it gave no report. `on_bus`: GPUs on the PCI bus that the driver has. `lost`: remembered
-    GPUs that are missing. `imex_down`: nvidia-imex is enabled and does not run.
+    GPUs that are missing. `imex_down`: nvidia-imex is enabled, and does not run, or says that it is not ready.
     """
 
     gpus: tuple[Mapping[str, str], ...] = ()
@@ -357,7 +357,12 @@ def _imex_down(system: System) -> str:
     unit = "nvidia-imex.service"
     if system.run(("systemctl", "is-enabled", "--quiet", unit)).ok:
         state = system.run(("systemctl", "is-active", unit))
-        return "" if state.ok else f"systemctl is-active {unit}: {state.stdout.strip()}"
+        if not state.ok:
+            return f"systemctl is-active {unit}: {state.stdout.strip()}"
+        # It may still wait for the other nodes of its domain.
+        domain = system.run(("nvidia-imex-ctl", "-q"), timeout=SECONDS)
+        if domain.ok and domain.stdout.strip() != "READY":
+            return f"nvidia-imex-ctl -q: {one_line(domain.stdout)[:_LONGEST_STATE] or '(silent)'}"
     return ""
 
 

@@ -328,6 +328,32 @@ def test_wsl_shows_no_processes(tmp_path: Path, version: str, findings: int) -> 
     assert len(examine(host, lambda event: None).problems) == findings
 
 
+@pytest.mark.parametrize(("active", "domain", "seen"), [
+    (False, Completed((), NOT_FOUND), "is-active nvidia-imex.service: inactive"),
+    (True, Completed((), 0, "INITIALIZING\n"), "nvidia-imex-ctl -q: INITIALIZING"),
+    (True, Completed((), 0, "READY\n"), ""), (True, Completed((), NOT_FOUND), ""),
+])  # fmt: skip
+def test_an_imex_domain_that_is_not_ready_makes_the_host_unfit(
+    tmp_path: Path, active: bool, domain: Completed, seen: str
+) -> None:
+    class ImexHost(HealthHost):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if argv[0] == "nvidia-imex-ctl":
+                return domain
+            if argv[0] == "systemctl":
+                down = argv[1] == "is-active" and not active
+                return Completed(tuple(argv), 3 * down, "inactive\n" if down else "")
+            return super().run(argv, **more)
+
+    host = ImexHost(tmp_path)
+    host.report = report_of("")
+    events: list[Event] = []
+    examine(host, events.append)
+    found = [(one.rule, one.evidence) for one in events if isinstance(one, HealthFound)]
+    assert [rule for rule, _ in found] == ["imex-missing"] * bool(seen)
+    assert all(seen in evidence for _, evidence in found)
+
+
 def test_values_without_end_do_not_end_the_judgement(tmp_path: Path) -> None:
     nines = "9" * 5000
     host = HealthHost(tmp_path)
