@@ -438,6 +438,15 @@ def test_after_a_reboot_no_gpu_is_loaded_that_computes_or_is_unfit(
     assert host.running == {"job"}
 
 
+def test_without_a_place_for_its_record_nothing_is_repaired(host: IllHost) -> None:
+    folder = host.root / "var/lib/gpuprov"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "repairs").write_text("a file")
+    finished, _ = _doctor(host, "reset")
+    assert finished.problems[0].what == "the record of this repair can't be written"
+    assert (host.resets, host.running) == ((), {"job"})
+
+
 def test_in_a_container_the_gpus_are_not_this_machines_to_reset(host: IllHost) -> None:
     (host.root / "run/systemd/container").write_text("lxc\n")
     _, events = _doctor(host, *BOTH)
