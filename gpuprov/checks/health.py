@@ -6,6 +6,8 @@ says, the verdict, a sentence, and the next command.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import re
 import threading
@@ -23,7 +25,7 @@ from gpuprov.facts.gpus import FabricFacts, gather_fabric
 from gpuprov.machine.machine import Kernel, gather_kernel
 from gpuprov.machine.pci import FOR_GUESTS, gather_gpus
 from gpuprov.protocol import tables
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Note, Sink, Verdict
 from gpuprov.protocol.models import model_of
 from gpuprov.protocol.words import counted, one_line
@@ -289,7 +291,14 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
     if not bus and remembered is None and not system.which("nvidia-smi"):
         return Readings()
     answers: dict[str, GpuAnswer] = {}
-    child = threading.Thread(target=lambda: answers.update(ask(system, _NVML, seconds)[0]), daemon=True)
+    # A System notices once that it is to stop; here two are to notice it.
+    second = copy.copy(system)
+
+    def ask_nvml() -> None:
+        with contextlib.suppress(Stopped):
+            answers.update(ask(second, _NVML, seconds)[0])
+
+    child = threading.Thread(target=ask_nvml, daemon=True)
     child.start()
     smi = system.run(("nvidia-smi", "-q", "-x"), timeout=seconds)
     child.join(seconds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,9 @@ from gpuprov.agent.playbook_task import task_result
 from gpuprov.agent.result import HostResult
 from gpuprov.checks.health import Readings, examine, judge, next_step, rules, with_expected_links, xid_rows
 from gpuprov.checks.memory import Gpu
-from gpuprov.core.commands import NOT_FOUND, Completed
+from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed
 from gpuprov.protocol import tables
-from gpuprov.protocol.errors import ExitCode, Problem, worst
+from gpuprov.protocol.errors import ExitCode, Problem, Stopped, worst
 from gpuprov.protocol.events import CheckDone, Event, Finished, HealthFound, Note
 from tests.unit.fake_host import FakeHost
 from tests.unit.health_cases import CASES, Case, healthy
@@ -352,6 +354,28 @@ def test_an_imex_domain_that_is_not_ready_makes_the_host_unfit(
     found = [(one.rule, one.evidence) for one in events if isinstance(one, HealthFound)]
     assert [rule for rule, _ in found] == ["imex-missing"] * bool(seen)
     assert all(seen in evidence for _, evidence in found)
+
+
+def test_a_stop_ends_the_look_and_is_no_verdict(tmp_path: Path) -> None:
+    asked, noticed = threading.Event(), threading.Event()
+
+    class Interrupted(HealthHost):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if argv[0] == "nvidia-smi":
+                asked.set()
+                assert noticed.wait(60)
+                self._leave_if_asked()
+            elif argv[0] == sys.executable:
+                assert asked.wait(60)
+                try:
+                    self._leave_if_asked()
+                finally:
+                    noticed.set()
+            return Completed(tuple(argv), TIMED_OUT)
+
+    host = Interrupted(tmp_path)
+    with pytest.raises(Stopped), host.interruptible(asked.is_set):
+        examine(host, lambda event: pytest.fail(f"{event}"))
 
 
 def test_values_without_end_do_not_end_the_judgement(tmp_path: Path) -> None:
