@@ -40,7 +40,7 @@ PartitionName=all Nodes=ALL Default=YES
 """
 _APT = "DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"
 _PACKAGES = "slurmctld slurmd slurm-client munge"
-_SECONDS = 60
+_SECONDS = 120
 _LOGS = "journalctl --no-pager -n 60 -u slurmctld -u slurmd; cat /var/log/gpuprov-health"
 
 
@@ -54,6 +54,8 @@ def _node(host: Host, addresses: dict[str, str], key: str) -> None:
     for path in (program, script):
         path.chmod(0o755)
     (host.root / "etc/slurm/slurm.conf").write_text(_CONF.format(**addresses))
+    # By itself slurmd looks for cgroups, and refuses a kernel that has those of both versions.
+    (host.root / "etc/slurm/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     with (host.root / "etc/hosts").open("a") as hosts:
         hosts.write("".join(f"{address} {name}\n" for name, address in addresses.items()))
     host.ssh(
