@@ -194,6 +194,7 @@ def test_each_row_is_found_by_its_own_version_and_no_two_rows_are_the_same() -> 
 # Distribution, `uname -r` → its packages. The first two were seen on hosts of the lab, the rest in vendors' documents.
 HEADERS = [
     ("debian", "12", "6.1.0-13-amd64", ("linux-headers-6.1.0-13-amd64",)),
+    ("debian", "13", "6.14.11-4-pve", ("proxmox-headers-6.14.11-4-pve",)),
     ("debian", "13", "6.12.43+deb13-cloud-amd64", ("linux-headers-6.12.43+deb13-cloud-amd64",)),
     ("ubuntu", "22.04", "5.15.0-113-generic", ("linux-headers-5.15.0-113-generic",)),
     ("ubuntu", "22.04", "6.8.0-1021-aws", ("linux-headers-6.8.0-1021-aws", "gcc-12")),
