@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gpuprov.boot.prepare import is_of_another_version
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
-from gpuprov.checks import memory
+from gpuprov.checks import features, memory
 from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.engine_checks import Subject, check_engines
 from gpuprov.checks.engines import EngineTest
@@ -66,6 +66,8 @@ def verify(
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
     if spec.dcgm and report is not None:
         checks.check("DCGM", lambda: _dcgm(system, spec, report))
+    for name, look in features.rows(system, spec) if report is not None else ():
+        checks.check(name, look)
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))
     check_engines(Subject(checks, system, spec, report, [] if tests is None else tests))

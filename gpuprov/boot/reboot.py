@@ -8,10 +8,11 @@ from gpuprov.cdi.discover import discover, load_driver
 from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
-from gpuprov.driver.nouveau import MODULES, bound
+from gpuprov.driver.nouveau import MODULES, bound, other_mode
 from gpuprov.driver.running_driver import ReloadDriver
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.boot import IN_USE_MARK, REBOOT_ASKED
+from gpuprov.facts.kernels import LOADED_OPTIONS
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
@@ -27,7 +28,7 @@ def reasons(driver: DriverSource) -> tuple[str, ...]:
     # NVIDIA's installer refuses to run while nouveau is loaded, even without a GPU.
     hinders = "nouveau" in facts.kernel.loaded_modules and driver.installs and driver.brings_modules
     loaded = ("the module nouveau is loaded",) if hinders else ()
-    return (*bound(facts.gpus), *loaded, *_other_driver_loaded(driver))
+    return (*bound(facts.gpus), *loaded, *_other_driver_loaded(driver), *_other_mode(driver))
 
 
 def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
@@ -35,6 +36,12 @@ def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
     if driver.installs or not running_driver.is_other(facts):
         return ()
     return (running_driver.other_driver_loaded(facts.driver_loaded_version, facts.driver_installed_version),)
+
+
+def _other_mode(driver: DriverSource) -> tuple[str, ...]:
+    options = driver.facts.files.get(LOADED_OPTIONS)
+    # Another driver is loaded with the option.
+    return other_mode(options.content if options and not driver.installs else None, driver.spec.coherent_memory)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:

@@ -24,7 +24,15 @@ from gpuprov.facts.boot import IN_USE_MARK, BootFacts, RebootFacts, gather_boot,
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, CudaFacts, HidingLibrary, RunningDriver, damage, gather_cuda
 from gpuprov.facts.gpus import FABRIC_MODULES, Chips, DcgmFacts, FabricFacts, MigGpu, gather_dcgm, gather_fabric
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
-from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, InitramfsFacts, gather_initramfs
+from gpuprov.facts.kernels import (
+    BLACKLIST,
+    DRACUT_CONFIGURATION,
+    LOADED_OPTIONS,
+    MODULE_OPTIONS,
+    ImageFacts,
+    InitramfsFacts,
+    gather_initramfs,
+)
 from gpuprov.facts.leftovers import NVIDIA_DOCKER, Leftovers, gather_leftovers
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
@@ -62,6 +70,8 @@ _MANAGED_FILES = (
     PREFERENCES,
     FABRIC_MODULES,
     DRACUT_CONFIGURATION,
+    MODULE_OPTIONS,
+    LOADED_OPTIONS,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,

@@ -94,6 +94,9 @@ def fault(
 BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
 # dracut adds drivers of the machine's devices despite modprobe.d, so it needs its own configuration.
 DRACUT_CONFIGURATION = "/etc/dracut.conf.d/gpuprov-nouveau.conf"
+# Options of the module nvidia, and those that the loaded one has.
+MODULE_OPTIONS = "/etc/modprobe.d/gpuprov-nvidia.conf"
+LOADED_OPTIONS = "/proc/driver/nvidia/params"
 _BOOT = "/boot"
 # Compressing one image takes ten seconds on a fast machine and minutes on a slow one.
 _REBUILD_SECONDS = 900
@@ -133,7 +136,7 @@ class InitramfsFacts:
 
 def gather_initramfs(system: System) -> InitramfsFacts:
     """Return the facts; reads only, and runs nothing."""
-    files = (system.status(path) for path in (BLACKLIST, DRACUT_CONFIGURATION))
+    files = (system.status(path) for path in (BLACKLIST, DRACUT_CONFIGURATION, MODULE_OPTIONS))
     configured = max((file.modified for file in files if file is not None), default=0.0)
     return InitramfsFacts(gather_images(system), configured, system.which("dracut") is not None)
 

@@ -9,7 +9,7 @@ from typing import Any
 from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, kernel, mig
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, kernel, mig, nouveau
 from gpuprov.driver.packaged import fits
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import docker, other_engines
@@ -65,6 +65,7 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *_hiding_problems(facts),
             *kernel.problems(driver),
             *kernel.offer_problems(driver),
+            *nouveau.problems(driver),
             *reboot.problems(driver),
             *driver.problems(),
             *_security_problems(driver),

@@ -85,6 +85,7 @@ class HostSpec:
     epel_key_fingerprint: str = text(check.FINGERPRINT)
     module_signing_key: str = text(check.PATH)
     module_signing_certificate: str = text(check.PATH)
+    coherent_memory: str = text(validate.OneOf(("driver", "numa"), error="is not one of {choices}"))
     reboot: str = choice("never", "if-needed")
     stop_containers: bool = flag()
     stop_display_manager: bool = flag()

@@ -9,13 +9,24 @@ from typing import Any
 
 import pytest
 
+from gpuprov.boot import reboot
+from gpuprov.checks import features
+from gpuprov.checks.outcome import Failed
 from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.driver import nouveau
 from gpuprov.facts import kernels
-from gpuprov.facts.host import gather
-from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.kernels import (
+    BLACKLIST,
+    DRACUT_CONFIGURATION,
+    LOADED_OPTIONS,
+    MODULE_OPTIONS,
+    Image,
+    kernel_of,
+)
+from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
@@ -138,6 +149,83 @@ def test_who_brings_the_driver_otherwise_keeps_nouveau_out_otherwise(host: FakeH
 
 def test_a_system_container_has_no_say_in_it(tmp_path: Path) -> None:
     assert nouveau.plan(source_of(gather(FakeHost(tmp_path / "root")), spec())) == ()
+
+
+PARAMS = 'ImexChannelCount: 2048\nCoherentGPUMemoryMode: "{}"\nRegistryDwords: ""\n'
+GH200 = "2342"
+
+
+@pytest.fixture
+def grace(host: FakeHost) -> HostFacts:
+    """A host with a coherent GPU, on which nouveau is kept out and the driver is loaded with its default mode."""
+    apply(host, nouveau.plan(source_of(gather(host), spec(driver_version="580.95.05"))))
+    host.path(LOADED_OPTIONS).parent.mkdir(parents=True, exist_ok=True)
+    host.path(LOADED_OPTIONS).write_text(PARAMS.format(""))
+    return gather(host)
+
+
+def asks(mode: str = "driver", **values: Any) -> HostSpec:
+    return parse_spec({"driver_version": "580.95.05", "coherent_memory": mode, "driver": "preinstalled", **values})
+
+
+def test_coherent_memory_is_an_option_of_the_module_in_every_initramfs(host: FakeHost, grace: HostFacts) -> None:
+    before = host.tree()
+    changes = nouveau.plan(source_of(gather(host), asks()))
+    named = f"set the options of the module nvidia ({MODULE_OPTIONS}); rebuild the initramfs of {RELEASE}"
+    assert [one.summary() for one in changes] == [named]
+    assert "+options nvidia NVreg_CoherentGPUMemoryMode=driver" in changes[0].diff(host)
+    apply(host, changes)
+    assert "options nvidia-current NVreg_CoherentGPUMemoryMode=driver" in (host.read_text(MODULE_OPTIONS) or "")
+    assert kernels.holds_file(host.read_text(IMAGE) or "", MODULE_OPTIONS)
+    assert nouveau.plan(source_of(gather(host), asks())) == ()
+    (other,) = nouveau.plan(source_of(gather(host), asks("numa")))
+    assert "+options nvidia NVreg_CoherentGPUMemoryMode=numa" in other.diff(host)
+    apply(host, nouveau.plan(source_of(gather(host), asks(""))))
+    assert not host.exists(MODULE_OPTIONS), "no longer asked for"
+    run = last_undoable_run(host)
+    assert run is not None
+    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
+    assert host.exists(MODULE_OPTIONS), "and given back"
+    assert {*before} < {*host.tree()}
+
+
+@pytest.mark.parametrize(("loaded", "asked", "other"), [
+    (PARAMS.format(""), "driver", True),
+    (PARAMS.format("numa"), "driver", True),
+    (PARAMS.format("driver"), "driver", False),
+    (PARAMS.format("driver"), "", False),
+    ("RegistryDwords: 0\n", "driver", False),  # before 580
+])  # fmt: skip
+def test_a_reboot_loads_the_driver_with_another_mode(
+    host: FakeHost, grace: HostFacts, loaded: str, asked: str, other: bool
+) -> None:
+    host.path(LOADED_OPTIONS).write_text(loaded)
+    found = reboot.reasons(source_of(gather(host), asks(asked)))
+    assert any("CoherentGPUMemoryMode" in one for one in found) is other
+    checks = dict(features.rows(host, asks(asked)))
+    assert list(checks) == (["coherent memory"] if asked else [])
+    if other:
+        with pytest.raises(Failed, match="systemctl reboot"):
+            checks["coherent memory"]()
+    elif asked:
+        assert checks["coherent memory"]() == ("driver", "")
+
+
+@pytest.mark.parametrize(("device", "values", "problem"), [
+    (GH200, {}, ""),
+    ("2941", {}, ""),
+    ("2e12", {}, "no coherent memory: Blackwell"),  # GB10
+    ("2330", {}, "no coherent memory: H100"),
+    (GH200, {"driver": "runfile", "driver_version": "570.133.20"}, "driver 570.133.20 has no modes"),
+])  # fmt: skip
+def test_a_gpu_or_a_driver_without_coherent_memory_is_refused(
+    grace: HostFacts, device: str, values: dict[str, str], problem: str
+) -> None:
+    facts = replace(grace, gpus=(PciGpu("0000:1b:00.0", device, "nvidia"),))
+    facts = replace(facts, driver=replace(facts.driver, library_version=""))
+    found = nouveau.problems(source_of(facts, asks(**values)))
+    assert [problem in one.what for one in found] == ([True] if problem else [])
+    assert nouveau.problems(source_of(facts, asks("", **values))) == ()
 
 
 IMAGES = {
