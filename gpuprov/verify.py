@@ -66,7 +66,7 @@ def verify(
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
     if spec.dcgm and report is not None:
         checks.check("DCGM", lambda: _dcgm(system, spec, report))
-    for name, look in features.rows(system, spec) if report is not None else ():
+    for name, look in features.checks(system, spec) if report is not None else ():
         checks.check(name, look)
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))

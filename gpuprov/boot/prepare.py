@@ -16,7 +16,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_path, text_diff, write_files
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, log_of, systemctl
-from gpuprov.driver import mig
+from gpuprov.driver import gpudirect, mig
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
 from gpuprov.protocol.errors import GpuprovError
@@ -65,6 +65,9 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     )
     units = tuple(name for name in boot.STARTED if f"{boot.UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{boot.WANTS}/{name}") != f"{boot.UNITS}/{name}")
+    # A restart of MPS ends the programs that it serves.
+    if boot.MPS not in links and f"{boot.UNITS}/{boot.MPS}" not in dict(wrong):
+        units = tuple(name for name in units if name != boot.MPS)
     stale = tuple(
         path
         for path in boot.MANAGED
@@ -84,6 +87,9 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         units.append(boot.MIG)
+    encrypted = facts.boot.confidential and facts.image is None and spec.confidential_ready == "auto"
+    asked = {boot.GPUDIRECT: spec.gpudirect, boot.MPS: spec.mps, boot.CONFIDENTIAL: encrypted}
+    units += (name for name, is_asked in asked.items() if is_asked)
     if spec.serve:
         units += (boot.SERVE, boot.SERVE_SOCKET)
     if _has_persistence(driver):
@@ -92,7 +98,9 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
         paths += boot.DRIVEN
         units += (boot.SSH_KEYS,) if facts.boot.ssh_keygen else ()
     paths += (f"{boot.UNITS}/{name}" for name in units)
-    values = {"python": python, **mig_values(divided)}
+    memory = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={spec.mps_memory}" if spec.mps_memory else ""
+    values = {"python": python, "mps_threads": str(spec.mps_threads), "mps_memory": memory, **mig_values(divided)}
+    values.update(gpudirect.unit_values(spec))
     return {boot.PROGRAM: boot_program(), **{path: content_of(path, **values) for path in paths}}
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gpuprov.cdi.discover import discover, load_driver
 from gpuprov.core.changes import Change, Json, NextAction, Tell
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
-from gpuprov.driver.nouveau import MODULES, bound, other_mode
+from gpuprov.driver.nouveau import MODULES, bound
 from gpuprov.driver.running_driver import ReloadDriver
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.boot import IN_USE_MARK, REBOOT_ASKED
@@ -39,9 +40,12 @@ def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
 
 
 def _other_mode(driver: DriverSource) -> tuple[str, ...]:
-    options = driver.facts.files.get(LOADED_OPTIONS)
-    # Another driver is loaded with the option.
-    return other_mode(options.content if options and not driver.installs else None, driver.spec.coherent_memory)
+    options, asked = driver.facts.files.get(LOADED_OPTIONS), driver.spec.coherent_memory
+    mode = re.search(rb'^CoherentGPUMemoryMode: "(\w*)"', options.content, re.MULTILINE) if options else None
+    # Another driver is loaded with the option; a driver without modes has no such line.
+    if driver.installs or not asked or mode is None or mode[1].decode() == asked:
+        return ()
+    return (f"the driver is loaded with CoherentGPUMemoryMode {mode[1].decode() or 'unset'}, not {asked}",)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:

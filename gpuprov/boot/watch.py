@@ -34,8 +34,8 @@ _DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}
 _LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
 # What the service sees of its own (PrivateTmp=), or cannot write (ProtectSystem=full, ProtectHome=).
 _NOT_ITS = ("/tmp/", "/var/tmp/", "/etc/", "/usr/", "/boot/", "/efi/", "/home/", "/root/", "/run/user/")
-# What says how a run goes, not what the host shall be.
-_OF_A_RUN = ("reboot", "lock_timeout")
+# What says how a run goes, not what the host shall be; and what holds a licence's token.
+_OF_A_RUN = ("reboot", "lock_timeout", "vgpu")
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

@@ -1,26 +1,42 @@
-"""Checks of `gpuprov verify` for what an option adds to a host beside its driver; a row each. Reads only."""
+"""Checks of `gpuprov verify` for what options add to a host: rows of options_needs.json. Reads only."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterator
-from typing import Callable
+from typing import Any, Callable
 
 from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.system import System
-from gpuprov.driver.nouveau import other_mode
-from gpuprov.facts.kernels import LOADED_OPTIONS
+from gpuprov.protocol import tables
 from gpuprov.protocol.spec import HostSpec
 
-Row = tuple[str, Callable[[], Values]]
+# nvidia-smi takes two minutes on a host whose GPUs are asleep.
+_SECONDS, _PAUSE = 120, 3
+Row = dict[str, Any]
 
 
-def rows(system: System, spec: HostSpec) -> Iterator[Row]:
-    """Yield name and check of each feature that the specification asks for."""
-    if spec.coherent_memory:
-        yield "coherent memory", lambda: _coherent_memory(system, spec.coherent_memory)
+def checks(system: System, spec: HostSpec) -> Iterator[tuple[str, Callable[[], Values]]]:
+    """Yield name and check of each row whose option is set (to its value, if it has one), or whose file is there."""
+    for row in tables.packaged("options_needs")["checks"]:
+        asked = getattr(spec, row.get("option", ""), None)
+        values = asked if isinstance(asked, tuple) else (None,)
+        if (asked and row.get("value") in values) or ("where" in row and system.exists(row["where"])):
+            yield row["name"], functools.partial(_check, system, row, asked)
 
 
-def _coherent_memory(system: System, asked: str) -> Values:
-    for reason in other_mode(system.read_bytes(LOADED_OPTIONS), asked):
-        raise Failed(f"{reason}; gpuprov install, which writes the option; systemctl reboot")
-    return asked, ""
+def _check(system: System, row: Row, asked: Any) -> Values:
+    """Run the row's command until its output matches `expect` and not `never`, at most `wait` seconds."""
+    until = system.now() + row.get("wait", 0)
+    while True:
+        done = system.run(row["argv"], timeout=_SECONDS)
+        found = re.search(row["expect"].replace("{asked}", str(asked)), done.stdout)
+        wrong = re.search(row["never"], done.stdout) if "never" in row else None
+        if done.ok and found and not wrong:
+            return found[1].strip(), ""
+        if system.now() >= until:
+            break
+        system.sleep(_PAUSE)
+    seen = wrong[0] if wrong else done.stdout.strip() or done.evidence(2)
+    raise Failed(f"{row['what']}: {' '.join(seen.split())}; {row['next']}")

@@ -85,11 +85,11 @@ def as_markdown() -> str:
 def as_text(columns: int = 0) -> str:
     """Return the variables for people; with `columns`, wrapped to a terminal that is so wide."""
     from gpuprov.fleet.inventory import SITE_FILE, site_words, variables_of
-    from gpuprov.protocol.secrets import masked
+    from gpuprov.protocol.secrets import masked_settings
 
     blocks, of_site = [], variables_of(site_words())
     for one in variables():
-        here = f"  [{masked(str(of_site[one['name']]))} by {SITE_FILE}]" if one["name"] in of_site else ""
+        here = f"  [{masked_settings(str(of_site[one['name']]))} by {SITE_FILE}]" if one["name"] in of_site else ""
         choices = f"  ({' | '.join(one['choices'])})" if one["choices"] else ""
         default = f": {_default(one)}" if _default(one) else ""
         meaning = one["help"].replace("`", "")

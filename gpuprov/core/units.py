@@ -65,3 +65,35 @@ class RestartUnit(Change):
         """Stop a unit that did not run before. A unit that ran keeps running: a restart can't be undone."""
         if not before["was_active"]:
             systemctl(system, "stop", before["unit"])
+
+
+@dataclass(frozen=True)
+class RunUnits(Change):
+    """Require that these units run, now (unless `start` is False) and at each boot."""
+
+    units: tuple[str, ...]
+    start: bool = True
+
+    def summary(self) -> str:
+        return f"enable {'and start ' if self.start else ''}{', '.join(self.units)}"
+
+    def capture(self, system: System) -> Json:
+        return {
+            unit: [verb for verb in ("is-enabled", "is-active") if system.run(("systemctl", verb, "--quiet", unit)).ok]
+            for unit in self.units
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for unit in self.units:
+            system.require(("systemctl", "enable", unit), f"{unit} can't be enabled", f"systemctl status {unit}")
+            if self.start:
+                RestartUnit(unit).apply(system, tell)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        for unit, was in before.items():
+            if "is-active" not in was:
+                systemctl(system, "stop", unit)
+            if "is-enabled" not in was:
+                systemctl(system, "disable", unit)

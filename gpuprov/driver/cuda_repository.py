@@ -39,7 +39,7 @@ PINNING = "nvidia-driver-pinning-"
 
 
 def _needs_repository(spec: HostSpec) -> bool:
-    return spec.driver == "packages" or spec.dcgm or bool(toolkit_packages(spec))
+    return spec.driver == "packages" or spec.dcgm or "storage" in spec.gpudirect or bool(toolkit_packages(spec))
 
 
 def repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:

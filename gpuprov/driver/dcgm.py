@@ -6,12 +6,10 @@ Source: docs.nvidia.com/datacenter/dcgm, Installation and Install DCGM Exporter:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.core import units
-from gpuprov.core.changes import Change, Json, Tell
-from gpuprov.core.system import System
+from gpuprov.core.changes import Change
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT
 from gpuprov.protocol.errors import Problem
@@ -62,42 +60,14 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the start of DCGM's units, or nothing; to be done after the driver and MIG."""
-    there, starts, spec = driver.facts.dcgm, driver.facts.image is None, driver.spec
+    there, starts, spec = driver.facts.services, driver.facts.image is None, driver.spec
     running = {*there.enabled} & {*there.active} if starts else {*there.enabled}
     wanted = ((DCGM_UNIT, spec.dcgm), (DCGM_EXPORTER, spec.dcgm and spec.dcgm_exporter))
     lacking = tuple(unit for unit, asked in wanted if asked and unit not in running)
     return (RunDcgm(lacking, starts),) if lacking else ()
 
 
-@dataclass(frozen=True)
-class RunDcgm(Change):
+class RunDcgm(units.RunUnits):
     """Require that these units of DCGM run, now (unless `start` is False) and at each boot."""
 
-    units: tuple[str, ...]
-    start: bool = True
-
     key: ClassVar[str] = "run DCGM"
-
-    def summary(self) -> str:
-        return f"enable {'and start ' if self.start else ''}{', '.join(self.units)}"
-
-    def capture(self, system: System) -> Json:
-        return {
-            unit: [verb for verb in ("is-enabled", "is-active") if system.run(("systemctl", verb, "--quiet", unit)).ok]
-            for unit in self.units
-        }
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        for unit in self.units:
-            system.require(("systemctl", "enable", unit), f"{unit} can't be enabled", f"systemctl status {unit}")
-            if self.start:
-                units.RestartUnit(unit).apply(system, tell)
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        for unit, was in before.items():
-            if "is-active" not in was:
-                units.systemctl(system, "stop", unit)
-            if "is-enabled" not in was:
-                units.systemctl(system, "disable", unit)

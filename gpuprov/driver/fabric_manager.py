@@ -66,10 +66,10 @@ def fault(facts: FabricFacts, version: str) -> Problem | None:
 def wanted_version(driver: DriverSource) -> str:
     """Return the version that the fabric manager must have, "" if none is needed.
 
-    In a system container the switches are the container host's.
+    In a system container the switches are the container host's, and of virtual GPUs the hypervisor's.
     """
     facts = driver.facts
-    if not facts.fabric.switches or facts.kernel.container:
+    if not facts.fabric.switches or facts.kernel.container or facts.virtual_gpu:
         return ""
     return driver.version if "." in driver.version else facts.driver_installed_version
 
@@ -123,7 +123,7 @@ def plan_problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents CUDA from working with this host's switches, if gpuprov does not install what they need."""
     facts, version = driver.facts.fabric, wanted_version(driver)
     if driver.spec.fabric_manager == "auto":
-        problem = fault(facts, "") if not driver.facts.kernel.container else None
+        problem = fault(facts, "") if not (driver.facts.kernel.container or driver.facts.virtual_gpu) else None
     else:
         problem = fault(replace(facts, hidden="", active=True), version)
     return (problem,) if problem else ()

@@ -5,7 +5,6 @@ From Linux 7.0 on nova_core binds Turing and later, as nouveau does; distributio
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,7 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.facts import kernels
 from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, MODULE_OPTIONS, Image
 from gpuprov.machine.pci import PciGpu
-from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.models import model_of, name_of
+from gpuprov.protocol.errors import GpuprovError
 
 # In the order of unloading: nova_drm depends on nova_core.
 MODULES = ("nova_drm", "nova_core", "nouveau")
@@ -33,14 +31,11 @@ _DRACUT_TEXT = f"""\
 omit_drivers+=" nouveau nova_core nova_drm "
 install_items+=" {BLACKLIST} "
 """
-_COHERENT_MEMORY = "CoherentGPUMemoryMode"
-# The first branch with it: awslabs/amazon-eks-ami, nvidia-kmod-load.sh.
-_COHERENT_MEMORY_SINCE = 580
 # Debian's packages name the module nvidia-current, and only its own options reach it there.
 _OPTIONS_TEXT = """\
 # By gpuprov: gpuprov_coherent_memory.
-options nvidia NVreg_{name}={mode}
-options nvidia-current NVreg_{name}={mode}
+options nvidia NVreg_CoherentGPUMemoryMode={mode}
+options nvidia-current NVreg_CoherentGPUMemoryMode={mode}
 """
 
 
@@ -55,7 +50,7 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
             option = f'install_items+=" {MODULE_OPTIONS} "\n' if mode else ""
             files[DRACUT_CONFIGURATION] = f"{_DRACUT_TEXT}{option}".encode()
     if mode or MODULE_OPTIONS in facts.files:
-        files[MODULE_OPTIONS] = _OPTIONS_TEXT.format(name=_COHERENT_MEMORY, mode=mode).encode() if mode else None
+        files[MODULE_OPTIONS] = _OPTIONS_TEXT.format(mode=mode).encode() if mode else None
     if not files:
         return ()
     there = {path: found.content for path in files if (found := facts.files.get(path)) is not None}
@@ -128,36 +123,6 @@ def _prove(system: System, image: Image) -> None:
             "is /etc/modprobe.d left out by the configuration of initramfs-tools or dracut? fix that, then run "
             "the same command again",
         )
-
-
-def other_mode(options: bytes | None, asked: str) -> tuple[str, ...]:
-    """Return a sentence if the options of the loaded module nvidia name another mode than the one asked for.
-
-    `options`: LOADED_OPTIONS; the mode is empty there where the driver chose, and missing where it has none.
-    """
-    found = re.search(rf'^{_COHERENT_MEMORY}: "(\w*)"', (options or b"").decode("utf-8", "replace"), re.MULTILINE)
-    if not asked or found is None or found[1] == asked:
-        return ()
-    return (f"the driver is loaded with {_COHERENT_MEMORY} {found[1] or 'unset'}, and {asked} is asked for",)
-
-
-def problems(driver: DriverSource) -> tuple[Problem, ...]:
-    """Return why this host's driver or GPUs have no mode for coherent memory, if one is asked for."""
-    facts, mode = driver.facts, driver.spec.coherent_memory
-    version = driver.coming_version or facts.driver_installed_version or driver.spec.driver_version
-    ids = [one for one in facts.gpu_device_ids if not ((model := model_of(one)) and model.coherent_memory)]
-    seen, found = f"gpuprov_coherent_memory: {mode}", []
-    if mode and facts.kernel.container:
-        step = "set gpuprov_coherent_memory for the container host, and leave it out here"
-        found.append(Problem("options of kernel modules are the container host's", seen, step))
-    if mode and ids and facts.image is None:
-        what = f"this host's GPU has no coherent memory: {name_of(ids[0]) or ids[0]}"
-        found.append(Problem(what, seen, "leave gpuprov_coherent_memory out"))
-    if mode and version and int(version.partition(".")[0]) < _COHERENT_MEMORY_SINCE:
-        what = f"driver {version} has no modes for coherent memory"
-        step = f'set gpuprov_driver_version: "{_COHERENT_MEMORY_SINCE}" or a later one, or leave it out'
-        found.append(Problem(what, f"{seen}; they came with {_COHERENT_MEMORY_SINCE}", step))
-    return tuple(found)
 
 
 def bound(gpus: Sequence[PciGpu]) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ REFRESH = "gpuprov-refresh.service"
 WATCH = "gpuprov-refresh.path"
 SOCKETS = "gpuprov-sockets.service"
 MIG = "gpuprov-mig.service"
+MPS = "gpuprov-mps.service"
+CONFIDENTIAL = "gpuprov-confidential.service"
+GPUDIRECT = "gpuprov-gpudirect.service"
 PERSISTENCE = "nvidia-persistenced.service"
 SERVE = "gpuprov-serve.service"
 SERVE_SOCKET = "gpuprov-serve.socket"
@@ -29,9 +32,11 @@ _FABRIC = "nvidia-fabricmanager.service"
 MODULES = "/etc/modules-load.d/gpuprov.conf"
 PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
 MARK = "# By gpuprov"
+# Linux, Documentation/virt/coco: the devices of a guest with AMD SEV-SNP, and with Intel TDX.
+_ENCRYPTED = ("/dev/sev-guest", "/dev/tdx_guest")
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
 _PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
-STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS, SERVE_SOCKET)
+STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, CONFIDENTIAL, GPUDIRECT, MPS, SSH_KEYS, SERVE_SOCKET)
 _ENABLED = tuple(f"{WANTS}/{name}" for name in STARTED)
 USERS = f"{UNITS}/user@.service.d/gpuprov.conf"
 ROOT = f"{UNITS}/user@0.service.d/gpuprov.conf"
@@ -41,7 +46,7 @@ DRIVEN = tuple(f"{UNITS}/{name}.d/gpuprov.conf" for name in (PERSISTENCE, _FABRI
 MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
     f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}",
-    f"{UNITS}/{SOCKETS}", USERS, ROOT, *DRIVEN,
+    f"{UNITS}/{SOCKETS}", f"{UNITS}/{MPS}", f"{UNITS}/{CONFIDENTIAL}", f"{UNITS}/{GPUDIRECT}", USERS, ROOT, *DRIVEN,
 )  # fmt: skip
 
 
@@ -56,19 +61,22 @@ class BootFacts:
     """The effect of the next boot.
 
     `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
-    brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys.
+    brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys. `confidential`: this is a
+    virtual machine with encrypted memory, whose GPUs may be in the mode of confidential computing.
     """
 
     enabled: Mapping[str, str] = field(default_factory=dict)
     persistence_packaged: bool = False
     ssh_keygen: bool = False
+    confidential: bool = False
 
 
 def gather_boot(system: System) -> BootFacts:
     """Return the facts; reads only."""
     links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
     packaged = any(system.exists(path) for path in _PACKAGED)
-    return BootFacts(links, packaged, system.exists(SSH_KEYGEN) and system.exists("/etc/ssh"))
+    confidential = any(map(system.exists, _ENCRYPTED))
+    return BootFacts(links, packaged, system.exists(SSH_KEYGEN) and system.exists("/etc/ssh"), confidential)
 
 
 def is_ours(content: bytes) -> bool:

@@ -93,21 +93,28 @@ DCGM_UNIT, DCGM_EXPORTER = "nvidia-dcgm.service", "nvidia-dcgm-exporter.service"
 _DCGM_PROGRAM = "/usr/bin/nv-hostengine"
 
 
+# NVIDIA's GRID driver for virtual GPUs: the daemon that takes their licence (vGPU Client Licensing User Guide), its
+# settings, and the token's file.
+GRIDD_CONFIG, GRIDD_TEMPLATE = "/etc/nvidia/gridd.conf", "/etc/nvidia/gridd.conf.template"
+TOKEN = "/etc/nvidia/ClientConfigToken/gpuprov.tok"
+GRIDD = "nvidia-gridd.service"
+_PROGRAMS = {_DCGM_PROGRAM: (DCGM_UNIT, DCGM_EXPORTER), "/usr/bin/nvidia-gridd": (GRIDD,)}
+
+
 @dataclass(frozen=True)
-class DcgmFacts:
-    """Which of DCGM's units are enabled, and which are active."""
+class ServiceFacts:
+    """Which units of DCGM, and of the GRID driver, are enabled, and which are active."""
 
     enabled: tuple[str, ...] = ()
     active: tuple[str, ...] = ()
 
 
-def gather_dcgm(system: System) -> DcgmFacts:
-    """Return the facts; four commands, and none on a machine without DCGM."""
-    if not system.exists(_DCGM_PROGRAM):
-        return DcgmFacts()
-    verbs, names = ("is-enabled", "is-active"), (DCGM_UNIT, DCGM_EXPORTER)
+def gather_services(system: System) -> ServiceFacts:
+    """Return the facts; two commands for each unit whose program is installed."""
+    names = [name for program, units in _PROGRAMS.items() if system.exists(program) for name in units]
+    verbs = ("is-enabled", "is-active")
     found = [tuple(one for one in names if system.run(("systemctl", verb, "--quiet", one)).ok) for verb in verbs]
-    return DcgmFacts(*found)
+    return ServiceFacts(*found)
 
 
 # PCI Code and ID Assignment Specification: 0680 is a bridge of another kind; NVIDIA's are its NVSwitches.

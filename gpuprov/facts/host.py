@@ -19,20 +19,12 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
-from gpuprov.facts import boot
+from gpuprov.facts import boot, gpus, kernels
 from gpuprov.facts.boot import IN_USE_MARK, BootFacts, RebootFacts, gather_boot, gather_reboot
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, CudaFacts, HidingLibrary, RunningDriver, damage, gather_cuda
-from gpuprov.facts.gpus import FABRIC_MODULES, Chips, DcgmFacts, FabricFacts, MigGpu, gather_dcgm, gather_fabric
+from gpuprov.facts.gpus import FABRIC_MODULES, Chips, FabricFacts, MigGpu, ServiceFacts, gather_fabric, gather_services
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
-from gpuprov.facts.kernels import (
-    BLACKLIST,
-    DRACUT_CONFIGURATION,
-    LOADED_OPTIONS,
-    MODULE_OPTIONS,
-    ImageFacts,
-    InitramfsFacts,
-    gather_initramfs,
-)
+from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, InitramfsFacts, gather_initramfs
 from gpuprov.facts.leftovers import NVIDIA_DOCKER, Leftovers, gather_leftovers
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
@@ -50,6 +42,7 @@ from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.sources import PinnedOut
 from gpuprov.protocol.codec import as_json
+from gpuprov.protocol.models import model_of, name_of
 from gpuprov.repos import RPM_KEYS
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -70,8 +63,7 @@ _MANAGED_FILES = (
     PREFERENCES,
     FABRIC_MODULES,
     DRACUT_CONFIGURATION,
-    MODULE_OPTIONS,
-    LOADED_OPTIONS,
+    *(kernels.MODULE_OPTIONS, kernels.LOADED_OPTIONS, gpus.GRIDD_CONFIG, gpus.GRIDD_TEMPLATE, gpus.TOKEN),
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
@@ -142,7 +134,8 @@ class HostFacts:
     bundle: BundleFacts | None = None
     running: RunningDriver | None = None
     fabric: FabricFacts = field(default_factory=FabricFacts)
-    dcgm: DcgmFacts = field(default_factory=DcgmFacts)
+    services: ServiceFacts = field(default_factory=ServiceFacts)
+    rdma_devices: tuple[str, ...] = ()
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
@@ -175,7 +168,16 @@ class HostFacts:
         """The PCI device ids of the GPUs, which identify their generations; for an image, those of future GPUs."""
         if self.image is not None:
             return self.image.device_ids
-        return own_ids(self.gpus)
+        # The GRID driver alone serves virtual GPUs, and its version and modules are none that a table knows.
+        return () if self.virtual_gpu else own_ids(self.gpus)
+
+    @property
+    def virtual_gpu(self) -> str:
+        """What tells that this host's GPUs are virtual ones (NVIDIA vGPU), "" if nothing does."""
+        virtual = (one for one in self.gpus if (model := model_of(one.device_id)) and one.subsystem in model.virtual)
+        if found := next(virtual, None):
+            return f"GPU {found.bus_id}: {name_of(found.device_id)}, PCI subsystem {found.subsystem}"
+        return f"{gpus.GRIDD_TEMPLATE} is there" if gpus.GRIDD_TEMPLATE in self.files else ""
 
     @property
     def driver_installed_version(self) -> str:
@@ -224,7 +226,8 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         displays=gather_displays(system),
         clock=system.clock(),
         fabric=gather_fabric(system),
-        dcgm=gather_dcgm(system),
+        services=gather_services(system),
+        rdma_devices=system.list_directory("/sys/class/infiniband"),
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,

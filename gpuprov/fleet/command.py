@@ -26,7 +26,7 @@ from gpuprov.fleet.rolling import HostCommands, Rollout, parse_host_commands, pa
 from gpuprov.fleet.standard_streams import say
 from gpuprov.protocol.errors import ExitCode, Problem, UsageError, from_os_error, worst
 from gpuprov.protocol.request import Request
-from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import IMAGE, parse_spec, spec_to_json
 from gpuprov.protocol.words import line
 
@@ -294,7 +294,7 @@ def _shown_variables(options: Options) -> list[str]:
     """Return the words of -e that are no passwords; Ansible's own variables may be."""
     shown = [
         one for one in options.extra_vars
-        if one.startswith("@") or (re.match(r"gpuprov_\w+=", one) and masked(one) == one)
+        if one.startswith("@") or (re.match(r"gpuprov_\w+=", one) and masked_settings(one) == one)
     ]  # fmt: skip
     return [word for variable in shown for word in ("-e", variable)]
 

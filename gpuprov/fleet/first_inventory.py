@@ -26,7 +26,7 @@ from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import DRIVERS, Options, made_options
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import UsageError, from_os_error
-from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.protocol.spec_fields import ENGINES, PREFIX
 from gpuprov.protocol.words import counted, line
@@ -192,7 +192,7 @@ def chosen_variables(options: Mapping[str, Any]) -> dict[str, Any]:
     if len(versions) == 1 and len(chosen) == len(inventory.hosts):
         common["driver_version"] = versions.pop()
     texts = {name: json.dumps(value) for name, value in common.items()}
-    hidden = {name for name, text in texts.items() if masked(text) != text}
+    hidden = {name for name, text in texts.items() if masked_settings(text) != text}
     for name in sorted(hidden):
         say(f"warning: {PREFIX}{name} is left out: it has a password", err=True)
     return {PREFIX + name: value for name, value in common.items() if value != defaults[name] and name not in hidden}

@@ -28,12 +28,14 @@ def is_copy(system: System) -> bool:
 class PciGpu:
     """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
 
-    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
+    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing. `subsystem`: the
+    device id of its subsystem, which tells a virtual GPU.
     """
 
     bus_id: str
     device_id: str
     driver: str = ""
+    subsystem: str = ""
 
 
 def own_ids(gpus: Iterable[PciGpu]) -> tuple[str, ...]:
@@ -46,11 +48,12 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
     base = "/sys/bus/pci/devices"
     found = []
     for bus_id in system.list_directory(base):
-        vendor, kind, device = (
-            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
+        vendor, kind, device, subsystem = (
+            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip()
+            for name in ("vendor", "class", "device", "subsystem_device")
         )
         if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
             link = system.status(f"{base}/{bus_id}/driver")
             driver = link.target.rpartition("/")[2] if link is not None else ""
-            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver, subsystem[2:]))
     return tuple(found)

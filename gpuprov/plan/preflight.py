@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, kernel, mig, nouveau
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, gpudirect, kernel, mig
 from gpuprov.driver.packaged import fits
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import docker, other_engines
@@ -20,10 +20,12 @@ from gpuprov.machine.machine import MACHINES, MachineKind
 from gpuprov.packages import sources
 from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
+from gpuprov.protocol import tables
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.known_problems import NEWEST, matching
 from gpuprov.protocol.mig_configs import DISABLED
+from gpuprov.protocol.models import model_of, name_of
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import support_end
 
@@ -65,7 +67,6 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *_hiding_problems(facts),
             *kernel.problems(driver),
             *kernel.offer_problems(driver),
-            *nouveau.problems(driver),
             *reboot.problems(driver),
             *driver.problems(),
             *_security_problems(driver),
@@ -74,6 +75,7 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *cuda_toolkit.problems(facts, spec),
             *fabric_manager.plan_problems(driver),
             *dcgm.problems(driver),
+            *_refusals(driver),
             *mig.problems(facts, spec),
             *software.problems(driver),
             *sources.pin_problems(facts.pinned_out),
@@ -94,7 +96,8 @@ def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
     facts, spec, driver = context.facts, context.spec, context.driver
-    wanted = (*driver.pin_packages(), *context.wanted_packages, *fabric_manager.wanted_packages(driver))
+    wanted = (*driver.pin_packages(), *context.wanted_packages, *fabric_manager.wanted_packages(driver),
+              *gpudirect.packages(driver))  # fmt: skip
     names = facts.package_manager.missing(facts.packages, wanted)
     installs_cuda = cuda_toolkit.unpacks(facts, spec)
     return with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=installs_cuda)
@@ -115,6 +118,28 @@ def machine_notes(facts: HostFacts) -> tuple[str, ...]:
 
 def _kinds(facts: HostFacts, *served: str) -> tuple[MachineKind, ...]:
     return tuple(one for one in MACHINES if one.name in facts.kinds and one.served in served)
+
+
+def _refusals(driver: DriverSource) -> Iterator[Problem]:
+    """Yield why options can't be had on this host: rows of options_needs.json, by what holds here."""
+    facts, spec = driver.facts, driver.spec
+    version = driver.coming_version or facts.driver_installed_version or spec.driver_version
+    others = (one for one in facts.gpu_device_ids if not ((model := model_of(one)) and model.coherent_memory))
+    is_grid = spec.driver == "preinstalled" or spec.driver_url or spec.driver_mirror or facts.bundle
+    holds = {
+        "container": facts.kernel.container,
+        "image": "" if facts.image is None else "gpuprov_target: image",
+        "virtual": facts.virtual_gpu,
+        "no GRID driver": "" if is_grid else facts.virtual_gpu or ("" if spec.vgpu is None else "gpuprov_vgpu is set"),
+        "not coherent": next((name_of(one) or one for one in others if facts.image is None), ""),
+        "before 580": f"driver {version}" if version and int(version.partition(".")[0]) < 580 else "",
+        "no RDMA device": ""
+        if facts.rdma_devices or "rdma" not in spec.gpudirect
+        else "/sys/class/infiniband is empty",
+    }
+    for row in tables.packaged("options_needs")["refusals"]:
+        if getattr(spec, row["option"]) and (seen := holds[row["when"]]):
+            yield Problem(row["what"], seen, row["next"])
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:

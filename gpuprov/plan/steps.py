@@ -10,7 +10,7 @@ from gpuprov import toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
 from gpuprov.core.changes import Change
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, kernel, mig, nouveau, running_driver
+from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, gpudirect, kernel, mig, nouveau, running_driver, vgpu
 from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
@@ -75,6 +75,8 @@ def _plan_driver(c: PlanContext) -> tuple[Change, ...]:
         *fabric_manager.plan(c.driver),
         *(software.plan_driver_hold(c.driver, coming=True) if fabric_manager.wanted_packages(c.driver) else ()),
         *mig.plan(c.driver),
+        *gpudirect.plan(c.driver),
+        *vgpu.plan(c.driver),
         *dcgm.plan(c.driver),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
         *cuda_toolkit.plan(c.facts, c.spec),

@@ -48,6 +48,7 @@ class Model:
 
     `mig`: it can be divided. `coherent_memory`: the driver has a mode for memory that it shares with the processor.
     `confidential`: it has a mode for confidential computing. `links`: its NVLinks where all of them are in use.
+    `virtual`: device ids of subsystems that tell a virtual GPU, which NVIDIA's GRID driver serves.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Model:
     coherent_memory: bool = False
     confidential: bool = False
     links: int = 0
+    virtual: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

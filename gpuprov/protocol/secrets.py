@@ -67,7 +67,9 @@ def secret_forms(values: Any, passwords: Iterable[str] = ()) -> Forms:
     user:password.
     """
     found = [form for url in _strings(values) for form in _forms_in(url)]
-    for word in passwords:
+    licence = values.get("vgpu") if isinstance(values, dict) else None
+    tokens = (str(licence.get("token", "")),) if isinstance(licence, dict) else ()
+    for word in (*passwords, *tokens):
         if len(word) >= _SHORTEST_PASSWORD:
             found += [(form, _HIDDEN) for form in _written(word)]
     return tuple(dict.fromkeys(found))

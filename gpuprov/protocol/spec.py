@@ -8,7 +8,7 @@ Every value may come from a hostile inventory: what reaches a command line, a pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from marshmallow import ValidationError, validate
@@ -46,6 +46,17 @@ class AcceptCommand:
     image: str = check.required(check.IMAGE)
     command: tuple[str, ...] = check.required(validate.Length(1, 64, error="is no list of words"), words=check.LINE)
     expect: str = check.option(schema_fields.String(validate=check.LINE), "")
+
+
+@dataclass(frozen=True)
+class Vgpu:
+    """How virtual GPUs get their licence (driver/vgpu.py): by a token, by a server, by neither at a cloud's."""
+
+    feature: int | None = check.option(
+        schema_fields.Integer(allow_none=True, validate=validate.Range(0, 4, error="is not a feature type")), None
+    )
+    token: str = field(default="", repr=False, metadata=text(check.TOKEN).metadata)
+    server: str = text(check.SERVER)
 
 
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
@@ -90,6 +101,14 @@ class HostSpec:
     stop_containers: bool = flag()
     stop_display_manager: bool = flag()
     fabric_manager: str = choice("auto", "preinstalled")
+    vgpu: Vgpu | None = check.option(schema_fields.Nested(check.schema_of(Vgpu), allow_none=True), None)  # noqa: RUF009
+    gpudirect: tuple[str, ...] = several(
+        TextOrList(validate.OneOf(("rdma", "gdrcopy", "storage"), error="is not one of {choices}"))
+    )
+    mps: bool = flag()
+    mps_threads: int = number(default=100, largest=100)
+    mps_memory: str = text(check.MPS_MEMORY)
+    confidential_ready: str = choice("auto", "off")
     dcgm: bool = flag()
     dcgm_exporter: bool = flag()
     mig_layout: tuple[str, ...] = several(TextOrList(check.MIG_LAYOUT))

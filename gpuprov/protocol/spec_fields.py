@@ -58,6 +58,13 @@ MIG_CONFIG = validate.Regexp(
 )
 IMAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference")
 LINE = validate.Regexp(r"[^\x00-\x1f\x7f-\x9f]{0,4000}\Z", error="is not one line of at most 4000 characters")
+TOKEN = validate.Regexp(r"[A-Za-z0-9._=-]{1,32000}\Z", error="is not the content of a client configuration token")
+SERVER = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d{1,5})?\Z", error="is not a host name or address, with or without :PORT"
+)
+MPS_MEMORY = validate.Regexp(
+    r"\d{1,3}=\d{1,9}[GM](,\d{1,3}=\d{1,9}[GM])*\Z", error="is not a list of limits by GPU, such as 0=10G,1=512M"
+)
 ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
@@ -213,8 +220,9 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
 
 
 # Not even a wrong value of these is printed.
-_SECRET = ("proxy",)
-_NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect")
+_SECRET = ("proxy", "vgpu")
+_NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect",
+           "feature", "token", "server")  # fmt: skip
 _REASONS = {
     "Not a valid string.": "must be text (put a version number in quotes)",
     "Not a valid boolean.": "must be true or false",

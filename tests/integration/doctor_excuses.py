@@ -15,6 +15,7 @@ KINDS = {
     "toolkit": "only NVIDIA's own nvidia-container-cli says it, which no public package source has",
     "release": "advises a newer release than any package source of that system has",
     "container host": "the command is for the machine around a system container, whose kernel has no NVIDIA module",
+    "hardware": "needs virtual GPUs with their driver, RDMA adapters, confidential computing, or MPS on a GPU",
     "kernel": "needs a kernel of its own that takes modules: a virtual machine could have it",
 }
 EXCUSES: Mapping[str, frozenset[str]] = {
@@ -26,6 +27,9 @@ EXCUSES: Mapping[str, frozenset[str]] = {
     }),
     "release": frozenset({"podman-without-cdi"}),
     "container host": frozenset({"driver-outside"}),
+    "hardware": frozenset({
+        "confidential-not-ready", "gpudirect-failed", "mps-failed", "peermem-symbols", "unlicensed",
+    }),
     "kernel": frozenset({
         "branch-without-gpu", "dkms-failed", "driver-old", "gpu-too-old-or-new", "gpu-unbound", "gsp-firmware-missing",
         "headers-missing", "known-problem", "module-blacklisted", "module-missing", "module-not-loaded",

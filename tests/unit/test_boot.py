@@ -156,6 +156,7 @@ def test_systemd_reads_the_units_without_a_complaint(tmp_path: Path) -> None:
     units = [one.name for one in folder.iterdir() if one.is_file()]
     values = {
         "python": sys.executable, "schedule": "daily", "delay": "2h", "command": sys.executable, "environment": "",
+        "mps_threads": "100", "mps_memory": "", "gpudirect": "gdrdrv", "dkms": "gdrdrv",
         **prepare.mig_values([(0, "all-1g.5gb")]),
     }  # fmt: skip
     for name in units:

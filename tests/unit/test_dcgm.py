@@ -17,7 +17,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, dcgm
 from gpuprov.driver.dcgm import RunDcgm, packages
 from gpuprov.driver.running_driver import UNITS
-from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, DcgmFacts, gather_dcgm
+from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, ServiceFacts, gather_services
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
@@ -115,17 +115,17 @@ def test_it_comes_from_nvidias_repository_in_the_same_installation(facts: HostFa
 
 
 @pytest.mark.parametrize(("there", "exporter", "units"), [
-    (DcgmFacts(), False, (DCGM_UNIT,)),
-    (DcgmFacts(), True, BOTH),
-    (DcgmFacts((DCGM_UNIT,), (DCGM_UNIT,)), True, (DCGM_EXPORTER,)),
-    (DcgmFacts((DCGM_UNIT,), ()), False, (DCGM_UNIT,)),
-    (DcgmFacts((), (DCGM_UNIT,)), False, (DCGM_UNIT,)),
-    (DcgmFacts(BOTH, BOTH), True, ()),
+    (ServiceFacts(), False, (DCGM_UNIT,)),
+    (ServiceFacts(), True, BOTH),
+    (ServiceFacts((DCGM_UNIT,), (DCGM_UNIT,)), True, (DCGM_EXPORTER,)),
+    (ServiceFacts((DCGM_UNIT,), ()), False, (DCGM_UNIT,)),
+    (ServiceFacts((), (DCGM_UNIT,)), False, (DCGM_UNIT,)),
+    (ServiceFacts(BOTH, BOTH), True, ()),
 ])  # fmt: skip
 def test_a_unit_that_does_not_run_or_is_not_enabled_is_planned(
-    facts: HostFacts, there: DcgmFacts, exporter: bool, units: tuple[str, ...]
+    facts: HostFacts, there: ServiceFacts, exporter: bool, units: tuple[str, ...]
 ) -> None:
-    changes = dcgm.plan(source_of(replace(facts, dcgm=there), spec(dcgm_exporter=exporter)))
+    changes = dcgm.plan(source_of(replace(facts, services=there), spec(dcgm_exporter=exporter)))
     assert changes == ((RunDcgm(units),) if units else ())
     assert CHANGE_KINDS["RunDcgm"] is RunDcgm and {*BOTH} <= {*UNITS}
 
@@ -136,9 +136,9 @@ def test_its_units_run_and_undo_restores_what_was(host: DcgmHost) -> None:
     before = change.capture(host)
     assert change.summary() == f"enable and start {DCGM_UNIT}, {DCGM_EXPORTER}"
     change.apply(host, lambda *words: None)
-    assert gather_dcgm(host) == DcgmFacts(), "no command where there is no DCGM"
+    assert gather_services(host) == ServiceFacts(), "no command where there is no DCGM"
     host.write("/usr/bin/nv-hostengine", b"")
-    assert gather_dcgm(host) == DcgmFacts(BOTH, BOTH)
+    assert gather_services(host) == ServiceFacts(BOTH, BOTH)
     RunDcgm.undo(host, before, {})
     assert host.states == {DCGM_UNIT: {"is-enabled"}, DCGM_EXPORTER: set()}
 

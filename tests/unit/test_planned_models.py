@@ -12,6 +12,7 @@ from gpuprov.driver import fabric_manager, generations
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.driver_run import InstallDriver
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.pci import own_ids
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.models import model_of
@@ -25,7 +26,10 @@ _LATEST, _URL = "580.159.04", "/root/driver.run"
 
 @dataclass(frozen=True)
 class Planned:
-    """A row: kernel modules at 580 and at an older release, first and last branch, what joins the GPUs, MIG."""
+    """A row: kernel modules at 580 and at an older release, first and last branch, what joins the GPUs, MIG.
+
+    `virtual`: the GRID driver alone serves it, which is in no table.
+    """
 
     modules: str
     older: str
@@ -35,6 +39,7 @@ class Planned:
     problem: str = ""
     rack: bool = False
     mig: bool = False
+    virtual: bool = False
 
 
 _MANAGER = "nvidia-fabricmanager"
@@ -43,7 +48,7 @@ PLANNED = {
     "V100 HGX-1": Planned("proprietary", "proprietary", ("590.48.01",)),
     "V100 HGX-2": Planned("proprietary", "proprietary", ("590.48.01",), (_MANAGER,)),
     "L4": Planned("open", "proprietary", ("470.256.02",)),
-    "L4 fraction": Planned("open", "proprietary", ("470.256.02",)),
+    "L4 fraction": Planned("open", "proprietary", virtual=True),
     "H100 HGX": Planned("open", "proprietary", ("470.256.02",), (_MANAGER,), mig=True),
     "GH200": Planned("open", "open", ("470.256.02",), mig=True),
     "B200 HGX": Planned("open", "open", ("550.163.01",), (_MANAGER, "nvlsm"), "mlx5_ib\nib_umad\n", mig=True),
@@ -72,7 +77,9 @@ def test_every_board_has_a_row() -> None:
 
 def test_all_gpus_are_on_the_bus(facts: HostFacts, name: str) -> None:
     board = BOARDS[name]
-    assert facts.gpu_device_ids == (board.device_id,) * board.gpus
+    assert tuple(gpu.device_id for gpu in facts.gpus) == (board.device_id,) * board.gpus
+    assert facts.gpu_device_ids == (() if PLANNED[name].virtual else (board.device_id,) * board.gpus)
+    assert bool(facts.virtual_gpu) is PLANNED[name].virtual
     assert len(facts.fabric.switches) == (0 if facts.fabric.rack else board.switches + board.adapters)
     assert facts.fabric.rack == PLANNED[name].rack
 
@@ -107,5 +114,5 @@ def test_what_joins_the_gpus_is_planned(facts: HostFacts, name: str) -> None:
 
 
 def test_a_layout_for_all_gpus_divides_models_that_have_mig(facts: HostFacts, name: str) -> None:
-    models = [model_of(device_id) for device_id in facts.gpu_device_ids]
+    models = [model_of(device_id) for device_id in own_ids(facts.gpus)]
     assert {model is not None and model.mig for model in models} == {PLANNED[name].mig}

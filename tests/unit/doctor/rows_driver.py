@@ -136,6 +136,22 @@ DRIVER_ROWS = (
         report("<compute_mode>Default</compute_mode>",
                "<remapped_rows>\n<remapped_row_pending>Yes</remapped_row_pending>\n</remapped_rows>"),
         "pending", "--gpu-reset", WARNING),
+    Row("confidential-not-ready", unit("gpuprov-confidential.service", active="failed", result="exit-code"),
+        "failed, exit-code", "nvidia-smi conf-compute -q"),
+    # Reported in NVIDIA/gpu-operator, issue 2868.
+    Row("peermem-symbols",
+        lambda x: replace(
+            x, kernel_log=("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)),
+        "disagrees about version", "modprobe nvidia-peermem", WARNING),
+    Row("gpudirect-failed", unit("gpuprov-gpudirect.service", active="failed", result="exit-code"),
+        "failed, exit-code", "journalctl -b -u gpuprov-gpudirect.service"),
+    Row("mps-failed", unit("gpuprov-mps.service", active="failed", result="exit-code"), "failed, exit-code",
+        "systemctl restart gpuprov-mps.service"),
+    Row("unlicensed",
+        report("<compute_mode>Default</compute_mode>",
+               "<vgpu_software_licensed_product>\n<license_status>Unlicensed (Unrestricted)</license_status>\n"
+               "</vgpu_software_licensed_product>"),
+        "license_status of GPU 0, 1", "systemctl restart nvidia-gridd"),
     Row("fabric-state",
         both(unit(FABRIC),
              report("<compute_mode>Default</compute_mode>",

@@ -1,0 +1,197 @@
+"""Virtual GPUs: how they are recognised, their licence, the token that nothing shows, and what is not done for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.boot import watch
+from gpuprov.checks import features
+from gpuprov.checks.outcome import Failed
+from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import new_journal
+from gpuprov.driver import fabric_manager, generations, vgpu
+from gpuprov.facts.gpus import GRIDD, GRIDD_CONFIG, GRIDD_TEMPLATE, TOKEN, FabricFacts
+from gpuprov.facts.host import gather
+from gpuprov.machine.pci import PciGpu, gather_gpus
+from gpuprov.plan.context import source_of
+from gpuprov.plan.preflight import _refusals
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Note, Sink
+from gpuprov.protocol.secrets import secret_free
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+SECRET = "eyJhbGciOiJSUzI1NiJ9.eyJ0b2tlbiI6InNlY3JldCJ9.c2lnbmF0dXJl"
+# As the GRID driver brings it, in short (NVIDIA's licensing guide; Azure's instructions remove its FeatureType=0).
+_TEMPLATE = """\
+# /etc/nvidia/gridd.conf.template - Configuration file for NVIDIA Grid Daemon
+# Description: Set License Server Address
+#ServerAddress=
+#ServerPort=7070
+FeatureType=0
+#EnableUI=TRUE
+"""
+# The end of `nvidia-smi -q` for a GPU (recorded by operators).
+_REPORT = """\
+    vGPU Software Licensed Product
+        Product Name                      : NVIDIA RTX Virtual Workstation
+        License Status                    : {}
+"""
+
+
+class Guest(FakeHost):
+    """A virtual machine with the GRID driver; its GPU is licensed some time after nvidia-gridd has started."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, gpus=1, metal=True)
+        for path, text in ((GRIDD_TEMPLATE, _TEMPLATE), ("/usr/bin/nvidia-gridd", "")):
+            self.path(path).parent.mkdir(parents=True, exist_ok=True)
+            self.path(path).write_text(text)
+        self.states: set[str] = set()
+        self.licensed_after = 0.0
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] == "nvidia-smi":
+            state = "Licensed (Expiry: N/A)" if self.slept >= self.licensed_after else "Unlicensed (Unrestricted)"
+            return Completed(tuple(argv), 0, _REPORT.format(state), "")
+        return super().run(argv, **more)
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[-1] != GRIDD or words[0] == "reset-failed":
+            return super()._systemctl(words)
+        verbs = {"enable": "is-enabled", "restart": "is-active", "disable": "is-enabled", "stop": "is-active"}
+        if words[0] in verbs:
+            self.states ^= self.states & {verbs[words[0]]}
+            self.states |= {verbs[words[0]]} if words[0] in ("enable", "restart") else set()
+        return (0 if words[0] in verbs or words[0] in self.states else 3), ""
+
+
+@pytest.fixture
+def guest(tmp_path: Path) -> Guest:
+    return Guest(tmp_path / "root")
+
+
+def spec(**licence: Any) -> HostSpec:
+    return parse_spec({"driver_version": "570.237", "driver_url": "/srv/grid.run", "vgpu": licence})
+
+
+def applied(guest: Guest, wanted: HostSpec) -> None:
+    journal = new_journal(guest, "install")
+    apply_changes(vgpu.plan(source_of(gather(guest), wanted)), guest, journal, lambda event: None)
+    journal.end("done")
+
+
+@pytest.mark.parametrize(("licence", "lines"), [
+    ({"feature": 1, "token": SECRET}, ["FeatureType=1"]),
+    ({"feature": 0, "token": SECRET}, ["FeatureType=0"]),
+    ({"token": SECRET}, []),
+    ({"feature": 2, "server": "lic.example.org:7071"},
+     ["FeatureType=2", "ServerAddress=lic.example.org", "ServerPort=7071"]),
+    ({}, ["IgnoreSP=FALSE", "EnableUI=FALSE"]),
+])  # fmt: skip
+def test_gridd_conf_is_the_template_with_the_settings(guest: Guest, licence: dict[str, Any], lines: list[str]) -> None:
+    applied(guest, spec(**licence))
+    text = guest.read_text(GRIDD_CONFIG) or ""
+    assert [one for one in text.splitlines() if not one.startswith("#")] == lines
+    assert "#ServerPort=7070" in text and "# Description" in text
+    assert guest.states == {"is-enabled", "is-active"}
+    assert vgpu.plan(source_of(gather(guest), spec(**licence))) == (), "a second run has nothing to do"
+
+
+def test_the_token_is_roots_alone_and_nothing_shows_it(guest: Guest) -> None:
+    wanted = spec(feature=1, token=SECRET)
+    changes = vgpu.plan(source_of(gather(guest), wanted))
+    assert [one.summary() for one in changes] == [
+        f"license virtual GPUs: {GRIDD_CONFIG}, {TOKEN}", f"enable and start {GRIDD}",
+    ]  # fmt: skip
+    assert "+FeatureType=1" in changes[0].diff(guest) and SECRET not in changes[0].diff(guest)
+    assert SECRET not in repr(changes) and SECRET not in repr(wanted)
+    applied(guest, wanted)
+    status = guest.status(TOKEN)
+    assert guest.read_text(TOKEN) == SECRET and status is not None and (status.mode, status.uid) == (0o400, 0)
+    # A newer token: the journal of its run must not have the older one either.
+    applied(guest, spec(feature=1, token="new"))
+    assert guest.read_text(TOKEN) == "new"
+    journals = "".join(path.read_text() for path in guest.path("/var/lib/gpuprov").rglob("*") if path.is_file())
+    assert "LicenseVgpu" in journals and SECRET not in journals
+    events: list[Any] = []
+    sink: Sink = secret_free(events.append, spec_to_json(wanted))
+    sink(Note(f"nvidia-gridd says: {SECRET} is invalid"))
+    assert SECRET not in repr(events) and "***" in repr(events)
+    watched = watch.plan(gather(guest), replace(wanted, watch="daily"))
+    assert watched and SECRET.encode() not in b"".join(content for _, content, _ in watched[0].files)  # type: ignore[attr-defined]
+
+
+def test_a_wrong_licence_is_refused_without_showing_the_token() -> None:
+    with pytest.raises(GpuprovError) as caught:
+        parse_spec({"vgpu": {"feature": 9, "token": SECRET + " and more", "sever": "x"}}, "hosts.yml")
+    text = str(caught.value)
+    assert "gpuprov_vgpu.feature is not a feature type" in text and "did you mean server?" in text
+    assert "gpuprov_vgpu.token is not the content" in text and SECRET not in text
+    there = parse_spec(json.loads(json.dumps(spec_to_json(spec(token=SECRET)))))
+    assert there.vgpu is not None and there.vgpu.token == SECRET
+
+
+def test_undo_restores_the_configuration_and_removes_the_token(guest: Guest) -> None:
+    before = guest.tree()
+    applied(guest, spec(feature=1, token=SECRET))
+    run = last_undoable_run(guest)
+    assert run is not None
+    undo_runs(guest, (run,), CHANGE_KINDS, lambda event: None)
+    assert guest.tree() == before and guest.states == set()
+    applied(guest, spec(token=SECRET))
+    applied(guest, spec(token="new"))
+    (change, _) = vgpu.plan(source_of(gather(guest), spec(token="third")))
+    assert TOKEN in change.irreversible(guest, change.capture(guest), {}, ())[0]
+
+
+def test_a_driver_that_takes_no_licence_is_named(guest: Guest) -> None:
+    guest.path(GRIDD_TEMPLATE).unlink()
+    with pytest.raises(GpuprovError, match="not NVIDIA's GRID driver"):
+        applied(guest, spec(token=SECRET))
+    assert not guest.exists(TOKEN)
+
+
+@pytest.mark.parametrize(("licensed_after", "good"), [(0, True), (30, True), (600, False)])
+def test_verify_waits_for_the_licence(guest: Guest, licensed_after: float, good: bool) -> None:
+    guest.licensed_after = licensed_after
+    checks = dict(features.checks(guest, HostSpec()))
+    if good:
+        assert checks["vGPU licence"]() == ("Licensed (Expiry: N/A)", "")
+    else:
+        with pytest.raises(Failed, match=r"slow after a day: License Status : Unlicensed \(Unrestricted\); systemctl"):
+            checks["vGPU licence"]()
+
+
+def test_a_virtual_gpu_is_recognised_by_its_subsystem_and_needs_the_grid_driver(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", gpus=1, metal=True)
+    folder = next(host.path("/sys/bus/pci/devices").iterdir())
+    (folder / "subsystem_device").write_text("0x1733\n")
+    assert gather_gpus(host)[0].subsystem == "1733"
+    facts = replace(gather(host), gpus=(PciGpu("0000:31:00.0", "27b8", "", "1733"),))
+    assert facts.virtual_gpu == "GPU 0000:31:00.0: L4, PCI subsystem 1733"
+    assert replace(facts, gpus=(PciGpu("0000:31:00.0", "27b8", "", "16ca"),)).virtual_gpu == "", "a whole L4"
+    for values, refused in (
+        ({}, True), ({"driver": "packages"}, True), ({"driver": "preinstalled"}, False),
+        ({"driver_url": "/srv/grid.run"}, False),
+    ):  # fmt: skip
+        found = _refusals(source_of(facts, parse_spec({"driver_version": "570.237", **values})))
+        assert ["GRID driver alone" in str(one) for one in found] == ([True] if refused else [])
+
+
+def test_no_table_of_modules_and_no_fabric_manager_concern_a_virtual_gpu(guest: Guest) -> None:
+    fabric = FabricFacts(switches=("0000:87:00.0",), hidden="eight GPUs")
+    facts = replace(gather(guest), fabric=fabric, gpus=(PciGpu("0000:31:00.0", "2901"),))
+    assert facts.virtual_gpu == f"{GRIDD_TEMPLATE} is there" and facts.gpu_device_ids == ()
+    assert generations.problems(facts.gpu_device_ids, "550.163.01", "proprietary") == ()
+    source = source_of(facts, spec())
+    assert fabric_manager.plan(source) == () and fabric_manager.plan_problems(source) == ()
