@@ -12,6 +12,8 @@ KEPT_PACKAGES = "/var/cache/gpuprov/driver-packages"
 # Where a run unpacks a bundle on a host. Always the same folder, owned by root: the next run finds and removes what a
 # killed run left there.
 FOLDER = "/var/cache/gpuprov/bundle"
+# Copies of removed packages, for a rollback.
+COPIES = f"{STATE_DIRECTORY}/removed"
 # In a bundle and below FOLDER: the repository, its key, and the keys of those who signed the packages.
 REPOSITORY = "repository"
 REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gpuprov.core.changes import Change, images_in
 from gpuprov.core.files import FileStatus
 from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
-from gpuprov.core.places import CACHE_DIRECTORY, KEPT, KEPT_PACKAGES, REPAIRS
+from gpuprov.core.places import CACHE_DIRECTORY, COPIES, KEPT, KEPT_PACKAGES, REPAIRS
 from gpuprov.core.system import System
 
 _DAY = 86400
@@ -49,6 +49,8 @@ BOUNDS = (
     Bound(KEPT, r".+\.run(\.part)?", 2, 2 << 30),
     Bound(KEPT_PACKAGES, ".+", 2, 4 << 30),
     Bound(REPAIRS, r"\d+\.json", 100, 4 << 20),
+    # Of migrations from nvidia-docker: a dozen packages, once. zypper has folders of its own here.
+    Bound(COPIES, ".+", 100, 1 << 30),
     # A controller may be uploading one now.
     Bound(CACHE_DIRECTORY, r"bundle-.+\.tar(\.part)?", 2, 32 << 30, _DAY),
     # What killed commands left, as System.temporary_directory names it: an administrator's gpuprov-backup stays.

@@ -248,7 +248,8 @@ class NvidiaPackages(PackagedDriver):
             return ()
         if manager_of(row).has_pin_packages:
             return self._plan_apt_pin()
-        if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
+        # dnf would read the streams from the host's own repositories; the bundle has none, and only one branch.
+        if self.facts.bundle is not None or not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
             return ()
         compiled, version = self.compiled, self.spec.driver_version
         branch, kinds = version.partition(".")[0], ("open", "open") if self.kind == "open" else ("dkms", "latest")

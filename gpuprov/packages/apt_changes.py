@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
-from gpuprov.core.places import SOURCES_LIST
+from gpuprov.core.places import COPIES, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg, interface
 from gpuprov.packages.dpkg import Package
@@ -361,14 +361,14 @@ class RemovePackages(interface.PackageRemoval):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         there = {one.name for one in dpkg.query(system) if one.whole}
-        gone = [name for name in before["names"] if name not in there]
+        gone = [name for name in before["names"] if name not in there and system.exists(_copy(name))]
         if gone:
             words = ("dpkg", "--force-confold", "--force-confmiss", "--install", *(_copy(name) for name in gone))
             done = dpkg.run_dpkg(system, words, tell_nobody)
             if not done.ok:
                 raise GpuprovError(
                     f"{', '.join(gone)} could not be installed again", done.evidence(8),
-                    f"the packages lie in {interface.COPIES}; remove what conflicts with them, then run the same again",
+                    f"the packages lie in {COPIES}; remove what conflicts with them, then run the same again",
                 )  # fmt: skip
         if automatic := [name for name in before["automatic"] if name in gone]:
             _mark(system, "auto", automatic, tell_nobody)
@@ -376,12 +376,18 @@ class RemovePackages(interface.PackageRemoval):
             restore_path(system, image)
         for name in before["names"]:
             system.remove(_copy(name))
-        if not system.list_directory(interface.COPIES):
-            system.remove(interface.COPIES)
+        if not system.list_directory(COPIES):
+            system.remove(COPIES)
+
+    @classmethod
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
+        there = {one.name for one in dpkg.query(system) if one.present}
+        gone = (name for name in before["names"] if name not in there and not system.exists(_copy(name)))
+        return tuple(f"package {name} is not restored: gpuprov no longer has its copy" for name in gone)
 
 
 def _copy(name: str) -> str:
-    return f"{interface.COPIES}/{name.replace(':', '_')}.deb"
+    return f"{COPIES}/{name.replace(':', '_')}.deb"
 
 
 def _rebuild_package(system: System, name: str, target: str) -> None:
@@ -406,7 +412,7 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
         system.write(f"{work}.list", "".join(f"./{path.lstrip('/')}\n" for path in files).encode())
         what = f"no copy of {name} could be kept, so it is not removed"
         system.require(("sh", "-c", _COPY, "sh", f"{work}.list", work), what, timeout=_COPY_SECONDS)
-        system.make_directory(interface.COPIES, 0o700)
+        system.make_directory(COPIES, 0o700)
         system.require(("dpkg-deb", "--build", "-Zgzip", work, target), what, timeout=_COPY_SECONDS)
     finally:
         system.remove_tree(work)

@@ -17,8 +17,6 @@ from gpuprov.protocol.errors import GpuprovError
 _POLL_SECONDS = 0.5
 INSTALL_SECONDS = 3600
 REFRESH_SECONDS = 600
-# Copies of removed packages, for a rollback.
-COPIES = f"{STATE_DIRECTORY}/removed"
 # The packages that gpuprov holds, with any package manager; gpuprov leaves the holds of others alone.
 HELD_LIST = f"{STATE_DIRECTORY}/held"
 Versions = Mapping[str, tuple[str, ...]]
@@ -32,7 +30,7 @@ DRIVER_PACKAGES = re.compile(
 # Of these, what is not the driver (CUDA, firmware of nouveau, repositories), or comes and goes with a kernel: that
 # depends on the driver's exact version, and a hold would keep a new kernel from getting its modules.
 _NOT_HELD = re.compile(
-    r"nvidia-(cuda|cudnn|nccl|nsight|profiler|visual|fs\b|gds|release|repo|driver-(pinning|local)|gpu-firmware)|"
+    r"nvidia-(cuda(?!-mps)|cudnn|nccl|nsight|profiler|visual|fs\b|gds|release|repo|driver-(pinning|local)|gpu-firmware)|"
     r"firmware-nvidia-graphics|linux-|nv-prefer-|kmod-nvidia-(open-)?\d|.*-dev\b",
     re.IGNORECASE,
 )

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_path, tell_nobody
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import FOLDER, REPOSITORY, REPOSITORY_KEY
+from gpuprov.core.places import COPIES, FOLDER, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
 from gpuprov.packages import interface, rpm_locks
 from gpuprov.packages.failures import Advice, finish_rpm
@@ -420,13 +420,13 @@ class RemoveRpms(interface.PackageRemoval):
 
     def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)
-        system.make_directory(interface.COPIES, 0o700)
+        system.make_directory(COPIES, 0o700)
         for package in before["packages"]:
             tell(f"keeping a copy of {package}", 0, 0)
             # `irreversible` reports packages that no repository has any more.
             run_rpm(
                 system,
-                (*_filled(self.program.fetch, interface.COPIES), self.program.word(package)),
+                (*_filled(self.program.fetch, COPIES), self.program.word(package)),
                 tell,
                 _REMOVE_SECONDS,
             )
@@ -450,7 +450,7 @@ class RemoveRpms(interface.PackageRemoval):
             if one in copies:
                 system.remove(copies.pop(one))
         if not copies:
-            system.remove_tree(interface.COPIES)
+            system.remove_tree(COPIES)
 
     @classmethod
     def irreversible(
@@ -458,10 +458,10 @@ class RemoveRpms(interface.PackageRemoval):
     ) -> tuple[str, ...]:
         restored = {*installed_rpms(system), *_copies(system)}
         gone = (one for one in before["packages"] if one not in restored)
-        return tuple(f"package {one} is not restored: no repository had it when it was removed" for one in gone)
+        return tuple(f"package {one} is not restored: gpuprov has no copy of it" for one in gone)
 
 
 def _copies(system: System) -> dict[str, str]:
     """Return package → its file among the copies; zypper keeps them in folders of its own."""
-    place = system.path(interface.COPIES)
-    return {one.stem: f"{interface.COPIES}/{one.relative_to(place)}" for one in place.rglob("*.rpm")}
+    place = system.path(COPIES)
+    return {one.stem: f"{COPIES}/{one.relative_to(place)}" for one in place.rglob("*.rpm")}

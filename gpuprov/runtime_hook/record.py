@@ -21,7 +21,9 @@ FORMAT = 1
 _LONGEST_NAME = 128
 # At one start: each is read and parsed, which takes 0.1 ms.
 _MOST_LOOKED_AT = 4
-_MOST_BYTES = 1 << 20
+# A container whose record would be larger has none. Of more records than these, the oldest go.
+_MOST_BYTES = 256 << 10
+_MOST_RECORDS = 1000
 _JOURNAL = "/run/systemd/journal/socket"
 _LONGEST_LINE = 4000
 # A file this large gets another name, and replaces the one before it: two are kept.
@@ -42,7 +44,8 @@ def keep(container: str, bundle: str, decided: dict[str, Any]) -> None:
         make_folder(FOLDER.rpartition("/")[0])
         make_folder(FOLDER, 0o700)
         text = jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **decided})
-        replace_file(f"{FOLDER}/{container}", text, 0o600)
+        if len(text.encode()) <= _MOST_BYTES:
+            replace_file(f"{FOLDER}/{container}", text, 0o600)
         _sweep(container)
     except (OSError, ValueError):
         pass  # a full disk, or a rootless engine: the container is none the worse for it
@@ -89,6 +92,10 @@ def names() -> list[str]:
 def _sweep(own: str) -> None:
     """Remove the files of containers whose bundle is gone; where there are many, some at each start."""
     others = [name for name in names() if name != own]
+    if len(others) >= _MOST_RECORDS:
+        others.sort(key=lambda name: posix.stat(f"{FOLDER}/{name}").st_mtime)
+        while len(others) >= _MOST_RECORDS:
+            posix.unlink(f"{FOLDER}/{others.pop(0)}")
     first = posix.getpid() % max(len(others), 1)
     for name in [*others[first:], *others[:first]][:_MOST_LOOKED_AT]:
         found = read(name)

@@ -14,16 +14,20 @@ from pathlib import Path
 import pytest
 
 from gpuprov import repos
+from gpuprov.bundle_create.recipe import Wanted, make_recipe
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import NextAction
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
+from gpuprov.packages.keys import plan_bundle_keys
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.plan import with_bundle
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
+from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
@@ -82,6 +86,29 @@ def test_the_branch_that_is_asked_for_is_installed_though_there_is_a_newer_one(h
     assert installed(host).startswith("570.172.08-1")
     assert host.run(("dnf", "-y", "upgrade"), timeout=60).ok
     assert installed(host).startswith("570.172.08-1"), "an upgrade leaves the branch"
+
+
+def test_a_bundle_needs_no_stream_and_brings_another_branch(host: RpmHost, tmp_path: Path) -> None:
+    """The host reaches no repository: dnf could read no list of streams."""
+    host.write("/etc/yum.repos.d/far.repo", b"[far]\nname=far\nbaseurl=http://127.0.0.1:9/far\ngpgcheck=0\n")
+    for branch in ("570", "580"):
+        spec, site = wanted(host, branch), tmp_path / branch / "site"
+        package = RpmPackage("nvidia-open", _VERSIONS[f"{branch}-open"])
+        source = f"file://{site} {site}/key.asc {build_rpm_repository(site, tmp_path / 'gnupg', (package,))}"
+        asked = Wanted("rocky-9", "x86_64", packages=("nvidia-open",), sources=(source,))
+        recipe = make_recipe(asked, (HostSpec(driver="preinstalled", docker="preinstalled"),))
+        bundle = opened(collected(recipe, tmp_path / branch))
+        facts = replace(facts_of(host), bundle=with_bundle.gather(host, bundle.manifest))
+        driver = source_of(facts, spec)
+        changes = (*driver.plan_preparation(), *driver.plan_other_version())
+        if branch == "570":
+            keys = plan_bundle_keys(facts.bundle.vendor_keys if facts.bundle else (), facts.packages.trusted_keys)
+            changes += (*keys, InstallRpmPackages(DNF, ("nvidia-open",), options=DNF.bundle_options))
+        assert not [one for one in changes if isinstance(one, EnableStream)]
+        with with_bundle.unpacked(host, bundle, changes):
+            for one in changes:
+                one.apply(host, tell)
+        assert installed(host).startswith(_VERSIONS[f"{branch}-open"])
 
 
 def test_a_stream_is_given_back(host: RpmHost) -> None:

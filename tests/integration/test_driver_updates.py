@@ -44,6 +44,8 @@ _SET = {
     "nvidia-kernel-common-580-server",
     "libnvidia-nscq-580",
     "nvidia-imex-580",
+    # Debian's, of the driver's source: the other packages that begin so are the CUDA toolkit's.
+    "nvidia-cuda-mps",
 }
 _MODULES = "linux-modules-nvidia-580-server"
 
@@ -108,8 +110,8 @@ def test_no_upgrade_changes_a_part_of_the_driver(host: ChrootHost) -> None:
     # Modules of this driver come with a new kernel, those of another wait for it.
     assert moves(host, "dist-upgrade") == {"bystander", f"{_MODULES}-hwe", f"{_MODULES}-6.8.0-2-hwe"}
     assert settle(host, replace(_SPEC, driver_updates="follow", hold_pinned=True)) == [
-        "no longer hold libnvidia-compute-580-server, libnvidia-nscq-580, nvidia-headless-580-server, nvidia-imex-580, "
-        "nvidia-kernel-common-580-server"
+        "no longer hold libnvidia-compute-580-server, libnvidia-nscq-580, nvidia-cuda-mps, nvidia-headless-580-server, "
+        "nvidia-imex-580, nvidia-kernel-common-580-server"
     ]
     undo_last(host)
     assert held(host) == _SET

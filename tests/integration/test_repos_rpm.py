@@ -13,10 +13,10 @@ from typing import Callable
 import pytest
 
 from gpuprov.core.changes import Change, RemoveFile
+from gpuprov.core.places import COPIES
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import distribution_of, kernel_headers
 from gpuprov.packages import known_repositories, retired
-from gpuprov.packages.interface import COPIES
 from gpuprov.packages.keys import InstallRpmKey, gather_keys
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, rpm_lock_holder
 from gpuprov.packages.zypper import ZYPPER

@@ -32,8 +32,6 @@ _UNITS = "gpuprov-nodes.service gpuprov-refresh.service gpuprov-ssh-keys.service
 class ImageVm(Vm):
     """A virtual machine whose disk is a copy that a test may write to."""
 
-    boot_seconds = 900
-
     def __init__(self, cache: Path, directory: Path) -> None:
         super().__init__(cache, directory)
         copy = directory / "image"

@@ -71,9 +71,6 @@ if left:
 class DriverVm(Vm):
     """A virtual machine with the genuine driver of its Debian release."""
 
-    # An emulated processor beside other work; 244 s were seen at a load of 15.
-    boot_seconds = 900
-
     def __init__(self, cache: Path, directory: Path, tell: Callable[[str], None] = lambda message: None) -> None:
         super().__init__(cache, directory, tell)
         self.image = _build(cache, self.image, tell)

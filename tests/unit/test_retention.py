@@ -15,7 +15,7 @@ from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change, WriteFile
 from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Journal, new_journal, pruned_numbers, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY, KEPT_PACKAGES
-from gpuprov.core.retention import JOURNALS, prune
+from gpuprov.core.retention import BOUNDS, JOURNALS, Bound, prune
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event
@@ -199,6 +199,28 @@ def test_folders_and_downloads_have_a_bound(host: Still, tmp_path: Path) -> None
     }  # fmt: skip
     assert {path.name for path in cache.iterdir()} == kept
     assert [path.name for path in (tmp_path / "var/tmp").iterdir()] == ["gpuprov-backup"]
+
+
+_EXAMPLES = {
+    r"\.?(agent|host)-\w+": "agent-{}", r".+\.run(\.part)?": "{}.run", ".+": "{}", r"\d+\.json": "{}.json",
+    r"bundle-.+\.tar(\.part)?": "bundle-{}.tar", r"gpuprov-tmp-[a-z0-9_]{8}": "gpuprov-tmp-{:08}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: f"{bound.folder} {bound.names}")
+@pytest.mark.parametrize("size", [1, 1000])
+def test_of_a_thousand_entries_the_newest_within_number_and_bytes_stay(host: Still, bound: Bound, size: int) -> None:
+    """Each has the `size`-th part of all bytes that may stay, or a byte."""
+    folder = host.path(bound.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [_EXAMPLES[bound.names].format(number) for number in range(1000)]
+    for number, name in enumerate(names):
+        (folder / name).touch()
+        os.truncate(folder / name, bound.size // size or 1)
+        os.utime(folder / name, (number, number))
+    prune(host, CHANGE_KINDS)
+    left = {path.name for path in folder.iterdir()} & {*names}
+    assert left == {*names[1000 - min(bound.number, size) :]}
 
 
 def test_what_was_used_today_stays(host: Still, tmp_path: Path) -> None:

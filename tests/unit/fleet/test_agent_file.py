@@ -383,6 +383,19 @@ def test_the_eight_newest_agents_stay_in_both_homes(account: Account) -> None:
 
 
 @pytest.mark.root
+def test_large_agents_are_fewer_and_the_newest_stays(account: Account) -> None:
+    account.stored.parent.mkdir(parents=True)
+    for number, size in enumerate((30 << 20, 30 << 20, 30 << 20, 1)):
+        place = account.stored.parent / f"agent-{number}.pyz"
+        place.touch()
+        os.truncate(place, size)
+        os.utime(place, (1_700_000_000 - number, 1_700_000_000 - number))
+    account.store()
+    kept = {"agent-0.pyz", "agent-1.pyz", account.stored.name}
+    assert {path.name for path in account.stored.parent.iterdir()} == kept
+
+
+@pytest.mark.root
 @pytest.mark.parametrize("content", [b"print('hostile')", AGENT + b" ", b"", None])
 def test_root_does_not_run_what_the_user_replaced(account: Account, content: bytes | None) -> None:
     account.store()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -16,6 +17,20 @@ RUNTIME = "nvidia-container-runtime"
 
 def settings(debug: str, level: str = "info") -> Settings:
     return Settings({f"{RUNTIME}.debug": debug, f"{RUNTIME}.log-level": level})
+
+
+def test_a_thousand_records_of_containers_stay_and_no_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "FOLDER", str(tmp_path / "containers"))
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/config.json").touch()
+    for number in range(1010):
+        record.keep(f"c{number}", f"{tmp_path}/bundle", {})
+        os.utime(tmp_path / f"containers/c{number}", (number, number))
+    assert {*record.names()} == {f"c{number}" for number in range(10, 1010)}
+    record.keep("large", f"{tmp_path}/bundle", {"decisions": ["x" * (256 << 10)]})
+    assert record.read("large") is None
 
 
 def test_it_is_off_by_default_and_for_the_null_device(tmp_path: Path) -> None:
