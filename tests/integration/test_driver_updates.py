@@ -32,6 +32,7 @@ from tests.integration.apt_chroot import (
     site_server,
     undo_last,
 )
+from tests.lab.sources import copy_network_configuration
 
 pytestmark = NEEDS
 _OLD, _NEW = "580.178.04-1", "580.200.01-1"
@@ -117,6 +118,34 @@ def test_no_upgrade_changes_a_part_of_the_driver(host: ChrootHost) -> None:
     assert held(host) == _SET
     undo_last(host)
     assert held(host) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["bookworm"], indirect=True)
+def test_unattended_upgrades_leave_the_driver_alone(host: ChrootHost) -> None:
+    """By Debian's own program, with every origin allowed."""
+    ours = {*host.path("/etc/apt/sources.list.d").iterdir()}
+    away = [(path, path.read_bytes()) for path in ours]
+    for path in ours:
+        path.unlink()
+    copy_network_configuration(host.root, "bookworm")
+    install = "apt-get -q update && apt-get install -qy --no-install-recommends unattended-upgrades"
+    done = host.run(("sh", "-c", install), timeout=300, env={"DEBIAN_FRONTEND": "noninteractive"})
+    assert done.ok, done.evidence(9)
+    host.write("/etc/apt/sources.list", b"")
+    for path, content in away:
+        path.write_bytes(content)
+    host.write("/etc/apt/apt.conf.d/51all", b'Unattended-Upgrade::Origins-Pattern { "origin=*"; };\n')
+    assert host.run(("apt-get", "-q", "update"), timeout=60).ok
+
+    def upgraded() -> set[str]:
+        said = host.run(("unattended-upgrade", "--dry-run", "--verbose"), timeout=300)
+        (names,) = re.findall(r"Packages that will be upgraded: (.*)", said.stdout + said.stderr)
+        return {*names.split()}
+
+    assert upgraded() >= {*_SET, "bystander"}
+    settle(host, _SPEC)
+    assert upgraded() & {*_SET, "bystander"} == {"bystander"}
 
 
 def test_our_own_upgrade_lifts_the_holds_and_sets_them_again(host: ChrootHost) -> None:

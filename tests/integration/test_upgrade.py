@@ -202,7 +202,8 @@ def opened(host: Host) -> dict[str, str]:
     return {name: line.rpartition(": ")[2] for name, line in zip(_WAYS, said)}
 
 
-def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: Mapping[str, Path]) -> None:
+@pytest.mark.parametrize("commit", ["57c247a", pytest.param("9c33d30", marks=pytest.mark.long)])
+def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: Mapping[str, Path], commit: str) -> None:
     """And verify and doctor take the host of the earlier version for what it is: one that works.
 
     Debian 12, because systemd 257 leaves device rules as they are when it reads its units again.
@@ -214,7 +215,7 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=PODMAN_CONF)
     before = (etc(host), packages(host), files(host))
     inventory = site.inventory("main")
-    install_by(trees["57c247a"], inventory)
+    install_by(trees[commit], inventory)
     host.ssh(CAT_IMAGE)
     for name, words in _WAYS.items():
         host.ssh(f"{words} --detach --network none --name {name} sleeper:1 /bin/sleep 3600")
