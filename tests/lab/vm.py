@@ -1,7 +1,7 @@
 """A virtual machine with a kernel of its own, for what system containers can't prove: headers, DKMS, modules, reboots.
 
 qemu without KVM, so that it runs everywhere: it boots in some fifteen seconds. What the guest writes goes into a
-temporary file and ends with the process; a reboot of the guest keeps it.
+temporary file and ends with the process (ImageVm's stays); a reboot of the guest keeps it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Vm:
     # An emulated processor beside other work: 244 s were seen at a load of 15.
     boot_seconds = 900
     program = "qemu-system-x86_64"
+    # Whether what the guest writes ends with the process.
+    snapshot = True
 
     def __init__(self, cache: Path, directory: Path, tell: Callable[[str], None] = lambda message: None) -> None:
         self.image = self.build(cache, tell)
@@ -42,7 +44,8 @@ class Vm:
 
     def hardware(self) -> tuple[str, ...]:
         """Return qemu's options for the board, the processor, and what it boots from."""
-        return ("-accel", "tcg", *vm_disk("disk", self.image / "disk", 1), *vm_disk("boot", self.image / "boot", 0))
+        disk = vm_disk("disk", self.image / "disk", 1, snapshot=self.snapshot)
+        return ("-accel", "tcg", *disk, *vm_disk("boot", self.image / "boot", 0))
 
     def start(self) -> None:
         """Boot from the pristine disk and wait for the end of the boot. Raises LabError if it does not come."""
@@ -97,8 +100,14 @@ class Vm:
         self.ssh("systemctl reboot", check=False)
         self.wait_until_up(before)
 
+    def power_off(self) -> None:
+        """Shut the machine down from inside, and wait for its end."""
+        self.ssh("systemctl poweroff", check=False)
+        assert self._process is not None
+        self._process.wait(self.boot_seconds)
+
     def kill(self) -> None:
-        """Pull the plug; the disk's changes are gone."""
+        """Pull the plug."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -133,9 +142,9 @@ class Vm:
         return answer
 
 
-def vm_disk(name: str, path: Path, order: int) -> tuple[str, ...]:
-    """Return qemu's options for a disk whose changes end with the process."""
-    drive = f"file={path},if=none,id={name},format=raw,cache=unsafe,snapshot=on"
+def vm_disk(name: str, path: Path, order: int, *, snapshot: bool = True) -> tuple[str, ...]:
+    """Return qemu's options for a disk; with `snapshot` its changes end with the process."""
+    drive = f"file={path},if=none,id={name},format=raw,cache=unsafe,snapshot={'on' if snapshot else 'off'}"
     return ("-drive", drive, "-device", f"virtio-blk-pci,drive={name},bootindex={order}")
 
 

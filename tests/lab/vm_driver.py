@@ -103,14 +103,18 @@ def _install(root: Path) -> None:
     agent = root / "root/agent.pyz"
     gpuprov = str(Path(sys.executable).with_name("gpuprov"))
     subprocess.run((gpuprov, "agent", "build", "-o", str(agent)), check=True, timeout=120, capture_output=True)
-    namespaces = ("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child")
-    words = ("chroot", str(root), "sh", "-c", _PREPARE, "sh", _INSTALL)
-    run((*namespaces, *words), timeout=_BUILD_SECONDS)
+    in_root(root, _PREPARE, _INSTALL)
     (root / "etc/apt/sources.list").write_text(sources)
     for left in (agent, root / "etc/resolv.conf", root / "etc/apt/apt.conf.d/80site"):
         left.unlink()
     run(("chroot", str(root), "apt-get", "clean"))
     shutil.rmtree(root / "var/lib/apt/lists")
+
+
+def in_root(root: Path, script: str, *arguments: str) -> None:
+    """Run a script there, in namespaces of its own: its mounts and processes end with it."""
+    namespaces = ("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child")
+    run((*namespaces, "chroot", str(root), "sh", "-c", script, "sh", *arguments), timeout=_BUILD_SECONDS)
 
 
 @contextlib.contextmanager
