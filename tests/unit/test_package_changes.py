@@ -11,7 +11,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import SOURCES_LIST
-from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, plan_holds
+from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, RemovePackages, plan_holds
 from gpuprov.packages.dpkg import gather_packages
 from gpuprov.packages.failures import Advice
 from gpuprov.packages.interface import HELD_LIST, PackageFacts, pinned
@@ -172,6 +172,15 @@ def test_what_the_undo_leaves_is_told(tmp_path: Path) -> None:
     assert InstallPackages.irreversible(host, before, None, ()) == said
     assert InstallPackages.irreversible(host, before, {"added": [], "changed": {"make": ["0.9", "1.0"]}}, ()) == said
     assert InstallPackages.irreversible(host, before, {"added": ["gcc"]}, ()) == ()
+
+
+def test_a_removed_package_whose_copy_is_gone_is_told_and_prevents_no_undo(tmp_path: Path) -> None:
+    host = Apt(tmp_path)
+    before = {"names": {"nvidia-docker2": "2.6"}, "automatic": [], "keep": [], "lock_timeout": 7}
+    (told,) = RemovePackages.irreversible(host, before, {}, ())
+    assert told == "package nvidia-docker2 is not restored: gpuprov no longer has its copy"
+    RemovePackages.undo(host, before, {})
+    assert not [argv for argv in host.asked if "--install" in argv]
 
 
 def test_an_apt_without_dpkg_is_none(tmp_path: Path) -> None:
