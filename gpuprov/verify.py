@@ -18,12 +18,12 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.commands import NOT_FOUND, Failure
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active
-from gpuprov.driver import fabric_manager
+from gpuprov.driver import fabric_manager, imex
 from gpuprov.driver.precompiled import module_package
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
 from gpuprov.facts.driver import version_difference
-from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric
+from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric, gather_imex
 from gpuprov.facts.host import gather_software, manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
@@ -64,6 +64,8 @@ def verify(
     hidden = fabric.hidden and spec.fabric_manager == "auto" and not gather_kernel(system).container
     if fabric.switches or hidden:
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
+    if spec.imex_nodes and gather_imex(system).enabled:
+        checks.check("IMEX domain", lambda: imex.verify_domain(system, spec))
     if spec.dcgm and report is not None:
         checks.check("DCGM", lambda: _dcgm(system, spec, report))
     for name, look in features.checks(system, spec) if report is not None else ():

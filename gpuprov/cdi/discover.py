@@ -18,6 +18,9 @@ _PROC = "/proc/driver/nvidia"
 # Sockets of services that programs in containers use. Not MPS's folder: the runtime looks at each start whether the
 # daemon runs, which an engine that reads the specification itself can't.
 _SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket")
+# The module's option for IMEX's channel 0. A driver that an initramfs loaded without the file has not made it.
+IMEX_OPTION = "/etc/modprobe.d/gpuprov-imex.conf"
+IMEX_CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
 # Device majors by their names in /proc/devices; NVIDIA's main one is registered, the others are dynamic.
 NVIDIA_MAJOR = 195
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}
@@ -111,6 +114,7 @@ def discover(
     gpus = _gpus(system) if kernel_version else ()
     nodes = driver_nodes(system, [gpu.minor for gpu in gpus])
     rights = capability_nodes(system, ("config", "monitor")) if gpus else ()
+    rights += imex_channel(system) if gpus else ()
     rights += tuple(dict.fromkeys(node for gpu in gpus for device in gpu.mig for node in device.nodes))
     there = [(node, _status(system, node)) for node in (*nodes, *rights)]
     return DriverFacts(
@@ -304,6 +308,12 @@ def capability_nodes(system: System, capabilities: Iterable[str]) -> tuple[Node,
         for name in capabilities
         if name in minors
     )
+
+
+def imex_channel(system: System) -> tuple[Node, ...]:
+    """Return the node of IMEX's channel 0 if this host should have it and the driver has channels."""
+    major = parse_devices(system.read_text("/proc/devices") or "").get("nvidia-caps-imex-channels")
+    return (Node(IMEX_CHANNEL, major, 0),) if major is not None and system.exists(IMEX_OPTION) else ()
 
 
 def _status(system: System, node: Node) -> FileStatus | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from gpuprov.core.changes import Change
-from gpuprov.driver import distribution, fabric_manager, generations, precompiled
+from gpuprov.driver import distribution, fabric_manager, generations, imex, precompiled
 from gpuprov.driver.cuda_toolkit import toolkit_packages
 from gpuprov.driver.packaged import EnableStream, SwitchPin, fits
 from gpuprov.driver.packaged_source import PackagedDriver
@@ -47,14 +47,15 @@ def repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     row = driver.facts.distribution
     if row is None:
         return ()
-    fabric = fabric_manager.comes_from_repository(driver)
+    own = bool(driver.fabric_package())
+    fabric = fabric_manager.comes_from_repository(driver) or (bool(imex.wanted_version(driver)) and not own)
     return repositories_of(row, driver.facts.architecture, driver.spec, fabric=fabric)
 
 
 def repositories_of(
     row: Distribution, architecture: str, spec: HostSpec, *, fabric: bool = False
 ) -> tuple[ExtraRepository, ...]:
-    """Return the same for a row of the table and an architecture; `fabric`: the fabric manager is also needed."""
+    """Return the same for a row of the table and an architecture; `fabric`: fabric manager or IMEX are also needed."""
     folder = nvidia_folder(row, architecture)
     if not (fabric or _needs_repository(spec)) or not folder:
         return ()

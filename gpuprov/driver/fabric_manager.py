@@ -21,18 +21,18 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.models import Fabric, fabric_named
 
 # The first branch whose package has no branch in its name.
-_PLAIN_NAME_SINCE = 580
+PLAIN_NAME_SINCE = 580
 _START_SECONDS = 300
 # NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch. A driver from a .run does
 # not enable that stream, so dnf would not find it.
-_REPOSITORY = "gpuprov-cuda"
+REPOSITORY = "gpuprov-cuda"
 
 
 def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple[str, ...]:
     """Return the fabric manager's packages of that version, in this package manager's syntax."""
     branch = int(version.split(".")[0])
     old = manager.old_fabric_manager.format(branch=branch)
-    name = "nvidia-fabricmanager" if branch >= _PLAIN_NAME_SINCE else old
+    name = "nvidia-fabricmanager" if branch >= PLAIN_NAME_SINCE else old
     return (f"{name}={version}{manager.any_release}", *(needs.packages if (needs := _needs(facts)) else ()))
 
 
@@ -74,18 +74,12 @@ def wanted_version(driver: DriverSource) -> str:
     return driver.version if "." in driver.version else facts.driver_installed_version
 
 
-def installs_package(driver: DriverSource) -> bool:
-    """Say whether the package comes from NVIDIA's repository."""
-    version = wanted_version(driver)
-    return bool(version) and driver.spec.fabric_manager == "auto" and driver.facts.fabric.version != version
-
-
 def comes_from_repository(driver: DriverSource) -> bool:
     """Say whether NVIDIA's repository is needed for it: to install it, and to update what came from there."""
     if driver.fabric_package():
         return False
     configured = any(path.rpartition("/")[2].startswith("gpuprov-cuda.") for path in driver.facts.files)
-    return installs_package(driver) or (configured and bool(wanted_version(driver)))
+    return bool(wanted_packages(driver)) or (configured and bool(wanted_version(driver)))
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:
@@ -105,15 +99,15 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     names = wanted_packages(driver)
     if not names:
         return changes
-    wanted = Installation(names, facts.bundle, unfiltered_repository=_REPOSITORY)
+    wanted = Installation(names, facts.bundle, unfiltered_repository=REPOSITORY)
     return (*facts.package_manager.plan_installation(facts.packages, wanted), *changes)
 
 
 def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages of the fabric manager that are to be installed."""
-    if not installs_package(driver):
-        return ()
     version, own, manager = wanted_version(driver), driver.fabric_package(), driver.facts.package_manager
+    if not version or driver.spec.fabric_manager != "auto" or driver.facts.fabric.version == version:
+        return ()
     if own:
         return (f"{own}={version}{manager.any_release}",)
     return packages(version, manager, driver.facts.fabric)

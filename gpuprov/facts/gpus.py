@@ -1,4 +1,4 @@
-"""GPUs: the list in a .run file, their division by MIG, and NVSwitches with their fabric manager. Reads only."""
+"""GPUs: the list in a .run file, their division by MIG, NVSwitches with their fabric manager, IMEX. Reads only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpuprov.cdi.discover import IMEX_OPTION
 from gpuprov.core.system import System
 from gpuprov.machine.pci import gather_gpus, own_ids
 from gpuprov.protocol.models import Fabric, fabric_of
@@ -189,7 +190,22 @@ def _manages_switches(system: System, adapter: str) -> bool:
     return False
 
 
+IMEX_UNIT, IMEX_PROGRAM = "nvidia-imex.service", "/usr/bin/nvidia-imex"
+IMEX_CONFIG, IMEX_NODES = "/etc/nvidia-imex/config.cfg", "/etc/nvidia-imex/nodes_config.cfg"
+IMEX_FILES = (IMEX_CONFIG, IMEX_NODES, IMEX_OPTION)
+
+
+def gather_imex(system: System) -> FabricFacts:
+    """Return version and unit of IMEX, which is active too while it waits for other nodes; three commands if any."""
+    if not system.exists(IMEX_PROGRAM):
+        return FabricFacts()
+    version = parse_version(system.run((IMEX_PROGRAM, "--version"), timeout=20).stdout)
+    active = system.run(("systemctl", "is-active", IMEX_UNIT)).stdout.strip() in ("active", "activating")
+    enabled = system.run(("systemctl", "is-enabled", "--quiet", IMEX_UNIT)).ok
+    return FabricFacts(version=version, active=active, enabled=enabled)
+
+
 def parse_version(text: str) -> str:
-    """Return the version in what `nv-fabricmanager --version` says, or nothing."""
-    found = re.search(r"Fabric Manager version is\s*:\s*(\d+(?:\.\d+)+)", text)
+    """Return the version in what `nv-fabricmanager --version` or `nvidia-imex --version` says, or nothing."""
+    found = re.search(r"(?:Fabric Manager|IMEX) version is\s*:\s*(\d+(?:\.\d+)+)", text)
     return found[1] if found else ""

@@ -62,6 +62,7 @@ _MANAGED_FILES = (
     DKMS_SIGNING,
     PREFERENCES,
     FABRIC_MODULES,
+    *gpus.IMEX_FILES,
     DRACUT_CONFIGURATION,
     *(kernels.MODULE_OPTIONS, kernels.LOADED_OPTIONS, gpus.GRIDD_CONFIG, gpus.GRIDD_TEMPLATE, gpus.TOKEN),
     deploy.LAUNCHER_PATH,
@@ -136,6 +137,7 @@ class HostFacts:
     fabric: FabricFacts = field(default_factory=FabricFacts)
     services: ServiceFacts = field(default_factory=ServiceFacts)
     rdma_devices: tuple[str, ...] = ()
+    imex: FabricFacts = field(default_factory=FabricFacts)
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
@@ -228,6 +230,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         fabric=gather_fabric(system),
         services=gather_services(system),
         rdma_devices=system.list_directory("/sys/class/infiniband"),
+        imex=gpus.gather_imex(system),
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,

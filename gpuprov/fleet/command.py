@@ -18,6 +18,7 @@ from gpuprov.agent.agent import ADDRESSES
 from gpuprov.agent.result import HostResult, HostSink
 from gpuprov.core.commands import lift_memory_limit
 from gpuprov.fleet import options as program
+from gpuprov.fleet import rolling
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.fleet.history import Run, drivers_by_gpus, moment, new_identifier, save
 from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read_inventory, site_words
@@ -70,7 +71,13 @@ def run_command(options: Options) -> ExitCode:
         from gpuprov.fleet import accepted
 
         accepted.signature(b"", options.sign)  # a key that can't sign is reported before the GPUs work for minutes
+    rolling.require_whole_domains(inventory.hosts, request, rollback=options.rollback_on_failure)
     now, begun = time.time(), time.monotonic()
+    if options.command == "install" and (joined := rolling.joined(inventory.hosts, request)):
+        look = replace(request, check=True, diff=False)
+        rolling.require_possible_domains(
+            _run(options, joined, look, Rollout(), HostCommands(), make_console(stderr=True))[0]
+        )
     results, ended_by = _run(options, inventory.hosts, request, rollout, commands)
     if options.command == "doctor" or (options.command == "install" and options.hosts):
         results = _with_whole_commands(results, options)

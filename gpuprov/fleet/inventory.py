@@ -34,6 +34,7 @@ from gpuprov.fleet.inventory_messages import (
     with_origins,
 )
 from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
+from gpuprov.protocol import imex
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec, has_long_number, spec_from_variables
@@ -267,7 +268,7 @@ def _step_for(text: str) -> str:
 
 def _load(
     sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, output: list[str]
-) -> tuple[list[tuple[str, Mapping[str, Any]]], frozenset[str]]:
+) -> tuple[imex.Hosts, frozenset[str]]:
     """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
     from ansible.template import Templar
@@ -300,11 +301,16 @@ def _load(
             f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "",
             ask_ansible(sources[0]),
         )  # fmt: skip
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    for host in hosts:
-        values = variables.get_vars(host=host)
-        templar = Templar(loader=loader, variables=values)
-        found.append((str(host.name), _resolved(host.name, values, templar.template)))
+
+    def read(name: str, heeded: Sequence[str] = ()) -> Mapping[str, Any]:
+        values = variables.get_vars(host=manager.get_host(name))
+        template = Templar(loader=loader, variables=values).template
+        return _resolved(name, {key: one for key, one in values.items() if not heeded or key in heeded}, template)
+
+    found = imex.with_lists(
+        [(str(host.name), read(host.name)) for host in hosts], manager.get_groups_dict(),
+        lambda name: read(name, imex.VARIABLES),
+    )  # fmt: skip
     return found, frozenset(map(str, variables.extra_vars))
 
 

@@ -15,10 +15,10 @@ import shlex
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpuprov.agent.result import Drain, DrainState
+from gpuprov.agent.result import Drain, DrainState, HostResult
 from gpuprov.agent.window import Window, parse_window
 from gpuprov.core.commands import TIMED_OUT, run_command
 from gpuprov.fleet.grouping import listed
@@ -26,6 +26,7 @@ from gpuprov.fleet.history import moment
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import ChangeStarted, Event, Finished, Note, Planned, RolledBack, Sink
+from gpuprov.protocol.imex import split_problem
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted, plain
 
@@ -94,27 +95,36 @@ def make_batches(targets: Sequence[HostTarget], rollout: Rollout) -> tuple[Batch
 
     A failed canary ends the run. So does, as in Ansible, a batch in which every host fails.
     """
-    canaries = _canaries(targets, rollout.canary)
-    others = [target for target in targets if target not in canaries]
-    sizes = _sizes(len(others), rollout.serial)
+    canaries = _whole(_canaries(targets, rollout.canary), targets)
+    parts = _parts([target for target in targets if target not in canaries], rollout.serial)
     batches = [Batch("canary", canaries, most_failed=0)] if canaries else []
-    for number, size in enumerate(sizes, 1):
-        name = f"batch {number} of {len(sizes)}" if rollout.serial else "all others" if canaries else ""
+    for number, part in enumerate(parts, 1):
+        name = f"batch {number} of {len(parts)}" if rollout.serial else "all others" if canaries else ""
+        size = len(part)
         limits = [*([rollout.max_fail.of(size)] if rollout.max_fail else ()), *([size - 1] if rollout.serial else ())]
-        batches.append(Batch(name, tuple(others[:size]), min(limits, default=None)))
-        others = others[size:]
+        batches.append(Batch(name, part, min(limits, default=None)))
     return tuple(batches)
 
 
-def _sizes(hosts: int, serial: Sequence[Share]) -> list[int]:
-    """Return the batches' sizes; the last of `serial` applies to all remaining hosts, percentages are of all hosts."""
-    sizes: list[int] = []
-    left = hosts
+def _parts(hosts: Sequence[HostTarget], serial: Sequence[Share]) -> list[tuple[HostTarget, ...]]:
+    """Return the hosts in parts; the last of `serial` applies to all remaining hosts, percentages are of all hosts.
+
+    A part grows until it has all hosts of its IMEX domains.
+    """
+    parts: list[tuple[HostTarget, ...]] = []
+    left = list(hosts)
     while left:
-        share = serial[min(len(sizes), len(serial) - 1)] if serial else Share(left)
-        sizes.append(min(left, max(1, share.of(hosts))))
-        left -= sizes[-1]
-    return sizes
+        share = serial[min(len(parts), len(serial) - 1)] if serial else Share(len(left))
+        parts.append(_whole(left[: max(1, share.of(len(hosts)))], left))
+        left = [target for target in left if target not in parts[-1]]
+    return parts
+
+
+def _whole(chosen: Iterable[HostTarget], hosts: Iterable[HostTarget]) -> tuple[HostTarget, ...]:
+    """Return the chosen ones of these hosts, and all that are of the same domains."""
+    some = {host.name: host.spec.imex_nodes for host in chosen}
+    domains = {*some.values()} - {()}
+    return tuple(host for host in hosts if host.name in some or host.spec.imex_nodes in domains)
 
 
 def _canaries(targets: Sequence[HostTarget], canary: str) -> tuple[HostTarget, ...]:
@@ -130,6 +140,34 @@ def _canaries(targets: Sequence[HostTarget], canary: str) -> tuple[HostTarget, .
                 f"--canary {word} is no host of this run", f"{counted(len(names), 'host')}: {listed(names)}", hint
             )
     return tuple(target for target in targets if any(fnmatch.fnmatchcase(target.name, word) for word in wanted))
+
+
+# Hosts with the same `imex_nodes` are of one IMEX domain, which changes at once or not at all.
+_ROLLS_BACK = Problem("--rollback-on-failure would divide an IMEX domain", "", "leave it out, and roll back by hand")
+_WITHOUT = "correct it; or set gpuprov_imex: off for it, or leave its domain out with --limit; then run this again"
+
+
+def joined(hosts: Iterable[HostTarget], request: Request) -> tuple[HostTarget, ...]:
+    """Return the hosts that the request would change, and that have a domain with others."""
+    return tuple(host for host in hosts if request.changes_the_host and len(host.spec.imex_nodes) > 1)
+
+
+def require_whole_domains(hosts: Sequence[HostTarget], request: Request, *, rollback: bool) -> None:
+    """Raise UsageError if the run would change a part of a domain, or roll a part of it back."""
+    names = {host.name for host in hosts}
+    domains = {host.spec.imex_nodes: host.spec.imex_domain for host in joined(hosts, request)}
+    found = [split_problem(domain, nodes, names) for nodes, domain in domains.items()]
+    problems = tuple(filter(None, (*found, _ROLLS_BACK if domains and rollback else None)))
+    if problems:
+        raise UsageError.several(problems)
+
+
+def require_possible_domains(planned: Iterable[HostResult]) -> None:
+    """Raise GpuprovError with each host of a domain whose plan is not possible: nothing has been changed yet."""
+    problems = tuple(Problem(f"nothing is changed: {one.host} of an IMEX domain can't be", one.reason, _WITHOUT)
+                     for one in planned if one.has_failed)  # fmt: skip
+    if problems:
+        raise GpuprovError.several(problems)
 
 
 # A name that can't become an option, a second argument or a control sequence; addresses of IPv6 included.

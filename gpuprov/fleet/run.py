@@ -257,7 +257,9 @@ class Fleet:
         self._window = self.rollout.window if request.changes_the_host else None
         self._alone = len(targets) == 1
         self._here = self._alone and targets[0].connection != "ssh" and not self.commands.before
-        forks = max(1, min(self.options.forks, len(targets)))
+        # All hosts of an IMEX domain run at once.
+        places = max(self.options.forks, *(len(target.spec.imex_nodes) for target in targets), 1)
+        forks = max(1, min(places, len(targets)))
         # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
         handlers: dict[int, Callable[[int], None]] = {
             signal.SIGINT: lambda _: self.interrupt(),

@@ -9,7 +9,7 @@ from typing import Any
 from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, gpudirect, kernel, mig
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, gpudirect, imex, kernel, mig
 from gpuprov.driver.packaged import fits
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import docker, other_engines
@@ -74,6 +74,7 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *cuda_repository.problems(facts, spec),
             *cuda_toolkit.problems(facts, spec),
             *fabric_manager.plan_problems(driver),
+            *imex.problems(driver),
             *dcgm.problems(driver),
             *_refusals(driver),
             *mig.problems(facts, spec),
@@ -96,7 +97,7 @@ def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
     facts, spec, driver = context.facts, context.spec, context.driver
-    wanted = (*driver.pin_packages(), *context.wanted_packages, *fabric_manager.wanted_packages(driver),
+    wanted = (*driver.pin_packages(), *context.wanted_packages, *imex.fabric_packages(driver),
               *gpudirect.packages(driver))  # fmt: skip
     names = facts.package_manager.missing(facts.packages, wanted)
     installs_cuda = cuda_toolkit.unpacks(facts, spec)

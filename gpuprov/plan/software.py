@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from gpuprov import toolkit
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, kernel, packaged
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, imex, kernel, packaged
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import known, other_engines
 from gpuprov.facts.host import HostFacts
@@ -202,7 +202,7 @@ def unheld(driver: DriverSource) -> str:
 
 
 def _holds_driver(driver: DriverSource) -> bool:
-    names = (*driver.facts.packages.driver, *driver.packages(), *fabric_manager.wanted_packages(driver))
+    names = (*driver.facts.packages.driver, *driver.packages(), *imex.fabric_packages(driver))
     return driver.spec.driver_updates == "hold" and bool(driver_set(names))
 
 

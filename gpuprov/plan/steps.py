@@ -10,7 +10,18 @@ from gpuprov import toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
 from gpuprov.core.changes import Change
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, gpudirect, kernel, mig, nouveau, running_driver, vgpu
+from gpuprov.driver import (
+    cuda_toolkit,
+    dcgm,
+    fabric_manager,
+    gpudirect,
+    imex,
+    kernel,
+    mig,
+    nouveau,
+    running_driver,
+    vgpu,
+)
 from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
@@ -73,7 +84,8 @@ def _plan_driver(c: PlanContext) -> tuple[Change, ...]:
         *c.driver.plan(),
         *kernel.plan_image(c.driver),
         *fabric_manager.plan(c.driver),
-        *(software.plan_driver_hold(c.driver, coming=True) if fabric_manager.wanted_packages(c.driver) else ()),
+        *imex.plan(c.driver),
+        *(software.plan_driver_hold(c.driver, coming=True) if imex.fabric_packages(c.driver) else ()),
         *mig.plan(c.driver),
         *gpudirect.plan(c.driver),
         *vgpu.plan(c.driver),
@@ -176,7 +188,8 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(context), in_use=facts.docker_proxy_in_use)
     kept = nvidia_docker.warning(context.migrated, spec)
-    warnings = (*security_warnings(context.driver), *filter(None, (late, unfinished, kept, clean.warning(facts, spec))))
+    others = (late, unfinished, kept, clean.warning(facts, spec), imex.warning(context.driver))
+    warnings = (*security_warnings(context.driver), *filter(None, others))
     urls = tuple(url for one in changes for url in one.change.urls)
     replaced = upgrades(context, tuple(one.change for one in changes))
     return Plan(changes, notes=tuple(filter(None, notes)), warnings=warnings, urls=urls, upgrades=replaced)

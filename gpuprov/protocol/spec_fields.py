@@ -56,6 +56,15 @@ MIG_LAYOUT = validate.Regexp(
 MIG_CONFIG = validate.Regexp(
     r"[A-Za-z0-9][A-Za-z0-9+_.-]{0,63}\Z", error="is not a name of letters, digits, '+', '.', '_' and '-'"
 )
+IMEX_NODE = validate.Regexp(
+    r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?( [A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252})?\Z",
+    error="is not an address, or an address and a host's name, such as '10.0.0.1 gpu1'",
+)
+# Not those that are gpuprov's: the list of nodes, the quorum, and how the unit runs.
+IMEX_SETTING = validate.Regexp(
+    r"(?!(IMEX_NODE_CONFIG_FILE|IMEX_WAIT_FOR_QUORUM|DAEMONIZE)=)[A-Z][A-Z0-9_]{1,63}=[A-Za-z0-9._/:@%+-]*\Z",
+    error="is not KEY=VALUE as in nvidia-imex's config.cfg; list of nodes and quorum have options of their own",
+)
 IMAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference")
 LINE = validate.Regexp(r"[^\x00-\x1f\x7f-\x9f]{0,4000}\Z", error="is not one line of at most 4000 characters")
 TOKEN = validate.Regexp(r"[A-Za-z0-9._=-]{1,32000}\Z", error="is not the content of a client configuration token")

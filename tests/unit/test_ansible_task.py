@@ -454,3 +454,41 @@ def test_a_host_that_still_asks_for_a_reboot_after_three_runs_fails_its_task(
     task = SimpleNamespace(_ask=lambda *_, **__: (runs.pop(0),), _wait_for_boot=waited.append)
     events = plugin.ActionModule._events(task, None)
     assert (task_result("install", events).failed, len(waited)) == (failed, waits)
+
+
+_RACK = {
+    "a2": {"ansible_host": "10.0.0.2", "gpuprov_imex_domain": "rack1"},
+    "a1": {"ansible_host": "10.0.0.1", "gpuprov_imex_domain": "rack1"},
+    "free": {"ansible_host": "10.0.0.9"},
+}
+_NODES = ["10.0.0.1 a1", "10.0.0.2 a2"]
+
+
+@pytest.mark.parametrize(
+    "groups", [{"all": [*_RACK]}, {"all": [*_RACK], "rack1": ["a2", "a1"]}], ids=["hosts", "group"]
+)
+def test_a_host_gets_its_domains_nodes_from_the_whole_inventory(plugin: ModuleType, groups: dict[str, Any]) -> None:
+    plugin._agent()
+    task = SimpleNamespace(_task_vars={"hostvars": _RACK, "groups": groups, "inventory_hostname": "a1"})
+    found = plugin.ActionModule._with_domain(task, {"gpuprov_imex_domain": "rack1"})
+    assert found == {"gpuprov_imex_domain": "rack1", "gpuprov_imex_nodes": _NODES}
+    nothing = SimpleNamespace(_task_vars={})
+    assert plugin.ActionModule._with_domain(nothing, {"gpuprov_dcgm": True}) == {"gpuprov_dcgm": True}
+
+
+@pytest.mark.parametrize(
+    ("batch", "alone", "missing"),
+    [(["a1", "a2"], False, ""), (["a1", "free"], False, "a2"), (["a1", "a2"], True, "a2")],
+)
+def test_a_play_over_a_part_of_a_domain_is_refused(
+    plugin: ModuleType, batch: list[str], alone: bool, missing: str
+) -> None:
+    """A limit, another batch, a host that failed before: the play's batch lacks it."""
+    plugin._agent()
+    task = SimpleNamespace(_task_vars={"inventory_hostname": "a1", "ansible_play_batch": batch})
+    request = SimpleNamespace(spec={"imex_nodes": _NODES, "imex_domain": "rack1"})
+    if not missing:
+        plugin.ActionModule._require_whole_domain(task, request, alone=alone)
+        return
+    with pytest.raises(GpuprovError, match=f"this run leaves out {missing}"):
+        plugin.ActionModule._require_whole_domain(task, request, alone=alone)

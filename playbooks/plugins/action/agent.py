@@ -81,7 +81,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
-            variables = self._variables()
+            variables = self._with_domain(self._variables())
             bundle, bundle_digest = _bundle(variables) if playbook_task.installs(command) else ("", "")
             request = playbook_task.task_request(
                 **{name: arguments[name] for name in _ARGUMENTS}, variables=variables, check=check,
@@ -91,6 +91,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
                 return {**result, **skipped}
+            if not check and (request.changes_the_host or playbook_task.installs(command)):
+                self._require_whole_domain(request, alone=arguments["this_run"])
             self._bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
             if self._task.async_val:
                 job = self._begin_job(command, request)
@@ -134,6 +136,37 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 what = f"the template in {name} does not resolve"
                 raise UsageError(what, str(error)) from None
         return found
+
+    def _with_domain(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Return the variables with the nodes of the host's IMEX domain, from those of all hosts of the inventory."""
+        from gpuprov.protocol.errors import UsageError
+        from gpuprov.protocol.imex import domain_nodes, with_nodes
+
+        def find(domain: str) -> tuple[str, ...]:
+            hosts = self._task_vars["hostvars"]
+            try:
+                return domain_nodes(domain, self._task_vars["groups"], lambda name, one: hosts[name].get(one))
+            except AnsibleError as error:
+                raise UsageError(
+                    f"a variable of a host of the IMEX domain {domain} does not resolve", str(error)
+                ) from None
+
+        return dict(with_nodes(self._task_vars.get("inventory_hostname", ""), variables, find))
+
+    def _require_whole_domain(self, request: Any, *, alone: bool) -> None:
+        """Raise GpuprovError if the play changes a part of an IMEX domain: a limit, a batch, a host that failed.
+
+        `alone`: the task goes back on this host only.
+        """
+        from gpuprov.protocol.errors import GpuprovError
+        from gpuprov.protocol.imex import split_problem
+
+        nodes = request.spec["imex_nodes"]
+        if len(nodes) > 1:
+            running = [self._task_vars["inventory_hostname"]] if alone else self._task_vars["ansible_play_batch"]
+            problem = split_problem(request.spec["imex_domain"], nodes, running)
+            if problem is not None:
+                raise GpuprovError.several((problem,))
 
     def _secrets(self) -> list[Any]:
         """Return the gpuprov_ variables that resolve; URLs in them may have logins."""

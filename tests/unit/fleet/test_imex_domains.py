@@ -1,0 +1,168 @@
+"""IMEX domains over hosts: one list from the whole inventory, never a part of a domain, at once or not at all."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.fleet.command import run_command
+from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.options import Options
+from gpuprov.fleet.rolling import make_batches, parse_rollout, require_whole_domains
+from gpuprov.fleet.run import Fleet
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Finished, Sink
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec
+from tests.unit.fleet.test_inventory import DRIVER, error_of, read
+
+_HOSTS = """\
+gpu10 ansible_host=10.0.0.10
+gpu2 ansible_host=10.0.0.2
+gpu1 ansible_host=jump.example gpuprov_imex_address=10.0.0.1
+gpu11 ansible_host=10.0.0.11 gpuprov_imex=off
+other ansible_host=10.0.0.99
+"""
+_ALL = "10.0.0.1 gpu1", "10.0.0.10 gpu10", "10.0.0.2 gpu2"
+_GROUP = "[rack1:vars]\ngpuprov_imex_domain=rack1\n"
+# Ways in which hosts are told that they are of a domain.
+FORMS = {
+    "a group of that name": {"hosts": f"{_HOSTS}[rack1]\ngpu[1:2]\ngpu[10:11]\n{_GROUP}"},
+    "each host": {"hosts": _HOSTS, **{f"host_vars/gpu{n}.yml": "gpuprov_imex_domain: rack1\n" for n in (1, 2, 10, 11)}},
+    "another group": {
+        "hosts": f"{_HOSTS}[trays]\ngpu[1:2]\ngpu[10:11]\n",
+        "group_vars/trays.yml": "number: 1\ngpuprov_imex_domain: 'rack{{ number }}'\n",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("limit", ["", "gpu10", "gpu2:other"])
+def test_each_node_gets_the_whole_list_in_one_order(tmp_path: Path, form: str, limit: str) -> None:
+    found = read(tmp_path, FORMS[form], limit=limit)
+    nodes = {name: target.spec.imex_nodes for name, target in found.items()}
+    assert nodes.pop("gpu11", ()) == nodes.pop("other", ()) == ()
+    assert nodes and {*nodes.values()} == {_ALL}
+    assert all(found[name].spec.imex_domain == "rack1" for name in nodes)
+
+
+def test_a_list_that_is_given_stays(tmp_path: Path) -> None:
+    text = 'gpu1 ansible_host=10.0.0.1 gpuprov_imex_domain=rack1 gpuprov_imex_nodes=\'["10.0.0.7", "10.0.0.1"]\'\n'
+    assert read(tmp_path, {"hosts": text})["gpu1"].spec.imex_nodes == ("10.0.0.7", "10.0.0.1")
+
+
+WRONG = {
+    "a name": (f"[rack1]\ngpu1\n{_GROUP}", "needs an address of gpu1 that is its own, and no name"),
+    "one address twice": (f"[rack1]\na ansible_host=::1\nb ansible_host=::1\n{_GROUP}", "::1; a has it too"),
+    "not in the group": (
+        f"x ansible_host=10.0.0.9 gpuprov_imex_domain=rack1\n[rack1]\na ansible_host=10.0.0.1\n{_GROUP}",
+        "x names the IMEX domain rack1 and is not in the group rack1",
+    ),
+    "does not name it": (
+        "[rack1]\na ansible_host=10.0.0.1 gpuprov_imex_domain=rack1\nb ansible_host=10.0.0.2\n",
+        "b is in the group rack1 and does not name it as its IMEX domain",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_give_nodes_different_lists_is_refused(tmp_path: Path, name: str) -> None:
+    text, said = WRONG[name]
+    assert said in str(error_of(tmp_path, {"hosts": text}))
+
+
+def rack(*numbers: int, domain: str = "rack1") -> list[HostTarget]:
+    names = [f"{domain}-{number}" for number in numbers]
+    nodes = [f"10.0.{len(domain)}.{number} {name}" for number, name in zip(numbers, names)]
+    spec = parse_spec({"imex_domain": domain, "imex_nodes": nodes})
+    return [HostTarget(name, spec, connection="local") for name in names]
+
+
+_FREE = HostTarget("free", parse_spec({}), connection="local")
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "refused"),
+    [
+        ("install", {}, True), ("rollback", {}, True), ("uninstall", {}, True), ("doctor", {"fix": True}, True),
+        ("install", {"check": True}, False), ("verify", {}, False), ("doctor", {}, False), ("facts", {}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_run_over_a_part_of_a_domain_is_refused(command: str, more: dict[str, Any], refused: bool) -> None:
+    hosts, request = rack(1, 2, 3), Request(command, **more)
+    require_whole_domains([*hosts, _FREE], request, rollback=False)
+    if not refused:
+        require_whole_domains(hosts[:1], request, rollback=False)
+        return
+    with pytest.raises(GpuprovError) as raised:
+        require_whole_domains([*hosts[:2], _FREE], request, rollback=False)
+    assert raised.value.exit_code == ExitCode.USAGE
+    assert "the IMEX domain rack1 changes at once or not at all, and this run leaves out rack1-3" in str(raised.value)
+
+
+def test_a_single_host_of_a_domain_is_not_rolled_back() -> None:
+    with pytest.raises(GpuprovError, match="--rollback-on-failure would divide an IMEX domain"):
+        require_whole_domains(rack(1, 2), Request("install"), rollback=True)
+    require_whole_domains([_FREE], Request("install"), rollback=True)
+
+
+# --serial, --canary → the names of the batches' hosts, by their first letters.
+BATCHES = [
+    ("1", "", ["aaa", "bb", "f"]), ("2", "", ["aaa", "bb", "f"]), ("4", "", ["aaabb", "f"]),
+    ("50%", "", ["aaa", "bbf"]), ("", "1", ["aaa", "bbf"]), ("", "free", ["f", "aaabb"]),
+    ("1", "b-2", ["bb", "aaa", "f"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("serial", "canary", "names"), BATCHES, ids=str)
+def test_a_batch_takes_whole_domains(serial: str, canary: str, names: list[str]) -> None:
+    a, b = rack(1, 2, 3, domain="a"), rack(1, 2, domain="b")
+    batches = make_batches([*a, *b, _FREE], parse_rollout(serial, canary=canary))
+    assert ["".join(target.name[0] for target in batch.targets) for batch in batches] == names
+
+
+def test_all_hosts_of_a_domain_run_at_once_with_fewer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(3)
+
+    def run_host(fleet: Fleet, request: Request, target: HostTarget, sink: Sink) -> None:
+        together.wait(timeout=60)
+        sink(Finished(0))
+
+    monkeypatch.setattr(Fleet, "run_host", run_host)
+    fleet = Fleet(lambda: pytest.fail("no agent"), Options("install", forks=1))
+    results = fleet.run(rack(1, 2, 3), Request("install"), lambda host, event: None)
+    assert [result.word for result in results] == ["done"] * 3
+
+
+def test_a_domain_with_a_host_that_can_not_be_changed_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, bool]] = []
+
+    def run_host(fleet: Fleet, request: Request, target: HostTarget, sink: Sink) -> None:
+        ran.append((target.name, request.check))
+        if target.name == "b":
+            raise GpuprovError("no route", exit_code=ExitCode.UNREACHABLE)
+        sink(Finished(0))
+
+    monkeypatch.setattr(Fleet, "run_host", run_host)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    hosts = "".join(f"{name} ansible_host=10.0.0.{number}\n" for number, name in enumerate("abc", 1))
+    (tmp_path / "hosts").write_text(f"free ansible_connection=local\n[rack1]\n{hosts}{_GROUP}[all:vars]\n{DRIVER}\n")
+    options = Options("install", hosts=(str(tmp_path / "hosts"),))
+    with pytest.raises(GpuprovError) as raised:
+        run_command(options)
+    assert [one.what for one in raised.value.problems] == ["nothing is changed: b of an IMEX domain can't be"]
+    assert raised.value.problems[0].evidence == "no route"
+    assert sorted(ran) == [("a", True), ("b", True), ("c", True)]
+
+    ran.clear()
+    run_command(replace(options, limit="!rack1"))
+    assert ran == [("free", False)]
+    run_command(replace(options, check=True))
+    assert {check for name, check in ran if name != "free"} == {True}

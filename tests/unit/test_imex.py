@@ -1,0 +1,462 @@
+"""IMEX on a host: by model and variable, in the driver's version, with the domain's list, and back again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.agent.run import run_request
+from gpuprov.boot import program_main
+from gpuprov.core.commands import Completed
+from gpuprov.driver import cuda_repository, imex
+from gpuprov.driver.imex import edited
+from gpuprov.driver.source import DriverSource
+from gpuprov.facts.gpus import IMEX_CONFIG as CONFIG
+from gpuprov.facts.gpus import IMEX_NODES as NODES
+from gpuprov.facts.gpus import IMEX_UNIT as UNIT
+from gpuprov.facts.gpus import FabricFacts
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packages.managers import manager_of
+from gpuprov.plan import software
+from gpuprov.plan.context import source_of
+from gpuprov.plan.steps import make_plan
+from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from tests import simgpu
+from tests.imex_stand_in import PACKAGED_CONFIG, answer, nodes_of, settings_of
+from tests.unit.fake_host import FakeHost
+from tests.unit.test_fabric_manager import with_gpus
+
+pytestmark = pytest.mark.root
+VERSION, NEWER = "580.159.04", "580.178.04"
+CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
+OPTION = "/etc/modprobe.d/gpuprov-imex.conf"
+# Those that need no network.
+STEPS = ("driver", "device nodes")
+LIST = ["10.0.0.1 gpu1", "10.0.0.2 gpu2", "10.0.0.3 gpu3"]
+
+
+class Rack:
+    """What runs on the nodes of a domain: address → version and list, as the daemon read it when it started."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, dict[str, Any]] = {}
+
+
+class Node(FakeHost):
+    """A host of a rack: the stand-in's daemon reads the genuine files, and its control program asks the others."""
+
+    def __init__(self, root: Path, rack: Rack, address: str) -> None:
+        super().__init__(root)
+        self.rack, self.address, self.version, self.enabled = rack, address, "", False
+        self.available |= {"nvidia-imex-550": "550.163.01-1", "nvidia-imex-535": "535.261.03-1"}
+        devices = self.root / "proc/devices"
+        devices.write_text(
+            devices.read_text().replace("Block devices:", "239 nvidia-caps-imex-channels\n\nBlock devices:")
+        )
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        program = argv[0].rpartition("/")[2]
+        if program == "nvidia-imex":
+            return Completed(tuple(argv), 0, f"IMEX version is: {self.version}\n")
+        if program == "nvidia-imex-ctl":
+            found = answer(nodes_of(self.read_text(NODES) or ""), self.rack.running.get)
+            return Completed(tuple(argv), 0, json.dumps(found))
+        return super().run(argv, **more)
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        done = super()._apt_get(words)
+        name = next((name for name in self.installed if name.startswith("nvidia-imex")), "")
+        if name and not self.version:
+            self.write("/usr/bin/nvidia-imex", b"#!/bin/sh\n")
+            self.make_directory("/etc/nvidia-imex")
+            self.write(CONFIG, PACKAGED_CONFIG.encode())
+            self.enabled = True
+        elif not name and self.version:
+            for path in ("/usr/bin/nvidia-imex", CONFIG):
+                self.remove(path)
+            self.path("/etc/nvidia-imex").rmdir()
+            self.enabled = False
+        self.version = self.installed[name].partition("-")[0] if name else ""
+        return done
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[-1] != UNIT:
+            return super()._systemctl(words)
+        verb = words[0]
+        if verb == "is-active":
+            return (0, "active\n") if self.address in self.rack.running else (3, "inactive\n")
+        if verb == "is-enabled":
+            return (0 if self.enabled else 1), ""
+        if verb in ("enable", "disable"):
+            self.enabled = verb == "enable"
+        if verb in ("stop", "restart") or "--now" in words:
+            self.rack.running.pop(self.address, None)
+        if verb == "restart":
+            return self._start()
+        return 0, ""
+
+    def _start(self) -> tuple[int, str]:
+        settings, nodes = settings_of(self.read_text(CONFIG) or ""), nodes_of(self.read_text(NODES) or "")
+        if (
+            settings["IMEX_NODE_CONFIG_FILE"] != NODES
+            or settings["IMEX_CMD_ENABLED"] != "1"
+            or self.address not in nodes
+        ):
+            return 1, f"Job for {UNIT} failed."
+        self.rack.running[self.address] = {"version": self.version, "nodes": nodes}
+        return 0, ""
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver": "preinstalled", "docker": "preinstalled", **values})
+
+
+def of_domain(nodes: Sequence[str] = LIST, **values: Any) -> HostSpec:
+    return spec(**{"imex": "service", "imex_domain": "rack1", "imex_nodes": list(nodes), **values})
+
+
+@pytest.fixture
+def domain(tmp_path: Path) -> list[Node]:
+    rack = Rack()
+    made = [Node(tmp_path / f"gpu{number}", rack, f"10.0.0.{number}") for number in (1, 2, 3)]
+    for node in made:
+        simgpu.install_tree(node.root)
+    return made
+
+
+def request(host: Node, wanted: HostSpec, command: str = "install", **more: Any) -> tuple[Finished, list[Event]]:
+    events: list[Event] = []
+    steps = STEPS if command == "install" else ()
+    run_request(Request(command, spec_to_json(wanted), steps=steps, **more), events.append, host)
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    return finished, events
+
+
+def install(host: Node, wanted: HostSpec) -> Finished:
+    finished, _ = request(host, wanted)
+    assert finished.exit_code == 0, finished
+    return finished
+
+
+# -- what is planned, by model and variable ----------------------------------------------------------------------------
+
+RUN, STOP = f"enable and restart {UNIT} ({VERSION}) with 3 nodes", f"stop and disable {UNIT}"
+# Device id, variables → the last change, and whether the plan warns.
+PLANNED: list[tuple[str, dict[str, Any], str, bool]] = [
+    ("2941", {"imex_nodes": LIST}, RUN, False), ("31c2", {"imex_nodes": LIST}, RUN, False),
+    ("2941", {}, "", True), ("31c2", {"imex": "off"}, "", False), ("2941", {"imex": "dra"}, STOP, False),
+    ("2941", {"imex": False, "imex_nodes": LIST}, "", False), ("27b8", {}, "", False),
+    ("2941", {"imex": "service", "imex_nodes": LIST}, RUN, False),
+    ("2330", {"imex_nodes": LIST}, "", False), ("2901", {}, "", False), ("2342", {}, "", False),
+    ("2330", {"imex": "service", "imex_nodes": LIST}, RUN, False), ("2342", {"imex": "dra"}, STOP, False),
+]  # fmt: skip
+
+
+def source(facts: HostFacts, **values: Any) -> DriverSource:
+    return source_of(facts, parse_spec({"driver_version": VERSION, **values}))
+
+
+@pytest.mark.parametrize(("device_id", "values", "last", "warns"), PLANNED, ids=str)
+def test_what_is_planned_by_model(
+    tmp_path: Path, device_id: str, values: dict[str, Any], last: str, warns: bool
+) -> None:
+    facts = gather(with_gpus(tmp_path / "root", device_id, 4))
+    driver = source(facts, **values)
+    changes = [change.key for change in imex.plan(driver)]
+    assert changes[-1:] == ([last] if last else [])
+    assert bool(imex.warning(driver)) == warns
+    installs = [f"install nvidia-imex={VERSION}-*"] if last else []
+    assert [key for key in changes if key.startswith("install")] == installs
+    assert bool(cuda_repository.repositories(driver)) == bool(last)
+    assert imex.problems(driver) == ()
+
+
+def test_the_plan_of_a_rack_host_without_a_domain_warns(tmp_path: Path) -> None:
+    host = with_gpus(tmp_path / "root", "2941", 4)
+    plan = make_plan(gather(host), spec(kernel_modules="none"), ())
+    assert plan.problems or any("set gpuprov_imex_domain in the inventory" in one for one in plan.warnings)
+
+
+def test_in_a_system_container_it_is_the_container_hosts_unless_asked_for(tmp_path: Path) -> None:
+    facts = gather(with_gpus(tmp_path / "root", "2941", 4))
+    inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
+    assert imex.plan(source(inside, imex_nodes=LIST)) == ()
+    assert imex.plan(source(inside, imex_nodes=LIST, imex="service"))[-1].key == RUN
+
+
+@pytest.mark.parametrize(
+    ("version", "manager", "own", "name"),
+    [
+        ("570.195.03", "apt", "", "nvidia-imex-570=570.195.03-*"), ("580.95.05", "apt", "", "nvidia-imex=580.95.05-*"),
+        ("570.195.03", "dnf", "", "nvidia-imex-570=570.195.03"), ("580.95.05", "zypper", "", "nvidia-imex=580.95.05"),
+        ("580.95.05", "apt", "nvidia-fabricmanager-580", "nvidia-imex-580=580.95.05-*"),
+    ],
+)  # fmt: skip
+def test_the_package_is_named_as_its_repository_names_it(
+    tmp_path: Path, version: str, manager: str, own: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = gather(with_gpus(tmp_path / "root", "2941", 1))
+    driver = source(facts, imex="dra", driver_version=version)
+    monkeypatch.setattr(type(driver), "fabric_package", lambda _: own)
+    monkeypatch.setattr(HostFacts, "package_manager", manager_of(None, manager))
+    assert imex.wanted_packages(driver) == (name,)
+    assert bool(cuda_repository.repositories(driver)) == (not own)
+    assert software._holds_driver(driver)
+
+
+@pytest.mark.parametrize("values", [{}, {"imex_nodes": LIST, "target": "image"}], ids=["no list", "an image"])
+def test_a_service_without_a_list_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    facts = gather(with_gpus(tmp_path / "root", "2941", 1))
+    image = replace(facts, image=None if not values else object())  # type: ignore[arg-type]
+    (problem,) = imex.problems(source(image, imex="service", **values))
+    assert problem.what == "the nodes of this host's IMEX domain are not known"
+
+
+WRONG = [
+    ({"imex": "on"}, "imex"), ({"imex_nodes": ["gpu1"]}, "is not an address"), ({"imex_quorum": "some"}, "imex_quorum"),
+    ({"imex_settings": ["IMEX_NODE_CONFIG_FILE=/x"]}, "have options of their own"),
+    ({"imex_settings": ["IMEX_SERVER_KEY=/x\nA=1"]}, "KEY=VALUE"),
+    ({"imex_nodes": ["10.0.0.1 a b"]}, "is not an address"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "said"), WRONG, ids=str)
+def test_wrong_values_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(GpuprovError, match=said):
+        parse_spec(values)
+
+
+def test_off_is_what_yaml_makes_of_it() -> None:
+    assert parse_spec({"imex": False}).imex == parse_spec({"imex": "off"}).imex == "off"
+    assert parse_spec(spec_to_json(of_domain())) == of_domain()
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
+
+
+def test_config_cfg_keeps_other_keys_and_has_each_key_once() -> None:
+    wanted = of_domain(imex_quorum="none", imex_settings=["IMEX_ENABLE_AUTH_ENCRYPTION=1", "IMEX_CMD_PORT=50010"])
+    text = edited("SITE=1\n" + PACKAGED_CONFIG, imex._settings(wanted))
+    found = settings_of(text)
+    assert {key: found[key] for key in ("SITE", "LOG_LEVEL", "SERVER_PORT")} == {
+        "SITE": "1", "LOG_LEVEL": "4", "SERVER_PORT": "50000",
+    }  # fmt: skip
+    assert {key: found[key] for key in found if key.startswith("IMEX")} == {
+        "IMEX_NODE_CONFIG_FILE": NODES, "IMEX_WAIT_FOR_QUORUM": "NONE", "IMEX_ENABLE_AUTH_ENCRYPTION": "1",
+        "IMEX_CMD_ENABLED": "1", "IMEX_CMD_PORT": "50010",
+    }  # fmt: skip
+    assert edited(text, imex._settings(wanted)) == text
+    without = settings_of(edited(text, imex._settings(of_domain())))
+    assert "IMEX_ENABLE_AUTH_ENCRYPTION" not in without, "a setting that is taken back"
+
+
+# -- a domain of hosts -------------------------------------------------------------------------------------------------
+
+
+def test_a_domain_comes_up_with_one_list_on_all_nodes(domain: list[Node]) -> None:
+    for node in domain:
+        assert any(one.startswith("enable and restart") for one in summaries(node, of_domain()))
+        install(node, of_domain())
+        assert install(node, of_domain()).changed == 0
+    texts = {(node.read_text(NODES), node.read_text(CONFIG)) for node in domain}
+    assert len(texts) == 1
+    assert next(iter(texts))[0] == "10.0.0.1\n10.0.0.2\n10.0.0.3\n"
+    for node in domain:
+        assert imex.verify_domain(node, of_domain()) == ("rack1, 3 nodes", "")
+        assert node.read_text(OPTION) == imex._OPTION
+        there = node.status(CHANNEL)
+        assert there is not None and (there.kind, there.major, there.minor, there.mode) == ("char", 239, 0, 0o666)
+        assert "nvidia-imex-550" in node.held
+
+
+def summaries(node: Node, wanted: HostSpec) -> list[str]:
+    plan = make_plan(gather(node), wanted, STEPS)
+    assert plan.problems == ()
+    return [one.change.summary() for one in plan.changes]
+
+
+def test_check_mode_shows_the_files_and_changes_nothing(domain: list[Node]) -> None:
+    before = domain[0].state()
+    _, events = request(domain[0], of_domain(), check=True, diff=True)
+    assert domain[0].state() == before
+    text = str(events)
+    assert "+10.0.0.1" in text and "NVreg_CreateImexChannel0=1" in text and "IMEX_WAIT_FOR_QUORUM=RECOVERY" in text
+
+
+@pytest.mark.parametrize("command", ["rollback", "uninstall"])
+def test_rollback_and_uninstall_take_it_back(domain: list[Node], command: str) -> None:
+    node = domain[0]
+    before = node.state()
+    install(node, of_domain())
+    finished, _ = request(node, of_domain(), command)
+    assert finished.exit_code == 0, finished
+    assert node.state() == before
+    assert (node.rack.running, node.enabled) == ({}, False)
+
+
+def test_one_that_served_before_gets_its_own_files_back(domain: list[Node]) -> None:
+    node = domain[0]
+    install(node, of_domain())
+    first = node.state()
+    install(node, of_domain(LIST[:2]))
+    assert node.rack.running[node.address]["nodes"] == ["10.0.0.1", "10.0.0.2"]
+    assert request(node, of_domain(), "rollback")[0].exit_code == 0
+    assert node.state() == first
+    assert node.rack.running[node.address]["nodes"] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+
+
+def fault(node: Node, wanted: HostSpec) -> str:
+    with pytest.raises(GpuprovError, match="the IMEX domain rack1 is not whole") as raised:
+        imex.verify_domain(node, wanted)
+    return raised.value.problems[0].evidence
+
+
+def test_a_missing_node_is_named(domain: list[Node]) -> None:
+    for node in domain:
+        install(node, of_domain())
+    domain[2].rack.running.pop(domain[2].address)
+    said = fault(domain[0], of_domain())
+    assert said == "it is DEGRADED; gpu3 (10.0.0.3) is UNAVAILABLE"
+
+
+def test_nodes_with_other_lists_or_versions_are_named(domain: list[Node]) -> None:
+    for node in domain:
+        install(node, of_domain())
+    install(domain[1], of_domain(LIST[1::-1] + LIST[2:]))
+    assert "gpu1 (10.0.0.1) to gpu2 (10.0.0.2): NODE_MAP_MISMATCH" in fault(domain[0], of_domain())
+    domain[1].rack.running[domain[1].address] = {**domain[0].rack.running[domain[0].address], "version": "535.261.03"}
+    assert "gpu2 (10.0.0.2) to gpu1 (10.0.0.1): VERSION_MISMATCH" in fault(domain[0], of_domain())
+
+
+def test_a_daemon_with_an_old_list_or_none_is_restarted(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    node = domain[0]
+    install(node, of_domain())
+    assert "has other nodes: 10.0.0.1, 10.0.0.2, 10.0.0.3" in fault(node, of_domain(LIST[:2]))
+    for text in ("", "[]", '{"nodes": [], "status": "UP"}', '{"nodes": {"0": 1}, "status": "UP"}', "no"):
+        plain = node.run
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                node, "run",
+                lambda argv, plain=plain, text=text, **more: Completed(tuple(argv), 1, text)
+                if argv[0] == "nvidia-imex-ctl" else plain(argv, **more),
+            )  # fmt: skip
+            assert fault(node, of_domain()).startswith("nvidia-imex-ctl -N says nothing of it")
+
+
+def test_it_waits_for_nodes_that_connect_late(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in domain:
+        install(node, of_domain())
+    late = domain[0].rack.running.pop("10.0.0.2")
+    monkeypatch.setattr(domain[0], "sleep", lambda seconds: domain[0].rack.running.update({"10.0.0.2": late}))
+    assert imex.verify_domain(domain[0], of_domain()) == ("rack1, 3 nodes", "")
+
+
+def test_a_replaced_node_gets_the_same_list_and_the_others_change_nothing(domain: list[Node], tmp_path: Path) -> None:
+    for node in domain:
+        install(node, of_domain())
+    domain[1].rack.running.pop("10.0.0.2")
+    new = Node(tmp_path / "new", domain[0].rack, "10.0.0.2")
+    simgpu.install_tree(new.root)
+    assert [install(node, of_domain()).changed for node in (domain[0], domain[2])] == [0, 0]
+    install(new, of_domain())
+    assert imex.verify_domain(new, of_domain()) == ("rack1, 3 nodes", "")
+
+
+def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(domain: list[Node]) -> None:
+    node = domain[0]
+    install(node, of_domain())
+    facts = gather(node)
+    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    summaries = [one.summary() for one in imex.plan(source_of(newer, of_domain()))]
+    assert summaries[0] == "no longer hold nvidia-imex-550"
+    assert summaries[1].startswith("remove nvidia-imex-550 (") and f"{CONFIG} stays" in summaries[1]
+    assert summaries[-2].startswith(f"install nvidia-imex={VERSION}-*") and summaries[-1] == RUN
+
+
+def test_a_crash_between_files_and_restart_restarts_it(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    node, new = domain[0], of_domain(LIST[:2])
+    install(node, of_domain())
+    plain = node._systemctl
+
+    def cut(words: tuple[str, ...]) -> tuple[int, str]:
+        if words == ("restart", UNIT):
+            raise KeyboardInterrupt
+        return plain(words)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(node, "_systemctl", cut)
+        request(node, new)
+    assert install(node, new).exit_code == 0
+    assert node.rack.running[node.address]["nodes"] == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_dra_installs_and_leaves_the_unit_disabled(domain: list[Node]) -> None:
+    node = domain[0]
+    wanted = spec(imex="dra")
+    install(node, wanted)
+    assert (node.version, node.enabled, node.rack.running) == ("550.163.01", False, {})
+    assert node.read_text(OPTION) is None
+    assert install(node, wanted).changed == 0
+    install(node, of_domain())
+    assert node.enabled and node.rack.running
+    install(node, spec(imex=False))
+    assert (node.version, node.enabled, node.rack.running, node.read_text(OPTION)) == ("550.163.01", False, {}, None)
+    assert request(node, of_domain(), "rollback")[0].exit_code == 0
+    assert node.enabled and node.rack.running
+
+
+def test_a_unit_that_does_not_start_says_why(domain: list[Node]) -> None:
+    node = domain[0]
+    install(node, spec(imex="dra"))
+    finished, _ = request(node, of_domain(["10.0.0.8 a", "10.0.0.9 b"]))
+    assert (finished.exit_code, finished.problems[0].what) == (1, f"{UNIT} does not start")
+    assert node.read_text(CONFIG) == PACKAGED_CONFIG and node.read_text(NODES) is None
+
+
+def test_a_unit_that_waits_for_a_quorum_is_started(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    node = domain[0]
+    plain = node._systemctl
+    answers = {"restart": (1, "timed out")}
+    monkeypatch.setattr(
+        node,
+        "_systemctl",
+        lambda words: answers[words[0]] if words[-1] == UNIT and words[0] in answers else plain(words),
+    )
+    monkeypatch.setattr(
+        node, "run",
+        lambda argv, plain=node.run, **more: Completed(tuple(argv), 3, "activating\n")
+        if tuple(argv) == ("systemctl", "is-active", UNIT) else plain(argv, **more),
+    )  # fmt: skip
+    install(node, of_domain(imex_quorum="full"))
+    assert gather(node).imex == FabricFacts(version="550.163.01", active=True, enabled=True)
+    assert "IMEX_WAIT_FOR_QUORUM=FULL" in (node.read_text(CONFIG) or "")
+
+
+# -- channel 0 ---------------------------------------------------------------------------------------------------------
+
+
+def test_channel_0_is_made_again_at_each_boot_where_the_option_says_so(domain: list[Node]) -> None:
+    node = domain[0]
+    node.make_directory("/etc/modprobe.d")
+    node.write(OPTION, imex._OPTION.encode())
+    program_main.make_nodes(node)
+    there = node.status(CHANNEL)
+    assert there is not None and (there.major, there.minor) == (239, 0)
+    program_main.make_nodes(domain[1])
+    assert domain[1].status(CHANNEL) is None
+
+
+def test_a_channel_that_is_lost_is_planned(domain: list[Node]) -> None:
+    node = domain[0]
+    install(node, of_domain())
+    node.remove(CHANNEL)
+    assert summaries(node, of_domain()) == [f"make device node {CHANNEL} (c 239:0)"]
