@@ -80,7 +80,7 @@ def with_lists(hosts: Hosts, groups: Mapping[str, Sequence[str]], read: Callable
 def split_problem(domain: str, nodes: Iterable[str], running: Collection[str]) -> Problem | None:
     """Return why a run over these hosts would change a part of a domain; None if it changes all of it."""
     outside = [name for name in _names(nodes) if name not in running]
-    what = f"the IMEX domain {domain} changes at once or not at all, and this run leaves out {', '.join(outside)}"
+    what = f"the IMEX domain {domain} must change as a whole, and this run leaves out {', '.join(outside)}"
     seen = "nodes with different drivers or lists refuse each other"
     step = f"run over all of them, in one batch; for a host that is gone: {_MODE}: off"
     return Problem(what, seen, step) if outside else None

@@ -102,7 +102,7 @@ def test_a_run_over_a_part_of_a_domain_is_refused(command: str, more: dict[str, 
     with pytest.raises(GpuprovError) as raised:
         require_whole_domains([*hosts[:2], _FREE], request, rollback=False)
     assert raised.value.exit_code == ExitCode.USAGE
-    assert "the IMEX domain rack1 changes at once or not at all, and this run leaves out rack1-3" in str(raised.value)
+    assert "the IMEX domain rack1 must change as a whole, and this run leaves out rack1-3" in str(raised.value)
 
 
 def test_a_single_host_of_a_domain_is_not_rolled_back() -> None:
