@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from gpuprov.protocol.errors import GpuprovError
 
 # In the wheel, beside this module; tools/wheel_hook.py puts it there.
 RELEASED = "gpuprov-agent.pyz"
+_BUILDER = Path(__file__).resolve().parents[2] / "tools/zipapps.py"
 _CACHE = "~/.cache/gpuprov"
 
 
@@ -30,10 +32,11 @@ def build_agent(cache: Path | None = None) -> Agent:
     """
     released = Path(__file__).with_name(RELEASED)
     try:
-        if not released.is_file():
-            from tools import zipapps  # a clone's; the import of gpuprov itself shows the way to it
-        content = released.read_bytes() if released.is_file() else zipapps.agent(cache or Path(_CACHE).expanduser())
-    except (ImportError, OSError) as error:
+        if released.is_file():
+            content = released.read_bytes()
+        else:  # Run by its path: others may have a package `tools` too.
+            content = runpy.run_path(str(_BUILDER))["agent"](cache or Path(_CACHE).expanduser())
+    except OSError as error:
         raise GpuprovError(
             "the agent can't be built: this gpuprov has neither an agent nor its sources", str(error),
             "pip install a release's wheel, or run gpuprov in a clone",

@@ -48,8 +48,8 @@ def test_files_in_any_order_give_the_same_bytes() -> None:
 
 def test_second_build_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build_agent(tmp_path)
-    monkeypatch.setattr("tools.zipapps.pack", lambda files: pytest.fail("built again"))
-    assert build_agent(tmp_path) == first
+    monkeypatch.setattr(zipapps, "pack", lambda files: pytest.fail("built again"))
+    assert zipapps.agent(tmp_path) == first.content
 
 
 def test_broken_cache_is_built_again(tmp_path: Path, agent: Agent) -> None:
@@ -81,12 +81,22 @@ def test_the_packages_of_the_controller_change_nothing(tmp_path: Path, agent: Ag
     assert (done.stdout.strip(), done.stderr) == (agent.digest, "")
 
 
+def test_another_package_of_the_name_tools_is_not_run(tmp_path: Path, agent: Agent) -> None:
+    for name in ("__init__", "zipapps"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        (tmp_path / f"tools/{name}.py").write_text("raise SystemExit('a foreign package was run')")
+    environment = {"PYTHONPATH": f"{tmp_path}:{CLONE}", "HOME": str(tmp_path)}
+    argv = (sys.executable, "-c", _DIGEST)
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout.strip(), done.stderr) == (agent.digest, "")
+
+
 def test_a_wheel_with_another_digest_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, *_) = (one for one in locked() if one.in_agent)
     (tmp_path / f"{first.name}-{first.version}-py3-none-any.whl").write_bytes(b"changed")
     monkeypatch.setattr(zipapps, "WHEELS", tmp_path)
     with pytest.raises(GpuprovError, match=f"the wheel of {first.name} {first.version} is missing") as caught:
-        build_agent(tmp_path)
+        zipapps.agent(tmp_path)
     assert first.sha256 in str(caught.value) and "\n  next: `make setup` in " in str(caught.value)
 
 
