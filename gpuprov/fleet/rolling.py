@@ -116,7 +116,8 @@ def _parts(hosts: Sequence[HostTarget], serial: Sequence[Share]) -> list[tuple[H
     while left:
         share = serial[min(len(parts), len(serial) - 1)] if serial else Share(len(left))
         parts.append(_whole(left[: max(1, share.of(len(hosts)))], left))
-        left = [target for target in left if target not in parts[-1]]
+        chosen = {target.name for target in parts[-1]}
+        left = [target for target in left if target.name not in chosen]
     return parts
 
 

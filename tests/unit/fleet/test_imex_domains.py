@@ -126,6 +126,12 @@ def test_a_batch_takes_whole_domains(serial: str, canary: str, names: list[str])
     assert ["".join(target.name[0] for target in batch.targets) for batch in batches] == names
 
 
+def test_batches_of_many_hosts_compare_no_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [replace(_FREE, name=f"gpu{number}") for number in range(50)]
+    monkeypatch.setattr(HostTarget, "__eq__", lambda one, other: pytest.fail("a thousand hosts are a million pairs"))
+    assert [len(batch.targets) for batch in make_batches(hosts, parse_rollout("20%"))] == [10] * 5
+
+
 def test_all_hosts_of_a_domain_run_at_once_with_fewer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(3)
 
