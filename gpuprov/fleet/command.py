@@ -75,9 +75,10 @@ def run_command(options: Options) -> ExitCode:
     now, begun = time.time(), time.monotonic()
     if options.command == "install" and (joined := rolling.joined(inventory.hosts, request)):
         look = replace(request, check=True, diff=False)
-        rolling.require_possible_domains(
-            _run(options, joined, look, Rollout(), HostCommands(), make_console(stderr=True))[0]
-        )
+        planned, ended_by = _run(options, joined, look, Rollout(), HostCommands(), make_console(stderr=True))
+        if ended_by:
+            raise SystemExit(int(ended_by))
+        rolling.require_possible_domains(planned)
     results, ended_by = _run(options, inventory.hosts, request, rollout, commands)
     if options.command == "doctor" or (options.command == "install" and options.hosts):
         results = _with_whole_commands(results, options)

@@ -172,3 +172,23 @@ def test_a_domain_with_a_host_that_can_not_be_changed_is_left_as_it_is(
     assert ran == [("free", False)]
     run_command(replace(options, check=True))
     assert {check for name, check in ran if name != "free"} == {True}
+
+
+def test_ctrl_c_while_domains_are_planned_begins_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    together = threading.Barrier(2)
+
+    def run_host(fleet: Fleet, request: Request, target: HostTarget, sink: Sink) -> None:
+        ran.append(request.check)
+        together.wait(timeout=60)
+        fleet.interrupt()
+        sink(Finished(0))
+
+    monkeypatch.setattr(Fleet, "run_host", run_host)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    hosts = "".join(f"{name} ansible_host=10.0.0.{number}\n" for number, name in enumerate("ab", 1))
+    (tmp_path / "hosts").write_text(f"[rack1]\n{hosts}{_GROUP}[all:vars]\n{DRIVER}\n")
+    with pytest.raises(SystemExit) as raised:
+        run_command(Options("install", hosts=(str(tmp_path / "hosts"),)))
+    assert raised.value.code == ExitCode.INTERRUPTED
+    assert ran and all(ran)
