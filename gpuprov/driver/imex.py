@@ -8,7 +8,7 @@ package, unit and module option as Azure/azhpc-images, awslabs/amazon-eks-ami an
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, ClassVar
 
 from gpuprov.cdi.discover import IMEX_CHANNEL, imex_channel
@@ -96,7 +96,9 @@ def _removal(driver: DriverSource) -> tuple[Change, ...]:
     packages, manager = driver.facts.packages, driver.facts.package_manager
     wanted = {name.partition("=")[0] for name in wanted_packages(driver)}
     others = tuple(name for name in packages.installed if name.startswith("nvidia-imex") and name not in wanted)
-    unheld = manager.hold_driver(packages, False, False)
+    # An earlier change of this run may hold them.
+    ours = {*others} - packages.held if packages.manager == "apt" and driver.spec.driver_updates == "hold" else set()
+    unheld = manager.hold_driver(replace(packages, held_here=packages.held_here | ours), False, False)
     return (*unheld, manager.removal(others, (IMEX_CONFIG,))) if others else ()
 
 

@@ -21,6 +21,8 @@ from gpuprov.facts.gpus import IMEX_NODES as NODES
 from gpuprov.facts.gpus import IMEX_UNIT as UNIT
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packages.apt_changes import RemovePackages
+from gpuprov.packages.interface import HELD_LIST
 from gpuprov.packages.managers import manager_of
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
@@ -380,6 +382,24 @@ def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(domain
     assert summaries[0] == "no longer hold nvidia-imex-550"
     assert summaries[1].startswith("remove nvidia-imex-550 (") and f"{CONFIG} stays" in summaries[1]
     assert summaries[-2].startswith(f"install nvidia-imex={VERSION}-*") and summaries[-1] == RUN
+
+
+@pytest.mark.parametrize("updates", ["hold", "follow"])
+def test_the_package_that_is_removed_is_not_held_by_then(domain: list[Node], updates: str) -> None:
+    node, wanted = domain[0], of_domain(driver_updates=updates)
+    install(node, wanted)
+    node.held.clear()
+    node.remove(HELD_LIST)
+    facts = gather(node)
+    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    planned = [one.change for one in make_plan(newer, wanted, ("packages", "driver")).changes]
+    kinds = [type(change) for change in planned]
+    held_before: list[bool] = []
+    for change in planned[: kinds.index(RemovePackages)]:
+        change.apply(node, lambda *_: None)
+        held_before.append("nvidia-imex-550" in node.held)
+    # apt-get removes no held package.
+    assert held_before == ([True, False] if updates == "hold" else [])
 
 
 def test_a_crash_between_files_and_restart_restarts_it(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
