@@ -361,6 +361,7 @@ class Rolling:
 
     `interruptions` returns how often Ctrl-C came: the first one ends a drain, the second one every command.
     `rollback`: go back if the changes or verify fail. `left`: the state in which an earlier run left the host.
+    `await_domain` returns once the host's IMEX domain can be whole.
     """
 
     target: HostTarget
@@ -370,6 +371,7 @@ class Rolling:
     interruptions: Callable[[], int]
     rollback: bool = False
     left: Drain | None = None
+    await_domain: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._drain_now: Drain | None = None
@@ -454,6 +456,7 @@ class Rolling:
     ) -> Finished:
         """Verify the host, unless it is `green`, and run the command after the change; return the overall result."""
         if not green:
+            self.await_domain()
             sink(Note("verifying before the host gets work again"))
             proof = verified(request, sink, carry_out)
             finished = _with_versions(finished, proof)

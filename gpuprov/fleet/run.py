@@ -20,6 +20,7 @@ from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
 from gpuprov.agent.site_tables import for_request
 from gpuprov.agent.window import Window
 from gpuprov.core.system import System
+from gpuprov.fleet.agent_file import Agent, stored_agent
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.chroot import run_in_root
 from gpuprov.fleet.grouping import listed
@@ -37,8 +38,6 @@ from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
     from fabric import Connection
-
-    from gpuprov.fleet.agent_file import Agent
 
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
@@ -88,6 +87,9 @@ class Fleet:
         # Hosts that an earlier run left drained: their turn has begun.
         self._left: dict[str, Drain] = {}
         self._keep_drain: Callable[[str, Drain], None] = lambda host, drain: None
+        # IMEX domains of which a host has begun; host → domain of those that are to be changed.
+        self._begun: set[tuple[str, ...]] = set()
+        self._to_change: dict[str, tuple[str, ...]] = {}
 
     def interrupt(self, code: ExitCode = ExitCode.INTERRUPTED) -> None:
         """Start no further host; at the second call, close the connections of running ones."""
@@ -117,7 +119,7 @@ class Fleet:
         if target.connection == "local":
             self._claim(target.name, local_machine(System()), local_host_keys(System()) | {"local"}, wanted, sink)
         if target.connection == "chroot":
-            stop = self._is_interrupted if self._here else self._is_cut
+            stop = (lambda: self.interruptions > 0) if self._here else self._is_cut
             run_in_root(target.address, wanted, self._agent, sink, stop)
             return
 
@@ -137,24 +139,27 @@ class Fleet:
 
         rolling = Rolling(
             target, self.commands, keep, lambda: self.stopped, lambda: self.interruptions, rollback,
-            self._left.get(target.name),
+            self._left.get(target.name), lambda: self._await_domain(target),
         )  # fmt: skip
         sink(rolling.run(wanted, sink, carry_out))
 
+    def _await_domain(self, target: HostTarget) -> None:
+        """Wait until the other hosts of this one's IMEX domain are changed, or have failed: verify asks them all."""
+        self._to_change.pop(target.name, None)
+        while target.spec.imex_nodes and target.spec.imex_nodes in list(self._to_change.values()):
+            time.sleep(_LOOK_SECONDS)
+
     def _is_cut(self) -> bool:
         return self.interruptions > 1
-
-    def _is_interrupted(self) -> bool:
-        return self.interruptions > 0
 
     def _run_here(self, target: HostTarget, request: Request, sink: Sink) -> Finished:
         """Run the request in this process; alone, it stops after the current change, else as a host over SSH."""
         flag = StopFlag()
 
         def stop() -> bool:
-            if self._is_interrupted() and self._stops_before_its_first_change(target, request):
+            if self.interruptions and self._stops_before_its_first_change(target, request):
                 flag.set_unless_begun()
-            return self._is_cut() or (self._here and self._is_interrupted()) or flag()
+            return self._is_cut() or (self._here and self.interruptions > 0) or flag()
 
         return run_here(request, flag.watching(sink), stop)
 
@@ -172,7 +177,7 @@ class Fleet:
             def hold_ask(ask: Callable[[], None]) -> None:
                 if self._stops_before_its_first_change(target, request):
                     hold(ask)
-                    if self._is_interrupted():
+                    if self.interruptions:
                         ask()
 
             yield hold_ask
@@ -257,9 +262,8 @@ class Fleet:
         self._window = self.rollout.window if request.changes_the_host else None
         self._alone = len(targets) == 1
         self._here = self._alone and targets[0].connection != "ssh" and not self.commands.before
-        # All hosts of an IMEX domain run at once.
+        # All hosts of an IMEX domain run at once, and one domain after the other.
         places = max(self.options.forks, *(len(target.spec.imex_nodes) for target in targets), 1)
-        forks = max(1, min(places, len(targets)))
         # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
         handlers: dict[int, Callable[[int], None]] = {
             signal.SIGINT: lambda _: self.interrupt(),
@@ -267,13 +271,15 @@ class Fleet:
             signal.SIGHUP: lambda _: self._cut_off(ExitCode.HUNG_UP),
         }
         with (
-            self._recorded(batches, request), signals_handled(handlers), ThreadPoolExecutor(max_workers=forks) as pool,
+            self._recorded(batches, request), signals_handled(handlers), ThreadPoolExecutor(max_workers=places) as pool,
         ):  # fmt: skip
             for batch in batches:
                 if batch.name and self.stopped is None:
                     self.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
                 run_one = self._one_of(batch, run_host, sink)
-                running = [pool.submit(run_one, target) for target in batch.targets]
+                self._to_change = {target.name: target.spec.imex_nodes for target in batch.targets}
+                in_order = sorted(batch.targets, key=lambda target: target.spec.imex_nodes)
+                running = [pool.submit(run_one, target) for target in in_order]
                 # The kernel may give a signal to a thread of the pool; its handler runs in this one, once it runs.
                 while wait(running, timeout=_LOOK_SECONDS).not_done:
                     pass
@@ -286,6 +292,7 @@ class Fleet:
 
         def run_one(target: HostTarget) -> HostResult:
             result = self._one(target, run_host, sink)
+            self._to_change.pop(target.name, None)
             # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
             drained = result.drain is not None and result.drain.lasts and bool(self.commands.after)
             if result.begun and (result.has_failed or drained):
@@ -326,11 +333,15 @@ class Fleet:
         keeper.end()
 
     def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
-        problem = self.stopped
-        if problem is None and self._window is not None and target.name not in self._left:
+        domain, left = target.spec.imex_nodes, target.name in self._left
+        # An IMEX domain that has begun is changed as a whole, unless Ctrl-C came.
+        problem = None if domain in self._begun and not self.interruptions else self.stopped
+        if problem is None and self._window is not None and not left and domain not in self._begun:
             problem = self._closed = self._closed or self._window.closed(self.clock(), self.again)
         if problem is not None:
             return HostResult(target.name, ExitCode.FAILED, problems=(problem,), begun=False)
+        if domain and not left:
+            self._begun.add(domain)
         recorder = Recorder(target.name, sink)
         # A host has been told these; it may print them.
         events = secret_free(recorder, spec_to_json(target.spec), (target.password, target.become_password))
@@ -409,9 +420,7 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
 
     if request.command == "install" and request.spec.get("watch", "off") != "off":
         # The host keeps the agent. The one-file program has no sources to build it from: the plan says what is missing.
-        with contextlib.suppress(GpuprovError, ImportError):
-            from gpuprov.fleet.agent_file import stored_agent
-
+        with contextlib.suppress(GpuprovError):
             request = replace(request, agent=str(stored_agent()))
     last: list[Finished] = []
     run_request(

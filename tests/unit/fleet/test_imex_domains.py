@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from gpuprov.fleet.command import run_command
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
-from gpuprov.fleet.rolling import make_batches, parse_rollout, require_whole_domains
+from gpuprov.fleet.rolling import HostCommands, make_batches, parse_rollout, require_whole_domains
 from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Finished, Sink
+from gpuprov.protocol.events import Finished, Planned, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec
 from tests.unit.fleet.test_inventory import DRIVER, error_of, read
@@ -143,6 +144,63 @@ def test_all_hosts_of_a_domain_run_at_once_with_fewer_forks(monkeypatch: pytest.
     fleet = Fleet(lambda: pytest.fail("no agent"), Options("install", forks=1))
     results = fleet.run(rack(1, 2, 3), Request("install"), lambda host, event: None)
     assert [result.word for result in results] == ["done"] * 3
+
+
+def test_no_host_is_verified_before_the_others_of_its_domain_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two domains whose hosts alternate, with places for one: neither may wait for hosts that find no place."""
+    ran: list[tuple[str, str]] = []
+    waits = {"a": threading.Event(), "b": threading.Event()}
+    await_domain = Fleet._await_domain
+
+    def run_here(fleet: Fleet, target: HostTarget, request: Request, sink: Sink) -> Finished:
+        if not request.check:
+            first = target.name.endswith("1")
+            assert first or request.command == "verify" or waits[target.name[0]].wait(timeout=60)
+            ran.append((request.command, target.name))
+        sink(Planned((), disturbs=True))
+        return Finished(0, changed=1)
+
+    def awaited(fleet: Fleet, target: HostTarget) -> None:
+        waits[target.name[0]].set()
+        await_domain(fleet, target)
+
+    monkeypatch.setattr(Fleet, "_run_here", run_here)
+    monkeypatch.setattr(Fleet, "_claim", lambda *_: None)
+    monkeypatch.setattr(Fleet, "_await_domain", awaited)
+    hosts = [host for pair in zip(rack(1, 2, 3, domain="a"), rack(1, 2, 3, domain="b")) for host in pair]
+    fleet = Fleet(
+        lambda: pytest.fail("no agent"), Options("install", forks=1), commands=HostCommands(("true",), ("true",))
+    )
+    results = fleet.run(hosts, Request("install"), lambda host, event: None)
+    assert [result.word for result in results] == ["done"] * 6
+    for domain in "ab":
+        of_it = [command for command, name in ran if name[0] == domain]
+        assert of_it == ["install"] * 3 + ["verify"] * 3
+
+
+@pytest.mark.parametrize("stop", ["max-fail", "window"])
+def test_a_domain_that_has_begun_goes_on_as_a_whole(monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
+    a, b, c = rack(1, 2, domain="a"), rack(1, 2, 3, domain="b"), rack(1, 2, domain="c")
+    begun = threading.Event()
+
+    def run_host(fleet: Fleet, request: Request, target: HostTarget, sink: Sink) -> None:
+        if target.name == "b-1":
+            begun.set()
+        assert begun.wait(timeout=60)
+        if target.name == "a-1":
+            raise GpuprovError("no route")
+        while target.name in ("a-2", "b-1") and fleet.stopped is None and stop == "max-fail":
+            time.sleep(0.01)
+        sink(Finished(0))
+
+    monkeypatch.setattr(Fleet, "run_host", run_host)
+    rollout = parse_rollout(max_fail="0") if stop == "max-fail" else parse_rollout(window="Thu 00:00-24:00 UTC")
+    fleet = Fleet(
+        lambda: pytest.fail("no agent"), Options("install", forks=1), rollout=rollout,
+        clock=lambda: 86400.0 if begun.is_set() else 0.0,
+    )  # fmt: skip
+    results = fleet.run([*a, *b, *c], Request("install"), lambda host, event: None)
+    assert [result.begun for result in results] == [True] * 5 + [False] * 2
 
 
 def test_a_domain_with_a_host_that_can_not_be_changed_is_left_as_it_is(
