@@ -278,15 +278,6 @@ def _waiting(test: EngineTest, engine: DockerLike, python: Python) -> Iterator[s
         engine.remove(test.system, container)
 
 
-def _explain_start(test: EngineTest, done: Completed) -> None:
-    """Raise Failed with the reason that the image's files show, else with the engine's."""
-    found = survey(test.system, test.image, Program())
-    problem = next((one for one in found.findings if not one.note), None)
-    if found.loader.library != GLIBC and problem is not None:
-        raise Failed(f"{test.image}: {problem.what}; {problem.next_step}")
-    raise Failed(ended(test, done))
-
-
 def _library(system: System, name: str, seen: _Seen) -> Values:
     """Check that a program in the container loads the host driver's library, or a newer cuda-compat."""
     ours, theirs = survey(system, "", Program()).winner(name), seen.winner(name)

@@ -13,7 +13,6 @@ from gpuprov.protocol.errors import GpuprovError
 
 # In the wheel, beside this module; tools/wheel_hook.py puts it there.
 RELEASED = "gpuprov-agent.pyz"
-_BUILDER = Path(__file__).resolve().parents[2] / "tools/zipapps.py"
 _CACHE = "~/.cache/gpuprov"
 
 
@@ -30,12 +29,13 @@ def build_agent(cache: Path | None = None) -> Agent:
 
     Raises GpuprovError if there is neither, or a locked wheel is missing.
     """
-    released = Path(__file__).with_name(RELEASED)
+    released = Path(__file__).resolve().with_name(RELEASED)
     try:
         if released.is_file():
             content = released.read_bytes()
         else:  # Run by its path: others may have a package `tools` too.
-            content = runpy.run_path(str(_BUILDER))["agent"](cache or Path(_CACHE).expanduser())
+            builder = runpy.run_path(f"{released.parents[2]}/tools/zipapps.py")
+            content = builder["agent"](cache or Path(_CACHE).expanduser())
     except OSError as error:
         raise GpuprovError(
             "the agent can't be built: this gpuprov has neither an agent nor its sources", str(error),
@@ -47,15 +47,9 @@ def build_agent(cache: Path | None = None) -> Agent:
 def stored_agent() -> Path:
     """Return the zipapp as a file, for a run on this machine. Raises GpuprovError as build_agent does."""
     path = Path(_CACHE).expanduser() / "local-agent.pyz"
-    content = build_agent().content
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == content:
-            return path
-    keep(path, content)
+    keep(path, build_agent().content)
     if not path.is_file():
-        raise GpuprovError(
-            f"the agent can't be stored at {path}", "", f"is there room, and may {path.parent} be written?"
-        )
+        raise GpuprovError(f"the agent can't be stored at {path}", "", "is there room, and may it be written?")
     return path
 
 

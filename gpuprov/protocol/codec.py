@@ -13,6 +13,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Annotated, Any, Callable, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gpuprov.protocol.words import line, plain
@@ -76,7 +77,7 @@ def parse(text: str | bytes) -> Any:
 
 def load(
     cls: type[T], data: Any, *, trusted: bool = False, exact: bool = False,
-    key: Callable[[Field[Any]], str] | None = None, null_is_empty: bool = False,
+    key: Callable[[Field[Any]], str] = attrgetter("name"), null_is_empty: bool = False,
 ) -> T:  # fmt: skip
     """Return an instance of the dataclass with the values of a JSON object. Raises WrongDataError.
 
@@ -84,12 +85,8 @@ def load(
     `exact`: other keys are refused. `key` gives a field's name in the data. `null_is_empty`: null and a missing key are
     empty values, whatever the field's default is.
     """
-    made: T = _Reader(trusted, exact, key or _own_name, null_is_empty).object(cls, data, cls.__name__)
+    made: T = _Reader(trusted, exact, key, null_is_empty).object(cls, data, cls.__name__)
     return made
-
-
-def _own_name(one: Field[Any]) -> str:
-    return one.name
 
 
 @functools.cache

@@ -19,7 +19,6 @@ _TYPE, _DIRECTORY = 0o170000, 0o040000
 _PRIVATE = ("tmpfs", "proc")
 # What a kernel has no files of the host's in.
 _WITHOUT_FILES = (*_PRIVATE, "sysfs", "mqueue", "devpts", "cgroup", "cgroup2")
-_EXDEV = 18
 
 
 class Volume:
