@@ -37,7 +37,7 @@ def domain_nodes(domain: str, groups: Mapping[str, Sequence[str]], value: Callab
     problems: list[Problem] = []
     for name in sorted(names):
         address = str(next((one for key in _ADDRESSES if (one := value(name, key))), name))
-        if value(name, DOMAIN) != domain:
+        if str(value(name, DOMAIN)) != domain:
             step = f"set {DOMAIN}: {domain} for the whole group; or {_MODE}: off for {name}"
             what = f"{name} is in the group {domain} and does not name it as its IMEX domain"
             problems += [Problem(what, "", step)] if domain in groups else []

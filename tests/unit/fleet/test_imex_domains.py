@@ -56,6 +56,12 @@ def test_a_list_that_is_given_stays(tmp_path: Path) -> None:
     assert read(tmp_path, {"hosts": text})["gpu1"].spec.imex_nodes == ("10.0.0.7", "10.0.0.1")
 
 
+def test_a_domain_may_be_a_number(tmp_path: Path) -> None:
+    found = read(tmp_path, {"hosts": "[all]\ngpu1\ngpu2\n[all:vars]\ngpuprov_imex_domain=7\n",
+                            **{f"host_vars/gpu{n}.yml": f"ansible_host: 10.0.0.{n}\n" for n in (1, 2)}})  # fmt: skip
+    assert found["gpu2"].spec.imex_nodes == ("10.0.0.1 gpu1", "10.0.0.2 gpu2")
+
+
 WRONG = {
     "a name": (f"[rack1]\ngpu1\n{_GROUP}", "needs an address of gpu1 that is its own, and no name"),
     "one address twice": (f"[rack1]\na ansible_host=::1\nb ansible_host=::1\n{_GROUP}", "::1; a has it too"),
