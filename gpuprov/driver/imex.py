@@ -99,7 +99,8 @@ def _removal(driver: DriverSource) -> tuple[Change, ...]:
     # An earlier change of this run may hold them.
     ours = {*others} - packages.held if packages.manager == "apt" and driver.spec.driver_updates == "hold" else set()
     unheld = manager.hold_driver(replace(packages, held_here=packages.held_here | ours), False, False)
-    return (*unheld, manager.removal(others, (IMEX_CONFIG,))) if others else ()
+    runs = driver.facts.imex.active or driver.facts.imex.enabled  # Its undo starts what the removal's undo brings back.
+    return (*unheld, *((StopImex(),) if runs else ()), manager.removal(others, (IMEX_CONFIG,))) if others else ()
 
 
 def _settings(spec: HostSpec) -> tuple[str, ...]:

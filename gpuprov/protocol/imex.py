@@ -22,7 +22,6 @@ VARIABLES = (DOMAIN, _MODE, *_ADDRESSES)
 # A host with one of these has no domain. YAML makes false of `off`; with `dra` a cluster makes the domains.
 _ALONE = (False, "False", "false", "off", "dra")
 
-
 Hosts = Sequence[tuple[str, Mapping[str, Any]]]
 
 

@@ -21,7 +21,7 @@ from gpuprov.facts.gpus import IMEX_NODES as NODES
 from gpuprov.facts.gpus import IMEX_UNIT as UNIT
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packages.apt_changes import RemovePackages
+from gpuprov.packages.apt_changes import HoldPackages, RemovePackages
 from gpuprov.packages.interface import HELD_LIST
 from gpuprov.packages.managers import manager_of
 from gpuprov.plan import software
@@ -380,8 +380,24 @@ def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(domain
     newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
     summaries = [one.summary() for one in imex.plan(source_of(newer, of_domain()))]
     assert summaries[0] == "no longer hold nvidia-imex-550"
-    assert summaries[1].startswith("remove nvidia-imex-550 (") and f"{CONFIG} stays" in summaries[1]
+    assert summaries[1] == STOP
+    assert summaries[2].startswith("remove nvidia-imex-550 (") and f"{CONFIG} stays" in summaries[2]
     assert summaries[-2].startswith(f"install nvidia-imex={VERSION}-*") and summaries[-1] == RUN
+
+
+def test_a_rollback_over_branches_starts_the_former_imex(domain: list[Node]) -> None:
+    node = domain[0]
+    install(node, of_domain())
+    facts = gather(node)
+    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    planned = imex.plan(source_of(newer, of_domain()))
+    # What is undone after the removal, when the former package is there again.
+    (stop,) = (one for one in planned[: [type(one) for one in planned].index(RemovePackages)] if one.disturbs)
+    before = stop.capture(node)
+    stop.apply(node, lambda *_: None)
+    assert node.address not in node.rack.running and not node.enabled
+    stop.undo(node, before, None)
+    assert node.address in node.rack.running and node.enabled
 
 
 @pytest.mark.parametrize("updates", ["hold", "follow"])
@@ -397,7 +413,7 @@ def test_the_package_that_is_removed_is_not_held_by_then(domain: list[Node], upd
     held_before: list[bool] = []
     for change in planned[: kinds.index(RemovePackages)]:
         change.apply(node, lambda *_: None)
-        held_before.append("nvidia-imex-550" in node.held)
+        held_before += ["nvidia-imex-550" in node.held] if isinstance(change, HoldPackages) else []
     # apt-get removes no held package.
     assert held_before == ([True, False] if updates == "hold" else [])
 
