@@ -393,6 +393,18 @@ def test_the_eight_newest_agents_stay_in_both_homes(account: Account) -> None:
 
 
 @pytest.mark.root
+def test_an_agent_stays_on_a_host_whose_clock_is_behind(account: Account) -> None:
+    for folder in (account.stored.parent, account.root / ".cache/gpuprov"):
+        folder.mkdir(parents=True)
+        for number in range(8):
+            (folder / f"agent-{number}.pyz").touch()
+            os.utime(folder / f"agent-{number}.pyz", (4_000_000_000 - number, 4_000_000_000 - number))
+    account.store()
+    assert account.run().stdout == f"ran {MINE} ['job'] request\n"
+    assert not (account.stored.parent / "agent-7.pyz").exists()
+
+
+@pytest.mark.root
 def test_large_agents_are_fewer_and_the_newest_stays(account: Account) -> None:
     account.stored.parent.mkdir(parents=True)
     for number, size in enumerate((30 << 20, 30 << 20, 30 << 20, 1)):
