@@ -152,9 +152,7 @@ def proxy_options(system: System) -> tuple[str, ...]:
     return _NO_OWN_PROXY if system.proxy.url else ()
 
 
-def run_dpkg(
-    system: System, command: tuple[str, ...], tell: Tell, seconds: float = INSTALL_SECONDS,
-) -> Completed:  # fmt: skip
+def run_dpkg(system: System, command: tuple[str, ...], tell: Tell, seconds: float = INSTALL_SECONDS) -> Completed:
     """Run dpkg, or apt-mark, in the same way."""
     deadline = system.now() + system.lock_timeout
     while True:
@@ -178,10 +176,7 @@ def _progress(line: str, tell: Tell) -> None:
         tell(line.strip(), 0, 0)
 
 
-def repair(
-    system: System, tell: Tell, options: tuple[str, ...] = (), *,
-    required: bool = True,
-) -> None:  # fmt: skip
+def repair(system: System, tell: Tell, options: tuple[str, ...] = (), *, required: bool = True) -> None:
     """Finish what an interrupted dpkg left: configure what is unpacked, and unpack half-installed packages again.
 
     apt-get itself may exit 0 despite such packages. Raises GpuprovError if they are `required` and can't be finished.

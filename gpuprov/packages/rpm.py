@@ -424,12 +424,8 @@ class RemoveRpms(interface.PackageRemoval):
         for package in before["packages"]:
             tell(f"keeping a copy of {package}", 0, 0)
             # `irreversible` reports packages that no repository has any more.
-            run_rpm(
-                system,
-                (*_filled(self.program.fetch, COPIES), self.program.word(package)),
-                tell,
-                _REMOVE_SECONDS,
-            )
+            command = (*_filled(self.program.fetch, COPIES), self.program.word(package))
+            run_rpm(system, command, tell, _REMOVE_SECONDS)
         system.sync()
         done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS)
         for image in before["keep"]:

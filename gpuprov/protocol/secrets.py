@@ -72,7 +72,8 @@ def secret_forms(values: Any, passwords: Iterable[str] = ()) -> Forms:
     for word in (*passwords, *tokens):
         if len(word) >= _SHORTEST_PASSWORD:
             found += [(form, _HIDDEN) for form in _written(word)]
-    return tuple(dict.fromkeys(found))
+    # A password may begin as another does: the longest first, or the rest of it would be shown.
+    return tuple(sorted(dict.fromkeys(found), key=lambda pair: len(pair[0]), reverse=True))
 
 
 def _written(word: str) -> Iterator[str]:

@@ -286,11 +286,12 @@ def test_events_are_free_of_every_login_of_a_specification() -> None:
         ("sudo: hunter\x1b[0m22-x\u202e", "sudo: ***"),
         ("curl: https://third:party@host/repodata", "curl: https://third:***@host/repodata"),
         ("sh -c 'hunter22-x'", "sh -c '***'"),
+        ("sudo: hunter22-x of ssh, hunter22-xyz of sudo", "sudo: *** of ssh, *** of sudo"),
     ],
 )
 def test_events_have_no_password_that_a_control_sequence_divides_and_no_login_of_any_url(said: str, shown: str) -> None:
     told: list[Event] = []
-    for passwords in (("hunter22-x",), ("hunter22-x", "another")):
+    for passwords in (("hunter22-x", "hunter22-xyz"), ("hunter22-x", "hunter22-xyz", "another")):
         secret_free(told.append, {}, passwords)(Finished(1, problems=(Problem("x", said),)))
     assert [event.problems[0].evidence for event in told if isinstance(event, Finished)] == [shown, shown]
     secret_free(told.append, {})(Note("dnf: https://third:party@host"))
