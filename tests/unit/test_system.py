@@ -159,8 +159,15 @@ def test_run_ends_a_command_and_its_children_at_the_time_limit(monkeypatch: pyte
     assert [has_ended(pid) for pid in children] == [True]
 
 
-def test_run_does_not_wait_for_a_command_that_no_signal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusal", [None, PermissionError("nvidia-modprobe runs as root")])
+def test_run_does_not_wait_for_a_command_that_no_signal_ends(
+    monkeypatch: pytest.MonkeyPatch, refusal: PermissionError | None
+) -> None:
     # As nvidia-smi on a GPU that hangs, in a call that the kernel does not let go.
+    def send(pid: int, number: int) -> None:
+        if refusal is not None:
+            raise refusal
+
     clock = clock_of(monkeypatch, "gpuprov.core.commands")
     pids: list[int] = []
 
@@ -170,7 +177,7 @@ def test_run_does_not_wait_for_a_command_that_no_signal_ends(monkeypatch: pytest
 
     monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0)
     with monkeypatch.context() as deaf:
-        deaf.setattr(os, "killpg", lambda pid, number: None)
+        deaf.setattr(os, "killpg", send)
         done = System().run(("sh", "-c", "echo $$; exec sleep 60"), timeout=3000, on_line=pass_time)
     (pid,) = pids
     assert (done.returncode, has_ended(pid)) == (TIMED_OUT, False)
