@@ -132,7 +132,7 @@ class _Reader:
             elif required:
                 raise WrongDataError(f"{path}.{key} is missing")
         if self.exact and (others := data.keys() - {name for row in known for name in row[1:3]}):
-            raise WrongDataError(f"{path} has no {line(', '.join(sorted(others)))[:200]}")
+            raise WrongDataError(f"unknown in {path}: {line(', '.join(sorted(others)))[:200]}")
         return cls(**values)
 
     def value(self, hint: Any, value: Any, path: str) -> Any:

@@ -389,7 +389,7 @@ def tell(document: dict[str, Any], version: str | None) -> None:
         (lambda one: one["containerEdits"]["deviceNodes"].pop(), "the control nodes are others"),
         (lambda one: one["containerEdits"].pop("env"), "its form is another"),
         (lambda one: one.pop("cdiVersion"), "cdiVersion is missing"),
-        (lambda one: one.update(more=1), "Specification has no more"),
+        (lambda one: one.update(more=1), "unknown in Specification: more"),
     ],
 )  # fmt: skip
 def test_a_difference_is_named(host: Host, change: Callable[[dict[str, Any]], object], says: str) -> None:

@@ -64,7 +64,7 @@ def test_the_same_device_twice_in_one_folder_is_none_and_both_files_say_so(tmp_p
         ("", "it is empty"),
         ("{", "Expecting"),
         ('{"cdiVersion": "0.5.0", "kind": "v.com/c", "devices": []}', "there is no device in it"),
-        ('{"cdiVersion": "0.5.0", "kind": "v.com/c", "odd": 1}', "Specification has no odd"),
+        ('{"cdiVersion": "0.5.0", "kind": "v.com/c", "odd": 1}', "unknown in Specification: odd"),
         ('{"cdiVersion": "0.2.0", "kind": "v.com/c", "devices": [{"name": "x"}]}', "is below"),
     ],
 )  # fmt: skip

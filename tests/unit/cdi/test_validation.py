@@ -190,14 +190,14 @@ def document(**changes: Any) -> bytes:
         (b"\xff{}", "can't decode"),
         (b'{"kind": "a/b", "kind": "a/b"}', "'kind' twice in one object"),
         (b"[" * 200_000, "nested too deeply"),
-        (document(spec=1), "Specification has no spec"),
+        (document(spec=1), "unknown in Specification: spec"),
         (document(cdiVersion=1), "cdiVersion is not a text"),
         (document(cdiVersion=None), "cdiVersion is missing"),
         (document(annotations=[]), "annotations is not an object"),
         (document(annotations={"a": 1}), "annotations.a is not a text"),
         (document(devices={}), "devices is not a list"),
         (document(devices=[None]), "devices[0] is not an object"),
-        (document(devices=[{"name": "0", "edits": {}}]), "devices[0] has no edits"),
+        (document(devices=[{"name": "0", "edits": {}}]), "unknown in Specification.devices[0]: edits"),
         (document(containerEdits={"env": "A=1"}), "containerEdits.env is not a list"),
         (
             document(containerEdits={"deviceNodes": [{"path": "/dev/a", "major": 1.0}]}),
@@ -206,7 +206,7 @@ def document(**changes: Any) -> bytes:
         (document(containerEdits={"deviceNodes": [{"major": True}]}), "major is not a whole number"),
         (document(containerEdits={"additionalGids": [None]}), "additionalGids[0] is not a whole number"),
         (document(containerEdits={"intelRdt": {"enableCMT": 1}}), "enableCMT is not true or false"),
-        (document(containerEdits={"mounts": [{"hostPath": "/a", "source": "/a"}]}), "mounts[0] has no source"),
+        (document(containerEdits={"mounts": [{"hostPath": "/a", "source": "/a"}]}), "mounts[0]: source"),
     ],
 )  # fmt: skip
 def test_what_is_no_specification_is_named_by_its_place(content: bytes, says: str) -> None:
