@@ -164,6 +164,7 @@ class _Reader:
             self.check(value, (bool,), _NUMBER, path)
         elif kind is str:
             limit = limit or _TREE_TEXT
+            value = "" if value is None and self.null_is_empty else value
             self.check(value, (str,), limit, path)
             return value if self.trusted else plain(value) if limit.lines else line(value)
         else:

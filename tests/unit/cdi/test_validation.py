@@ -224,6 +224,8 @@ def test_a_key_that_is_missing_means_none() -> None:
     assert node == DeviceNode("/dev/a", permissions="", type="")
     assert parse_json(content).edits.mounts == (Mount("/a", "", ()),)
     assert parse_json(document(containerEdits=None)).edits == Edits()
+    # As a key without a value in YAML: engines take it as an empty text, too.
+    assert parse_json(document(annotations={"a": None})).annotations == {"a": ""}
     assert problems(parse_json(b'{"cdiVersion": "0.3.0"}')) == (
         "'' is no kind such as nvidia.com/gpu", "there is no device in it",
     )  # fmt: skip
