@@ -41,8 +41,8 @@ _LOAD_MINUTES = 1
 # From this generation on, GPUs that NVLink joins are reset one by one; with NVSwitches, if the fabric manager runs.
 _SINGLY = 0x2080
 _KMSG = "/dev/kmsg"
-# The fabric manager takes GPUs into the NVLink fabric a while after their reset, and after a boot.
-_JOINING, _JOINING_SECONDS = {"fabric-state", "fabric-manager-missing"}, 120.0
+# GPUs come into the NVLink fabric, and a host into its IMEX domain, a while after a reset, and after a boot.
+_JOINING, _JOINING_SECONDS = {"fabric-state", "fabric-manager-missing", "imex-missing"}, 120.0
 # A reboot has followed, and the caller repeats the request; or what health says after the repair.
 Outcome = Union[Finished, "Result"]
 

@@ -115,6 +115,8 @@ class IllHost(LoadedHost):
     cured_by = ""
     # Seconds from now on until the GPU is in the NVLink fabric.
     joining = 0.0
+    # Whether it is one of an IMEX domain, too.
+    imex = False
     refusal = ""
     resets: tuple[tuple[str, ...], ...] = ()
     seen: tuple[set[str], set[str]] = (set(), set())
@@ -132,6 +134,10 @@ class IllHost(LoadedHost):
             for pid in words[1:]:
                 self.remove_tree(f"/proc/{pid}")
             return Completed(words, 0)
+        if words[0] == "nvidia-imex-ctl":
+            return Completed(words, 0, "WAITING_FOR_PEERS\n" if self.slept < self.joining else "READY\n")
+        if words[-1] == "nvidia-imex.service" and self.imex:
+            return Completed(words, 0, "active\n")
         if words[0] != "nvidia-smi":
             return super().run(argv, **more)
         if words[1].startswith("--query-gpu=index,mig"):
@@ -148,7 +154,8 @@ class IllHost(LoadedHost):
         if "--gpu-reset" not in words:
             gpu = {"uuid": "GPU-0", "minor_number": "0", "gpu_recovery_action": self.action}
             text = "".join(f"<{name}>{value}</{name}>" for name, value in gpu.items())
-            text += f"<fabric><state>{'In Progress' if self.slept < self.joining else 'Completed'}</state></fabric>"
+            is_joining = self.slept < self.joining and not self.imex
+            text += f"<fabric><state>{'In Progress' if is_joining else 'Completed'}</state></fabric>"
             pci = "<pci><pci_bus_id>00000000:1B:00.0</pci_bus_id></pci>"
             return Completed(
                 words, 0, f"<?xml version='1.0'?><nvidia_smi_log><gpu id='0'>{text}{pci}</gpu></nvidia_smi_log>"
@@ -230,8 +237,9 @@ def test_a_gpu_that_an_earlier_change_has_cured_is_not_reset(host: IllHost) -> N
     assert "GPUs: ok" in finished.summary
 
 
-def test_a_gpu_is_judged_once_the_fabric_has_it(host: IllHost) -> None:
-    host.joining = -1
+@pytest.mark.parametrize("imex", [False, True])
+def test_a_gpu_is_judged_once_the_fabric_or_the_imex_domain_has_it(host: IllHost, imex: bool) -> None:
+    host.joining, host.imex = -1, imex
     _doctor(host, "reset")
     assert (host.resets != (), _record(host).outcome) == (True, "ok")
     host.action = "Reboot"
