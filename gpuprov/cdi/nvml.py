@@ -66,7 +66,7 @@ def parse_answers(text: str) -> tuple[Mapping[str, GpuAnswer], str]:
         document = json.loads(text)
         gpus = {sysfs_bus_id(str(one["bus_id"])): _answer(one) for one in document["gpus"]}
         return gpus, _matching(_VERSION, document["cuda_version"])
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError, RecursionError):
         return {}, ""
 
 

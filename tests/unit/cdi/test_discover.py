@@ -276,6 +276,8 @@ def test_what_nvml_does_not_know_is_not_taken_for_a_name(brand: object) -> None:
     text = answer_with(uuid="../../etc", brand=brand, compute_capability="[N/A]")
     gpus, version = parse_answers(text)
     assert (gpus["0000:1b:00.0"], version) == (GpuAnswer(), "12.4")
+    endless = {"gpu_instance": float("inf"), "compute_instance": 0, "uuid": ""}
+    assert parse_answers(answer_with(mig=[endless])) == ({}, "")
 
 
 @pytest.mark.parametrize(
