@@ -117,23 +117,29 @@ def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Seque
     for host, gpu in ((host, gpu) for host, gpus in fleet.items() for gpu in gpus):
         for name, _, value in _figures(gpu):
             by_host[gpu.model, name].setdefault(host, []).append(value)
-    values = {name: list(_of_equal_weight(tuple(hosts.values()))) for name, hosts in by_host.items()}
-    middles = {name: statistics.median(alike) for name, alike in values.items()}
-    usual = {name: (middles[name], statistics.median(abs(one - middles[name]) for one in alike), len(alike))
-             for name, alike in values.items()}  # fmt: skip
+    usual = {name: _usual(tuple(_of_equal_weight(tuple(hosts.values())))) for name, hosts in by_host.items()}
     found: dict[str, list[HealthFound]] = collections.defaultdict(list)
     for host, gpus in fleet.items():
         last = {(gpu.uuid, name): value for gpu in before.get(host, ()) for name, value in gpu.figures.items()}
         pairs: list[tuple[GpuMeasured, str, str]] = []
         for gpu in gpus:
             for name, exact, value in _figures(gpu):
-                seen = _fault(exact, value, *usual[gpu.model, name], last.get((gpu.uuid, exact)))
+                like = usual[gpu.model, name]
+                # Of two hosts, one with a single GPU leaves too few of the other's.
+                like = like if like[2] >= _LEAST else _usual(by_host[gpu.model, name][host])
+                seen = _fault(exact, value, *like, last.get((gpu.uuid, exact)))
                 if seen and exact.startswith(PEER):
                     pairs.append((gpu, exact.removeprefix(PEER), seen))
                 elif seen:
                     found[host].append(_finding(gpu, f"slower than its like: {exact}", seen))
         found[host] += _links(gpus, pairs)
     return found
+
+
+def _usual(values: Sequence[float]) -> tuple[float, float, int]:
+    """Return median, median absolute deviation and number of figures that are alike."""
+    middle = statistics.median(values)
+    return middle, statistics.median(abs(one - middle) for one in values), len(values)
 
 
 def _of_equal_weight(hosts: Sequence[list[float]]) -> Iterator[float]:

@@ -362,10 +362,7 @@ class InstallRpmPackages(interface.PackageInstallation):
         return "".join(one.diff(system) for one in self.lift)
 
     def capture(self, system: System) -> Json:
-        return {
-            "installed": sorted(installed_rpms(system)),
-            "lift": [one.capture(system) for one in self.lift],
-        }
+        return {"installed": sorted(installed_rpms(system)), "lift": [one.capture(system) for one in self.lift]}
 
     def apply(self, system: System, tell: Tell) -> Json:
         before = installed_rpms(system)

@@ -78,6 +78,16 @@ def test_a_host_that_lies_does_not_decide_what_is_usual() -> None:
     assert found_in(accepted.compared([liar, *honest], {}, ())) == []
 
 
+def test_a_host_with_a_single_gpu_hides_no_slow_gpu_of_another() -> None:
+    many = tuple(replace(one, figures={"rate": 100.0 + number}) for number, one in enumerate(gpus(0)))
+    slow = (replace(many[0], figures={"rate": 50.0}), *many[1:])
+    for single in (100.0, 1e9):
+        other = (replace(gpus(1)[0], figures={"rate": single}),)
+        results = [HostResult(name, ExitCode.DONE, measured=one, versions={"gpus": "4"})
+                   for name, one in (("many", slow), ("single", other))]  # fmt: skip
+        assert found_in(accepted.compared(results, {}, ())) == [("many", "0", "slower than its like: rate")]
+
+
 def kept_run(folder: Path, results: tuple[HostResult, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     run = Run("20261121T081500Z-7", "accept", "", 1.0, results)
