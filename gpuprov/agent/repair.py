@@ -230,9 +230,9 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
     found = _prove(run)
     if others := [unit for unit in wanted.users.units if unit not in running_driver.UNITS]:
         run.note(f"the GPUs were not loaded after the repair: {', '.join(others)} runs on them again", "warning")
-    elif not problems and verdict_of(found) != "unfit":
+    elif not problems and health.verdict_of(found) != "unfit":
         found = _load(run, found)
-    verdict = verdict_of(found)
+    verdict = health.verdict_of(found)
     if verdict != "unfit":
         start_all_again(system, _tell(run))
     elif not problems and wanted.users.containers:
@@ -337,27 +337,21 @@ def load_after_reboot(
 
     Containers start by themselves in a boot: those that compute keep their GPUs, and a note names them.
     """
-    if earlier is None or not run.request.allow or verdict_of(found) == "unfit":
+    if earlier is None or not run.request.allow or health.verdict_of(found) == "unfit":
         return found
     path = f"{REPAIRS}/{_names(run.system)[-1]}"
     # A run that is cut off meanwhile leaves the load to the next one.
     _keep(run.system, replace(earlier, outcome=""), path)
     loaded = _load(run, found)
-    _keep(run.system, replace(earlier, after=loaded, outcome=verdict_of(loaded)), path)
+    _keep(run.system, replace(earlier, after=loaded, outcome=health.verdict_of(loaded)), path)
     return loaded
-
-
-def verdict_of(found: Sequence[HealthFound]) -> str:
-    """Return the worst verdict, ok for none."""
-    verdicts = {one.verdict for one in found}
-    return next((one for one in ("unfit", "degraded") if one in verdicts), "ok")
 
 
 def judged(run: RunContext, finished: Finished, found: Sequence[HealthFound], problems: Sequence[Problem]) -> Finished:
     """Return the doctor's last event with health's verdict, which counts once a repair is allowed."""
     if not run.request.allow:
         return finished
-    verdict = verdict_of(found)
+    verdict = health.verdict_of(found)
     code = finished.exit_code
     if verdict == "unfit":
         code = int(ExitCode.UNFIT)
@@ -404,6 +398,6 @@ def settle(run: RunContext) -> Record | None:
     start_all_again(system, _tell(run))
     _wait_for_fabric(system)
     found = health.judge(health.read(system, run.sink))
-    record = replace(record, after=found, outcome=verdict_of(found))
+    record = replace(record, after=found, outcome=health.verdict_of(found))
     _keep(system, record, f"{REPAIRS}/{names[-1]}")
     return record if over else None

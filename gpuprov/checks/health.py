@@ -264,10 +264,14 @@ def examine(system: System, sink: Sink, seconds: float = SECONDS) -> Finished:
     return concluded(found, str(len(x.gpus)))
 
 
+def verdict_of(found: Iterable[HealthFound]) -> str:
+    """Return the worst verdict, ok for none."""
+    return min((one.verdict for one in found), key=("unfit", "degraded").index, default="ok")
+
+
 def concluded(found: Sequence[HealthFound], gpus: str) -> Finished:
     """Return the final event for these findings on a host with so many GPUs."""
-    verdicts = {one.verdict for one in found}
-    worst = "unfit" if "unfit" in verdicts else "degraded" if verdicts else "ok"
+    worst = verdict_of(found)
     code = {"ok": ExitCode.DONE, "degraded": ExitCode.DEGRADED, "unfit": ExitCode.UNFIT}[worst]
     seen = counted(len(found), "finding") if found else counted(int(gpus or 0), "GPU")
     return Finished(int(code), problems=tuple(problems_of(found)), summary=f"{worst}: {seen}", versions={"gpus": gpus})

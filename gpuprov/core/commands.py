@@ -185,15 +185,14 @@ def _communicate(
     The end of the process counts, not of its pipes: a daemon started by a package script may keep those open.
     """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(stdin)
-        process.stdin.close()
-    out, err = bytearray(), bytearray()
+    given, rest, out, err = process.stdin.fileno(), memoryview(stdin), bytearray(), bytearray()
+    # A command that hangs reads nothing, and a pipe takes 64 KiB.
+    os.set_blocking(given, False)
     chunks = {process.stdout.fileno(): out, process.stderr.fileno(): err}
     pending = {number: bytearray() for number in chunks}
     with selectors.DefaultSelector() as selector:
-        for number in chunks:
-            selector.register(number, selectors.EVENT_READ)
+        for number in (given, *chunks):
+            selector.register(number, selectors.EVENT_WRITE if number == given else selectors.EVENT_READ)
         while selector.get_map():
             ended = process.poll() is not None
             if not ended and (time.monotonic() > deadline or stop()):
@@ -203,6 +202,13 @@ def _communicate(
             if ended and (not ready or time.monotonic() > deadline):
                 break
             for key, _ in ready:
+                if key.fd == given:
+                    with contextlib.suppress(BrokenPipeError):
+                        if rest := rest[os.write(given, rest[:_CHUNK]) :]:
+                            continue
+                    selector.unregister(given)
+                    process.stdin.close()
+                    continue
                 data = os.read(key.fd, _CHUNK)
                 if not data:
                     selector.unregister(key.fd)
@@ -245,9 +251,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 def _signalled(process: subprocess.Popen[bytes], number: int) -> bool:
     try:
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        # What a user's command has left runs as root, as nvidia-modprobe does.
-        return True
+    except OSError as error:
+        # What a user's command has left may run as root, as nvidia-modprobe does.
+        return isinstance(error, PermissionError)
     return True

@@ -130,10 +130,8 @@ class System:
         """Return the sorted names in a directory, an empty list if it is missing, or a loop of links."""
         try:
             return self._seen(path, lambda: tuple(sorted(entry.name for entry in self.path(path).iterdir()))) or ()
-        except (FileNotFoundError, NotADirectoryError):
-            return ()
         except OSError as error:
-            if error.errno != errno.ELOOP:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
             return ()
 

@@ -185,6 +185,20 @@ def test_run_does_not_wait_for_a_command_that_no_signal_ends(
     os.waitpid(pid, 0)
 
 
+def test_run_does_not_wait_for_a_command_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = clock_of(monkeypatch, "gpuprov.core.commands")
+
+    def pass_time(line: str) -> None:
+        clock.ahead = 7200
+
+    # More than a pipe takes. Without the limit, it ends by itself.
+    done = System().run(("sh", "-c", "echo; exec sleep 30"), stdin=b"x" * (1 << 20), timeout=3000, on_line=pass_time)
+    assert done.returncode == TIMED_OUT
+    echoed = System().run(("cat",), stdin=b"abc" * (1 << 20), timeout=300)
+    assert echoed.stdout == "abc" * (1 << 20)
+    assert System().run(("true",), stdin=b"x" * (1 << 20), timeout=300).ok
+
+
 def test_run_does_not_wait_for_a_daemon_that_holds_the_pipes() -> None:
     done = System().run(("sh", "-c", "sleep 3600 & echo $!"), timeout=300)
     assert done.returncode == 0
