@@ -28,14 +28,7 @@ from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, ImageFacts, I
 from gpuprov.facts.leftovers import NVIDIA_DOCKER, Leftovers, gather_leftovers
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
-from gpuprov.machine.machine import (
-    Kernel,
-    OperatingSystem,
-    gather_displays,
-    gather_kernel,
-    gather_kinds,
-    gather_os,
-)
+from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_kinds, gather_os
 from gpuprov.machine.pci import PciGpu, gather_gpus, own_ids
 from gpuprov.packages import retired
 from gpuprov.packages.interface import PackageFacts, PackageManager

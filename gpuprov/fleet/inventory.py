@@ -401,13 +401,16 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
 
 def _give_vault_password(loader: Any, path: str) -> None:
     from ansible import constants
-    from ansible.parsing.vault import get_file_vault_secret
+    from ansible.parsing import vault
 
     path = path or getattr(constants, "DEFAULT_VAULT_PASSWORD_FILE", None) or ""
     if path:
-        secret = get_file_vault_secret(filename=str(Path(path).expanduser()), vault_id="default", loader=loader)
+        secret = vault.get_file_vault_secret(filename=str(Path(path).expanduser()), vault_id="default", loader=loader)
         secret.load()
         loader.set_vault_secrets([("default", secret)])
+    # Since ansible-core 2.19, a single vaulted value (!vault) takes its password from here; initialize() works once.
+    if context := getattr(vault, "VaultSecretsContext", None):
+        context._current = context(loader._vault.secrets)
 
 
 def _targets(

@@ -200,6 +200,24 @@ def test_vault_is_opened_with_the_password_file(tmp_path: Path) -> None:
     assert "the vault password is wrong" in str(caught.value)
 
 
+def test_a_single_vaulted_value_is_opened_too(tmp_path: Path) -> None:
+    """`ansible-vault encrypt_string` makes them: of a variable, and of a part of one."""
+    written(tmp_path, {"password": "open sesame\n", "hosts": "lab-a\n"})
+    words = (Path(sys.executable).parent / "ansible-vault", "encrypt_string", "--vault-password-file", "password")
+    text = ""
+    for name, value, before in (
+        ("ansible_become_password", "hunter2", ""), ("token", "eyJhbGciOiJSUzI1NiJ9", "gpuprov_vgpu:\n "),
+    ):  # fmt: skip
+        done = subprocess.run((*words, "--name", name, value), cwd=tmp_path, check=True, capture_output=True, text=True)
+        text += before + done.stdout
+    written(tmp_path, {"group_vars/all.yml": text})
+    (host,) = read_inventory((str(tmp_path / "hosts"),), vault_password_file=str(tmp_path / "password")).hosts
+    assert host.become_password == "hunter2"
+    assert host.spec.vgpu is not None and host.spec.vgpu.token == "eyJhbGciOiJSUzI1NiJ9"
+    with pytest.raises(GpuprovError, match="no vault secrets"):
+        read_inventory((str(tmp_path / "hosts"),))
+
+
 # -- mistakes ------------------------------------------------------------------------------------------------------
 
 
