@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.installer import knows
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines.containers import stop_command
-from gpuprov.facts.boot import GPUDIRECT, IN_USE_MARK, MPS, PERSISTENCE, REBOOT_ASKED, gather_reboot
+from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, IN_USE_MARK, MPS, PERSISTENCE, REBOOT_ASKED, gather_reboot
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
@@ -241,7 +241,7 @@ class StartContainers(Change):
 MONITORS = ("dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service")
 UNITS = (
     *MONITORS, "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
-    MPS, GPUDIRECT, UNIT, PERSISTENCE,
+    MPS, GPUDIRECT, CONFIDENTIAL, UNIT, PERSISTENCE,
 )  # fmt: skip
 # An alias of gdm, lightdm, sddm and all others (systemd.special(7): display-manager.service).
 DISPLAY_MANAGER = "display-manager.service"

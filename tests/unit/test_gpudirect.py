@@ -20,7 +20,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, gpudirect
 from gpuprov.driver.running_driver import UNITS as STOPPED_UNITS
 from gpuprov.facts import boot
-from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, UNITS
+from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, PERSISTENCE, UNITS
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
 from gpuprov.machine.pci import PciGpu
@@ -157,7 +157,10 @@ def test_units_are_written_where_they_are_asked_for_and_removed_afterwards(host:
     assert unit_of(facts, GPUDIRECT, spec()) == unit_of(facts, MPS, spec()) == ""
     limited = unit_of(facts, MPS, spec(mps=True, mps_threads=25, mps_memory="0=10G,1=512M"))
     assert "CUDA_MPS_PIPE_DIRECTORY=/run/gpuprov-mps" in limited and "/tmp" not in limited.partition("[Unit]")[2]
-    assert MPS in STOPPED_UNITS and GPUDIRECT in STOPPED_UNITS, "they are stopped and started with the driver"
+    # They are stopped and started with the driver, whose unloading loses the GPUs' ready state too; started in the
+    # reverse order, after persistence and before what computes.
+    assert [one for one in STOPPED_UNITS if one in (MPS, GPUDIRECT, CONFIDENTIAL)] == [MPS, GPUDIRECT, CONFIDENTIAL]
+    assert STOPPED_UNITS[-1] == PERSISTENCE
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=10G,1=512M\n" in limited
     for path in ("/dev/sev-guest", "/dev/tdx_guest"):
         assert unit_of(gather(host), CONFIDENTIAL, spec()) == ""
