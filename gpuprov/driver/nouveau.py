@@ -97,7 +97,9 @@ class KeepNouveauOut(Change):
         for number, image in enumerate(self.images):
             tell(f"rebuilding {image.path}", number, len(self.images))
             kernels.rebuild(system, image)
-            _prove(system, image)
+            # A driver that was there before gpuprov has a blacklist of its own; then only options are set.
+            if system.exists(BLACKLIST):
+                _prove(system, image)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -193,6 +193,15 @@ def test_coherent_memory_is_an_option_of_the_module_in_every_initramfs(host: Fak
     assert {*before} < {*host.tree()}
 
 
+def test_a_preinstalled_driver_keeps_nouveau_out_by_itself(host: FakeHost) -> None:
+    """An image may hold nouveau.ko then, without gpuprov's blacklist: only the option is gpuprov's."""
+    apply(host, nouveau.plan(source_of(gather(host), asks())))
+    content = kernels.list_content(host, Image(RELEASE, IMAGE))
+    assert kernels.modules_in(content, nouveau.MODULES) and not kernels.holds_file(content, BLACKLIST)
+    assert kernels.holds_file(content, MODULE_OPTIONS)
+    assert nouveau.plan(source_of(gather(host), asks())) == ()
+
+
 @pytest.mark.parametrize(("loaded", "asked", "other"), [
     (PARAMS.format(""), "driver", True),
     (PARAMS.format("numa"), "driver", True),
