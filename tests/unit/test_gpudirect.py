@@ -200,15 +200,28 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
     program.chmod(0o755)
     subprocess.run(["/bin/sh", "-c", command], check=True, env={"PATH": f"{folder}:/usr/bin:/bin"})
     assert ("conf-compute -srs 1" in (tmp_path / "asked").read_text()) is sets
-    host.answers["nvidia-smi"] = Completed((), 0, state, "")
+    host.answers["sh"] = Completed((), 0, state, "")
     host.path(f"{UNITS}/{CONFIDENTIAL}").parent.mkdir(parents=True, exist_ok=True)
     host.path(f"{UNITS}/{CONFIDENTIAL}").write_text("")
     check = dict(features.checks(host, spec()))["confidential computing"]
     if sets:
         with pytest.raises(Failed, match="system not yet initialized"):
             check()
-        host.answers["nvidia-smi"] = Completed((), 0, state.replace("Not Ready", "Ready"), "")
+        host.answers["sh"] = Completed((), 0, state.replace("Not Ready", "Ready"), "")
     assert check()[1] == ""
+
+
+def test_verify_is_content_where_the_driver_knows_no_confidential_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guest with encrypted memory and a GPU or a driver without the mode: the unit has nothing to do there either."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho \"ERROR: Option $1 is not recognized.\"; exit 2\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "root/etc/systemd/system").mkdir(parents=True)
+    (tmp_path / "root/etc/systemd/system" / CONFIDENTIAL).write_text("")
+    checks = dict(features.checks(System(str(tmp_path / "root")), spec()))
+    assert checks["confidential computing"]() == ("unsupported", "")
 
 
 def test_the_unit_of_gpudirect_makes_the_node_that_the_module_leaves_to_others(host: Rdma, tmp_path: Path) -> None:
