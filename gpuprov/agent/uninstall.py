@@ -33,8 +33,8 @@ from gpuprov.toolkit import follow_driver
 
 _RUNTIME = "nvidia"
 _NOTHING = {"rollback": "there is no run to roll back", "uninstall": "there is nothing of gpuprov on this host"}
-# The container runtime's state; the log of internal errors.
-_OWN = ("/run/gpuprov", "/var/log/gpuprov.log")
+# The container runtime's state; the log of internal errors; MPS' logs, in a folder that systemd makes for its unit.
+_OWN = ("/run/gpuprov", "/var/log/gpuprov.log", "/var/log/gpuprov-mps")
 # Engine → the template that prints runtime, restart policy, whether devices are requested, and name of a container.
 _USES = {
     "docker": "{{.HostConfig.Runtime}} {{or .HostConfig.RestartPolicy.Name \"no\"}} "

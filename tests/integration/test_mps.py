@@ -45,5 +45,6 @@ def test_mps_runs_in_a_folder_of_its_own_and_goes_with_an_uninstall(site: Site) 
     assert stopped.returncode == 1 and "the daemon does not answer" in stopped.stdout, stopped.stdout
     removed = gpuprov("uninstall", "--hosts", inventory)
     assert removed.returncode == 0, removed.stdout
-    left = host.ssh(f"systemctl is-active {unit} || ls /etc/systemd/system/{unit} /run/gpuprov-mps 2>&1 || true").stdout
-    assert left.splitlines()[0] in ("inactive", "unknown") and left.count("No such file") == 2
+    left = host.ssh(f"systemctl is-active {unit} || ls /etc/systemd/system/{unit} /run/gpuprov-mps "
+                    "/var/log/gpuprov-mps 2>&1 || true").stdout  # fmt: skip
+    assert left.splitlines()[0] in ("inactive", "unknown") and left.count("No such file") == 3

@@ -88,10 +88,14 @@ def whole_tree(host: FakeHost) -> Tree:
 def test_after_two_runs_the_host_is_as_before_the_first(host: FakeHost) -> None:
     before = (whole_tree(host), dict(host.installed), dict(host.docker_loaded))
     install_in_two_runs(host)
+    # systemd makes LogsDirectory=, and leaves it.
+    host.path("/var/log/gpuprov-mps").mkdir(parents=True)
+    host.path("/var/log/gpuprov-mps/control.log").write_text("[2026-11-27 20:00:00.000 Control] Start\n")
     ended = done(carry_out(host, "uninstall"))
     assert (whole_tree(host), dict(host.installed), dict(host.docker_loaded)) == before
     assert [path.name for path in (host.root / "dev/char").iterdir()] == ["4:1"]
     assert not (host.root / "var/cache/gpuprov").exists()
+    assert not host.exists("/var/log/gpuprov-mps")
     assert ended.changed > 0 and "as before gpuprov's first run" in ended.summary
 
 
