@@ -119,10 +119,12 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
 def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: HostFacts) -> None:
     files = {path: content.decode() for path, content in prepared(container, spec()).files if path != boot.PROGRAM}
     mig = prepare.content_of(f"{UNITS}/{boot.MIG}", **prepare.mig_values([(0, "all-1g.5gb")])).decode()
-    for unit in (files[f"{UNITS}/{NODES}"], files[f"{UNITS}/{REFRESH}"], mig):
+    values = {"gpudirect": "nvidia-peermem", "dkms": ""}
+    features = [prepare.content_of(f"{UNITS}/{one}", **values).decode() for one in (boot.GPUDIRECT, boot.CONFIDENTIAL)]
+    for unit in (files[f"{UNITS}/{NODES}"], files[f"{UNITS}/{REFRESH}"], mig, *features):
         (before,) = (line.split() for line in unit.splitlines() if line.startswith("Before="))
         assert {f"{name}.service" for name in _ENGINES} <= {word.replace("Before=", "") for word in before}
-        assert "TimeoutStartSec=" in unit
+        assert "TimeoutStartSec=" in unit and "TimeoutStopSec=5" in unit
         assert "Requires=" not in unit
     assert f"After={REFRESH}" in files[boot.USERS]
     # The daemons' sockets come later, and no engine waits for those.
