@@ -215,7 +215,7 @@ def test_verify_is_content_where_the_driver_knows_no_confidential_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guest with encrypted memory and a GPU or a driver without the mode: the unit has nothing to do there either."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho \"ERROR: Option $1 is not recognized.\"; exit 2\n")
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "ERROR: Option $1 is not recognized."; exit 2\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "root/etc/systemd/system").mkdir(parents=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +27,10 @@ from gpuprov.plan.preflight import _refusals
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Note, Sink
-from gpuprov.protocol.secrets import secret_free
+from gpuprov.protocol.secrets import hidden, secret_forms, secret_free
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
+from tests.unit.test_ansible_task import PLAYBOOKS, loaded
 
 pytestmark = pytest.mark.root
 SECRET = "eyJhbGciOiJSUzI1NiJ9.eyJ0b2tlbiI6InNlY3JldCJ9.c2lnbmF0dXJl"
@@ -195,3 +198,15 @@ def test_no_table_of_modules_and_no_fabric_manager_concern_a_virtual_gpu(guest: 
     assert generations.problems(facts.gpu_device_ids, "550.163.01", "proprietary") == ()
     source = source_of(facts, spec())
     assert fabric_manager.plan(source) == () and fabric_manager.plan_problems(source) == ()
+
+
+def test_a_result_shows_neither_the_login_of_a_url_nor_the_token_of_a_licence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    action = object.__new__(loaded(PLAYBOOKS / "plugins/action/agent.py").ActionModule)
+    action._templar = SimpleNamespace(template=lambda value: value)
+    action._task_vars = {
+        "gpuprov_vgpu": {"feature": 1, "token": SECRET},
+        "gpuprov_driver_mirror": "https://ops:correct-horse@mirror.example/",
+    }
+    told = hidden(f"a host says: {SECRET} and correct-horse", secret_forms(action._secrets()))
+    assert told == "a host says: *** and ***"

@@ -168,14 +168,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             if problem is not None:
                 raise GpuprovError.several((problem,))
 
-    def _secrets(self) -> list[Any]:
-        """Return the gpuprov_ variables that resolve; URLs in them may have logins."""
+    def _secrets(self) -> dict[str, Any]:
+        """Return the values of the specification that resolve; URLs in them may have logins, `vgpu` has a token."""
         from gpuprov.protocol.errors import GpuprovError
 
         try:
-            return list(self._variables().values())
+            return {name[len("gpuprov_") :]: value for name, value in self._variables().items()}
         except GpuprovError:
-            return []
+            return {}
 
     def _passwords(self) -> tuple[str, ...]:
         """Return the passwords of the connection, which a host is told and may print."""
