@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -235,9 +236,9 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         elif isinstance(error, TimeoutError):
             problem = _silence(place, "no answer", settings)
         elif isinstance(error, (OSError, EOFError)):
-            problem = _without_ssh(hop) or Problem(
-                f"{place} cannot be reached", _reasons(error), f"try: ssh -v {_ssh_words(hop)}"
-            )
+            seen = _reasons(error)
+            problem = Problem(f"{place} cannot be reached", seen, f"try: ssh -v {_ssh_words(hop)}")
+            problem = (_without_ssh(hop) if seen == os.strerror(errno.ECONNREFUSED) else None) or problem
         else:
             raise
     else:

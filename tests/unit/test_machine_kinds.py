@@ -5,6 +5,8 @@ The files, ids and product names are those that each row of machines.json names 
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import types
 from collections.abc import Iterator
@@ -14,17 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paramiko.ssh_exception import NoValidConnectionsError
 
 from gpuprov.agent.probe import parse_probe, python_problem
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
 from gpuprov.fleet import ssh
+from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.options import SshSettings
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import MACHINES, MachineKind, gather_kernel, gather_kinds, gather_os
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight, read_only
 from gpuprov.plan.steps import make_plan
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
 from tests.unit.fake_host import FakeHost
 
@@ -182,3 +188,22 @@ def test_talos_is_known_by_the_port_of_its_api(monkeypatch: pytest.MonkeyPatch) 
         # Behind a jump host, the port could not be asked.
         assert ssh._without_ssh(connection("ssh -W")) is None
     assert ssh._without_ssh(connection()) is None
+
+
+@pytest.mark.parametrize(("error", "talos"), [
+    (NoValidConnectionsError({("127.0.0.1", 22): OSError(errno.ECONNREFUSED, "Connection refused")}), True),
+    (NoValidConnectionsError({("127.0.0.1", 22): OSError(errno.EHOSTUNREACH, "No route to host")}), False),
+    (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), False),  # sshd answered
+    (EOFError("the connection ended"), False),
+])  # fmt: skip
+def test_a_host_whose_ssh_port_is_open_is_not_taken_for_talos(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, talos: bool
+) -> None:
+    hop: Any = types.SimpleNamespace(**vars(connection()), user="root")
+    target = HostTarget("gpu1", parse_spec({}))
+    with listening() as port:
+        monkeypatch.setattr(ssh, "MACHINES", (replace(row("Talos Linux"), api_port=port),))
+        with pytest.raises(GpuprovError) as caught, ssh.explained(target, hop, SshSettings()):
+            raise error
+    assert ("Talos" in str(caught.value)) is talos
+    assert ("127.0.0.1 port 22 cannot be reached" in str(caught.value)) is not talos
