@@ -61,7 +61,8 @@ class DriverSource:
     @property
     def compiles(self) -> bool:
         """Whether kernel modules are built on this host."""
-        return self.installs_modules and not self.has_compiled_modules
+        # GPUDirect's are built against any driver, except nvidia-peermem, which comes with it.
+        return (self.installs_modules and not self.has_compiled_modules) or bool({*self.spec.gpudirect} - {"rdma"})
 
     def signing_problems(self) -> tuple[Problem, ...]:
         """Return why a kernel that takes signed modules alone would refuse these (admin-guide/module-signing.rst)."""

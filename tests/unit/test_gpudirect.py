@@ -24,12 +24,13 @@ from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, PERSISTENCE, UNITS
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
 from gpuprov.machine.pci import PciGpu
+from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.preflight import _refusals
 from gpuprov.plan.steps import STEPS, make_plan
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from tests.unit.fake_host import FakeHost
+from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
 ALL = ["storage", "gdrcopy", "rdma"]
@@ -79,6 +80,14 @@ def test_packages_are_installed_after_the_driver_in_their_order(host: Rdma) -> N
     assert gpudirect.plan(source_of(gather(host), spec("rdma"))) == (), "it comes with the driver"
     host.installed.update(dict.fromkeys(("gdrdrv-dkms", "libgdrapi", "nvidia-fs-dkms"), "1"))
     assert gpudirect.plan(source_of(gather(host), spec(*ALL))) == (), "settled"
+
+
+@pytest.mark.parametrize(("kinds", "builds"), [([], False), (["rdma"], False), (["gdrcopy"], True), (ALL, True)])
+def test_what_dkms_needs_is_installed_beside_a_driver_that_is_not_built(
+    host: Rdma, kinds: list[str], builds: bool
+) -> None:
+    source = source_of(gather(host), spec(*kinds))
+    assert ({f"linux-headers-{RELEASE}", "gcc", "dkms"} <= {*software.wanted(source)}) is builds
 
 
 # Stand-ins: modinfo tells the module's file, DKMS builds it.
