@@ -280,6 +280,12 @@ def test_the_commands_of_verify_are_sound(kind: str) -> None:
     )
 
 
+def test_a_daemon_of_mps_that_never_starts_is_failed_in_the_end(host: Rdma) -> None:
+    """systemd gives up, so that `doctor` sees a failed unit, and the journal does not fill (systemd.unit(5))."""
+    found = dict(re.findall(r"^(RestartSec|StartLimit\w+)=(\d+)$", unit_of(gather(host), MPS, spec(mps=True)), re.M))
+    assert int(found["StartLimitBurst"]) * int(found["RestartSec"]) < int(found["StartLimitIntervalSec"])
+
+
 def test_verify_asks_the_daemon_of_mps(host: Rdma) -> None:
     check = dict(features.checks(host, spec(mps=True)))["MPS"]
     host.answers["sh"] = Completed(("sh",), 1, "", "Cannot find MPS control daemon process")
