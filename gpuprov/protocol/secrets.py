@@ -21,7 +21,7 @@ _HIDDEN = "***"
 # Of .repo files, TOML, YAML, JSON and variables, whole though it may have spaces; and of apt_auth.conf(5).
 _PASSWORD = re.compile(
     r"""((?:password|passwd|secret|token|auth)["']?[ \t]*[=:][ \t]*|\blogin \S+ password )"""
-    r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?![\[{])\S.*)""",
+    r"""(?!(?:""|'')(?!["']))("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?![\[{])\S.*)""",
     re.IGNORECASE,
 )
 _FOR_URLS = str.maketrans("+/", "-_")  # base64url

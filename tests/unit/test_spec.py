@@ -230,6 +230,13 @@ def test_a_token_stays_out() -> None:
     done = write("-e", "gpuprov_driver_mirror=https://ghp_0123456789@mirror.example/drivers")
     assert done.stderr == "warning: gpuprov_driver_mirror is left out: it has a password\n"
     assert "ghp_" not in Path(FILE).read_text()
+    done = write("--force", "-e", '{"gpuprov_vgpu": {"feature": 1, "token": "eyJhbGciOiJSUzI1NiJ9"}}')
+    assert done.stderr == "warning: gpuprov_vgpu is left out: it has a password\n"
+    assert "eyJ" not in Path(FILE).read_text()
+
+
+def test_a_licence_without_a_token_is_chosen() -> None:
+    assert written("-e", '{"gpuprov_vgpu": {"feature": 2}}')["gpuprov_vgpu"]["feature"] == 2
 
 
 def test_an_existing_file_stays_without_force() -> None:
