@@ -207,7 +207,7 @@ def read_only_problems(facts: HostFacts, changes: Iterable[Change]) -> tuple[Pro
 
 def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
     """Return a problem for each place that is on a read-only file system."""
-    image = next((one.next_step for one in _kinds(facts, "preinstalled")), "")
+    image = next((one.next_step for one in _kinds(facts, "preinstalled") if "ostree" in facts.kinds[one.name]), "")
     return tuple(
         Problem(
             f"{place} is on a file system that is mounted read-only",

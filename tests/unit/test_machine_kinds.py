@@ -148,6 +148,9 @@ def test_on_an_ostree_host_usr_is_not_to_be_remounted(facts: HostFacts, tmp_path
     found = of_kind(facts, tmp_path, "bootc, ostree (Silverblue, RHEL image mode)")
     (problem,) = read_only(replace(found, read_only={"/usr": "/usr (ro)"}), ["/usr"])
     assert "remount" not in problem.next_step and "bootc switch" in problem.next_step
+    dgx = of_kind(facts, tmp_path / "dgx", "DGX Spark, DGX OS")
+    (problem,) = read_only(replace(dgx, read_only={"/usr": "/usr (ro)"}), ["/usr"])
+    assert problem.next_step == "mount -o remount,rw /usr", "an ordinary file system"
 
 
 @pytest.mark.parametrize("name", [one.name for one in MACHINES if one.served == "yes"])
