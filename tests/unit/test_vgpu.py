@@ -195,6 +195,10 @@ def test_no_table_of_modules_and_no_fabric_manager_concern_a_virtual_gpu(guest: 
     fabric = FabricFacts(switches=("0000:87:00.0",), hidden="eight GPUs")
     facts = replace(gather(guest), fabric=fabric, gpus=(PciGpu("0000:31:00.0", "2901"),))
     assert facts.virtual_gpu == f"{GRIDD_TEMPLATE} is there" and facts.gpu_device_ids == ()
+    # That file is a sign and no proof: a whole GPU may have had the GRID driver, as a virtual workstation has.
+    (problem,) = _refusals(source_of(facts, parse_spec({"driver_version": "580.95.05"})))
+    assert "seems to have" in problem.what and "If they are whole GPUs" in problem.next_step
+    assert GRIDD_TEMPLATE in problem.evidence and GRIDD_TEMPLATE in problem.next_step
     assert generations.problems(facts.gpu_device_ids, "550.163.01", "proprietary") == ()
     source = source_of(facts, spec())
     assert fabric_manager.plan(source) == () and fabric_manager.plan_problems(source) == ()
