@@ -20,7 +20,6 @@ from gpuprov.core.system import System
 from gpuprov.fleet import options
 from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
-    TOO_DEEP,
     Mistake,
     ansible_error,
     ansible_output,
@@ -30,6 +29,7 @@ from gpuprov.fleet.inventory_messages import (
     clean,
     explained,
     hint_for,
+    new_loader,
     reason_of,
     with_origins,
 )
@@ -249,7 +249,7 @@ def variables_of(extra_vars: Sequence[str]) -> Mapping[str, Any]:
 
         with ansible_temporary_folder(), ansible_output():
             try:
-                loader = _new_loader()
+                loader = new_loader()
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
@@ -275,7 +275,7 @@ def _load(
     from ansible.vars.manager import VariableManager
 
     _find_plugins()
-    loader = _new_loader()
+    loader = new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
     places = [_expanded(source) if "," in source else str(Path(source).absolute()) for source in sources]
@@ -334,31 +334,6 @@ def _find_plugins() -> None:
     from ansible.plugins.loader import init_plugin_loader
 
     init_plugin_loader([])
-
-
-_DEEPEST = 100
-
-
-def _new_loader() -> Any:
-    """Return Ansible's reader of YAML and JSON, which refuses deep nesting: old libyaml overflows the stack."""
-    import yaml
-    from ansible.parsing.dataloader import DataLoader
-
-    class ShallowLoader(DataLoader):  # type: ignore[misc]
-        def load(self, data: Any, *words: Any, **options: Any) -> Any:
-            depth, text = 0, bytes(data) if isinstance(data, bytes) else str.encode(data, errors="replace")
-            try:
-                for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-                    depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                    if depth > _DEEPEST:
-                        break
-            except yaml.YAMLError as error:  # Ansible reports it, except for the limit of libyaml itself
-                depth = _DEEPEST + 1 if "nesting depth" in str(error) else 0
-            if depth > _DEEPEST:
-                raise ansible_error()(f"{TOO_DEEP}: at most {_DEEPEST} levels are read")
-            return super().load(data, *words, **options)
-
-    return ShallowLoader()
 
 
 def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Make inventory errors readable: Ansible's messages, and the file and line that set a variable."""
+"""Ansible's reader as gpuprov uses it, and its errors made readable: messages, the place that set a variable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ansible_temporary_folder() -> Iterator[None]:
             del os.environ["ANSIBLE_LOCAL_TEMP"]
 
 
-TOO_DEEP = "nested too deep"
+_TOO_DEEP, _DEEPEST = "nested too deep", 100
 
 
 def ansible_error() -> type[Exception]:
@@ -62,6 +62,28 @@ def ansible_error() -> type[Exception]:
 
     error: type[Exception] = AnsibleError
     return error
+
+
+def new_loader() -> Any:
+    """Return Ansible's reader of YAML and JSON, which refuses deep nesting: old libyaml overflows the stack."""
+    import yaml
+    from ansible.parsing.dataloader import DataLoader
+
+    class ShallowLoader(DataLoader):  # type: ignore[misc]
+        def load(self, data: Any, *words: Any, **options: Any) -> Any:
+            depth, text = 0, bytes(data) if isinstance(data, bytes) else str.encode(data, errors="replace")
+            try:
+                for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                    depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                    if depth > _DEEPEST:
+                        break
+            except yaml.YAMLError as error:  # Ansible reports it, except for the limit of libyaml itself
+                depth = _DEEPEST + 1 if "nesting depth" in str(error) else 0
+            if depth > _DEEPEST:
+                raise ansible_error()(f"{_TOO_DEEP}: at most {_DEEPEST} levels are read")
+            return super().load(data, *words, **options)
+
+    return ShallowLoader()
 
 
 def ansible_warnings(output: Sequence[str]) -> list[str]:
@@ -103,7 +125,7 @@ def hint_for(text: str) -> str:
     """Return what to do about a path that the locale can't express, deep nesting or a vault; "" for another error."""
     if "codec can't encode" in text:
         return "export LC_ALL=C.UTF-8, then run the same command again"
-    if TOO_DEEP in text:
+    if _TOO_DEEP in text:
         return "write it with fewer lists and dictionaries inside each other"
     if "Decryption failed" in text or "found that could decrypt" in text:
         return "the vault password is wrong: correct the file of --vault-password-file, or name another one"
