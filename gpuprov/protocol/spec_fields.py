@@ -205,7 +205,9 @@ class StrictBoolean(schema_fields.Boolean):
 def flat(messages: Any, path: str = "") -> list[tuple[str, str]]:
     """Return (path, reason) pairs from marshmallow's nested messages."""
     if isinstance(messages, Mapping):
-        return [pair for key, inner in messages.items() for pair in flat(inner, f"{path}.{key}" if path else str(key))]
+        # What is no mapping at all has its reason below _schema.
+        names = {key: ".".join(filter(None, (path, "" if key == "_schema" else str(key)))) for key in messages}
+        return [pair for key, inner in messages.items() for pair in flat(inner, names[key])]
     return [(path, str(reason)) for reason in messages]
 
 

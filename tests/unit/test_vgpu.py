@@ -140,6 +140,8 @@ def test_a_wrong_licence_is_refused_without_showing_the_token() -> None:
     text = str(caught.value)
     assert "gpuprov_vgpu.feature is not a feature type" in text and "did you mean server?" in text
     assert "gpuprov_vgpu.token is not the content" in text and SECRET not in text
+    with pytest.raises(GpuprovError, match=r"^gpuprov_vgpu must be a mapping"):
+        parse_spec({"vgpu": f"token={SECRET}"}, "hosts.yml")
     there = parse_spec(json.loads(json.dumps(spec_to_json(spec(token=SECRET)))))
     assert there.vgpu is not None and there.vgpu.token == SECRET
 
