@@ -158,29 +158,30 @@ def lock_holder(place: Path) -> int | None:
 
 def real_path(root: Path, path: str) -> str:
     """Return `path` with every link resolved, as on a machine whose file system begins at `root`."""
-    if os.path.realpath(root) == "/":
+    prefix = str(root).rstrip("/")
+    if not prefix:
         return os.path.realpath(path)
-    # Below a root prefix, an absolute link starts at that root.
-    resolved: list[str] = []
+    # Below a root prefix, an absolute link starts at that root. Strings: this is called for thousands of paths.
+    resolved = ""
     pending = path.split("/")[::-1]
     hops = 0
     while pending:
         name = pending.pop()
         if name == "..":
-            resolved = resolved[:-1]
+            resolved = resolved.rpartition("/")[0]
         if name in ("", ".", ".."):
             continue
         try:
-            target = str(Path("/".join([str(root), *resolved, name])).readlink())
+            target = os.readlink(f"{prefix}{resolved}/{name}")  # noqa: PTH115
         except (OSError, ValueError):  # no link
             target = ""
         if not target or hops == _MOST_LINKS:
-            resolved.append(name)
+            resolved = f"{resolved}/{name}"
             continue
         hops += 1
-        resolved = [] if target.startswith("/") else resolved
+        resolved = "" if target.startswith("/") else resolved
         pending += target.split("/")[::-1]
-    return "/" + "/".join(resolved)
+    return resolved or "/"
 
 
 # A file is written beside the old one; btrfs and others do not count inodes.
