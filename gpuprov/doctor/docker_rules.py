@@ -31,6 +31,21 @@ conditions({
     "docker-is-podman": lambda x: "podman-docker" in x.host.packages.installed
         and "package podman-docker is installed",
     "docker-rootless": lambda x: x.rootless and Seen(x.rootless[0], user=x.rootless[0].split("/")[3]),
+    "docker-snap": lambda x: x.host.docker.snap
+        and finding_of(engine.FROM_SNAP, next_step=f"snap remove docker; {commands.gpuprov_install(x)}"),
+    "docker-unreachable": lambda x: x.host.docker.installed and not x.host.docker.active
+        and (unit := x.units.get(_UNIT)) is not None and unit.active == "active"
+        and finding_of(engine.unreachable(x.host.docker), LIKELY),
+    # Of several drop-ins the last one counts.
+    "hook-not-on-path": lambda x: (paths := re.findall(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit))
+        and "/usr/bin" not in paths[-1].split(":") and f"systemctl cat docker: PATH={paths[-1]}",
+    "docker-context": lambda x: (
+            found := re.search(r'"currentContext"\s*:\s*"([^"]+)"', x.texts.get("/root/.docker/config.json", "")))
+        is not None and found[1] != "default"
+        and Seen(f"/root/.docker/config.json: currentContext is {found[1]}", context=found[1]),
+    "selinux-denies": lambda x: x.selinux == "Enforcing"
+        and (lines := lines_in_log((*x.kernel_log, *x.audit_log), _AVC))
+        and Seen(*lines, confidence=LIKELY if x.container_use_devices == "off" else ""),
     "apparmor-denies": lambda x: lines_in_log(x.kernel_log, r"apparmor=\"DENIED\".*?(?:nvidia|libcuda)"),
 })  # fmt: skip
 
@@ -67,12 +82,6 @@ def docker_missing(x: HostSnapshot) -> Seen | None:
     left = [f"{x.host.docker.config_path}: runtime nvidia is {in_file(x)}"] if in_file(x) else []
     what = "docker is not installed" if left or "/usr/bin/containerd" in x.there else ""
     return Seen("command -v dockerd: nothing", *left, meaning=what)
-
-
-@rule
-def docker_snap(x: HostSnapshot) -> Finding | None:
-    step = f"snap remove docker; {commands.gpuprov_install(x)}"
-    return finding_of(engine.FROM_SNAP, next_step=step) if x.host.docker.snap else None
 
 
 @rule
@@ -125,14 +134,6 @@ def docker_disabled(x: HostSnapshot) -> Seen | None:
     elif docker.active or unit.active == "active":
         what = "docker is disabled: it does not run after the next boot"
     return Seen(seen, meaning=what, next_step=step, confidence=WARNING) if what else Seen(seen)
-
-
-@rule
-def docker_unreachable(x: HostSnapshot) -> Finding | None:
-    unit = x.units.get(_UNIT)
-    if not x.host.docker.installed or x.host.docker.active or unit is None or unit.active != "active":
-        return None
-    return finding_of(engine.unreachable(x.host.docker), LIKELY)
 
 
 @rule
@@ -238,13 +239,6 @@ def hook_unseen(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def hook_not_on_path(x: HostSnapshot) -> str:
-    # Of several drop-ins the last one counts.
-    path = re.findall(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit)
-    return f"systemctl cat docker: PATH={path[-1]}" if path and "/usr/bin" not in path[-1].split(":") else ""
-
-
-@rule
 def log_driver_unreachable(x: HostSnapshot) -> Seen | None:
     found = find_in_log(x.docker_log, r"failed to initialize logging driver: \S")
     if found is None:
@@ -274,16 +268,3 @@ def _place(address: str) -> str:
     """Return an address without the names of this host's own interfaces."""
     address = re.sub(r"^tcp://(?:127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1?\])", "tcp://", address)
     return address.replace("unix:///var/run/", "unix:///run/")
-
-
-@rule
-def docker_context(x: HostSnapshot) -> Seen | None:
-    found = re.search(r'"currentContext"\s*:\s*"([^"]+)"', x.texts.get("/root/.docker/config.json", ""))
-    seen = f"/root/.docker/config.json: currentContext is {found[1]}" if found else ""
-    return Seen(seen, context=found[1]) if found and found[1] != "default" else None
-
-
-@rule
-def selinux_denies(x: HostSnapshot) -> Seen | None:
-    seen = lines_in_log((*x.kernel_log, *x.audit_log), _AVC) if x.selinux == "Enforcing" else ()
-    return Seen(*seen, confidence=LIKELY if x.container_use_devices == "off" else "") if seen else None

@@ -10,7 +10,7 @@ from gpuprov.cdi.files import CACHE
 from gpuprov.checks.smi import exits, per_gpu
 from gpuprov.core.commands import first_match
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, INSTALL, LIKELY, LOADER_CACHE, WARNING, Finding, Remedy, finding_of, remove
+from gpuprov.doctor.finding import CERTAIN, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy, finding_of, remove
 from gpuprov.doctor.rules import Condition, Seen, conditions, quoted, reported, rule
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import distribution, fabric_manager, generations
@@ -37,14 +37,16 @@ conditions({
         and Seen(f"{_NVML} and {_CUDA} are in none of the loader's folders", remedies=_again(x)),
     "drivers-mixed": lambda x: x.host.driver_packaged and "/var/lib/nvidia/dirs" in x.there and not x.host.kernel.wsl
         and ["/var/lib/nvidia/dirs is there (the installer's)", f"package {x.host.driver_packaged} is installed"],
+    "nvml-missing": lambda x: not x.driver.library_version and (path := next(iter(x.library_files), "")) and Seen(
+        f"ls -L {path.rpartition('/')[0]}/{_NVML}: No such file or directory", f"{path} is there",
+        remedies=_again(x)),
+    "library-not-in-cache": lambda x: bool(x.driver.library_version) and not x.host.kernel.wsl
+        and _NVML not in x.loader and (Seen(f"{CACHE}: no {_NVML}", confidence=LIKELY) if CACHE in x.there
+                                       else f"ls {CACHE}: No such file or directory"),
+    "fabric-hidden": lambda x: not x.host.kernel.container and x.spec.fabric_manager == "auto"
+        and bool(x.host.fabric.hidden) and (problem := fabric_manager.fault(x.host.fabric, "")) is not None
+        and finding_of(problem),
 })  # fmt: skip
-
-
-@rule
-def nvml_missing(x: HostSnapshot) -> Seen | None:
-    path = next(iter(x.library_files), "") if not x.driver.library_version else ""
-    seen = f"ls -L {path.rpartition('/')[0]}/{_NVML}: No such file or directory"
-    return Seen(seen, f"{path} is there", remedies=_again(x)) if path else None
 
 
 @rule
@@ -60,18 +62,9 @@ def version_mismatch(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def library_not_in_cache(x: HostSnapshot) -> Seen | str | None:
-    if not x.driver.library_version or x.host.kernel.wsl or _NVML in x.loader:
-        return None
-    if CACHE in x.there:
-        return Seen(f"{CACHE}: no {_NVML}", confidence=LIKELY)
-    return f"ls {CACHE}: No such file or directory"
-
-
-@rule
 def cuda_stub(x: HostSnapshot) -> Seen | None:
-    cuda = x.loader.get(_CUDA, "")
-    if "/stubs/" not in cuda and "/compat/" not in cuda:
+    cuda = _stub_in_cache(x)
+    if not cuda:
         return None
     kind = "a stub without a driver behind it" if "/stubs/" in cuda else "a compatibility library for other drivers"
     places = _loader_lines(x, r"/(stubs|compat)\b")
@@ -79,15 +72,13 @@ def cuda_stub(x: HostSnapshot) -> Seen | None:
     return Seen(f"ldconfig -p: {_CUDA} => {cuda}", *quoted(places), kind=kind, first=first)
 
 
+def _stub_in_cache(x: HostSnapshot) -> str:
+    cuda = x.loader.get(_CUDA, "")
+    return cuda if "/stubs/" in cuda or "/compat/" in cuda else ""
+
+
 def _loader_lines(x: HostSnapshot, pattern: str) -> tuple[tuple[str, str], ...]:
     return lines_that_match({path: x.texts[path] for path in x.texts if path.startswith("/etc/ld.so.conf")}, pattern)
-
-
-@rule
-def cuda_stub_configured(x: HostSnapshot) -> Seen | None:
-    is_loaded = "/stubs/" in x.loader.get(_CUDA, "") or "/compat/" in x.loader.get(_CUDA, "")
-    found = () if is_loaded else _loader_lines(x, r"^[^#]*/(stubs|compat)\b")
-    return Seen(*quoted(found), first=commands.comment_out(found[0][0])) if found else None
 
 
 @rule
@@ -234,7 +225,11 @@ def _exits(code: int) -> Condition:
 
 
 conditions({f"nvidia-smi-{code}": _exits(code) for code in exits()})
-conditions({"nvidia-smi-fails": lambda x: _exited(x, x.smi.code not in (0, *exits()))})
+conditions({
+    "nvidia-smi-fails": lambda x: _exited(x, x.smi.code not in (0, *exits())),
+    "cuda-stub-configured": lambda x: not _stub_in_cache(x) and (lines := _loader_lines(x, r"^[^#]*/(stubs|compat)\b"))
+        and Seen(*quoted(lines), first=commands.comment_out(lines[0][0])),
+})  # fmt: skip
 
 
 @rule
@@ -303,10 +298,3 @@ def fabric_manager_version(x: HostSnapshot) -> Seen | None:
     if problem is None:
         return None
     return Seen(problem.evidence, found=fabric.version, wanted=wanted, install=_install_fabric_manager(x, wanted))
-
-
-@rule
-def fabric_hidden(x: HostSnapshot) -> Finding | None:
-    outside = x.host.kernel.container or x.spec.fabric_manager != "auto" or not x.host.fabric.hidden
-    problem = None if outside else fabric_manager.fault(x.host.fabric, "")
-    return finding_of(problem) if problem else None

@@ -60,12 +60,6 @@ def engine_unreadable(x: HostSnapshot) -> Finding | None:
 
 
 @rule
-def engine_unconfigured(x: HostSnapshot) -> Seen | None:
-    found = next(((name, one.edits[0].path) for name, one in registered(x).items() if one.edits), None)
-    return Seen(f"{found[1]}: not as `gpuprov runtime configure` writes it", name=found[0]) if found else None
-
-
-@rule
 def engine_down(x: HostSnapshot) -> Seen | None:
     for name, facts in x.host.engines.items():
         name_of_unit = facts.unit or KNOWN[name].unit
@@ -144,6 +138,9 @@ def containerd_cri_off(x: HostSnapshot) -> str:
 
 
 conditions({
+    "engine-unconfigured": lambda x: (
+            found := next(((name, one.edits[0].path) for name, one in registered(x).items() if one.edits), None))
+        is not None and Seen(f"{found[1]}: not as `gpuprov runtime configure` writes it", name=found[0]),
     "containerd-cdi-off": lambda x: _written(x).get("enable_cdi") is False
         and f"{_MAIN} or a file of its imports: enable_cdi = false",
     "containers-left-out": lambda x: x.containers.why

@@ -23,6 +23,12 @@ conditions({
     "wsl-without-gpu": lambda x: x.host.kernel.wsl and [
         f"ls {path}: No such file or directory" for path in _IN_WSL if path not in x.there][:1],
     "gpus-lost": lambda x: finding_of(x.gpus_lost) if x.gpus_lost else None,
+    "gpu-nouveau": lambda x: (
+            bound := [(one.split()[1], one.rpartition(" ")[2]) for one in nouveau.bound(x.host.gpus)])
+        and Seen(*(f"/sys/bus/pci/devices/{bus}/driver: {driver}" for bus, driver in bound), driver=bound[0][1]),
+    "gpu-unbound": lambda x: bool(x.driver.kernel_version)
+        and (bus := next((gpu.bus_id for gpu in x.host.gpus if not gpu.driver), ""))
+        and Seen(f"/sys/bus/pci/devices/{bus}/driver is not there", bus=bus),
 })  # fmt: skip
 
 
@@ -46,13 +52,6 @@ def no_gpu(x: HostSnapshot) -> Finding | None:
     found = finding_of(preflight.NO_GPU, next_step=step)
     inside = x.host.kernel.container
     return replace(found, what=f"{found.what} (inside {inside})") if inside else found
-
-
-@rule
-def gpu_nouveau(x: HostSnapshot) -> Seen | None:
-    bound = [(one.split()[1], one.rpartition(" ")[2]) for one in nouveau.bound(x.host.gpus)]
-    seen = [f"/sys/bus/pci/devices/{bus}/driver: {driver}" for bus, driver in bound]
-    return Seen(*seen, driver=bound[0][1]) if bound else None
 
 
 @rule
@@ -87,13 +86,6 @@ def gpu_excluded(x: HostSnapshot) -> Seen | None:
     first = commands.comment_out(cause[0][0]) if cause else "grep -rn NVreg_ExcludedGpus /etc/modprobe.d"
     sure = WARNING if x.driver.gpus else ""
     return Seen(*quoted((*there, *cause)), first=first, confidence=sure) if there else None
-
-
-@rule
-def gpu_unbound(x: HostSnapshot) -> Seen | None:
-    bus = next((gpu.bus_id for gpu in x.host.gpus if not gpu.driver), "")
-    is_ill = bus and x.driver.kernel_version
-    return Seen(f"/sys/bus/pci/devices/{bus}/driver is not there", bus=bus) if is_ill else None
 
 
 @rule

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gpuprov.cdi.discover import missing_nodes
 from gpuprov.checks.smi import OPEN_NODES
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Finding, Remedy, finding_of
+from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Remedy, finding_of
 from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, rule
 from gpuprov.doctor.snapshot import KEYS, HostSnapshot, lines_that_match
 from gpuprov.driver.kernel import no_modules
@@ -37,14 +37,35 @@ def _here(x: HostSnapshot) -> tuple[bool, bool]:
     return (running.headers, running.module or bool(x.module.path)) if running else (False, bool(x.module.path))
 
 
+def _is_unbuilt(x: HostSnapshot) -> bool:
+    """Say whether DKMS has the driver, and the running kernel has no module of it."""
+    return _not_loaded(x) and not _here(x)[1] and "nvidia" in x.dkms
+
+
 conditions({
     "driver-outside": lambda x: bool(x.host.kernel.container) and not x.driver.kernel_version
         and "cat /proc/driver/nvidia/version: No such file or directory",
     "modules-disabled": lambda x: _not_loaded(x) and not x.host.kernel.takes_modules and finding_of(no_modules(x.host)),
     "module-not-loaded": lambda x: _not_loaded(x) and _here(x)[1]
-        and ["/proc/driver/nvidia/version is not there", _module_seen(x)],
+        and ["/proc/driver/nvidia/version is not there",
+             f"modinfo {x.module.name}: {x.module.path}" if x.module.path
+             else f"/lib/modules/{x.host.kernel.release}: a module of NVIDIA's is there"],
     "uvm-not-loaded": lambda x: bool(x.driver.nodes)
         and all(node.path != "/dev/nvidia-uvm" for node in x.driver.nodes) and "/proc/devices: no nvidia-uvm",
+    "headers-missing": lambda x: _is_unbuilt(x) and not _here(x)[0] and [
+        f"ls /lib/modules/{x.host.kernel.release}/build/Makefile: No such file or directory",
+        f"dkms status: {_dkms_line(x)}"],
+    "module-vermagic": lambda x: _not_loaded(x)
+        and (kernel := x.module.vermagic.partition(" ")[0]) not in ("", x.host.kernel.release)
+        and Seen(f"modinfo {x.module.name}: {x.module.path}: vermagic {x.module.vermagic}", kernel=kernel),
+    "module-blacklisted": lambda x: _not_loaded(x) and (lines := lines_that_match(
+            {path: text for path, text in x.texts.items() if path.startswith("/etc/modprobe.d/")}, _BLACKLIST))
+        and Seen(*quoted(lines), comment_out=commands.comment_out(lines[0][0])),
+    "nodes-missing": lambda x: (
+            paths := [node.path for node in missing_nodes(x.driver) if not x.in_place.get(node.path)])
+        and Seen(*_no_such(paths), nodes=_listed(paths), verb="is" if len(paths) == 1 else "are"),
+    "nodes-unit-failed": lambda x: (seen := failed_unit(x, NODES_UNIT))
+        and Seen(seen, confidence=CERTAIN if missing_nodes(x.driver) or not x.driver.nodes else ""),
 })  # fmt: skip
 
 
@@ -58,18 +79,8 @@ def secure_boot_unsigned(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def headers_missing(x: HostSnapshot) -> list[str] | None:
-    headers, module = _here(x)
-    if not _not_loaded(x) or headers or module or "nvidia" not in x.dkms:
-        return None
-    makefile = f"/lib/modules/{x.host.kernel.release}/build/Makefile"
-    return [f"ls {makefile}: No such file or directory", f"dkms status: {_dkms_line(x)}"]
-
-
-@rule
 def dkms_failed(x: HostSnapshot) -> Seen | None:
-    headers, module = _here(x)
-    if not _not_loaded(x) or not headers or module or "nvidia" not in x.dkms:
+    if not _is_unbuilt(x) or not _here(x)[0]:
         return None
     line = _dkms_line(x)
     # nvidia/550.163.01, 6.1.0-13-amd64, x86_64: installed (DKMS 3); nvidia, 550.163.01, …: installed (DKMS 2)
@@ -91,27 +102,6 @@ def module_missing(x: HostSnapshot) -> Seen | None:
     seen = [f"/lib/modules/{x.host.kernel.release}: no module of NVIDIA's"]
     elsewhere = [f"/lib/modules: {', '.join(others)} has it"] if others else []
     return Seen(*seen, *elsewhere, later=": it came after the driver" if others else "")
-
-
-@rule
-def module_vermagic(x: HostSnapshot) -> Seen | None:
-    kernel = x.module.vermagic.partition(" ")[0]
-    seen = f"modinfo {x.module.name}: {x.module.path}: vermagic {x.module.vermagic}"
-    return Seen(seen, kernel=kernel) if _not_loaded(x) and kernel not in ("", x.host.kernel.release) else None
-
-
-@rule
-def module_blacklisted(x: HostSnapshot) -> Seen | None:
-    modprobe = {path: text for path, text in x.texts.items() if path.startswith("/etc/modprobe.d/")}
-    found = lines_that_match(modprobe, _BLACKLIST) if _not_loaded(x) else ()
-    return Seen(*quoted(found), comment_out=commands.comment_out(found[0][0])) if found else None
-
-
-def _module_seen(x: HostSnapshot) -> str:
-    """Return the module's place: from modinfo or, without modinfo, from the folder of the kernel's modules."""
-    if x.module.path:
-        return f"modinfo {x.module.name}: {x.module.path}"
-    return f"/lib/modules/{x.host.kernel.release}: a module of NVIDIA's is there"
 
 
 @rule
@@ -168,12 +158,6 @@ def node_does_not_open(x: HostSnapshot) -> Seen | None:
     return Seen(f"head -c 0 {path}: {error}", meaning=what.format(path=path), next_step=step)
 
 
-@rule
-def nodes_missing(x: HostSnapshot) -> Seen | None:
-    paths = [node.path for node in missing_nodes(x.driver) if not x.in_place.get(node.path)]
-    return Seen(*_no_such(paths), nodes=_listed(paths), verb="is" if len(paths) == 1 else "are") if paths else None
-
-
 def _no_such(paths: Sequence[str]) -> list[str]:
     return [f"ls {path}: No such file or directory" for path in paths[:4]]
 
@@ -218,9 +202,3 @@ def dev_char_links(x: HostSnapshot) -> Seen | None:
     if "/usr/bin/nvidia-ctk" in x.there:
         step = "nvidia-ctk system create-dev-char-symlinks --create-all"
     return Seen(*_no_such(x.links_missing), next_step=step)
-
-
-@rule
-def nodes_unit_failed(x: HostSnapshot) -> Finding | Seen | None:
-    seen = failed_unit(x, NODES_UNIT)
-    return Seen(seen, confidence=CERTAIN if missing_nodes(x.driver) or not x.driver.nodes else "") if seen else None

@@ -56,8 +56,8 @@ class Seen:
         self.meaning, self.next_step, self.confidence, self.remedies = meaning, next_step, confidence, remedies
 
 
-# Nothing, False and "" say that the trouble is not on this host; text and lines are the evidence.
-Condition = Callable[[HostSnapshot], Union[Finding, Seen, Sequence[str], Literal[False], None]]
+# What is false says that the trouble is not on this host; text and lines are the evidence.
+Condition = Callable[[HostSnapshot], Union[Finding, Seen, Sequence[Any], Literal[False], None]]
 _C = TypeVar("_C", bound=Condition)
 _CONDITIONS: dict[str, Condition] = {}
 

@@ -44,30 +44,22 @@ conditions({
         and Seen(f"ls {x.host.interpreter.deployed}: No such file or directory", remedies=_with_python(x)),
     "python-unfit": lambda x: x.host.interpreter.fault not in ("", MISSING)
         and Seen(f"{x.host.interpreter.deployed}: {x.host.interpreter.fault}", remedies=_with_python(x)),
+    "install-obstructed": lambda x: (
+            problems := (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host)))
+        and finding_of(problems[0]),
+    "run-alive": lambda x: (found := re.search(r"pid (\d+): (gpuprov [\w-]+)", x.runs_now)) is not None
+        and Seen(x.runs_now, pid=found[1], command=found[2]),
+    "reboot-asked-for": lambda x: bool(x.host.reboot.asked_in) and x.host.reboot.asked_in == x.host.reboot.boot_id
+        and Seen(f"/var/lib/gpuprov: {'; '.join(x.host.reboot.asked_for)}",
+                 confidence=LIKELY if x.driver.kernel_version else ""),
+    "runtime-not-executable": lambda x: (path := in_daemon(x) or in_file(x)) in x.not_executable
+        and Seen(f"stat -c %a {path}: {x.not_executable[path]:o}", path=path, quoted=shlex.quote(path),
+                 remedies=_OURS if path == LAUNCHER_PATH else ()),
 })  # fmt: skip
 
 
 def _with_python(x: HostSnapshot) -> tuple[Remedy, ...]:
     return (steps("toolkit", "boot"),) if x.host.interpreter.path else ()
-
-
-@rule
-def install_obstructed(x: HostSnapshot) -> Finding | None:
-    problems = (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host))
-    return finding_of(problems[0]) if problems else None
-
-
-@rule
-def run_alive(x: HostSnapshot) -> Seen | None:
-    found = re.search(r"pid (\d+): (gpuprov [\w-]+)", x.runs_now)
-    return Seen(x.runs_now, pid=found[1], command=found[2]) if found else None
-
-
-@rule
-def reboot_asked_for(x: HostSnapshot) -> Seen | None:
-    reboot, sure = x.host.reboot, LIKELY if x.driver.kernel_version else ""
-    is_asked = reboot.asked_in and reboot.asked_in == reboot.boot_id
-    return Seen(f"/var/lib/gpuprov: {'; '.join(reboot.asked_for)}", confidence=sure) if is_asked else None
 
 
 @rule
@@ -84,15 +76,6 @@ def runtime_missing(x: HostSnapshot) -> Seen | None:
         return Seen(*seen, path=path, effect=effect, remedies=_OURS)
     step = commands.reinstall_packages(x, base) if base in x.host.packages.installed else ""
     return Seen(*seen, path=path, effect=effect, next_step=step)
-
-
-@rule
-def runtime_not_executable(x: HostSnapshot) -> Seen | None:
-    path = in_daemon(x) or in_file(x)
-    if path not in x.not_executable:
-        return None
-    seen, remedies = f"stat -c %a {path}: {x.not_executable[path]:o}", _OURS if path == LAUNCHER_PATH else ()
-    return Seen(seen, path=path, quoted=shlex.quote(path), remedies=remedies)
 
 
 @rule
@@ -191,18 +174,6 @@ def no_cgroups(x: HostSnapshot) -> Seen | None:
     return found
 
 
-@rule
-def environment_refused(x: HostSnapshot) -> Seen | None:
-    return _setting(x, _line(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false"))
-
-
-@rule
-def capabilities_left_out(x: HostSnapshot) -> Seen | None:
-    found = _line(x, r"supported-driver-capabilities\s*=")
-    words = set(re.findall(r"\w+", found.partition("=")[2]))
-    return None if "all" in words or {"compute", "utility"} <= words else _setting(x, found)
-
-
 def _missing_path(x: HostSnapshot, pattern: str) -> Seen | None:
     """Return the finding of a setting of NVIDIA's toolkit that names a path that does not exist."""
     line = _line(x, pattern)
@@ -214,6 +185,11 @@ def _missing_path(x: HostSnapshot, pattern: str) -> Seen | None:
 
 
 conditions({
+    "environment-refused": lambda x: _setting(
+        x, _line(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false")),
+    "capabilities-left-out": lambda x: (line := _line(x, r"supported-driver-capabilities\s*="))
+        and "all" not in (words := {*re.findall(r"\w+", line.partition("=")[2])})
+        and not {"compute", "utility"} <= words and _setting(x, line),
     "driver-root-missing": lambda x: _missing_path(x, r'root\s*=\s*"/[^"]'),
     "ldconfig-missing": lambda x: _missing_path(x, r'ldconfig\s*=\s*"@?/'),
 })  # fmt: skip
@@ -235,27 +211,21 @@ def _versions(x: HostSnapshot) -> dict[str, str]:
     return {name: installed[name] for name in retired.TOOLKIT if name in installed}
 
 
-@rule
-def toolkit_mixed(x: HostSnapshot) -> Seen | None:
-    found = _versions(x)
-    is_mixed = len({version.partition("-")[0] for version in found.values()}) > 1
-    return Seen(*quoted(found.items()), next_step=commands.install_packages(x, *found)) if is_mixed else None
-
-
 # Remains of nvidia-docker 1 and 2 prevent no container from using GPUs. The package manager's command would remove
 # daemon.json, too.
 conditions({
+    "toolkit-mixed": lambda x: len({version.partition("-")[0] for version in _versions(x).values()}) > 1
+        and Seen(*quoted(_versions(x).items()), next_step=commands.install_packages(x, *_versions(x))),
+    "toolkit-retired": lambda x: (name := next(iter(retired.retired_packages(x.host.packages.installed)), "")) and Seen(
+        f"package {name} is installed", name=name,
+        comment="  # keeps daemon.json, which the package manager would remove with it"
+        if name == "nvidia-docker2" else ""),
+    "watch-stopped": lambda x: (unit := x.units.get(TIMER)) is not None and commands.has_unit(x, TIMER)
+        and unit.active != "active" and f"systemctl show {TIMER}: {unit.active}",
     "nvidia-docker-repository": lambda x: retired.retired_sources(x.host.files),
     "nvidia-docker-key": lambda x: not retired.retired_sources(x.host.files)
         and retired.key_files(x.host.files, x.spec.toolkit_key_fingerprint),
 })  # fmt: skip
-
-
-@rule
-def toolkit_retired(x: HostSnapshot) -> Seen | None:
-    name = next(iter(retired.retired_packages(x.host.packages.installed)), "")
-    kept = "  # keeps daemon.json, which the package manager would remove with it" if name == "nvidia-docker2" else ""
-    return Seen(f"package {name} is installed", name=name, comment=kept) if name else None
 
 
 @rule
@@ -282,10 +252,3 @@ def nvidia_docker_runtimes(x: HostSnapshot) -> Seen | None:
     paths = {name: ((docker.config.get("runtimes") or {}).get(name) or {}).get("path") for name in dead}
     seen = (f"{docker.config_path}: runtime {name} is {path}, which is missing" for name, path in paths.items())
     return Seen(*seen, names=", ".join(dead)) if dead else None
-
-
-@rule
-def watch_stopped(x: HostSnapshot) -> str | None:
-    unit = x.units.get(TIMER)
-    stopped = unit and commands.has_unit(x, TIMER) and unit.active != "active"
-    return f"systemctl show {TIMER}: {unit.active}" if unit and stopped else None
