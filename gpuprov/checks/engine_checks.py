@@ -99,17 +99,18 @@ def _check_docker(subject: Subject) -> None:
 
 def _check_docker_cdi(checks: Checks, facts: DockerFacts, test: EngineTest) -> None:
     """Check that docker takes devices by CDI, unless somebody has switched that off, or it waits for containers."""
-    off = docker.why_cdi_is_off(facts)
+    cdi = docker.cdi_of(facts)
+    off = cdi.why_off
 
     def check() -> Values:
         if off:
-            waits = docker.cdi_waits_for_restart(facts) and not docker.cdi_is_to_be_set(facts)
+            waits = cdi.waits and not cdi.is_to_be_set
             raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
         return same_gpus(replace(test, engine=DOCKER_CDI))
 
-    if off and docker.cdi_waits_for_containers(facts):
+    if off and cdi.waits_for_containers:
         checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
-    elif off and docker.cdi_switched_off(facts):
+    elif off and cdi.switched_off:
         checks.skip((_BY_CDI,), off)
     else:
         checks.check(_BY_CDI, check)

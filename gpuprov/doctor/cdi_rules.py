@@ -12,7 +12,7 @@ from gpuprov.doctor.docker_rules import in_daemon
 from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING, remove, restart, steps
 from gpuprov.doctor.rules import Seen, conditions, rule
 from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, HostSnapshot, host_paths
-from gpuprov.engines import docker as docker_engine
+from gpuprov.engines.docker import cdi_of
 from gpuprov.engines.docker_config import knows_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
@@ -143,14 +143,14 @@ def cdi_off_in_docker(x: HostSnapshot) -> Seen | None:
     if not docker.active or docker.cdi or not specifications(x) or not knows_cdi(docker.version):
         return None
     # A host whose runtime is not gpuprov's does not need it, unless a user switched it off.
-    off, is_to_be_set = docker_engine.cdi_switched_off(docker), docker_engine.cdi_is_to_be_set(docker)
-    if in_daemon(x) and is_to_be_set and not commands.is_gpuprovs(x):
+    cdi = cdi_of(docker)
+    if in_daemon(x) and cdi.is_to_be_set and not commands.is_gpuprovs(x):
         return None
     by_hand = f'{commands.edit_docker(x)}; {commands.restart_docker(x)}  # "features": {{"cdi": true}}'
-    waits = docker_engine.cdi_waits_for_containers(docker)
+    off, waits = cdi.switched_off, cdi.waits_for_containers
     return Seen(
-        docker_engine.why_cdi_is_off(docker), f"docker info: no CDISpecDirs, docker {docker.version}",
-        next_step=by_hand if off else commands.gpuprov_install(x) if is_to_be_set else commands.restart_docker(x),
+        cdi.why_off, f"docker info: no CDISpecDirs, docker {docker.version}",
+        next_step=by_hand if off else commands.gpuprov_install(x) if cdi.is_to_be_set else commands.restart_docker(x),
         confidence=WARNING if waits else LIKELY,
-        remedies=() if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
+        remedies=() if off or waits else (steps("docker"),) if cdi.is_to_be_set else (restart("docker.service"),),
     )  # fmt: skip

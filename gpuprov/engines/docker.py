@@ -274,11 +274,11 @@ def plan(
         runtime_name,
         "" if by_flag else runtime_path,
         set_default=set_default and not by_flag,
-        cdi=cdi and cdi_is_to_be_set(facts),
+        cdi=cdi and cdi_of(facts).is_to_be_set,
     )
     text = edited(facts.config_text, entry, drop=drop)
     restart = not facts.restart_stops
-    cdi_waits = cdi and cdi_waits_for_restart(facts)
+    cdi_waits = cdi and cdi_of(facts).waits
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
     # No restart is made for it if that would stop containers.
@@ -309,49 +309,42 @@ def plan(
 # -- CDI ---------------------------------------------------------------------------------------------------------------
 
 
-def _cdi_setting(config: Mapping[str, Any]) -> object:
-    """Return the configuration's features.cdi, None if it is not set."""
-    features = config.get("features")
-    return features.get("cdi") if isinstance(features, dict) else None
+@dataclass(frozen=True)
+class DockerCdi:
+    """Whether docker reads CDI specifications. `why_off`: why the running docker reads none, "" if it does.
+
+    `switched_off`: how a user switched CDI off in docker's file, "" if not; gpuprov keeps that setting. `is_to_be_set`:
+    features.cdi is missing there. `waits`: docker reads them after a restart with its file, or with features.cdi added;
+    `waits_for_containers`: it is set, and docker was not restarted since, because that would stop containers.
+    """
+
+    why_off: str
+    switched_off: str
+    is_to_be_set: bool
+    waits: bool
+    waits_for_containers: bool
 
 
-def cdi_switched_off(facts: DockerFacts) -> str:
-    """Return how a user switched CDI off in docker's file, "" if not. gpuprov keeps that setting."""
-    if _cdi_setting(facts.config) is False:
-        return f"features.cdi is false in {facts.config_path}"
-    folders = facts.config.get("cdi-spec-dirs")
-    if isinstance(folders, list) and not any(folders):
-        return f"cdi-spec-dirs is empty in {facts.config_path}"
-    return ""
-
-
-def cdi_is_to_be_set(facts: DockerFacts) -> bool:
-    """Say whether features.cdi is missing in docker's file."""
+def cdi_of(facts: DockerFacts) -> DockerCdi:
+    """Return whether docker reads CDI specifications, by its version, its file, its flags and the running daemon."""
+    features, folders = facts.config.get("features"), facts.config.get("cdi-spec-dirs")
+    setting = features.get("cdi") if isinstance(features, dict) else None
+    off = ""
+    if setting is False:
+        off = f"features.cdi is false in {facts.config_path}"
+    elif isinstance(folders, list) and not any(folders):
+        off = f"cdi-spec-dirs is empty in {facts.config_path}"
+    needed = needs_feature(facts.version) and not off
     # dockerd does not start with the same directive as a flag and in its file.
-    by_flag = docker_unit.flag_values(facts.unit.arguments, "--feature")
-    missing = needs_feature(facts.version) and _cdi_setting(facts.config) is None
-    return missing and not by_flag and not cdi_switched_off(facts)
-
-
-def cdi_waits_for_restart(facts: DockerFacts) -> bool:
-    """Say whether docker reads CDI specifications after a restart with its file, or with features.cdi added."""
-    is_set = _cdi_setting(facts.config) is True and not cdi_switched_off(facts)
-    return facts.active and not facts.cdi and needs_feature(facts.version) and (is_set or cdi_is_to_be_set(facts))
-
-
-def cdi_waits_for_containers(facts: DockerFacts) -> bool:
-    """Say whether features.cdi is set but docker was not restarted since, because that would stop containers."""
-    return cdi_waits_for_restart(facts) and not cdi_is_to_be_set(facts) and facts.restart_stops
-
-
-def why_cdi_is_off(facts: DockerFacts) -> str:
-    """Return why the running docker reads no CDI specifications, "" if it does."""
+    is_to_be_set = needed and setting is None and not docker_unit.flag_values(facts.unit.arguments, "--feature")
+    waits = facts.active and not facts.cdi and needed and (setting is True or is_to_be_set)
+    why = off or "docker info has no CDISpecDirs"
     if facts.cdi:
-        return ""
-    if not knows_cdi(facts.version):
-        return f"docker {facts.version} has no CDI: it comes with docker 25"
-    if cdi_is_to_be_set(facts):
-        return f"features.cdi is not set in {facts.config_path}, which docker {facts.version} needs"
-    if cdi_waits_for_restart(facts):
-        return "docker has not been restarted since features.cdi was set"
-    return cdi_switched_off(facts) or "docker info has no CDISpecDirs"
+        why = ""
+    elif not knows_cdi(facts.version):
+        why = f"docker {facts.version} has no CDI: it comes with docker 25"
+    elif is_to_be_set:
+        why = f"features.cdi is not set in {facts.config_path}, which docker {facts.version} needs"
+    elif waits:
+        why = "docker has not been restarted since features.cdi was set"
+    return DockerCdi(why, off, is_to_be_set, waits, waits and not is_to_be_set and facts.restart_stops)
