@@ -111,6 +111,7 @@ def discover(
     """
     kernel_version = parse_kernel_version(system.read_text(f"{_PROC}/version") or "")
     libraries, library_version = files.find_libraries(system, library_folders)
+    programs, configuration = files.find_programs_and_configuration(system, library_version, configuration_folders)
     gpus = _gpus(system) if kernel_version else ()
     nodes = driver_nodes(system, [gpu.minor for gpu in gpus])
     rights = capability_nodes(system, ("config", "monitor")) if gpus else ()
@@ -122,12 +123,8 @@ def discover(
         library_version=library_version,
         gpus=gpus,
         libraries=libraries,
-        programs=files.find_programs(system) if library_version else (),
-        configuration=(
-            (*files.find_configuration(system, configuration_folders), *files.find_x_modules(system, library_version))
-            if library_version
-            else ()
-        ),
+        programs=programs,
+        configuration=configuration,
         firmware=files.find_firmware(system, library_version),
         sockets=tuple(path for path in _SOCKETS if system.exists(path)),
         nodes=nodes,

@@ -174,17 +174,17 @@ def _add_soname(system: System, place: str, real: str, names: list[str]) -> None
         names.append(f"{place}/{name}")
 
 
-def find_programs(system: System) -> tuple[DriverFile, ...]:
-    """Return the driver's programs that a container may want."""
-    return _present(system, (f"{folder}/{name}" for folder in _PROGRAM_DIRECTORIES for name in _PROGRAMS))
-
-
-def find_configuration(system: System, first: Sequence[str] = ()) -> tuple[DriverFile, ...]:
-    """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX.
+def find_programs_and_configuration(
+    system: System, version: str, first: Sequence[str] = ()
+) -> tuple[tuple[DriverFile, ...], tuple[DriverFile, ...]]:
+    """Return the programs of the driver that a container may want; and the files by which programs find its OpenCL,
+    Vulkan, EGL and OptiX, with its modules for an X server, for containers that run one. None without a driver.
 
     A file below one of the folders in `first` (FOLDER/vulkan/icd.d/…), or below /usr/local/share, where libglvnd does
     not look in a container, is mounted at its usual path.
     """
+    if not version:
+        return (), ()
     found = []
     for path in _CONFIGURATION:
         below = path.removeprefix("/etc/").removeprefix("/usr/share/")
@@ -193,14 +193,10 @@ def find_configuration(system: System, first: Sequence[str] = ()) -> tuple[Drive
         real = next((system.real_path(place) for place in places if system.exists(place)), "")
         if real:
             found.append(DriverFile(path, real))
-    return tuple(found)
-
-
-def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:
-    """Return the driver's modules for an X server, for containers that run one."""
     names = ("nvidia_drv.so", "libglxserver_nvidia.so", f"libglxserver_nvidia.so.{version}")
-    places = (f"{folder}/{name}" for folder in _X_MODULES for name in names)
-    return _present(system, places) if version else ()
+    modules = _present(system, (f"{folder}/{name}" for folder in _X_MODULES for name in names))
+    programs = _present(system, (f"{folder}/{name}" for folder in _PROGRAM_DIRECTORIES for name in _PROGRAMS))
+    return programs, (*found, *modules)
 
 
 def find_firmware(system: System, version: str) -> tuple[str, ...]:

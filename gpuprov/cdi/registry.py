@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +36,7 @@ class Registry:
     """Devices by qualified name, and errors by file; a missing folder has neither."""
 
     devices: dict[str, Found] = field(default_factory=dict)
-    errors: dict[str, list[str]] = field(default_factory=dict)
-
-    def add_error(self, path: str, text: str) -> None:
-        """Record an error of a file."""
-        self.errors.setdefault(path, []).append(text)
+    errors: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 def read_registry(system: System, folders: Sequence[str] = FOLDERS) -> Registry:
@@ -63,7 +60,7 @@ def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, 
             if qualified in found:
                 conflicts.add(qualified)
                 for one in (found[qualified].path, path):
-                    registry.add_error(one, f"{qualified} stands in {found[qualified].path} and in {path}")
+                    registry.errors[one].append(f"{qualified} stands in {found[qualified].path} and in {path}")
             else:
                 found[qualified] = Found(device, specification, path)
     return {name: one for name, one in found.items() if name not in conflicts}
@@ -73,11 +70,11 @@ def _read(system: System, path: str, registry: Registry) -> Specification | None
     try:
         specification = parse(system.read_bytes(path) or b"", path)
     except GpuprovError as error:
-        registry.add_error(path, error.problems[0].evidence or error.problems[0].what)
+        registry.errors[path].append(error.problems[0].evidence or error.problems[0].what)
         return None
     wrong = problems(specification)
-    for text in wrong:
-        registry.add_error(path, text)
+    if wrong:
+        registry.errors[path] += wrong
     return None if wrong else specification
 
 

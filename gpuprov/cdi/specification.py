@@ -305,7 +305,7 @@ def _annotation_problems(where: str, annotations: Mapping[str, str]) -> Iterator
 
 
 def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
-    yield from (f"{where}: {entry!r} is no NAME=VALUE" for entry in edits.env if not _is_assignment(entry))
+    yield from (f"{where}: {entry!r} is no NAME=VALUE" for entry in edits.env if entry.find("=") <= 0)
     for node in edits.device_nodes:
         if not node.path:
             yield f"{where}: a device node has no path"
@@ -321,7 +321,7 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
             yield f"{where}: there is no hook {hook.name!r}"
         if not hook.path:
             yield f"{where}: a hook has no path"
-        yield from (f"{where}: {entry!r} is no NAME=VALUE" for entry in hook.env if not _is_assignment(entry))
+        yield from (f"{where}: {entry!r} is no NAME=VALUE" for entry in hook.env if entry.find("=") <= 0)
     for names in ([one.host_interface_name for one in edits.net_devices], [one.name for one in edits.net_devices]):
         if "" in names:
             yield f"{where}: a network device lacks a name"
@@ -330,10 +330,6 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
     name = edits.intel_rdt.clos_id if edits.intel_rdt else "/"
     if name != "/" and (name in (".", "..") or set(name) & set("/\n") or len(name) >= _LONGEST_CLOS_ID):
         yield f"{where}: {name[:80]!r} is no closID"
-
-
-def _is_assignment(entry: str) -> bool:
-    return entry.find("=") > 0
 
 
 # -- paths below another root ------------------------------------------------------------------------------------------

@@ -136,11 +136,6 @@ class Files:
     version: int
     merges: bool
 
-    def holders(self) -> tuple[str, ...]:
-        """Return the files that contain the CRI plugin's table, in containerd's reading order."""
-        everything = ((self.main, self.found), *self.imported)
-        return tuple(path for path, found in everything if plugin_table(found, self.version))
-
     def written(self) -> Mapping[str, Any]:
         """Return the CRI plugin's table from the files, without built-in values."""
         everything = (self.found, *(found for _, found in self.imported))
@@ -234,7 +229,9 @@ def _imported(system: Reader, found: Mapping[str, Any], main: str) -> list[str]:
 
 def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
     """Return the files to edit, and why they differ from the usual ones."""
-    holders = files.holders()
+    # In containerd's reading order.
+    everything = ((files.main, files.found), *files.imported)
+    holders = [path for path, found in everything if plugin_table(found, files.version)]
     if files.version == 1 and drop_in:
         note = "version 1 of containerd's configuration has no drop-ins: the main file takes the runtime"
         return _in_place(system, request, files, files.main), (note,)

@@ -170,12 +170,18 @@ def is_only_ours(text: str) -> bool:
 def without_ours(text: str, *, keep: Sequence[str] = ()) -> str:
     """Return the text without additions of `with_values`, except lines with the keys in `keep`."""
 
-    def stays(found: re.Match[str]) -> bool:
-        return found[0].partition("=")[0].strip() in keep
+    def before(found: re.Match[str]) -> str:
+        if found[0].partition("=")[0].strip() in keep:
+            return found[0]
+        if found.re is _ADDED_LINE:
+            return ""
+        old = found["old"]
+        if old.startswith('lines "'):
+            old = json.loads(old[len("lines ") :])
+        return f"{found['head']}{old}{found['tail']}{found['end']}"
 
     text = _FILE_BLOCK.sub("", _BLOCK.sub("", text))
-    text = _ADDED_LINE.sub(lambda found: found[0] if stays(found) else "", text)
-    return _CHANGED_LINE.sub(lambda found: found[0] if stays(found) else _restored(found), text)
+    return _CHANGED_LINE.sub(before, _ADDED_LINE.sub(before, text))
 
 
 def with_values(text: str | None, wanted: Mapping[str, Any], name: str, *, first: str = "") -> str:
@@ -264,13 +270,6 @@ def _change(table: Any, key: str, value: Any) -> None:
     new.trivia.indent, new.trivia.trail = old.trivia.indent, old.trivia.trail
     new.trivia.comment_ws, new.trivia.comment = old.trivia.comment_ws, f"{old.trivia.comment}{was}"
     table[key] = new
-
-
-def _restored(found: re.Match[str]) -> str:
-    old = found["old"]
-    if old.startswith('lines "'):
-        old = json.loads(old[len("lines ") :])
-    return f"{found['head']}{old}{found['tail']}{found['end']}"
 
 
 def _with_block(text: str, tables: list[tuple[Path, dict[str, Any]]], *, new_file: bool, first: str) -> str:

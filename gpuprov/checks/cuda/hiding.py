@@ -9,6 +9,7 @@ import contextlib
 import re
 
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Program, find_loader, search
+from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.facts.driver import ENVIRONMENT, PRELOAD, HidingLibrary
 from gpuprov.facts.interpreter import replaceable
@@ -45,7 +46,7 @@ def hidden(found: Found, version: str) -> str | None:
     # CUDA's stubs and compatibility libraries are another matter: programs ask for them.
     if one is None or one.stub or one.compat or (one.version == version and not one.fault):
         return None
-    others = (other for other in found.others if _parent(other.chain[-1]) != _parent(one.chain[-1]))
+    others = (other for other in found.others if parent_of(other.chain[-1]) != parent_of(one.chain[-1]))
     own = next((other.path for other in others if other.version == version), None)
     return own if own is not None else "" if one.path.startswith(_FOREIGN) else None
 
@@ -55,19 +56,15 @@ def _named(system: System, found: Found, own: str) -> HidingLibrary:
     assert one is not None
     paths = tuple(dict.fromkeys((one.path, *one.chain)))
     # /lib may be a link to /usr/lib: the same file by two names.
-    shown = (paths[0], *(path for path in paths[1:] if system.real_path(_parent(paths[0])) + _base(paths[0]) != path))
+    shown = (paths[0], *(path for path in paths[1:] if system.real_path(parent_of(paths[0])) + _base(paths[0]) != path))
     # A link may lead to any file: only the library's own names in the folder that the loader searches are removed.
-    folder, stem = system.real_path(_parent(paths[0])), f"/{found.name.partition('.so')[0]}.so"
-    in_folder = (path for path in shown if system.real_path(_parent(path)) == folder)
+    folder, stem = system.real_path(parent_of(paths[0])), f"/{found.name.partition('.so')[0]}.so"
+    in_folder = (path for path in shown if system.real_path(parent_of(path)) == folder)
     removable = tuple(path for path in in_folder if _base(path).startswith(stem))
     owner = _owner(system, removable[-1]) if removable else ""
     foreign = replaceable(system, folder, system_groups=True)
     reason = _reason(system, one)
     return HidingLibrary(found.name, shown, one.version, reason, own, owner, one.fault, removable, foreign)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
 
 
 def _base(path: str) -> str:
@@ -81,7 +78,7 @@ def _reason(system: System, one: Candidate) -> str:
         return _line(system, PRELOAD, re.escape(rest.rpartition(" ")[2])) + f" names {rest.rpartition(' ')[2]}"
     if source in _VARIABLES:
         return _line(system, ENVIRONMENT, rf"\b{source}=") + f" sets {source}"
-    folder = _parent(one.path)
+    folder = parent_of(one.path)
     file, directory = _CONFIGURATION
     for path in (file, *(f"{directory}/{name}" for name in system.list_directory(directory))):
         place = _line(system, path, rf"^\s*{re.escape(folder)}/?\s*(?:#.*)?$")
