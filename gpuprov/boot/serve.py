@@ -102,38 +102,33 @@ def refusal(status: int, sentence: str) -> Answer:
     return status, f"--gpuprov-error-{option}\n"
 
 
+# Path, also below /v1.0 → the answer to a query.
+_PATHS: dict[str, Callable[[Answers, str], str]] = {
+    "/docker/cli": lambda one, query: " ".join(shell_words(one.asked(query))),
+    "/docker/cli/json": lambda one, query: json.dumps(_as_json(one.asked(query))),
+    "/gpu/info/json": lambda one, _: one.reported({"Version": "Version", "Devices": "Info"}),
+    "/gpu/status/json": lambda one, _: one.reported({"Devices": "Status"}),
+}
+
+
 class Answers:
-    """The table of paths. `report` returns what NVML reports, `flags` the plain flags of some GPUs."""
+    """What is answered. `report` returns what NVML reports, `flags` the plain flags of some GPUs."""
 
     def __init__(
         self, report: Callable[[], Mapping[str, Any]], flags: Callable[[str], PlainFlags] = granted_flags
     ) -> None:
-        self._flags = flags
-        # One child process for all who ask at once.
-        lock = threading.Lock()
-
-        def _of_report(parts: Mapping[str, str]) -> str:
-            with lock:
-                found = report()
-            return json.dumps({key: found[part] for key, part in parts.items()})
-
-        table: dict[str, Callable[[str], str]] = {
-            "/docker/cli": lambda query: " ".join(shell_words(self._asked(query))),
-            "/docker/cli/json": lambda query: json.dumps(_as_json(self._asked(query))),
-            "/gpu/info/json": lambda _: _of_report({"Version": "Version", "Devices": "Info"}),
-            "/gpu/status/json": lambda _: _of_report({"Devices": "Status"}),
-        }
-        self._table = {f"{version}{path}": answer for version in ("", "/v1.0") for path, answer in table.items()}
+        self._report, self._flags, self._lock = report, flags, threading.Lock()
 
     def answer(self, target: str, hosts: list[str]) -> Answer:
         """Return the answer to a GET. `hosts`: the values of the header Host; exactly one must name this machine."""
         if len(hosts) != 1 or hosts[0].strip().lower() not in _HOSTS:
             return refusal(403, "only requests to localhost are answered")
         path, _, query = target.partition("?")
-        if path not in self._table:
-            return refusal(404, f"there is no such path; there are {' '.join(list(self._table)[:4])}")
+        answer = _PATHS.get(path.removeprefix("/v1.0"))
+        if answer is None:
+            return refusal(404, f"there is no such path; there are {' '.join(_PATHS)}")
         try:
-            return 200, self._table[path](query)
+            return 200, answer(self, query)
         except ValueError as error:
             return refusal(400, str(error))
         except GpuprovError as error:
@@ -141,7 +136,14 @@ class Answers:
         except Exception as error:  # a client that hears nothing takes the empty answer for no flags
             return refusal(500, f"{type(error).__name__}: {error}")
 
-    def _asked(self, query: str) -> PlainFlags:
+    def reported(self, parts: Mapping[str, str]) -> str:
+        """Return parts of the report by other names; one child process serves all who ask at once."""
+        with self._lock:
+            found = self._report()
+        return json.dumps({key: found[part] for key, part in parts.items()})
+
+    def asked(self, query: str) -> PlainFlags:
+        """Return the flags that a query asks for. Raises ValueError for one that names no GPUs."""
         # `vol` chose among the plugin's volumes; gpuprov mounts the driver's files one by one.
         names = " ".join(parse_qs(query).get("dev", ())).replace(",", " ").split()
         gpus = "all" if not names or "*" in names else ",".join(names)
@@ -219,18 +221,15 @@ class Server(http.server.ThreadingHTTPServer):
         self.socket.setblocking(False)
         self.answers = answers
         self._lock = threading.Lock()
-        # Connections that have not sent their request, oldest first; and those that get their answer.
+        # Connections that have not sent their request, oldest first; and those that get their answer. While as many as
+        # may be are busy, a new one waits in the kernel's queue.
         self._waiting: list[Any] = []
-        self._busy: set[Any] = set()
-
-    def has_room(self) -> bool:
-        """Say whether another connection may be accepted; until then it waits in the kernel's queue."""
-        return len(self._busy) < MOST_AT_ONCE
+        self.busy: set[Any] = set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take a new connection."""
         with self._lock:
-            if self._waiting and len(self._waiting) + len(self._busy) >= MOST_AT_ONCE:
+            if self._waiting and len(self._waiting) + len(self.busy) >= MOST_AT_ONCE:
                 with contextlib.suppress(OSError):
                     self._waiting.pop(0).shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
             self._waiting.append(request)
@@ -242,7 +241,7 @@ class Server(http.server.ThreadingHTTPServer):
             if connection not in self._waiting:
                 return False
             self._waiting.remove(connection)
-            self._busy.add(connection)
+            self.busy.add(connection)
             return True
 
     def shutdown_request(self, request: Any) -> None:
@@ -250,7 +249,7 @@ class Server(http.server.ThreadingHTTPServer):
         with self._lock:
             if request in self._waiting:
                 self._waiting.remove(request)
-            self._busy.discard(request)
+            self.busy.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -309,7 +308,7 @@ def run(servers: Sequence[Server], idle_seconds: float = float("inf")) -> None:
     """Serve until no request has arrived for that long."""
     last = time.monotonic()
     while time.monotonic() - last < idle_seconds:
-        for one in select.select([one for one in servers if one.has_room()], (), (), _TICK_SECONDS)[0]:
+        for one in select.select([one for one in servers if len(one.busy) < MOST_AT_ONCE], (), (), _TICK_SECONDS)[0]:
             one.handle_request()
             last = time.monotonic()
 
