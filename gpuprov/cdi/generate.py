@@ -27,6 +27,7 @@ from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
+from gpuprov.runtime_hook.specification import HOST_FLAGS
 
 # Where an installation writes it, and every boot keeps it up to date.
 PATH = "/etc/cdi/nvidia.json"
@@ -35,7 +36,7 @@ _HOOK_SECONDS = 30
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
 _WORLD = 0o006  # read and write for others
 # Facts about the host are arguments of the hook: annotations would need CDI 0.6.0, which podman 4 lacks.
-_FLAGS = ("--host-driver-version", "--host-cuda-version", "--gpu-architecture", "--gpu-brand")
+_FLAGS = tuple(HOST_FLAGS)
 # Facts that only NVML knows.
 _OF_NVML = _FLAGS[1:]
 

@@ -236,8 +236,12 @@ def tell(scope: str, nodes: list[dict[str, Any]]) -> Bus | None:
     Returns the connection, on which the answer comes later: systemd works for some milliseconds. Returns None if the
     scope may open everything.
     """
-    bus = Bus()
-    if get_property(bus, unit_path(scope), _SCOPE, "DevicePolicy") not in _RESTRICTS:
+    bus, body = Bus(), bytearray()
+    add_string(body, _SCOPE)
+    add_string(body, "DevicePolicy")
+    policy = bus.call(unit_path(scope), f"{_BUS}.Properties", "Get", "ss", bytes(body))
+    # A variant that holds a string.
+    if not policy.startswith(b"\1s\0") or _first_string(policy[4:]) not in _RESTRICTS:
         bus.close()
         return None
     bus.send(_MANAGER_PATH, _MANAGER, "SetUnitProperties", "sba(sv)", properties(scope, nodes))
@@ -374,15 +378,6 @@ class Bus:
         if not more or len(self._buffer) > 4 * _LARGEST_ANSWER:
             raise OSError(_BAD_MESSAGE, "D-Bus ends the connection")
         self._buffer += more
-
-
-def get_property(bus: Bus, path: str, interface: str, name: str) -> str:
-    """Return a property that is a string, nothing for one of another type. Raises OSError."""
-    body = bytearray()
-    add_string(body, interface)
-    add_string(body, name)
-    answer = bus.call(path, f"{_BUS}.Properties", "Get", "ss", bytes(body))
-    return _first_string(answer[4:]) if answer.startswith(b"\1s\0") else ""
 
 
 def unit_path(unit: str) -> str:

@@ -218,7 +218,12 @@ def apply_edits(config: dict[str, Any], edits: dict[str, Any], *, idmap: bool = 
         devices[device["hostInterfaceName"]] = {"name": device["name"]}
     _add_mounts(config, edits.get("mounts") or (), idmap=idmap and has_user_namespace(config))
     for hook in edits.get("hooks") or ():
-        _add_hook(config, hook)
+        stage = hook["hookName"]
+        if stage not in _STAGES:
+            raise Refused(f"the CDI specification has a hook for {stage!r}, which is no stage of a container")
+        hooks = object_of(config, "hooks")
+        entry = {name: hook[name] for name in ("path", "args", "env", "timeout") if name in hook}
+        hooks[stage] = [*list_of(hooks, stage, dict), entry]
     if edits.get("intelRdt"):
         object_of(config, "linux")["intelRdt"] = edits["intelRdt"]
     groups = [group for group in edits.get("additionalGids") or () if group]
@@ -307,8 +312,11 @@ def _add_mounts(config: dict[str, Any], mounts: Any, *, idmap: bool) -> None:
     for mount in mounts:
         options = list(mount.get("options") or ())
         kind = mount.get("type") or ""
-        if idmap:
-            _map_ids(options, kind)
+        if idmap and not {"idmap", "ridmap"}.intersection(options):
+            if "rbind" in options:
+                options.append("ridmap")
+            elif kind == "bind" or "bind" in options:
+                options.append("idmap")
         if "bind" not in options and "rbind" not in options and kind in ("", "bind"):
             options.append("bind")
         added[normal_path(mount["containerPath"])] = {
@@ -319,24 +327,6 @@ def _add_mounts(config: dict[str, Any], mounts: Any, *, idmap: bool) -> None:
     config["mounts"] = sorted([*kept, *added.values()], key=lambda one: _destination(one).count("/"))
 
 
-def _map_ids(options: list[str], kind: str) -> None:
-    if "idmap" in options or "ridmap" in options:
-        return
-    if "rbind" in options:
-        options.append("ridmap")
-    elif kind == "bind" or "bind" in options:
-        options.append("idmap")
-
-
 def _destination(mount: dict[str, Any]) -> str:
     destination = str(mount.get("destination", ""))
     return normal_path(destination) if "//" in destination or "/." in destination else destination.rstrip("/") or "/"
-
-
-def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
-    stage = hook["hookName"]
-    if stage not in _STAGES:
-        raise Refused(f"the CDI specification has a hook for {stage!r}, which is no stage of a container")
-    hooks = object_of(config, "hooks")
-    entry = {name: hook[name] for name in ("path", "args", "env", "timeout") if name in hook}
-    hooks[stage] = [*list_of(hooks, stage, dict), entry]

@@ -47,15 +47,11 @@ def refuse(log: str, message: str) -> NoReturn:
     """End with the message where the engine looks for it: in the low-level runtime's log, and on stderr."""
     line = printable(message)
     if log:
-        _append(log, jsonio.dumps({"level": "error", "msg": line, "time": now()}) + "\n")
+        try:
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(jsonio.dumps({"level": "error", "msg": line, "time": now()}) + "\n")
+        except OSError:
+            pass  # stderr has it too
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     posix._exit(1)
-
-
-def _append(path: str, text: str) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError:
-        pass  # stderr has it too

@@ -52,7 +52,9 @@ class Root:
         self._mount = b""
         self.owner = owner
         self.allowed_mounts: Callable[[], set[bytes]] = set
-        self.volume_over: Callable[[str], str] = _another_mount
+        self.volume_over: Callable[[str], str] = lambda path: (
+            f"{path or '/'} is on another mount than the container's root file system"
+        )
         # /proc/PID/root is a link that the kernel itself follows, into the process's own mounts.
         if not of_process and posix.readlink(f"/proc/self/fd/{handle}") != normal_path(path):
             self.close()
@@ -105,7 +107,8 @@ class Root:
         """Return a folder's descriptor. Raises OSError if it, or the name in it, is in a volume."""
         handle = self.handles[real]
         if real not in self._writable:
-            if self.cover_of(real) is not None or not self._is_ours(handle):
+            is_covered = self.cover_of(real) is not None
+            if is_covered or ((found := mount_id(handle)) != self.mount and found not in self.allowed_mounts()):
                 raise OSError(_EXDEV, self.volume_over(real), real)
             self._writable.add(real)
         if self._covers and self.cover_of(f"{real}/{name}") is not None:
@@ -313,10 +316,6 @@ class Root:
             pass
         return posix.open(name, _DIRECTORY, dir_fd=above)
 
-    def _is_ours(self, handle: int) -> bool:
-        found = mount_id(handle)
-        return found == self.mount or found in self.allowed_mounts()
-
     def _replace(self, path: str, name: str, directory: int) -> None:
         try:
             posix.rename(_TEMPORARY, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -376,7 +375,3 @@ def _open_source(source: str) -> int:
     if not source:
         raise FileNotFoundError(_ENOENT, "nothing is known of what is in there")
     return posix.open(source, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
-
-
-def _another_mount(path: str) -> str:
-    return f"{path or '/'} is on another mount than the container's root file system"

@@ -18,7 +18,7 @@ from .settings import Settings
 KIND = "nvidia.com/gpu"
 _OWN_NAME = "nvidia.json"
 # What the host is stands among the arguments of gpuprov's own hook.
-_HOST = {
+HOST_FLAGS = {
     "--host-driver-version": "driver", "--host-cuda-version": "cuda", "--gpu-architecture": "arch",
     "--gpu-brand": "brand",
 }  # fmt: skip
@@ -254,7 +254,7 @@ def _read(path: str) -> tuple[str, Specification]:
 
 def host_of(arguments: list[str]) -> dict[str, str]:
     """Return what the arguments of our own hook say of the host: driver, cuda, arch, brand."""
-    return {_HOST[flag]: value for flag, value in zip(arguments, arguments[1:]) if flag in _HOST}
+    return {HOST_FLAGS[flag]: value for flag, value in zip(arguments, arguments[1:]) if flag in HOST_FLAGS}
 
 
 def unusable(path: str, wrong: Exception | str) -> str:
