@@ -95,7 +95,10 @@ class DockerLike:
         The host's own is never pulled. Raises Failed or GpuprovError.
         """
         if wanted:
-            self._pull_if_missing(system, wanted)
+            pull = (self.name, "pull", "--quiet", wanted)
+            is_there = system.run((self.name, "inspect", "--type=image", wanted)).ok
+            if not is_there and not (done := system.run(pull, timeout=_PULL_SECONDS)).ok:
+                raise Failed(f"{self.name} can't pull {wanted}: {telling_line(done)}; {self.name} pull {wanted}")
             return wanted
         own = own_image(system)
         tag = f"{self.repository}:{own.tag}"
@@ -118,13 +121,6 @@ class DockerLike:
         listing = (self.name, "images", "--format", "{{.Repository}}:{{.Tag}}", self.repository)
         listed = system.run(listing, timeout=_LIST_SECONDS)
         return tuple(sorted(listed.stdout.split())) if listed.ok else ()
-
-    def _pull_if_missing(self, system: System, image: str) -> None:
-        if system.run((self.name, "inspect", "--type=image", image)).ok:
-            return
-        done = system.run((self.name, "pull", "--quiet", image), timeout=_PULL_SECONDS)
-        if not done.ok:
-            raise Failed(f"{self.name} can't pull {image}: {telling_line(done)}; {self.name} pull {image}")
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,

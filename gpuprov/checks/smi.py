@@ -93,21 +93,19 @@ def difference(host: SmiReport, container: SmiReport) -> tuple[str, str, str] | 
     return next((row for row in rows if row[1] != row[2]), None)
 
 
-def gpu_elements(text: str) -> tuple[ElementTree.Element, ...]:
-    """Return the `gpu` elements of a report that may have warnings around it, or be cut off by a GPU that hangs."""
-    found: list[ElementTree.Element] = []
-    report = io.BytesIO(text[max(text.find("<"), 0) :].encode("utf-8", "replace") if _is_bounded(text) else b"")
-    with contextlib.suppress(ElementTree.ParseError):
-        for _, element in ElementTree.iterparse(report, ("start",)):
-            if element.tag == "gpu" and "id" in element.attrib:
-                found.append(element)
-    return tuple(found)
-
-
 def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
-    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`, up to where the report goes."""
+    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`, up to where the report goes.
+
+    It may have warnings around it, or be cut off by a GPU that hangs.
+    """
+    content = report[max(report.find("<"), 0) :] if _is_bounded(report) else ""
+    gpus: list[ElementTree.Element] = []
+    with contextlib.suppress(ElementTree.ParseError):
+        for _, element in ElementTree.iterparse(io.BytesIO(content.encode("utf-8", "replace")), ("start",)):
+            if element.tag == "gpu" and "id" in element.attrib:
+                gpus.append(element)
     found = []
-    for gpu in gpu_elements(report):
+    for gpu in gpus:
         elements, texts = [(gpu, "")], dict[str, str]()
         for element, place in elements:
             elements += [(one, f"{place}/{one.tag}".lstrip("/")) for one in element]

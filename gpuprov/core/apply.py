@@ -176,8 +176,7 @@ def _first_image(entries: Sequence[Entry], kinds: Kinds) -> Json:
 
 def _places(entry: Entry) -> set[str]:
     """Return what a change captured, without gpuprov's own records: journals of earlier versions may lack them."""
-    paths = {image["path"] for image in images_in(entry.before)}
-    return {path for path in paths if not path.startswith(f"{STATE_DIRECTORY}/")}
+    return {path for path in entry.paths if not path.startswith(f"{STATE_DIRECTORY}/")}
 
 
 def last_undoable_run(system: System) -> Run | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov import __version__
-from gpuprov.core.changes import Json
+from gpuprov.core.changes import Json, images_in
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 
@@ -38,6 +38,11 @@ class Entry:
     state: str
     before: Json
     outcome: Json | None = None
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths whose state the change captured."""
+        return {image["path"] for image in images_in(self.before)}
 
 
 @dataclass(frozen=True)

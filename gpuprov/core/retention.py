@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuprov.core.changes import Change, images_in
+from gpuprov.core.changes import Change
 from gpuprov.core.files import FileStatus
-from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Entry, Run, pruned_numbers, read_runs, run_number
+from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Run, pruned_numbers, read_runs, run_number
 from gpuprov.core.places import CACHE_DIRECTORY, COPIES, KEPT, KEPT_PACKAGES, REPAIRS
 from gpuprov.core.system import System
 
@@ -138,18 +138,14 @@ def surplus_runs(runs: Sequence[Run], sizes: Sequence[int], kinds: Mapping[str, 
         ended = bool(run.end) and run.interrupted is None and run.path not in last_writers
         # Whether older changes of the same kind restore all that these restore.
         if ended and all(
-            entry.kind in kinds and kinds[entry.kind].undo_restores_files and _paths(entry) <= restored[entry.kind]
+            entry.kind in kinds and kinds[entry.kind].undo_restores_files and entry.paths <= restored[entry.kind]
             for entry in run.undoable
         ):
             surplus.append(run)
             continue
         for entry in run.undoable:
-            restored[entry.kind] |= _paths(entry)
+            restored[entry.kind] |= entry.paths
     return tuple(surplus)
-
-
-def _paths(entry: Entry) -> set[str]:
-    return {image["path"] for image in images_in(entry.before)}
 
 
 def _written(run: Run) -> set[str]:

@@ -51,21 +51,21 @@ class Kubectl:
 
     def text(self, path: str, *, doing: str) -> str:
         """Return the content at a path of the API."""
-        return _succeeded(self.run(("get", "--raw", path)), doing).stdout
+        return succeeded(self.run(("get", "--raw", path)), doing).stdout
 
     def has(self, path: str, *, doing: str) -> bool:
         """Say whether there is an object at a path of the API."""
         done = self.run(("get", "--raw", path))
-        return "(NotFound)" not in done.stderr and _succeeded(done, doing).ok
+        return "(NotFound)" not in done.stderr and succeeded(done, doing).ok
 
     def create(self, path: str, content: Any, *, doing: str) -> None:
         """Create an object."""
-        _succeeded(self.run(("create", "--raw", path, "-f", "-"), json.dumps(content).encode()), doing)
+        succeeded(self.run(("create", "--raw", path, "-f", "-"), json.dumps(content).encode()), doing)
 
     def delete(self, path: str, *, doing: str) -> None:
         """Delete the object, or all objects, at a path of the API, with 5 seconds to end."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 5}
-        _succeeded(self.run(("delete", "--raw", path, "-f", "-"), json.dumps(body).encode()), doing)
+        succeeded(self.run(("delete", "--raw", path, "-f", "-"), json.dumps(body).encode()), doing)
 
     def run(self, words: tuple[str, ...], stdin: bytes = b"") -> Completed:
         """Run kubectl to its end or its time limit; a failure is a value."""
@@ -80,20 +80,16 @@ class Kubectl:
         )  # fmt: skip
 
 
-def _succeeded(done: Completed, doing: str) -> Completed:
-    if not done.ok:
-        raise failure(done, doing)
-    return done
-
-
-def failure(done: Completed, doing: str) -> GpuprovError:
-    """Return the meaning of a failed call of kubectl."""
+def succeeded(done: Completed, doing: str) -> Completed:
+    """Return a call of kubectl's that went well. Raises GpuprovError, with the meaning of one that failed."""
+    if done.ok:
+        return done
     # Without credentials kubectl prompts for a name on stdout, and no one answers.
     lines = (*done.stderr.splitlines(), *done.stdout[:_LONGEST_LINE].splitlines()[:1])
     said = [one_line(line)[:_LONGEST_LINE] for line in lines if line.strip()] or ["(silent)"]
     row, line = first_match("kubectl", said) or (Failure("kubectl failed", "kubectl cluster-info"), said[-1])
     seen = f"`{' '.join((Path(done.argv[0]).name, *done.argv[1:]))}` exited {done.returncode}\n{line}"
-    return GpuprovError(f"{doing}: {row.what}", seen, row.next_step, exit_code=row.exit_code)
+    raise GpuprovError(f"{doing}: {row.what}", seen, row.next_step, exit_code=row.exit_code)
 
 
 # -- the API server's answers: their text is not trusted ---------------------------------------------------------------

@@ -26,10 +26,10 @@ from gpuprov.kubernetes.cluster import (
     Kubectl,
     Node,
     PodState,
-    failure,
     parse_events,
     parse_node,
     parse_pod,
+    succeeded,
     used_resources,
 )  # fmt: skip
 from gpuprov.kubernetes.manifest import Choice, manifest
@@ -153,7 +153,9 @@ def test_a_host_without_a_list_says_why() -> None:
     ],
 )  # fmt: skip
 def test_each_failure_of_kubectl_has_its_sentence(said: str, what: str, code: ExitCode) -> None:
-    error = failure(Completed(("kubectl", "get"), 1, "", f"E1122 memcache.go:265] noise\n{said}\n"), "list nodes")
+    with pytest.raises(GpuprovError) as failed:
+        succeeded(Completed(("kubectl", "get"), 1, "", f"E1122 memcache.go:265] noise\n{said}\n"), "list nodes")
+    error = failed.value
     assert what in error.problems[0].what
     assert error.problems[0].what.startswith("list nodes: ")
     assert error.exit_code == code
@@ -192,7 +194,8 @@ def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path, monkeypatch: p
     done = program(tmp_path, "exec yes").run(("get", "--raw", "/"))
     assert not done.ok
     assert len(done.stdout) <= 1 << 20
-    assert "does not answer" in str(failure(done, "look"))
+    with pytest.raises(GpuprovError, match="does not answer"):
+        succeeded(done, "look")
 
 
 def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
