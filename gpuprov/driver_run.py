@@ -425,7 +425,7 @@ class InstallDriver(Installation, Change):
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
         """Verify the installation: the log, the libraries, the modules."""
         log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
-        initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
+        initramfs = " ".join(row.initramfs) or "dracut or update-initramfs"
         failure = installer.explain_failure(
             done.returncode, log, done.stdout + done.stderr, commands=manager_of(row).commands, initramfs=initramfs
         )

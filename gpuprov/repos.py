@@ -43,7 +43,7 @@ class Host(Protocol):
     @property
     def architecture(self) -> str: ...
     @property
-    def distribution(self) -> Distribution | None: ...
+    def distribution(self) -> Distribution: ...
     @property
     def files(self) -> Mapping[str, FileFact]: ...
     @property
@@ -257,7 +257,7 @@ def _wanted(
 def _driver_components(host: Host, spec: HostSpec) -> str:
     """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
     row, own = host.distribution, own_driver(host.distribution)
-    if spec.driver != "distribution" or row is None or own is None or not own.components:
+    if spec.driver != "distribution" or own is None or not own.components:
         return ""
     return sources.component_source(host.files, row.codename, own.components, own.keyrings)
 

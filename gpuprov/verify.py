@@ -189,8 +189,8 @@ def _next_kernel(system: System) -> Values:
         return f"none but {running} is installed", ""
     os = gather_os(system)
     installed, row = gather_software(system, os).installed, distribution_of(os)
-    missing = next_kernel_headers(row, running, installed) if row is not None else ()
-    headers = kernel_headers(row, kernel.release) if row is not None else ()
+    missing = next_kernel_headers(row, running, installed)
+    headers = kernel_headers(row, kernel.release)
     # Debian's packages call it nvidia-current.
     dkms = any(name.startswith("nvidia") for name in system.list_directory("/var/lib/dkms"))
     compiled = module_package(installed, kernel.release)

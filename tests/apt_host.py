@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gpuprov import repos
 from gpuprov.core.changes import Change, FileFact
-from gpuprov.machine.distros import Distribution
+from gpuprov.machine.distros import UNKNOWN, Distribution
 from gpuprov.packages.apt import APT
 from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.protocol.errors import Problem
@@ -20,7 +20,7 @@ class AptHost:
 
     files: Mapping[str, FileFact]
     architecture: str
-    distribution: Distribution | None = None
+    distribution: Distribution = UNKNOWN
     packages: PackageFacts = field(default_factory=lambda: PackageFacts("apt", {}))
     package_manager: PackageManager = APT
 

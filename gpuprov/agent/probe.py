@@ -295,6 +295,6 @@ def _distribution(probe: Probe) -> tuple[Distribution, Commands]:
     id_, version, codename, like, name, ubuntu, variant = probe.os_release
     os = OperatingSystem(id_, version, codename, tuple(like.split()), name or id_ or "this system", ubuntu, variant)
     row = distribution_of(os)
-    if row is None:
+    if not row.id:
         raise GpuprovError.several(machine_problems(os, probe.system.rpartition(" ")[2]))
     return row, manager_of(row).commands

@@ -51,8 +51,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 def packages(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that a driver's services need."""
-    row = driver.facts.distribution
-    return row.service_packages if row is not None and _has_persistence(driver) else ()
+    return driver.facts.distribution.service_packages if _has_persistence(driver) else ()
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:

@@ -280,7 +280,7 @@ def _distribution(distro: str) -> Distribution:
     rolling = (one for one in distros.ROWS if (one.id, one.version) == (distro, "*"))
     row = distros.find_distribution(name, version) or next(rolling, None)
     if row is None:
-        supported = f"supported are: {distros.supported_names()}"
+        supported = f"supported are: {distros.names_of(distros.ROWS)}"
         raise UsageError(f"--distro {distro} is not a distribution that bundles are made for", "", supported)
     return row
 

@@ -109,7 +109,7 @@ def next_kernel(x: HostSnapshot) -> Seen | None:
     running = x.host.kernel.release
     kernel = None if x.host.kernel.container else newest(x.kernels, running)
     row = x.host.distribution
-    if kernel is None or row is None or not x.driver.kernel_version:
+    if kernel is None or not row.id or not x.driver.kernel_version:
         return None
     headers = kernel_headers(row, kernel.release)
     missing = next_kernel_headers(row, running, x.host.packages.installed)

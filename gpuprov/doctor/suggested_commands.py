@@ -35,15 +35,13 @@ def reinstall_packages(x: HostSnapshot, *names: str) -> str:
 
 def headers_package(x: HostSnapshot) -> str:
     """Return the command that installs the running kernel's headers."""
-    row = x.host.distribution
-    names = kernel_headers(row, x.host.kernel.release) if row is not None else ()
+    names = kernel_headers(x.host.distribution, x.host.kernel.release)
     return install_packages(x, *(names or (f"linux-headers-{x.host.kernel.release}",)))
 
 
 def rebuild_initramfs(x: HostSnapshot) -> str:
     """Return the command that rebuilds the initramfs of all kernels."""
-    row = x.host.distribution
-    return " ".join(row.initramfs) if row is not None else "update-initramfs -u -k all"
+    return " ".join(x.host.distribution.initramfs) or "update-initramfs -u -k all"
 
 
 def gpuprov_install(x: HostSnapshot) -> str:
@@ -216,10 +214,9 @@ def another_python(x: HostSnapshot) -> str:
     """Return the command that records a suitable Python, and first installs one if the host has none."""
     if x.host.interpreter.path:
         return gpuprov_install(x)
-    row = x.host.distribution
     names = packages_of_pythons(x.host.packages.installed)
     again = reinstall_packages(x, *names) if names else ""
-    return f"{again or install_packages(x, row.pythons[0] if row else 'python3')}; {gpuprov_install(x)}"
+    return f"{again or install_packages(x, x.host.distribution.pythons[0])}; {gpuprov_install(x)}"
 
 
 def migrate(x: HostSnapshot) -> str:

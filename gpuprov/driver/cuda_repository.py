@@ -45,8 +45,6 @@ def _needs_repository(spec: HostSpec) -> bool:
 def repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository if packages come from it, else nothing."""
     row = driver.facts.distribution
-    if row is None:
-        return ()
     own = bool(driver.fabric_package())
     fabric = fabric_manager.comes_from_repository(driver) or (bool(imex.wanted_version(driver)) and not own)
     return repositories_of(row, driver.facts.architecture, driver.spec, fabric=fabric)
@@ -78,8 +76,7 @@ def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return why nothing of the repository that is asked for can be had on this host."""
-    row = facts.distribution
-    return repository_problems(row, facts.architecture, spec) if row is not None and _needs_repository(spec) else ()
+    return repository_problems(facts.distribution, facts.architecture, spec) if _needs_repository(spec) else ()
 
 
 def repository_problems(row: Distribution, architecture: str, spec: HostSpec) -> tuple[Problem, ...]:
@@ -112,14 +109,14 @@ def pin_packages(spec: HostSpec) -> tuple[str, ...]:
     return (f"{PINNING}{spec.driver_version}",) if spec.driver_version else ()
 
 
-def with_branch(row: Distribution | None, device_ids: Sequence[str], installed: str, spec: HostSpec) -> HostSpec:
+def with_branch(row: Distribution, device_ids: Sequence[str], installed: str, spec: HostSpec) -> HostSpec:
     """Return the spec with the last branch that serves a host's GPUs, if its packages would be of a later branch.
 
     A driver `installed` as packages of an earlier branch stays with its branch. If the repository lacks the branch, or
     can't hold a host to it, the spec is unchanged and `problems` reports it.
     """
     last = generations.last_branch(device_ids)
-    if spec.driver_version or not last or row is None or not _can_pin(row):
+    if spec.driver_version or not last or not _can_pin(row):
         return spec
     there = installed.partition(".")[0]
     branch = min(filter(None, (there, last)), key=int)
@@ -201,13 +198,12 @@ class NvidiaPackages(PackagedDriver):
     # -- problems ----------------------------------------------------------------------------------------------------
 
     def problems(self) -> tuple[Problem, ...]:
-        facts, row = self.facts, self.facts.distribution
-        known = row if row is not None and nvidia_folder(row, facts.architecture) else None
-        compiled = precompiled.problems(facts, self.spec, self.compiled)
-        return (*compiled, *super().problems(), *(self._package_problems(known) if known else ()))
+        has_repository = nvidia_folder(self.facts.distribution, self.facts.architecture)
+        compiled = precompiled.problems(self.facts, self.spec, self.compiled)
+        return (*compiled, *super().problems(), *(self._package_problems() if has_repository else ()))
 
-    def _package_problems(self, row: Distribution) -> Iterator[Problem]:
-        facts, spec, commands = self.facts, self.spec, manager_of(row).commands
+    def _package_problems(self) -> Iterator[Problem]:
+        facts, spec, row, commands = self.facts, self.spec, self.facts.distribution, self.facts.package_manager.commands
         last, own = generations.last_branch(facts.gpu_device_ids), distribution.installed_branch(facts)
         if not self.brings_modules:
             yield Problem(
@@ -244,13 +240,10 @@ class NvidiaPackages(PackagedDriver):
         return (*super().plan_preparation(), *self._plan_pin())
 
     def _plan_pin(self) -> tuple[Change, ...]:
-        row = self.facts.distribution
-        if row is None:
-            return ()
-        if manager_of(row).has_pin_packages:
+        if self.facts.package_manager.has_pin_packages:
             return self._plan_apt_pin()
         # dnf would read the streams from the host's own repositories; the bundle has none, and only one branch.
-        if self.facts.bundle is not None or not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
+        if self.facts.bundle is not None or not re.fullmatch(_WITH_STREAMS, self.facts.distribution.nvidia_repository):
             return ()
         compiled, version = self.compiled, self.spec.driver_version
         branch, kinds = version.partition(".")[0], ("open", "open") if self.kind == "open" else ("dkms", "latest")

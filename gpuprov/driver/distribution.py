@@ -66,7 +66,7 @@ class Choice:
         return self.compiled or self.built
 
 
-def as_packages(row: distros.Distribution | None, spec: HostSpec) -> HostSpec:
+def as_packages(row: distros.Distribution, spec: HostSpec) -> HostSpec:
     """Return the spec for a distribution that has only kernel modules: its compiled modules with NVIDIA's packages."""
     own = distros.own_driver(row)
     if spec.driver != "distribution" or own is None or not own.like_packages:
@@ -238,8 +238,6 @@ class DistributionDriver(PackagedDriver):
 
     def _own_problems(self) -> Iterator[Problem]:
         row, own, choice = self.facts.distribution, self.own, self.choice
-        if row is None:
-            return
         if own is None:
             where = f" on {self.facts.architecture}" if distros.own_driver(row) is not None else ""
             others = distros.names_of(one for one in distros.ROWS if distros.own_driver(one) is not None)

@@ -55,7 +55,7 @@ def no_modules(facts: HostFacts) -> Problem:
 def packages(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
     facts, row = driver.facts, driver.facts.distribution
-    if row is None or not driver.compiles:
+    if not driver.compiles:
         return ()
     following = distros.next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
     return (*headers(driver), *following, *row.build_packages)
@@ -65,7 +65,7 @@ def headers(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages of the running kernel's headers, where modules are built; in an image, of all its kernels."""
     facts, row = driver.facts, driver.facts.distribution
     runs = driver.has_installer and not driver.installs and facts.driver_loaded_version == driver.version != ""
-    if row is None or not driver.compiles or (runs and facts.image is None):
+    if not driver.compiles or (runs and facts.image is None):
         return ()  # to keep a driver that runs, nothing is built
     releases = [one.release for one in facts.image.kernels] if facts.image is not None else [facts.kernel.release]
     return tuple(dict.fromkeys(name for release in releases for name in distros.kernel_headers(row, release)))
@@ -133,7 +133,7 @@ def offer_problems(driver: DriverSource) -> tuple[Problem, ...]:
     if facts.offers is None or facts.offers.problems:
         return facts.offers.problems if facts.offers is not None else ()
     lacking = facts.offers.lacking(_lacking_headers(driver))
-    said = known_repositories.advice(row, release, facts.architecture) if row else None
+    said = known_repositories.advice(row, release, facts.architecture)
     what = said.meaning if said else f"no repository of this host has the headers of the running kernel {release}"
     step = "boot the distribution's own kernel, or add the repository that this one came from"
     seen = f"{facts.packages.manager} was asked for {', '.join(lacking)}"
@@ -173,7 +173,7 @@ def dkms_source(driver: DriverSource) -> distros.ExtraRepository | None:
     A repository that gpuprov added stays, for DKMS's updates.
     """
     facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
-    if row is None or not spec.epel or not _needs_dkms(driver) or _has_dkms_source(facts):
+    if not spec.epel or not _needs_dkms(driver) or _has_dkms_source(facts):
         return None
     found = known_repositories.dkms_repository(row, facts.os.version, facts.architecture, spec)
     ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
@@ -183,7 +183,7 @@ def dkms_source(driver: DriverSource) -> distros.ExtraRepository | None:
 def dkms_problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return why DKMS is unavailable although the driver's packages depend on it, or a named mirror can't be used."""
     facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
-    if row is None or facts.bundle is not None or not _needs_dkms(driver) or dkms_packages(driver):
+    if facts.bundle is not None or not _needs_dkms(driver) or dkms_packages(driver):
         return ()
     if not spec.epel:
         here = f"{row.name} {row.version}"
@@ -210,7 +210,7 @@ def dkms_problems(driver: DriverSource) -> tuple[Problem, ...]:
 def dkms_note(driver: DriverSource) -> str:
     """Return a warning if the next kernel would have no driver, or ""."""
     row = driver.facts.distribution
-    if row is None or not driver.has_installer or not _needs_dkms(driver) or dkms_packages(driver):
+    if not driver.has_installer or not _needs_dkms(driver) or dkms_packages(driver):
         return ""
     other = f"enable {row.dkms_from}, or set gpuprov_epel_repository"
     how = other if driver.spec.epel else "leave gpuprov_epel at true"
@@ -224,14 +224,13 @@ def _needs_dkms(driver: DriverSource) -> bool:
     it.
     """
     row = driver.facts.distribution
-    if row is None or not row.dkms_from or known_repositories.DKMS in driver.spec.packages or not driver.compiles:
+    if not row.dkms_from or known_repositories.DKMS in driver.spec.packages or not driver.compiles:
         return False
     return driver.has_installer or row.package_manager == "dnf"
 
 
 def _has_dkms_source(facts: HostFacts) -> bool:
-    row = facts.distribution
-    pattern = _ENABLED_ALREADY.get(row.dkms_from) if row is not None else None
+    pattern = _ENABLED_ALREADY.get(facts.distribution.dkms_from)
     if pattern is None:
         return False
     for path in filter(_REPOSITORY_FILES.fullmatch, facts.files):
@@ -333,6 +332,5 @@ def _has_module(system: System, release: str) -> bool:
 
 def build_environment(system: System) -> dict[str, str]:
     """Return the PATH with the compiler that built the running kernel first, if it is not the host's `gcc`."""
-    row = distros.distribution_of(gather_os(system))
-    folder = distros.kernel_compiler(row, system.kernel_release()) if row is not None else ""
+    folder = distros.kernel_compiler(distros.distribution_of(gather_os(system)), system.kernel_release())
     return {"PATH": f"{folder}:{SYSTEM_PATH}"} if folder and system.exists(folder) else {}

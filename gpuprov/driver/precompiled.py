@@ -80,7 +80,7 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
 def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     """Return the installed, else the newest offered driver with compiled modules for the running kernel."""
     row = facts.distribution
-    if row is None or not is_wanted(facts, spec) or _is_built(facts):
+    if not is_wanted(facts, spec) or _is_built(facts):
         return None
     kind = kind_of(facts, spec)
     here = _found(row, facts, spec, kind, {name: text.split(" ") for name, text in facts.packages.installed.items()})
@@ -96,7 +96,7 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages, or patterns of them, to query the repositories for; none if all are installed."""
     row = facts.distribution
-    if row is None or not is_wanted(facts, spec) or _is_built(facts):
+    if not is_wanted(facts, spec) or _is_built(facts):
         return ()
     kind = kind_of(facts, spec)
     if row.package_manager == "zypper":
@@ -150,7 +150,7 @@ def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:
     Source: UEFI.md of yum-packaging-precompiled-kmod.
     """
     row = facts.distribution
-    if row is None or not _WITH_STREAMS.fullmatch(row.nvidia_repository) or facts.kernel.trusts_nvidia:
+    if not _WITH_STREAMS.fullmatch(row.nvidia_repository) or facts.kernel.trusts_nvidia:
         return ()
     url = f"https://developer.download.nvidia.com/compute/cuda/repos/{row.nvidia_repository}/x86_64"
     what = "Secure Boot is on, and this kernel does not trust the key that NVIDIA signs its compiled modules with"

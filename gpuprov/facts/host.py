@@ -149,8 +149,8 @@ class HostFacts:
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def distribution(self) -> Distribution | None:
-        """The row of the table of distributions, None if the distribution is not supported."""
+    def distribution(self) -> Distribution:
+        """The row of the table of distributions, UNKNOWN if the distribution is not supported."""
         return distribution_of(self.os)
 
     @cached_property

@@ -141,6 +141,8 @@ class Unsupported:
 
 
 ROWS = rows("distributions", "distributions", Distribution)
+# The row of a distribution that is not supported: it has no packages and no repositories.
+UNKNOWN = Distribution("", "", "", "", (), (), (), (), "")
 _UNSUPPORTED = rows("distributions", "unsupported", Unsupported)
 OWN_DRIVERS = rows("distribution_drivers", "drivers", OwnDriver)
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.
@@ -172,17 +174,17 @@ def find_distribution(distribution_id: str, version: str) -> Distribution | None
     return replace(found, version=version) if found is not None and found.version == "*" else found
 
 
-def distribution_of(os: OperatingSystem) -> Distribution | None:
-    """Return the row of a machine: its own, else that of the first parent in ID_LIKE that has one.
+def distribution_of(os: OperatingSystem) -> Distribution:
+    """Return the row of a machine: its own, else that of the first parent in ID_LIKE that has one, else UNKNOWN.
 
     A derivative's VERSION_ID counts as its parent's, unless a code name says which of Ubuntu's or Debian's releases it
     is made of: Linux Mint 21.3 is Ubuntu 22.04.
     """
     if _refusal(os):
-        return None
+        return UNKNOWN
     if any(row.id == os.id for row in ROWS):
-        return find_distribution(os.id, os.version)
-    return next((row for parent in os.like if (row := _parent_row(parent, os)) is not None), None)
+        return find_distribution(os.id, os.version) or UNKNOWN
+    return next((row for parent in os.like if (row := _parent_row(parent, os)) is not None), UNKNOWN)
 
 
 def _parent_row(parent: str, os: OperatingSystem) -> Distribution | None:
@@ -199,7 +201,7 @@ def _parent_row(parent: str, os: OperatingSystem) -> Distribution | None:
 def derivative_note(os: OperatingSystem) -> str:
     """Return a warning if a machine is treated as its parent distribution, or ""."""
     row = distribution_of(os)
-    if row is None or row.id == os.id:
+    if row.id in ("", os.id):
         return ""
     return f"{os.name} is not in the table of distributions; it is treated as {row.name} {row.version}, which it names"
 
@@ -213,12 +215,12 @@ def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, .
     # A release whose updates ended: this one, or its parent release.
     major, old = os.version.partition(".")[0], {(one.id, one.version): one for one in _UNSUPPORTED}
     ended = next((old[one, major] for one in (os.id, *os.like) if (one, major) in old), None)
-    if row is None and ended:
+    if not row.id and ended:
         return (Problem(f"{what}: {ended.what}", f"{seen} VERSION_ID={os.version}", ended.next_step),)
-    if row is None:
+    if not row.id:
         like = f" ID_LIKE={' '.join(os.like)}" if os.like else ""
         seen = f"{seen} VERSION_ID={os.version or '(none)'}{like}"
-        return (Problem(what, seen, f"supported are: {supported_names()}"),)
+        return (Problem(what, seen, f"supported are: {names_of(ROWS)}"),)
     if architecture not in row.architectures:
         what = f"{row.name} {row.version} is not supported on this architecture"
         return (Problem(what, f"uname -m: {architecture}", f"supported are: {', '.join(row.architectures)}"),)
@@ -228,11 +230,6 @@ def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, .
 def _refusal(os: OperatingSystem) -> MachineKind | None:
     """Return what this system is, if it must not be changed."""
     return next((one for one in MACHINES if one.served == "no" and one.has_system(os)), None)
-
-
-def supported_names() -> str:
-    """Return what is supported, for a message."""
-    return names_of(ROWS)
 
 
 def kernel_headers(row: Distribution, kernel: str) -> tuple[str, ...]:

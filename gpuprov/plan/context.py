@@ -47,11 +47,8 @@ class PlanContext:
 
     @property
     def lacking_packages(self) -> tuple[str, ...]:
-        """Those that are not installed, or not in the version that is asked for; none on an unknown distribution."""
-        facts = self.facts
-        if facts.distribution is None:
-            return ()
-        return facts.package_manager.missing(facts.packages, self.wanted_packages)
+        """Those that are not installed, or not in the version that is asked for."""
+        return self.facts.package_manager.missing(self.facts.packages, self.wanted_packages)
 
     @property
     def package_changes(self) -> tuple[Change, ...]:

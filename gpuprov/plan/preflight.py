@@ -175,9 +175,12 @@ def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:
     """The container runtime and the boot units run as root: on which Python, a user must not decide."""
     if facts.interpreter.path:
         return ()
-    names = facts.distribution.pythons if facts.distribution is not None else ("python3",)
     installed, commands = packages_of_pythons(facts.packages.installed), facts.package_manager.commands
-    get = f"{commands.reinstall} {' '.join(installed)}" if installed else f"{commands.install} {names[0]}"
+    get = (
+        f"{commands.reinstall} {' '.join(installed)}"
+        if installed
+        else f"{commands.install} {facts.distribution.pythons[0]}"
+    )
     return (
         Problem(
             "no Python on this host can run the container runtime: it must be 3.9 or later, and only root may write it",

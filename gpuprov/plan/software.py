@@ -38,8 +38,7 @@ def note(facts: HostFacts) -> str:
 def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository, Docker's, an archive of past kernels and DKMS's, if the spec needs them."""
     facts, row = driver.facts, driver.facts.distribution
-    with_docker = row is not None and driver.spec.docker == "docker-ce"
-    docker = docker_repository(row, facts.architecture) if row is not None and with_docker else None
+    docker = docker_repository(row, facts.architecture) if driver.spec.docker == "docker-ce" else None
     found = (*cuda_repository.repositories(driver), docker, *past_releases(driver), kernel.dkms_source(driver))
     return tuple(one for one in found if one is not None)
 
@@ -54,7 +53,7 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
 
 def _manager_problem(facts: HostFacts) -> Problem | None:
     row = facts.distribution
-    if row is None or facts.packages.manager == row.package_manager:
+    if facts.packages.manager == row.package_manager:
         return None
     return Problem(
         f"{row.name}'s package manager, {row.package_manager}, is missing on this host",
@@ -77,7 +76,7 @@ def _docker_problem(facts: HostFacts, spec: HostSpec) -> Problem | None:
         next_step = "install it, or set gpuprov_docker: distribution"
         return Problem("docker is not installed", "there is no dockerd", next_step)
     row = facts.distribution
-    if row is None or engine_packages(row, spec):
+    if engine_packages(row, spec):
         return None
     here = f"{row.name} {row.version}"
     if spec.docker == "docker-ce":
@@ -113,8 +112,7 @@ def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
 
 
 def _missing_engine(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    row = facts.distribution
-    return engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
+    return () if facts.docker.installed else engine_packages(facts.distribution, spec)
 
 
 def wanted(driver: DriverSource) -> tuple[str, ...]:
@@ -155,10 +153,9 @@ def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change
 
 def _advice(facts: HostFacts) -> Advice | None:
     """Return what to say if no repository has the headers of the running kernel."""
-    row = facts.distribution
-    if row is None or facts.bundle is not None:
+    if facts.bundle is not None:
         return None
-    return known_repositories.advice(row, facts.kernel.release, facts.architecture)
+    return known_repositories.advice(facts.distribution, facts.kernel.release, facts.architecture)
 
 
 def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:

@@ -197,7 +197,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
 
 def _urls(context: PlanContext, chosen: tuple[Step, ...]) -> tuple[str, ...]:
     """Return what a plan with problems would fetch: unreachable URLs are reported together with the problems."""
-    if context.facts.distribution is None or context.facts.bundle is not None:
+    if not context.facts.distribution.id or context.facts.bundle is not None:
         return ()
     fetching = (step for step in chosen if step.name in ("download", "repositories"))
     return tuple(url for step in fetching for change in step.plan(context) for url in change.urls)

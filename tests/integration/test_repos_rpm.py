@@ -253,7 +253,6 @@ def test_headers_that_no_repository_has_any_more_come_with_what_to_do(
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     configure(host, repository.spec)
     row = distribution_of(facts_of(host).os)
-    assert row is not None
     found = known_repositories.advice(row, kernel, "x86_64")
     change = InstallRpmPackages(manager(host), kernel_headers(row, kernel), advice=found)
     assert found is not None and found.next_step in refusal(lambda: change.apply(host, tell))

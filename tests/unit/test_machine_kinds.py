@@ -25,7 +25,7 @@ from gpuprov.facts.kernels import ImageFacts
 from gpuprov.fleet import ssh
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
-from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.distros import UNKNOWN, distribution_of
 from gpuprov.machine.machine import MACHINES, MachineKind, gather_kernel, gather_kinds, gather_os
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight, read_only
@@ -127,7 +127,7 @@ def test_a_refused_kind_is_the_one_thing_said(facts: HostFacts, tmp_path: Path, 
         (problem,) = preflight(PlanContext(replace(found, gpus=()), parse_spec({"driver": driver})))
         assert problem.what == row(name).what and TREES[name][1] in problem.next_step and problem.evidence
     if row(name).os:
-        assert distribution_of(found.os) is None
+        assert distribution_of(found.os) == UNKNOWN
 
 
 @pytest.mark.parametrize("name", [one.name for one in MACHINES if one.served == "preinstalled"])
