@@ -106,7 +106,7 @@ class RunFile(DriverSource):
     # -- problems ----------------------------------------------------------------------------------------------------
 
     def problems(self) -> tuple[Problem, ...]:
-        return (*super().problems(), *self._kernel_problems(), *self._file_problems())
+        return (*self._kernel_problems(), *self._file_problems())
 
     def _kernel_problems(self) -> Iterator[Problem]:
         """Yield what of the kernel, or of a display on it, the installer refuses."""

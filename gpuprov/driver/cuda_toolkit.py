@@ -60,9 +60,6 @@ def _installs(facts: HostFacts, spec: HostSpec) -> bool:
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what prevents the installation of the toolkit's .run."""
     found, seen = [], "gpuprov_cuda_url is set"
-    if spec.cuda_url and not spec.cuda:
-        what = "gpuprov_cuda_url is set, but gpuprov_cuda does not say which version that is"
-        return (Problem(what, seen, 'set gpuprov_cuda: "12.4", say'),)
     if not _installs(facts, spec):
         return ()
     if place_of(spec.cuda_url) != spec.cuda_url and not spec.cuda_sha256:

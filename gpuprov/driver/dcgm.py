@@ -32,30 +32,20 @@ def packages(version: str, spec: HostSpec) -> tuple[str, ...]:
 
 
 def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
-    """Return DCGM's packages for the driver that the host will have."""
-    return packages(_version(driver), driver.spec)
-
-
-def _version(driver: DriverSource) -> str:
+    """Return DCGM's packages for the driver that the host will have; none if its version is not known."""
     asked = driver.spec.driver_version if driver.spec.driver != "preinstalled" else ""
-    return asked or driver.coming_version or driver.facts.driver_installed_version
+    return packages(asked or driver.coming_version or driver.facts.driver_installed_version, driver.spec)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents DCGM 4, if it is asked for, from being installed."""
-    facts, spec, found = driver.facts, driver.spec, []
-    if spec.dcgm_exporter and not spec.dcgm:
-        what = "the exporter needs DCGM, which is not asked for"
-        found.append(Problem(what, "gpuprov_dcgm_exporter: true", "set gpuprov_dcgm: true"))
-    if spec.dcgm and not _version(driver):
-        what = "which of DCGM's packages fit depends on the driver's branch, which only its repository knows"
-        found.append(Problem(what, f"gpuprov_driver: {spec.driver}", 'set gpuprov_driver_version, such as "580"'))
+    facts = driver.facts
     old = [name for name in _OLD if name in facts.packages.installed]
-    if spec.dcgm and old:
-        remove = f"systemctl disable --now nvidia-dcgm; {facts.package_manager.commands.remove} {' '.join(old)}"
-        what = "DCGM 3 is installed, beside which DCGM 4 does not install"
-        found.append(Problem(what, f"{old[0]} {facts.packages.installed[old[0]]}", f"{remove}; gpuprov install"))
-    return tuple(found)
+    if not (driver.spec.dcgm and old):
+        return ()
+    remove = f"systemctl disable --now nvidia-dcgm; {facts.package_manager.commands.remove} {' '.join(old)}"
+    what = "DCGM 3 is installed, beside which DCGM 4 does not install"
+    return (Problem(what, f"{old[0]} {facts.packages.installed[old[0]]}", f"{remove}; gpuprov install"),)
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,8 +23,6 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.
 _BUILD_SECONDS = 3600
-# Generations used in machines with NVSwitches (HGX and DGX A100, H100, B200, …).
-_WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
@@ -242,40 +239,6 @@ def _has_dkms_source(facts: HostFacts) -> bool:
 
 
 # -- images ---------------------------------------------------------------------------------------------------------
-
-
-def image_problems(driver: DriverSource) -> Iterator[Problem]:
-    """Yield what an image lacks, or which facts about the machines of its copies are missing."""
-    facts, spec = driver.facts, driver.spec
-    if facts.image is None:
-        return
-    if driver.installs_modules and not facts.image.kernels:
-        yield Problem(
-            "there is no kernel in this image to build the driver's modules for",
-            "/lib/modules has no release whose vmlinuz is in /boot or beside its modules",
-            "install one first (Debian: apt-get install linux-image-$(dpkg --print-architecture)); or, where the "
-            "kernel comes from elsewhere and has the driver, set gpuprov_kernel_modules: none",
-        )
-    if driver.installs_modules and spec.kernel_module_type == "auto" and not spec.image_gpus:
-        yield Problem(
-            "which kernel modules the image needs is not said: open or proprietary",
-            "gpuprov_target is image; neither gpuprov_image_gpus nor gpuprov_kernel_module_type is set",
-            "set gpuprov_image_gpus to the GPUs that it will meet (ampere, [turing, ada], …), or "
-            "gpuprov_kernel_module_type: open or proprietary",
-        )
-    if spec.fabric_manager == "auto" and spec.image_nvswitch is None and _WITH_SWITCHES & {*spec.image_gpus}:
-        yield Problem(
-            "whether the image will meet NVSwitches, and so needs the fabric manager, is not said",
-            f"gpuprov_target is image, gpuprov_image_gpus is {', '.join(spec.image_gpus)}, gpuprov_image_nvswitch is "
-            "not set",
-            "set gpuprov_image_nvswitch: true (HGX and DGX machines), or false",
-        )
-    if spec.divides_gpus:
-        yield Problem(
-            "GPUs that are not here yet can't be divided by MIG",
-            "gpuprov_target is image, and gpuprov_mig_layout or gpuprov_mig_config is set",
-            "leave it out; divide them on the machine: gpuprov install -e gpuprov_mig_layout=…",
-        )
 
 
 def plan_image(driver: DriverSource) -> tuple[Change, ...]:

@@ -226,12 +226,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if spec.mig_layout and spec.mig_config:
         both = f"gpuprov_mig_layout is {','.join(spec.mig_layout)}, gpuprov_mig_config is {spec.mig_config}"
         return (Problem("two MIG layouts are given", both, "leave one of them out"),)
-    if spec.divides_gpus and facts.kernel.container:
-        what = "GPUs are divided by the container host, not in a system container"
-        step = "leave the MIG layout out here, and set it for the container host"
-        return (
-            Problem(what, f"inside {facts.kernel.container}; gpuprov_mig_layout or gpuprov_mig_config is set", step),
-        )
+    if facts.kernel.container:
+        return ()
     if spec.mig_config and facts.gpus and not wanted(facts, spec):
         what = f"the MIG configuration {spec.mig_config} has no entry for the GPUs of this host"
         ids = ", ".join(f"0x{gpu.device_id.upper()}10DE" for gpu in facts.gpus)

@@ -130,11 +130,7 @@ class DriverSource:
 
     def problems(self) -> tuple[Problem, ...]:
         """Return what prevents this host from getting its driver from here."""
-        if self.spec.kernel_modules != "precompiled":
-            return ()
-        what = "only packages bring kernel modules that are compiled already"
-        seen = f"gpuprov_kernel_modules: precompiled, gpuprov_driver: {self.spec.driver}"
-        return (Problem(what, seen, "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out"),)
+        return ()
 
     def note(self) -> str:
         """Return a sentence about the kernel modules, or ""."""
@@ -167,13 +163,6 @@ class Preinstalled(DriverSource):
     @property
     def installs_modules(self) -> bool:
         return False
-
-    def problems(self) -> tuple[Problem, ...]:
-        found = super().problems()
-        if self.facts.driver_installed_version:
-            return found
-        step = "set gpuprov_driver: runfile"
-        return (*found, Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is missing", step))
 
     def note(self) -> str:
         return ""

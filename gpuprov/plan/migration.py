@@ -1,4 +1,4 @@
-"""The migration from nvidia-docker 1 and 2: what a run removes, what stays and why, and its messages. Pure."""
+"""The migration from nvidia-docker 1 and 2: what a run removes, what stays and why, and its notes. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from gpuprov.engines.nvidia_docker import RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, NVIDIA_DOCKER, PLUGIN, UNIT
 from gpuprov.packages import retired
-from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
@@ -129,22 +128,6 @@ def without_removed(facts: HostFacts, spec: HostSpec, changes: tuple[Change, ...
     gone |= {NVIDIA_HOOK_PATH} if packages.intersection(_WITH_HOOK) else set()
     gone |= {NVIDIA_DOCKER} if packages.intersection(retired.WRAPPERS) else set()
     return replace(facts, files={path: file for path, file in facts.files.items() if path not in gone})
-
-
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what prevents a migration: only docker knows which containers use a volume."""
-    found, docker = facts.leftovers, facts.docker
-    is_asked = spec.migrate_nvidia_docker and spec.docker != "none" and docker.installed and not docker.active
-    traces = (*found.unseen, *found.files, *((PLUGIN,) if PLUGIN in facts.packages.installed else ()))
-    if not is_asked or docker.is_unreachable or not traces:
-        return ()
-    return (
-        Problem(
-            "docker does not run, so it is not known which containers use what nvidia-docker has left",
-            f"found: {', '.join(traces)}",
-            f"systemctl start docker, then run the same command again; or leave out {VARIABLE}",
-        ),
-    )
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpuprov import driver_run, repos, toolkit
@@ -18,14 +18,13 @@ from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.machine.machine import MACHINES, MachineKind
 from gpuprov.packages import sources
-from gpuprov.plan import migration, software, with_bundle
+from gpuprov.plan import software, with_bundle
 from gpuprov.plan.context import PlanContext
-from gpuprov.protocol import tables
+from gpuprov.plan.refusals import refusals
 from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.known_problems import NEWEST, matching
 from gpuprov.protocol.mig_configs import DISABLED
-from gpuprov.protocol.models import model_of, name_of
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import support_end
 
@@ -61,7 +60,6 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
         or (() if facts.gpus or facts.image is not None else (NO_GPU,))
         or _bundle_problems(context)
         or (
-            *kernel.image_problems(driver),
             *host_problems(facts),
             *_python_problems(facts),
             *_hiding_problems(facts),
@@ -76,14 +74,13 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *fabric_manager.plan_problems(driver),
             *imex.problems(driver),
             *dcgm.problems(driver),
-            *_refusals(driver),
+            *refusals(driver),
             *mig.problems(facts, spec),
             *software.problems(driver),
             *sources.pin_problems(facts.pinned_out),
             *(() if facts.bundle else repos.problems(facts, spec, context.extra_repositories)),
             *(docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
               if spec.docker != "none" else ()),
-            *migration.problems(facts, spec),
             *other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime),
             *watch.problems(facts, spec),
         )
@@ -119,28 +116,6 @@ def machine_notes(facts: HostFacts) -> tuple[str, ...]:
 
 def _kinds(facts: HostFacts, *served: str) -> tuple[MachineKind, ...]:
     return tuple(one for one in MACHINES if one.name in facts.kinds and one.served in served)
-
-
-def _refusals(driver: DriverSource) -> Iterator[Problem]:
-    """Yield why options can't be had on this host: rows of options_needs.json, by what holds here."""
-    facts, spec = driver.facts, driver.spec
-    version = driver.coming_version or facts.driver_installed_version or spec.driver_version
-    others = (one for one in facts.gpu_device_ids if not ((model := model_of(one)) and model.coherent_memory))
-    is_grid = spec.driver == "preinstalled" or spec.driver_url or spec.driver_mirror or facts.bundle
-    holds = {
-        "container": facts.kernel.container,
-        "image": "" if facts.image is None else "gpuprov_target: image",
-        "virtual": facts.virtual_gpu,
-        "no GRID driver": "" if is_grid else facts.virtual_gpu or ("" if spec.vgpu is None else "gpuprov_vgpu is set"),
-        "not coherent": next((name_of(one) or one for one in others if facts.image is None), ""),
-        "before 580": f"driver {version}" if version and int(version.partition(".")[0]) < 580 else "",
-        "no RDMA device": ""
-        if facts.rdma_devices or "rdma" not in spec.gpudirect
-        else "/sys/class/infiniband is empty",
-    }
-    for row in tables.packaged("options_needs")["refusals"]:
-        if getattr(spec, row["option"]) and (seen := holds[row["when"]]):
-            yield Problem(row["what"], seen, row["next"])
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:

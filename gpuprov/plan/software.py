@@ -47,46 +47,7 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return which packages are missing but may not be installed."""
     facts, row = driver.facts, _with_archive(driver) if not driver.facts.bundle else None
     archive = known_repositories.archive_problems(row, facts.kernel.release, facts.architecture) if row else ()
-    found = (_manager_problem(facts), _docker_problem(facts, driver.spec), *archive, *kernel.dkms_problems(driver))
-    return tuple(one for one in found if one is not None)
-
-
-def _manager_problem(facts: HostFacts) -> Problem | None:
-    row = facts.distribution
-    if facts.packages.manager == row.package_manager:
-        return None
-    return Problem(
-        f"{row.name}'s package manager, {row.package_manager}, is missing on this host",
-        f"there is no {row.package_manager}, or no database of packages that it could read",
-        "is this an image without one (ostree, distroless)? Take the distribution's ordinary one",
-    )
-
-
-def _docker_problem(facts: HostFacts, spec: HostSpec) -> Problem | None:
-    if spec.docker == "none" and not (facts.engines or facts.kubernetes):
-        others = "no engine but docker's own" if facts.docker.installed else "neither podman, containerd nor crio"
-        return Problem(
-            "there is no container engine on this host for gpuprov to configure",
-            f"gpuprov_docker is none, and {others} is installed",
-            f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
-        )
-    if spec.docker == "none" or facts.docker.installed:
-        return None
-    if spec.docker == "preinstalled":
-        next_step = "install it, or set gpuprov_docker: distribution"
-        return Problem("docker is not installed", "there is no dockerd", next_step)
-    row = facts.distribution
-    if engine_packages(row, spec):
-        return None
-    here = f"{row.name} {row.version}"
-    if spec.docker == "docker-ce":
-        what, next_step = f"Docker has no repository for {here}", "set gpuprov_docker: distribution"
-        return Problem(what, "docs.docker.com/engine/install", next_step)
-    return Problem(
-        f"{here} has no docker of its own",
-        "there is no dockerd, and none in the distribution's packages",
-        "set gpuprov_docker: docker-ce to take it from Docker's own repository, or none for podman instead",
-    )
+    return (*archive, *kernel.dkms_problems(driver))
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:

@@ -21,6 +21,7 @@ from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, ServiceFacts, gather_se
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
+from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.plan.with_bundle import _word
 from gpuprov.protocol.errors import GpuprovError, UsageError
@@ -157,7 +158,7 @@ def test_an_image_has_it_enabled_and_not_started(host: DcgmHost) -> None:
 
 def test_what_prevents_it_is_told_before_anything_is_changed(facts: HostFacts) -> None:
     def told(facts: HostFacts = facts, **values: Any) -> list[str]:
-        return [str(one) for one in dcgm.problems(source_of(facts, spec(**values)))]
+        return [str(one) for find in (dcgm.problems, refusals) for one in find(source_of(facts, spec(**values)))]
 
     assert told() == told(dcgm=False) == []
     assert "gpuprov_dcgm: true" in told(dcgm=False, dcgm_exporter=True)[0]

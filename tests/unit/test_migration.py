@@ -22,8 +22,10 @@ from gpuprov.packages import retired
 from gpuprov.packages.apt_changes import RemovePackages, control_of
 from gpuprov.packages.keys import armored, fingerprints, without_key
 from gpuprov.plan import migration
+from gpuprov.plan.context import source_of
+from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import CHANGE_KINDS, make_plan
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from gpuprov.toolkit import InstallRuntime
@@ -178,11 +180,15 @@ def test_without_docker_its_packages_stay_where_it_is_installed(bare: HostFacts)
 
 def test_a_docker_that_does_not_run_is_asked_for_where_there_are_traces(bare: HostFacts) -> None:
     facts = replace(with_packages(bare, {}, unseen=("nvidia_driver_375.26",)), docker=DockerFacts(installed=True))
-    (problem,) = migration.problems(facts, ASKED)
+
+    def found(facts: HostFacts, spec: HostSpec) -> list[Problem]:
+        return [one for one in refusals(source_of(facts, spec)) if "docker does not run" in one.what]
+
+    (problem,) = found(facts, ASKED)
     assert "found: nvidia_driver_375.26" in str(problem) and "systemctl start docker" in problem.next_step
     for spec in (replace(ASKED, docker="none"), HostSpec()):
-        assert migration.problems(facts, spec) == ()
-    assert migration.problems(replace(facts, leftovers=Leftovers()), ASKED) == ()
+        assert found(facts, spec) == []
+    assert found(replace(facts, leftovers=Leftovers()), ASKED) == []
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import Unsupported
 from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.context import source_of
+from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import UsageError
@@ -295,3 +296,16 @@ def test_a_wrong_entry_is_named(entry: object, says: str) -> None:
 def test_another_file_is_refused(data: object) -> None:
     with pytest.raises(UsageError, match="the file of MIG configurations is not valid"):
         checked_mig_configs(data, "site.yaml")
+
+
+def test_every_refusal_has_a_condition_and_texts_that_can_be_filled_in(tmp_path: Path) -> None:
+    facts = gather(FakeHost(tmp_path / "root", gpus=1, metal=True))
+    options = {"coherent_memory": "driver", "gpudirect": ["rdma"], "dcgm": "true", "dcgm_exporter": "true",
+               "cuda_url": "/cuda.run", "mig_layout": ["disabled"], "vgpu": {}}  # fmt: skip
+    driver = source_of(facts, parse_spec(options))
+    assert any("gpuprov_cuda does not say" in one.what for one in refusals(driver))
+    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "spec": driver.spec}
+    for row in tables.packaged("options_needs")["refusals"]:
+        assert getattr(driver.spec, row.get("option", "driver")), "the condition was looked up"
+        for text in (row["what"], row.get("seen", ""), row["next"]):
+            assert "{" not in text.format(**words, evidence="evidence")

@@ -1,0 +1,83 @@
+"""Why a host can't have what its specification asks for: rows of options_needs.json whose condition holds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gpuprov.driver import dcgm
+from gpuprov.driver.source import DriverSource
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.leftovers import PLUGIN
+from gpuprov.facts.watch import OFF
+from gpuprov.protocol import tables
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.models import model_of, name_of
+from gpuprov.protocol.spec import HostSpec
+
+# Generations used in machines with NVSwitches (HGX and DGX A100, H100, B200, …).
+_WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
+
+
+def refusals(driver: DriverSource) -> Iterator[Problem]:
+    """Yield a problem for each row whose option is asked for and whose condition holds."""
+    facts, spec = driver.facts, driver.spec
+    holds = {**_of_driver(driver), **_of_images(driver), **_of_docker(facts, spec)}
+    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "spec": spec}
+    for row in tables.packaged("options_needs")["refusals"]:
+        if getattr(spec, row.get("option", "driver")) and (evidence := holds[row["when"]]):
+            seen = row.get("seen", "{evidence}").format(evidence=evidence, **words)
+            yield Problem(row["what"].format(**words), seen, row["next"].format(**words))
+
+
+def _of_driver(driver: DriverSource) -> Mapping[str, object]:
+    """Return each condition of the driver and its GPUs with its evidence; not true if it does not hold."""
+    facts, spec = driver.facts, driver.spec
+    version = driver.coming_version or facts.driver_installed_version or spec.driver_version
+    others = (one for one in facts.gpu_device_ids if not ((model := model_of(one)) and model.coherent_memory))
+    is_grid = spec.driver == "preinstalled" or spec.driver_url or spec.driver_mirror or facts.bundle
+    is_packaged = spec.driver in ("packages", "distribution")
+    return {
+        "container": facts.kernel.container,
+        "virtual": facts.virtual_gpu,
+        "no GRID driver": "" if is_grid else facts.virtual_gpu or ("" if spec.vgpu is None else "gpuprov_vgpu is set"),
+        "not coherent": next((name_of(one) or one for one in others if facts.image is None), ""),
+        "before 580": f"driver {version}" if version and int(version.partition(".")[0]) < 580 else "",
+        "no RDMA device": "rdma" in spec.gpudirect and not facts.rdma_devices,
+        "no driver": spec.driver == "preinstalled" and not facts.driver_installed_version,
+        "precompiled, not from packages": spec.kernel_modules == "precompiled" and not is_packaged,
+        "no DCGM": not spec.dcgm,
+        "unknown packages of DCGM": not dcgm.wanted_packages(driver),
+        "no version of CUDA": not spec.cuda,
+    }
+
+
+def _of_images(driver: DriverSource) -> Mapping[str, object]:
+    spec, image = driver.spec, driver.facts.image
+    if image is None:
+        return dict.fromkeys(("image", "no kernel", "kind of modules not known", "switches not known", "watch"))
+    is_unknown = spec.kernel_module_type == "auto" and not spec.image_gpus
+    may_have_switches = spec.image_nvswitch is None and _WITH_SWITCHES & {*spec.image_gpus}
+    return {
+        "image": "gpuprov_target: image",
+        "no kernel": driver.installs_modules and not image.kernels,
+        "kind of modules not known": driver.installs_modules and is_unknown,
+        "switches not known": spec.fabric_manager == "auto" and may_have_switches and ", ".join(spec.image_gpus),
+        "watch": spec.watch != OFF,
+    }
+
+
+def _of_docker(facts: HostFacts, spec: HostSpec) -> Mapping[str, object]:
+    row, docker, left = facts.distribution, facts.docker, facts.leftovers
+    others = "no engine but docker's own" if docker.installed else "neither podman, containerd nor crio"
+    lacking = "" if docker.installed else spec.docker
+    is_stopped = spec.migrate_nvidia_docker and spec.docker != "none" and docker.installed and not docker.active
+    traces = (*left.unseen, *left.files, *((PLUGIN,) if PLUGIN in facts.packages.installed else ()))
+    return {
+        "no package manager": facts.packages.manager != row.package_manager,
+        "no engine": spec.docker == "none" and not (facts.engines or facts.kubernetes) and others,
+        "no docker": lacking == "preinstalled",
+        "no Docker repository": lacking == "docker-ce" and not row.docker_repository,
+        "no docker of its own": lacking == "distribution" and not row.docker_packages,
+        # Only docker knows which containers use a volume.
+        "stopped docker": is_stopped and not docker.is_unreachable and ", ".join(traces),
+    }
