@@ -197,6 +197,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     interpreter = gather_interpreter(system, _deployed_python(files))
     docker = gather_docker(system)
     kernel = gather_kernel(system)
+    cached = [f"{CACHE_DIRECTORY}/{name}" for name in system.list_directory(CACHE_DIRECTORY)]
     return HostFacts(
         os=os,
         architecture=system.architecture(),
@@ -212,7 +213,8 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         docker=docker,
         engines=gather_engines(system, engines),
         files=files,
-        downloads=gather_downloads(system),
+        # There is one only between its download and the end of its installation.
+        downloads={path: system.sha256(path) for path in cached if path.endswith(".run")},
         python=".".join(str(part) for part in sys.version_info[:3]),
         interpreter=interpreter,
         bytecode_current=bytecode_is_current(system, interpreter, f"{deploy.LIBRARY_PATH}/runtime_hook"),
@@ -297,12 +299,6 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
             # A link, or a program too large to be gpuprov's, exists too and belongs to others.
             found[path] = FileFact(b"", status.mode, status.uid, status.gid)
     return found
-
-
-def gather_downloads(system: System) -> Mapping[str, str]:
-    """Return the .run files in the cache: there is one only between its download and the end of its installation."""
-    names = (name for name in system.list_directory(CACHE_DIRECTORY) if name.endswith(".run"))
-    return {path: system.sha256(path) for path in (f"{CACHE_DIRECTORY}/{name}" for name in names)}
 
 
 def facts_to_json(facts: HostFacts) -> dict[str, Any]:

@@ -233,11 +233,6 @@ class ImageFacts:
         return tuple(kernel.release for kernel in self.kernels if not kernel.module)
 
 
-def gather_image(system: System, device_ids: tuple[str, ...], *, offline: bool) -> ImageFacts:
-    """Return the facts; reads only."""
-    return ImageFacts(gather_kernels(system), device_ids, offline, gather_identity(system), gather_signing_keys(system))
-
-
 def newest_kernel(system: System) -> str:
     """Return the release of the newest kernel that is installed, nothing if there is none."""
     return next((kernel.release for kernel in reversed(gather_kernels(system))), "")

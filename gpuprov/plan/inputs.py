@@ -21,7 +21,7 @@ from gpuprov.engines import docker_proxy, other_engines
 from gpuprov.engines.docker_unit import UNIT
 from gpuprov.facts.gpus import FabricFacts, gather_fabric, gather_mig
 from gpuprov.facts.host import HostFacts, driver_package, gather, gather_software
-from gpuprov.facts.kernels import gather_image, kernel_to_come
+from gpuprov.facts.kernels import ImageFacts, gather_identity, gather_kernels, gather_signing_keys, kernel_to_come
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
@@ -52,15 +52,12 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
                 driver_url=f"{FOLDER}/{manifest.driver_file}",
                 driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
             )
-    return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
-
-
-def _with_branch(system: System, spec: HostSpec) -> HostSpec:
-    """Return the spec with the branch of NVIDIA's packages that this host's GPUs need; most GPUs need none."""
+    os = gather_os(system)
+    spec = distribution.as_packages(distribution_of(os), spec)
     ids = generations.ids_of(spec.image_gpus) or own_ids(gather_gpus(system))
+    # NVIDIA's packages of the branch that this host's GPUs need; most GPUs need none.
     if spec.driver != "packages" or not generations.last_branch(ids):
         return spec
-    os = gather_os(system)
     installed = discover(system).library_version if driver_package(gather_software(system, os)) else ""
     return cuda_repository.with_branch(distribution_of(os), ids, installed, spec)
 
@@ -69,7 +66,8 @@ def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
     """Return the facts of what the machine's disk becomes: its kernels, and the GPUs and switches that are to come."""
     if not isinstance(system, ImageSystem):
         return facts
-    image = gather_image(system, generations.ids_of(spec.image_gpus), offline=system.offline)
+    ids, identity = generations.ids_of(spec.image_gpus), gather_identity(system)
+    image = ImageFacts(gather_kernels(system), ids, system.offline, identity, gather_signing_keys(system))
     fabric = gather_fabric(system, managed="blackwell" in spec.image_gpus) if spec.image_nvswitch else FabricFacts()
     unit = facts.docker.unit
     if system.offline and facts.docker.installed:

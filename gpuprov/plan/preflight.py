@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpuprov import driver_run, repos, toolkit
@@ -87,11 +87,6 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
     )  # fmt: skip
 
 
-def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """Return what prevents any run on a host, whatever it installs."""
-    return (*_room_problems(facts), *_clock_problems(facts))
-
-
 def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
     facts, spec, driver = context.facts, context.spec, context.driver
     wanted = (*driver.pin_packages(), *context.wanted_packages, *imex.fabric_packages(driver),
@@ -118,32 +113,25 @@ def _kinds(facts: HostFacts, *served: str) -> tuple[MachineKind, ...]:
     return tuple(one for one in MACHINES if one.name in facts.kinds and one.served in served)
 
 
-def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """Return the problems of disk space: a disk that fills up during a run leaves everything incomplete."""
-    return tuple(
-        Problem(
-            f"not enough room on the file system of {place}",
-            f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
-            f"make room: df -h {place}",
-        )
-        for place, free in facts.free_bytes.items()
-        if free < _LEAST_FREE_BYTES
-    )
-
-
-def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """With a clock that was never set no certificate and no signature is valid yet, far in the future none still is."""
-    if _EARLIEST_CLOCK <= facts.clock < _LATEST_CLOCK:
-        return ()
-    early = facts.clock < _EARLIEST_CLOCK
-    return (
-        Problem(
+def host_problems(facts: HostFacts) -> Iterator[Problem]:
+    """Yield what prevents any run on a host, independently of what it installs."""
+    # A disk that fills up during a run leaves everything incomplete.
+    for place, free in facts.free_bytes.items():
+        if free < _LEAST_FREE_BYTES:
+            yield Problem(
+                f"not enough room on the file system of {place}",
+                f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
+                f"make room: df -h {place}",
+            )
+    # With a clock that was never set no certificate and no signature is valid yet, far in the future none still is.
+    if not _EARLIEST_CLOCK <= facts.clock < _LATEST_CLOCK:
+        early = facts.clock < _EARLIEST_CLOCK
+        yield Problem(
             f"the clock is wrong: certificates and signatures would {'not be valid yet' if early else 'have expired'}",
             f"it says {time.strftime('%Y-%m-%d', time.gmtime(facts.clock))}, "
             + ("before this gpuprov was made" if early else "more than fifteen years after this gpuprov was made"),
             "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
-        ),
-    )
+        )
 
 
 def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:

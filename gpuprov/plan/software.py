@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from gpuprov import toolkit
 from gpuprov.boot import prepare
@@ -14,8 +13,7 @@ from gpuprov.engines import known, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.packages import known_repositories
-from gpuprov.packages.failures import Advice
-from gpuprov.packages.interface import DRIVER_PACKAGES, Installation, driver_set, pinned
+from gpuprov.packages.interface import Installation, driver_set, pinned
 from gpuprov.packages.managers import manager_of
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
@@ -27,12 +25,8 @@ _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plug
 def note(facts: HostFacts) -> str:
     """Return a sentence about partly installed packages, or "": a run that installs packages finishes them."""
     found = ", ".join(f"{name} is {status}" for name, status in sorted(facts.packages.unfinished.items()))
-    return (
-        f"{found}: dpkg was interrupted, or a script of the package failed; the next installation finishes this first "
-        "(dpkg --configure -a)"
-        if found
-        else ""
-    )
+    why = "dpkg was interrupted, or a script of the package failed"
+    return f"{found}: {why}; the next installation finishes this first (dpkg --configure -a)" if found else ""
 
 
 def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
@@ -45,9 +39,11 @@ def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return which packages are missing but may not be installed."""
-    facts, row = driver.facts, _with_archive(driver) if not driver.facts.bundle else None
-    archive = known_repositories.archive_problems(row, facts.kernel.release, facts.architecture) if row else ()
-    return (*archive, *kernel.dkms_problems(driver))
+    facts, kernels = driver.facts, kernel.dkms_problems(driver)
+    if facts.bundle or not _needs_archive(driver):
+        return kernels
+    archive = known_repositories.archive_problems(facts.distribution, facts.kernel.release, facts.architecture)
+    return (*archive, *kernels)
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:
@@ -72,14 +68,10 @@ def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return row.docker_packages
 
 
-def _missing_engine(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    return () if facts.docker.installed else engine_packages(facts.distribution, spec)
-
-
 def wanted(driver: DriverSource) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     facts, spec = driver.facts, driver.spec
-    engine = _missing_engine(facts, spec)
+    engine = () if facts.docker.installed else engine_packages(facts.distribution, spec)
     # A system container's profiles are the container host's.
     confined = facts.kernel.apparmor and not facts.kernel.container
     ours = (
@@ -99,12 +91,14 @@ def wanted(driver: DriverSource) -> tuple[str, ...]:
 def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
     facts, spec, limited = driver.facts, driver.spec, kernel.dkms_source(driver)
+    engine = () if facts.docker.installed else engine_packages(facts.distribution, spec)
+    place = (facts.kernel.release, facts.architecture)
     installation = Installation(
         wanted_packages,
         facts.bundle,
         hold=_asked(spec),
-        units=("docker.service",) if _missing_engine(facts, spec) else (),
-        advice=_advice(facts),
+        units=("docker.service",) if engine else (),
+        advice=None if facts.bundle else known_repositories.advice(facts.distribution, *place),
         limited=f"gpuprov-{limited.name}" if limited else "",
         limited_names=kernel.dkms_packages(driver),
     )
@@ -112,23 +106,17 @@ def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change
     return packaged.restoring(changes, facts.packages.installed)
 
 
-def _advice(facts: HostFacts) -> Advice | None:
-    """Return what to say if no repository has the headers of the running kernel."""
-    if facts.bundle is not None:
-        return None
-    return known_repositories.advice(facts.distribution, facts.kernel.release, facts.architecture)
-
-
 def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     """Return the repositories with the headers of the running kernel, if requested."""
     facts = driver.facts
-    row = _with_archive(driver)
-    return known_repositories.past_releases(row, facts.kernel.release, facts.architecture) if row is not None else ()
+    if not _needs_archive(driver):
+        return ()
+    return known_repositories.past_releases(facts.distribution, facts.kernel.release, facts.architecture)
 
 
-def _with_archive(driver: DriverSource) -> Distribution | None:
-    """Return the distribution whose archive of past kernels is requested and needed; None without one."""
-    return driver.facts.distribution if driver.spec.kernel_archive and kernel.packages(driver) else None
+def _needs_archive(driver: DriverSource) -> bool:
+    """Say whether the archive of past kernels is requested and needed."""
+    return driver.spec.kernel_archive and bool(kernel.packages(driver))
 
 
 def _asked(spec: HostSpec) -> tuple[str, ...]:
@@ -137,11 +125,6 @@ def _asked(spec: HostSpec) -> tuple[str, ...]:
     return tuple(
         name for name in asked if not re.match(r"kernel\b|linux-(image|modules)", name) and not driver_set((name,))
     )
-
-
-def driver_comes(driver: DriverSource, lacking: Iterable[str]) -> bool:
-    """Say whether packages of the driver are changed before the driver is loaded; `lacking`: what is installed."""
-    return bool(driver.plan_other_version()) or any(map(DRIVER_PACKAGES.match, lacking))
 
 
 def plan_driver_hold(driver: DriverSource, *, coming: bool) -> tuple[Change, ...]:

@@ -10,22 +10,13 @@ from gpuprov import toolkit
 from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
 from gpuprov.core.changes import Change
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.driver import (
-    cuda_toolkit,
-    dcgm,
-    fabric_manager,
-    gpudirect,
-    imex,
-    kernel,
-    mig,
-    nouveau,
-    running_driver,
-    vgpu,
-)
+from gpuprov.driver import cuda_toolkit, dcgm, fabric_manager, gpudirect, imex, kernel, mig, nouveau, vgpu
+from gpuprov.driver.running_driver import plan_containers
 from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
+from gpuprov.packages.interface import DRIVER_PACKAGES
 from gpuprov.packages.keys import InstallRpmKey
 from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
@@ -65,6 +56,7 @@ class Plan:
 
 
 def _plan_packages(c: PlanContext) -> tuple[Change, ...]:
+    comes = any(map(DRIVER_PACKAGES.match, c.lacking_packages))
     return (
         *c.driver.plan_preparation(),
         *kernel.plan_signing(c.driver),
@@ -74,7 +66,7 @@ def _plan_packages(c: PlanContext) -> tuple[Change, ...]:
         *c.package_changes,
         *c.driver.plan_other_version(),
         # Before a reboot, after which a timer may upgrade them.
-        *software.plan_driver_hold(c.driver, coming=software.driver_comes(c.driver, c.lacking_packages)),
+        *software.plan_driver_hold(c.driver, coming=bool(c.driver.plan_other_version()) or comes),
         *cuda_toolkit.plan_profile(c.facts, c.spec),
     )
 
@@ -111,7 +103,7 @@ def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
     proxy = docker_proxy.plan(
         facts.files, facts.docker, _docker_proxy(c), in_use=facts.docker_proxy_in_use, restarts=restarts
     )
-    return (*proxy, *changes, *running_driver.plan_containers(c.driver))
+    return (*proxy, *changes, *plan_containers(c.driver))
 
 
 def _docker_proxy(c: PlanContext) -> Proxy:

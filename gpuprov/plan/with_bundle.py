@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, BinaryIO, Callable, ClassVar
+from typing import TYPE_CHECKING, BinaryIO, ClassVar
 
 from gpuprov.bundle.format import unpack
-from gpuprov.bundle.manifest import CUDA, BundleFacts, Manifest
+from gpuprov.bundle.manifest import CUDA, BundleFacts, BundleFile, Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER, KEYS, REPOSITORY
@@ -68,21 +68,15 @@ def problems(
                 f"--arch {facts.architecture} …",
             ),
         )
+    images = any(one.reference not in facts.bundle.loaded_images for one in manifest.images)
+    needed = {"packages": bool(packages), "driver": installs_driver, "cuda": installs_cuda, "images": images}
     found = (
         _driver_problem(manifest, spec) if installs_driver else None,
         _package_problem(manifest, packages, facts.kernel.release),
         _image_problem(facts, manifest, spec),
-        _room_problem(facts, manifest, _folders(facts, packages, installs_driver, installs_cuda)),
+        _room_problem(facts, manifest, [part for part, is_needed in needed.items() if is_needed]),
     )
     return tuple(one for one in found if one is not None)
-
-
-def _folders(facts: HostFacts, packages: tuple[str, ...], driver: bool, cuda: bool) -> tuple[str, ...]:
-    """Return the folders of the bundle that will be unpacked here."""
-    assert facts.bundle is not None
-    images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
-    needed = {"packages": bool(packages), "driver": driver, "cuda": cuda, "images": images}
-    return tuple(folder for part, is_needed in needed.items() if is_needed for folder in _FOLDERS[part])
 
 
 def image_engine(spec: HostSpec) -> str:
@@ -145,9 +139,15 @@ def _word(name: str, kernel: str) -> str:
     return f"--kernel {kernel}" if kernel in name else f"--package {name}"
 
 
-def _room_problem(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> Problem | None:
+def _files_of(manifest: Manifest, parts: Iterable[str]) -> list[BundleFile]:
+    """Return the files of a bundle that belong to these parts."""
+    folders = tuple(folder for part in parts for folder in _FOLDERS[part])
+    return [one for one in manifest.files if one.path.startswith(folders)]
+
+
+def _room_problem(facts: HostFacts, manifest: Manifest, parts: Iterable[str]) -> Problem | None:
     """Unpacking needs room in addition to the bundle itself."""
-    need = sum(one.size for one in manifest.files if one.path.startswith(folders))
+    need = sum(one.size for one in _files_of(manifest, parts))
     free = facts.free_bytes.get(CACHE_DIRECTORY, need)
     if free >= need:
         return None
@@ -173,11 +173,10 @@ def unpacked(
         own = (one for one in changes if isinstance(one, cuda_toolkit.InstallCudaToolkit))
         unused = [one for one in own if not one.path.startswith(f"{FOLDER}/")]
         parts = {one.bundle_part for one in changes if one.bundle_part and one not in unused}
-        folders = tuple(folder for part in parts for folder in _FOLDERS[part])
-        paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
+        paths = [one.path for one in _files_of(bundle.manifest, parts)]
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
-        unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
+        unpack(bundle.file, bundle.contents, paths, lambda path: _open_new(system, path))
         bundle_manager(bundle.manifest).open_bundle(system, bundle.manifest.repository_key)
         yield
     finally:
@@ -193,14 +192,11 @@ def _remove(system: System) -> None:
     system.remove_tree(FOLDER)
 
 
-def _new_file_in(system: System) -> Callable[[str], BinaryIO]:
-    def open_new(path: str) -> BinaryIO:
-        place = f"{FOLDER}/{path}"
-        system.make_directory(place.rpartition("/")[0], 0o700)
-        # "x": a file that is there already, or a link, is an error.
-        return system.path(place).open("xb")
-
-    return open_new
+def _open_new(system: System, path: str) -> BinaryIO:
+    place = f"{FOLDER}/{path}"
+    system.make_directory(place.rpartition("/")[0], 0o700)
+    # "x": a file that is there already, or a link, is an error.
+    return system.path(place).open("xb")
 
 
 _LOAD_SECONDS = 1800

@@ -204,7 +204,7 @@ def test_an_upgrade_takes_the_newest_release_of_the_distributions_branch(host: C
     def plan(*, upgrade: bool) -> tuple[Change, ...]:
         # The whole step would want the headers of this machine's kernel.
         source = source_of(gather_for(host, spec, None, ("packages",), ignore, upgrade=upgrade), spec)
-        coming = software.driver_comes(source, ())
+        coming = bool(source.plan_other_version())
         return (*source.plan_other_version(), *software.plan_driver_hold(source, coming=coming))
 
     as_a_run(host, *plan(upgrade=False))
