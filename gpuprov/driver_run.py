@@ -47,7 +47,7 @@ def default_url(version: str, architecture: str) -> str:
 
     Some data-centre releases are only at …/tesla/VERSION/, where no digest lies: for those both must be given.
     """
-    return f"{tables.server(f'nvidia-driver-{architecture}')}/{version}/NVIDIA-Linux-{architecture}-{version}.run"
+    return f"{tables.server(f'nvidia-driver-{architecture}')}/{run_files.nested(version, architecture)}"
 
 
 class RunFile(DriverSource):
@@ -161,22 +161,16 @@ class RunFile(DriverSource):
                 f"{facts.package_manager.commands.remove} '*nvidia*'",
             )
         else:
-            yield from self._unserved() if self.brings_modules else ()
+            if self.brings_modules:
+                # By the list in the file if that is available; by its PCI id a GPU that the list does not know.
+                ids, served, asked = facts.gpu_device_ids, facts.served, self.spec.kernel_module_type
+                yield from generations.listed_problems(ids, served, asked)
+                yield from generations.problems([one for one in ids if one not in served], version, asked)
             if self.installs:
-                yield from (*self._digest_problems(), *self._room_problems(), *running_driver.problems(self))
+                yield from (*self._download_problems(), *running_driver.problems(self))
 
-    def _unserved(self) -> tuple[Problem, ...]:
-        """Return the GPUs that the driver does not serve: by its own list if its file is available, else by PCI ids.
-
-        A GPU that the list does not know is judged by its PCI id.
-        """
-        ids, served, asked = self.facts.gpu_device_ids, self.facts.served, self.spec.kernel_module_type
-        unlisted = tuple(one for one in ids if one not in served)
-        listed = generations.listed_problems(ids, served, asked)
-        return (*listed, *generations.problems(unlisted, self.spec.driver_version, asked))
-
-    def _digest_problems(self) -> Iterator[Problem]:
-        """A digest beside the file comes over the same channel."""
+    def _download_problems(self) -> Iterator[Problem]:
+        # A digest beside the file comes over the same channel.
         if self.url.startswith("http:") and not self.sha256:
             yield Problem(
                 "the driver comes over http and its SHA-256 is not known, so the download could not be trusted",
@@ -184,8 +178,7 @@ class RunFile(DriverSource):
                 "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust), or use https",
             )
 
-    def _room_problems(self) -> Iterator[Problem]:
-        """NVIDIA's own file has a known size; another file is checked after its download."""
+        # NVIDIA's own file has a known size; another file is checked after its download.
         for place, needed in _ROOM.items():
             free = self.facts.free_bytes.get(place, needed)
             if not self.spec.driver_url and free < needed:
@@ -324,17 +317,14 @@ class InstallDriver(Installation, Change):
             )
         # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
         system.sync()
-        self._keep(system, digest, module_type, tell)
+        # How the driver was installed, and its file, so that another one can be undone.
+        values = {one.name: getattr(self, one.name) for one in fields(Installation)}
+        record = Installation(**{**values, "sha256": digest, "module_type": module_type})
+        run_files.keep(system, self.path, record, content=self.keep, replaces=self.replaces, tell=tell)
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
         return {}
-
-    def _keep(self, system: System, digest: str, module_type: str, tell: Tell) -> None:
-        """Record how the driver was installed, and keep its file, so that another one can be undone."""
-        values = {one.name: getattr(self, one.name) for one in fields(Installation)}
-        record = Installation(**{**values, "sha256": digest, "module_type": module_type})
-        run_files.keep(system, self.path, record, content=self.keep, replaces=self.replaces, tell=tell)
 
     def way_back(self, system: System) -> tuple[str, ...]:
         if self.replaces in ("", self.version):

@@ -41,7 +41,7 @@ from gpuprov.facts.driver import PRELOAD, package_change, since
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
-from gpuprov.facts.kernels import gather_kernels, module_name
+from gpuprov.facts.kernels import gather_kernels, module_of
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
@@ -94,7 +94,6 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
     if spec.docker != "none":
         host = replace(host, leftovers=with_docker(system, host.leftovers, host.docker, host.packages))
     log, log_error = _kernel_log(system)
-    modules = system.read_text(f"/lib/modules/{system.kernel_release()}/modules.dep") or ""
     units = dict.fromkeys((*_UNITS, *(one.unit for one in host.engines.values() if one.unit)))
     first = system.which("nvidia-smi") or ""
     own = next((one.real_path for one in host.driver.programs if one.path.endswith("/nvidia-smi")), "")
@@ -108,6 +107,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
     timed = (*_TIMED, host.docker.config_path)
     specification = system.read_bytes(PATH)
     runs, fault = _runs(system)
+    module = module_of(system, system.kernel_release())
     return HostSnapshot(
         host=host,
         spec=spec,
@@ -115,7 +115,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         kernel_log_error=log_error,
         smi=smi,
         node_errors=_node_errors(system, host.driver, smi),
-        module=snapshot.parse_modinfo(_said(system, ("modinfo", module_name(modules) or "nvidia"))),
+        module=snapshot.parse_modinfo(_said(system, ("modinfo", module or "nvidia"))),
         kernels=gather_kernels(system),
         dkms=_said(system, ("dkms", "status")),
         loader={one.name: one.path for one in reversed(cached) if one.name in _LOADED and one.is_64_bit},

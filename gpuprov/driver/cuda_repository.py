@@ -86,27 +86,21 @@ def repository_problems(row: Distribution, architecture: str, spec: HostSpec) ->
         what = f"NVIDIA has no CUDA repository for {row.name} {row.version} on {architecture}"
         step = "set gpuprov_driver: runfile, and leave gpuprov_cuda and gpuprov_dcgm out"
         return (Problem(what, "developer.download.nvidia.com/compute/cuda/repos", step),)
-    return () if fingerprint else (_unknown_key(row, f"{_DEFAULT}/{folder}", file),)
-
-
-def _unknown_key(row: Distribution, base: str, file: str) -> Problem:
-    """Return the problem of an unknown key: only NVIDIA's own proves that packages are NVIDIA's."""
-    place = f"{base}/{file or 'the .pub file that lies there'}"
-    return Problem(
-        f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}",
-        f"{place}: no public source that tells its fingerprint was found",
+    if fingerprint:
+        return ()
+    # Only NVIDIA's own key proves that packages are NVIDIA's.
+    what = f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}"
+    base = f"{_DEFAULT}/{folder}"
+    seen = f"{base}/{file or 'the .pub file that lies there'}: no public source that tells its fingerprint was found"
+    step = (
         f"fetch it twice over different networks (curl -O {base}/{file or 'FILE.pub'}), compare the two, and set "
-        "gpuprov_cuda_key_fingerprint to the 40 digits that gpg --show-keys FILE prints; or gpuprov_driver: runfile",
+        "gpuprov_cuda_key_fingerprint to the 40 digits that gpg --show-keys FILE prints; or gpuprov_driver: runfile"
     )
+    return (Problem(what, seen, step),)
 
 
 def _can_pin(row: Distribution) -> bool:
     return manager_of(row).has_pin_packages or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
-
-
-def pin_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return the package that pins apt to the requested branch or version, if any."""
-    return (f"{PINNING}{spec.driver_version}",) if spec.driver_version else ()
 
 
 def with_branch(row: Distribution, device_ids: Sequence[str], installed: str, spec: HostSpec) -> HostSpec:
@@ -122,17 +116,6 @@ def with_branch(row: Distribution, device_ids: Sequence[str], installed: str, sp
     branch = min(filter(None, (there, last)), key=int)
     is_there = branch == there or int(branch) >= int(LONG_TERM_BRANCH)
     return replace(spec, driver_version=branch) if is_there else spec
-
-
-def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
-    """Return the problem of a branch before 580, or of a repository that can't hold a host to one."""
-    release = tables.resolved(branch)
-    return Problem(
-        f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",
-        f"PCI devices {', '.join(f'10de:{one}' for one in sorted(set(facts.gpu_device_ids)))}: {branch} is the last "
-        "branch that serves them all; packages without a version are of a later one",
-        f'set gpuprov_driver: runfile and gpuprov_driver_version: "{release}"',
-    )
 
 
 class NvidiaPackages(PackagedDriver):
@@ -193,7 +176,7 @@ class NvidiaPackages(PackagedDriver):
         return (top if top in self.facts.packages.installed else f"{top}={found.driver}", found.module)
 
     def pin_packages(self) -> tuple[str, ...]:
-        return pin_packages(self.spec)
+        return (f"{PINNING}{self.spec.driver_version}",) if self.spec.driver_version else ()
 
     # -- problems ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +211,13 @@ class NvidiaPackages(PackagedDriver):
                 "or set gpuprov_driver: runfile",
             )
         elif last and not spec.driver_version:
-            yield _no_branch(facts, row, last)
+            # It is before 580, or the repository can't hold a host to a branch.
+            yield Problem(
+                f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",
+                f"PCI devices {', '.join(f'10de:{one}' for one in sorted(set(facts.gpu_device_ids)))}: {last} is the "
+                "last branch that serves them all; packages without a version are of a later one",
+                f'set gpuprov_driver: runfile and gpuprov_driver_version: "{tables.resolved(last)}"',
+            )
         else:
             version = generations.newest_of(spec.driver_version)
             yield from generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
@@ -237,11 +226,10 @@ class NvidiaPackages(PackagedDriver):
 
     def plan_preparation(self) -> tuple[Change, ...]:
         """Return what pins the driver to the requested branch or version."""
-        return (*super().plan_preparation(), *self._plan_pin())
+        has_pins = self.facts.package_manager.has_pin_packages
+        return (*super().plan_preparation(), *(self._plan_apt_pin() if has_pins else self._plan_stream()))
 
-    def _plan_pin(self) -> tuple[Change, ...]:
-        if self.facts.package_manager.has_pin_packages:
-            return self._plan_apt_pin()
+    def _plan_stream(self) -> tuple[Change, ...]:
         # dnf would read the streams from the host's own repositories; the bundle has none, and only one branch.
         if self.facts.bundle is not None or not re.fullmatch(_WITH_STREAMS, self.facts.distribution.nvidia_repository):
             return ()

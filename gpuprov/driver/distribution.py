@@ -52,8 +52,8 @@ class Choice:
 
     @property
     def key_package(self) -> str:
-        """The package whose version equals the driver's."""
-        return self.branch.libraries[0]
+        """The package whose version equals the driver's, "" if nothing is chosen."""
+        return next(iter(self.branch.libraries), "")
 
     @property
     def built(self) -> tuple[str, ...]:
@@ -64,6 +64,9 @@ class Choice:
     def modules(self) -> tuple[str, ...]:
         """The packages that contain the kernel modules; none if the distribution has none of this kind."""
         return self.compiled or self.built
+
+
+_NOTHING = Choice(distros.DriverBranch("", ()), "")
 
 
 def as_packages(row: distros.Distribution, spec: HostSpec) -> HostSpec:
@@ -122,20 +125,18 @@ class DistributionDriver(PackagedDriver):
     # -- the choice --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def choice(self) -> Choice | None:
-        """What to install, None if nothing of the distribution's is possible."""
-        if self.own is None:
-            return None
-        version = self.spec.driver_version
-        branch = asked_branch(self.own, version) if version else self._default(self.own)
-        if branch is None:
-            return None
-        return self._with_compiled(Choice(branch, self._kind_of(branch)))
+    def choice(self) -> Choice:
+        """What to install: of the asked branch, else the installed one, else the first that serves the host's GPUs.
 
-    def _default(self, own: distros.OwnDriver) -> distros.DriverBranch | None:
-        """Return the branch that is installed, or the first that serves the host's GPUs; the first if none does."""
+        It has no packages if nothing of the distribution's is possible.
+        """
+        own, version = self.own, self.spec.driver_version
+        if own is None:
+            return _NOTHING
         served = (one for one in own.branches if self._serves(one))
-        return installed_branch(self.facts) or next(served, own.branches[0] if own.branches else None)
+        default = None if version else installed_branch(self.facts) or next(served, next(iter(own.branches), None))
+        branch = asked_branch(own, version) if version else default
+        return self._with_compiled(Choice(branch, self._kind_of(branch))) if branch is not None else _NOTHING
 
     def _kind_of(self, branch: distros.DriverBranch) -> str:
         return preferred_kind(branch, self.facts.gpu_device_ids, self.spec.kernel_module_type)
@@ -166,15 +167,15 @@ class DistributionDriver(PackagedDriver):
 
     @property
     def key_package(self) -> str:
-        return self.choice.key_package if self.choice is not None else ""
+        return self.choice.key_package
 
     @property
     def branch(self) -> str:
-        return self.choice.branch.branch if self.choice is not None else ""
+        return self.choice.branch.branch
 
     @property
     def has_compiled_modules(self) -> bool:
-        return self.choice is not None and bool(self.choice.compiled)
+        return bool(self.choice.compiled)
 
     def signing_problems(self) -> tuple[Problem, ...]:
         # Compiled ones are signed with the distribution's own key, which its kernels trust.
@@ -182,12 +183,10 @@ class DistributionDriver(PackagedDriver):
 
     @property
     def coming_version(self) -> str:
-        if self.choice is None or self.facts.driver_installed_version:
-            return ""
-        return self._offered_version(self.choice.key_package)
+        return "" if self.facts.driver_installed_version else self._offered_version(self.key_package)
 
     def fabric_package(self) -> str:
-        return self.choice.branch.fabric_manager if self.choice is not None else ""
+        return self.choice.branch.fabric_manager
 
     def packages(self) -> tuple[str, ...]:
         return () if self._other_branch is not None else self._wanted
@@ -196,8 +195,6 @@ class DistributionDriver(PackagedDriver):
     def _wanted(self) -> tuple[str, ...]:
         """The packages that the host needs, also if a change of the branch installs them."""
         choice = self.choice
-        if choice is None:
-            return ()
         if not self.brings_modules:
             return choice.branch.libraries
         installed = self.facts.packages.installed
@@ -208,8 +205,7 @@ class DistributionDriver(PackagedDriver):
     @property
     def _next_compiled(self) -> tuple[str, ...]:
         """The packages that may bring compiled modules with later kernels."""
-        choice = self.choice
-        rules = choice.branch.next_compiled.get(choice.kind, ()) if choice is not None else ()
+        rules = self.choice.branch.next_compiled.get(self.choice.kind, ())
         return distros.packages_for_kernels(rules, self.facts.kernel.release, self.facts.packages.installed)
 
     def questions(self) -> tuple[str, ...]:
@@ -218,7 +214,7 @@ class DistributionDriver(PackagedDriver):
     def _questions(self) -> tuple[str, ...]:
         """Return what to query for if packages are missing."""
         choice, own = self.choice, self.own
-        if choice is None or own is None or own.repository_package or self.facts.bundle is not None:
+        if own is None or not choice.key_package or own.repository_package or self.facts.bundle is not None:
             return ()
         if not self.facts.package_manager.missing(self.facts.packages, self._wanted):
             return ()
@@ -246,8 +242,15 @@ class DistributionDriver(PackagedDriver):
                 f"gpuprov_driver: distribution; these have one: {others}",
                 "set gpuprov_driver: runfile or packages",
             )
-        elif choice is None:
-            yield self._no_branch(row, own)
+        elif not choice.key_package:
+            branches = ", ".join(one.branch for one in own.branches if one.branch)
+            has = f"it has the branches {branches}" if branches else "it has one driver, of whatever branch"
+            yield Problem(
+                f"the driver {self.spec.driver_version} can't be asked for of {row.name} {row.version}",
+                f"gpuprov_driver: distribution; {has}; the version within a branch is the distribution's",
+                "set gpuprov_driver_version to one of these, in quotes; or gpuprov_driver: runfile"
+                if branches else "leave gpuprov_driver_version out, or set gpuprov_driver: runfile",
+            )  # fmt: skip
         else:
             yield from self._other_driver_problems()
             yield from self._module_problems(row, choice) if self.brings_modules else self._container_problems(choice)
@@ -255,16 +258,6 @@ class DistributionDriver(PackagedDriver):
                 name = f"{row.name} {row.version}"
                 yield from sources.component_problems(self.facts.files, name, row.codename, own.components)
             yield from self._offer_problems(choice)
-
-    def _no_branch(self, row: distros.Distribution, own: distros.OwnDriver) -> Problem:
-        branches = ", ".join(one.branch for one in own.branches if one.branch)
-        has = f"it has the branches {branches}" if branches else "it has one driver, of whatever branch"
-        return Problem(
-            f"the driver {self.spec.driver_version} can't be asked for of {row.name} {row.version}",
-            f"gpuprov_driver: distribution; {has}; the version within a branch is the distribution's",
-            "set gpuprov_driver_version to one of these, in quotes; or gpuprov_driver: runfile"
-            if branches else "leave gpuprov_driver_version out, or set gpuprov_driver: runfile",
-        )  # fmt: skip
 
     def _other_driver_problems(self) -> Iterator[Problem]:
         """A .run's files, or NVIDIA's packages of the same names, would lie below the distribution's."""
@@ -366,25 +359,21 @@ class DistributionDriver(PackagedDriver):
     @cached_property
     def _other_branch(self) -> distros.DriverBranch | None:
         """The installed branch, if another one is requested."""
-        choice, installed = self.choice, installed_branch(self.facts)
-        if choice is None or installed is None or choice.branch.branch in ("", installed.branch):
-            return None
-        return installed
+        installed = installed_branch(self.facts)
+        return installed if installed is not None and self.branch not in ("", installed.branch) else None
 
     def plan_other_version(self) -> tuple[Change, ...]:
         """Return the change to the requested branch if another one is installed, or to a newer release."""
         old = self._other_branch
-        if old is None or self.choice is None:
+        if old is None:
             return self.plan_newer()
         installed = self.facts.packages.installed
         names = {old.base, *old.libraries, *(name for built in old.built.values() for name in built)}
         compiled = re.compile(rf"(linux-modules-nvidia|nvidia-headless|nvidia-headless-no-dkms)-{old.branch}-server\b")
         names |= {*filter(compiled.match, installed)}
         gone = tuple(sorted(name for name in names if name in installed and name not in self._wanted))
-        options = apt_options(self.facts.bundle)
-        wanted = self.choice.branch.branch
-        held = self.facts.packages.driver_held
-        change = SwitchBranch(self._wanted, held, options=options, wanted=wanted, instead=gone)
+        options, held = apt_options(self.facts.bundle), self.facts.packages.driver_held
+        change = SwitchBranch(self._wanted, held, options=options, wanted=self.branch, instead=gone)
         return (RefreshPackageIndex(options), change)
 
 

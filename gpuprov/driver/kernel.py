@@ -14,7 +14,7 @@ from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
-from gpuprov.facts.kernels import has_module
+from gpuprov.facts.kernels import module_of
 from gpuprov.machine import distros
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages import known_repositories
@@ -83,8 +83,17 @@ def prove_modules(system: System, version: str, *, dkms: bool) -> None:
     `dkms`: DKMS must have built them. An installer's exit code proves neither.
     """
     kernel = system.kernel_release()
-    if dkms:
-        _prove_dkms(system, version, kernel)
+    status = system.run(("dkms", "status")) if dkms else None
+    states = dkms_states(status.stdout, version) if status is not None else {}
+    if status is not None and not states:
+        what = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
+        raise GpuprovError(what, status.evidence(), f"dkms install nvidia/{version}")
+    if status is not None and states.get(kernel) != "installed":
+        raise GpuprovError(
+            f"DKMS knows the driver, but has not installed its modules for kernel {kernel}",
+            status.stdout.strip(),
+            f"dkms install nvidia/{version} -k {kernel}; see /var/lib/dkms/nvidia/{version}/build/make.log",
+        )
     found = system.run(("modinfo", "-k", kernel, "-F", "version", "nvidia"))
     if found.stdout.strip() != version:
         raise GpuprovError(
@@ -92,21 +101,6 @@ def prove_modules(system: System, version: str, *, dkms: bool) -> None:
             found.evidence() if not found.ok else f"modinfo -k {kernel} nvidia: version {found.stdout.strip()}",
             f"which file is it? modinfo -k {kernel} -F filename nvidia; dkms status",
         )
-
-
-def _prove_dkms(system: System, version: str, kernel: str) -> None:
-    status = system.run(("dkms", "status"))
-    states = dkms_states(status.stdout, version)
-    if states.get(kernel) == "installed":
-        return
-    if not states:
-        what = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
-        raise GpuprovError(what, status.evidence(), f"dkms install nvidia/{version}")
-    raise GpuprovError(
-        f"DKMS knows the driver, but has not installed its modules for kernel {kernel}",
-        status.stdout.strip(),
-        f"dkms install nvidia/{version} -k {kernel}; see /var/lib/dkms/nvidia/{version}/build/make.log",
-    )
 
 
 def dkms_states(status: str, version: str) -> dict[str, str]:
@@ -266,31 +260,24 @@ class BuildModules(Change):
 
     def apply(self, system: System, tell: Tell) -> None:
         for number, release in enumerate(self.kernels):
-            if not _has_module(system, release):
-                tell(f"building modules for {release}", number, len(self.kernels))
-                _build(system, release)
-
-
-def _build(system: System, release: str) -> None:
-    if system.which("dkms") is None:
-        raise GpuprovError(
-            f"kernel {release} has no NVIDIA module, and there is no dkms to build it",
-            f"/lib/modules/{release}/modules.dep lists none",
-            "remove that kernel from the image, or make dkms available (gpuprov_epel: true), then run the same command "
-            "again",
-        )
-    done = system.run(("dkms", "autoinstall", "-k", release), timeout=_BUILD_SECONDS)
-    if not _has_module(system, release):
-        version = discover(system).library_version
-        raise GpuprovError(
-            f"DKMS could not build the driver's modules for kernel {release}",
-            done.evidence(),
-            f"see /var/lib/dkms/nvidia/{version}/build/make.log; or remove that kernel from the image",
-        )
-
-
-def _has_module(system: System, release: str) -> bool:
-    return has_module(system.read_text(f"/lib/modules/{release}/modules.dep") or "")
+            if module_of(system, release):
+                continue
+            tell(f"building modules for {release}", number, len(self.kernels))
+            if system.which("dkms") is None:
+                raise GpuprovError(
+                    f"kernel {release} has no NVIDIA module, and there is no dkms to build it",
+                    f"/lib/modules/{release}/modules.dep lists none",
+                    "remove that kernel from the image, or make dkms available (gpuprov_epel: true), then run the same "
+                    "command again",
+                )
+            done = system.run(("dkms", "autoinstall", "-k", release), timeout=_BUILD_SECONDS)
+            if not module_of(system, release):
+                version = discover(system).library_version
+                raise GpuprovError(
+                    f"DKMS could not build the driver's modules for kernel {release}",
+                    done.evidence(),
+                    f"see /var/lib/dkms/nvidia/{version}/build/make.log; or remove that kernel from the image",
+                )
 
 
 def build_environment(system: System) -> dict[str, str]:

@@ -35,13 +35,6 @@ from gpuprov.protocol.words import counted
 _ALL = "all-"
 
 
-def wanted_for(layout: Sequence[str], index: int) -> str:
-    """Return a layout's text for a GPU, "" if it has none."""
-    if len(layout) == 1:
-        return layout[0]
-    return layout[index] if index < len(layout) else ""
-
-
 def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
     """Return the sorted profiles that a layout's text means on a GPU; all-… needs a GPU with MIG on."""
     if text in (DISABLED, ENABLED):
@@ -204,8 +197,8 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:
     """
     ids = own_ids(facts.gpus)
     layout = layout_of(spec.mig_config, ids) if spec.mig_config else spec.mig_layout
-    found = ((index, wanted_for(layout, index)) for index in range(len(ids)))
-    return tuple((index, text) for index, text in found if text)
+    texts = layout * len(ids) if len(layout) == 1 else layout
+    return tuple((index, text) for index, (text, _) in enumerate(zip(texts, ids)) if text)
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:

@@ -98,8 +98,17 @@ class KeepNouveauOut(Change):
             tell(f"rebuilding {image.path}", number, len(self.images))
             kernels.rebuild(system, image)
             # A driver that was there before gpuprov has a blacklist of its own; then only options are set.
-            if system.exists(BLACKLIST):
-                _prove(system, image)
+            if not system.exists(BLACKLIST):
+                continue
+            listing = kernels.list_content(system, image)
+            drivers = kernels.modules_in(listing, MODULES)
+            if drivers and not kernels.holds_file(listing, BLACKLIST):
+                raise GpuprovError(
+                    f"{image.path} would still load {', '.join(drivers)} at boot",
+                    f"it was rebuilt, holds {drivers[0]}.ko and not {BLACKLIST}",
+                    "is /etc/modprobe.d left out by the configuration of initramfs-tools or dracut? fix that, then run "
+                    "the same command again",
+                )
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -112,19 +121,6 @@ class KeepNouveauOut(Change):
                 # A change that failed here failed for the same reason, which was reported already.
                 if outcome is not None:
                     raise
-
-
-def _prove(system: System, image: Image) -> None:
-    """Inspect the image: it must contain the blacklist, or none of the drivers."""
-    listing = kernels.list_content(system, image)
-    drivers = kernels.modules_in(listing, MODULES)
-    if drivers and not kernels.holds_file(listing, BLACKLIST):
-        raise GpuprovError(
-            f"{image.path} would still load {', '.join(drivers)} at boot",
-            f"it was rebuilt, holds {drivers[0]}.ko and not {BLACKLIST}",
-            "is /etc/modprobe.d left out by the configuration of initramfs-tools or dracut? fix that, then run "
-            "the same command again",
-        )
 
 
 def bound(gpus: Sequence[PciGpu]) -> tuple[str, ...]:

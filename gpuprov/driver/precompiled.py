@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuprov.driver import generations
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import Distribution
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.versions import version_numbers
@@ -79,30 +78,28 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
 
 def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     """Return the installed, else the newest offered driver with compiled modules for the running kernel."""
-    row = facts.distribution
     if not is_wanted(facts, spec) or _is_built(facts):
         return None
     kind = kind_of(facts, spec)
-    here = _found(row, facts, spec, kind, {name: text.split(" ") for name, text in facts.packages.installed.items()})
+    here = _found(facts, spec, kind, {name: text.split(" ") for name, text in facts.packages.installed.items()})
     # The installed driver must match these modules, and not be a newer one beside old modules.
     tops = [_upstream(facts.packages.installed[name]) for name in _TOP if name in facts.packages.installed]
     fitting = [one for one in here if not tops or one.driver in tops]
     if not fitting and facts.offers is not None:
-        fitting = _found(row, facts, spec, kind, facts.offers.found)
+        fitting = _found(facts, spec, kind, facts.offers.found)
     served = [one for one in fitting if not generations.problems(facts.gpu_device_ids, one.driver, kind)]
     return max(served, key=lambda one: version_numbers(one.driver), default=None)
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages, or patterns of them, to query the repositories for; none if all are installed."""
-    row = facts.distribution
     if not is_wanted(facts, spec) or _is_built(facts):
         return ()
     kind = kind_of(facts, spec)
-    if row.package_manager == "zypper":
+    if facts.distribution.package_manager == "zypper":
         kernel = _SUSE_KERNEL.fullmatch(facts.kernel.release)
         return _suse_names(kernel["flavour"]) if kernel and kind == "open" else ()
-    running = _red_hat_kernel(row, facts)
+    running = _red_hat_kernel(facts)
     return (f"kmod-nvidia-{'open-' if kind == 'open' else ''}[0-9]*-{running}",) if running else ()
 
 
@@ -180,34 +177,26 @@ def _is_built(facts: HostFacts) -> str:
     return next((name for name in sorted(facts.packages.installed) if _BUILT.fullmatch(name)), "")
 
 
-def _found(
-    row: Distribution, facts: HostFacts, spec: HostSpec, kind: str, packages: Mapping[str, Sequence[str]]
-) -> list[Precompiled]:
+def _found(facts: HostFacts, spec: HostSpec, kind: str, packages: Mapping[str, Sequence[str]]) -> list[Precompiled]:
     """Return all drivers that have modules for the running kernel in these packages."""
-    if row.package_manager == "zypper":
-        found = _suse(facts, kind, packages)
-    else:
-        found = _red_hat(row, _red_hat_kernel(row, facts), kind, packages)
+    found = (_suse if facts.distribution.package_manager == "zypper" else _red_hat)(facts, kind, packages)
     wanted = spec.driver_version.partition(".")[0]
     return [one for one in found if not wanted or one.driver.partition(".")[0] == wanted]
 
 
-def _red_hat_kernel(row: Distribution, facts: HostFacts) -> str:
+def _red_hat_kernel(facts: HostFacts) -> str:
     """Return the running kernel as written in names of module packages: 5.14.0-611.24.1; "" on other distributions."""
     match = _RED_HAT_KERNEL.fullmatch(facts.kernel.release)
-    return match["kernel"] if match and _WITH_KMODS.fullmatch(row.nvidia_repository) else ""
+    return match["kernel"] if match and _WITH_KMODS.fullmatch(facts.distribution.nvidia_repository) else ""
 
 
-def _red_hat(row: Distribution, kernel: str, kind: str, names: Iterable[str]) -> list[Precompiled]:
-    matches = (match for match in map(_KMOD.fullmatch, names) if match and match["kernel"] == kernel)
-    found = [match for match in matches if (kind == "open") == bool(match["open"])]
-    if not _WITH_STREAMS.fullmatch(row.nvidia_repository):
-        return [Precompiled(one["driver"], one[0]) for one in found]
-    end = "-open-gpu" if kind == "open" else ""
-    return [
-        Precompiled(one["driver"], one[0], stream=f"{one['driver'].partition('.')[0]}{end}", latest=f"latest{end}")
-        for one in found
-    ]
+def _red_hat(facts: HostFacts, kind: str, packages: Iterable[str]) -> list[Precompiled]:
+    kernel, end = _red_hat_kernel(facts), "-open-gpu" if kind == "open" else ""
+    matches = (match for match in map(_KMOD.fullmatch, packages) if match and match["kernel"] == kernel)
+    found = [Precompiled(one["driver"], one[0]) for one in matches if (kind == "open") == bool(one["open"])]
+    if not _WITH_STREAMS.fullmatch(facts.distribution.nvidia_repository):
+        return found
+    return [replace(one, stream=f"{one.driver.partition('.')[0]}{end}", latest=f"latest{end}") for one in found]
 
 
 def _suse(facts: HostFacts, kind: str, packages: Mapping[str, Sequence[str]]) -> list[Precompiled]:

@@ -76,7 +76,8 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
     `fleet`: GPU models → the release that other hosts with these have.
     """
     ids = generations.ids_of(spec.image_gpus) or own_ids(gather_gpus(system))
-    driver, kernel, known = discover(system), gather_kernel(system), _known(system.architecture())
+    driver, kernel, table = discover(system), gather_kernel(system), tables.table(tables.RELEASES)
+    known = (*table["newest"].values(), *table["sha256"].get(system.architecture(), {}))
     on_mirror = functools.cache(lambda: run_files.listed(system, spec, system.architecture()))
     kept = _kept(system, spec, ids, driver)
     others = {"gpus": ids, "builds": True, "mig": False, "toolkit": "", "docker": "", "podman": ""}
@@ -186,9 +187,3 @@ def _rank(branch: str, now: str) -> tuple[bool, bool, bool, int]:
     # A branch without a date has ended, unless it is newer than all that have one.
     end = dated.get(branch) or ("" if number < max(map(int, dated), default=0) else "9999")
     return number < long_term, end < now, number != long_term, abs(number - long_term)
-
-
-def _known(architecture: str) -> tuple[str, ...]:
-    """Return the releases that the table knows for an architecture."""
-    table = tables.table(tables.RELEASES)
-    return (*table["newest"].values(), *table["sha256"].get(architecture, {}))

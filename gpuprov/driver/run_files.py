@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -87,10 +87,11 @@ def _places(mirror: str) -> tuple[str, str]:
 
 def mirrored(mirror: str, version: str, architecture: str) -> str:
     """Return the URL of a release on a mirror that has NVIDIA's own order of files, which needs no index."""
-    return f"{_places(mirror)[0]}/{_nested(version, architecture)}"
+    return f"{_places(mirror)[0]}/{nested(version, architecture)}"
 
 
-def _nested(version: str, architecture: str) -> str:
+def nested(version: str, architecture: str) -> str:
+    """Return where a release lies below NVIDIA's servers."""
     return f"{version}/NVIDIA-Linux-{architecture}-{version}.run"
 
 
@@ -103,20 +104,17 @@ def _with_file(spec: HostSpec, version: str, url: str, architecture: str) -> Hos
 def parse_index(text: str, architecture: str) -> Mapping[str, str]:
     """Return version → path below the index of the drivers that an index lists for an architecture."""
     found: dict[str, str] = {}
-    for word in _words(text):
+    # The relative links of a page, or the words of a text.
+    for word in _LINK.findall(text) or text.split():
+        if ":" in word or ".." in word or word.startswith(("/", "?", "#")):
+            continue
         file = re.fullmatch(rf"(?:.*/)?NVIDIA-Linux-{re.escape(architecture)}-({_VERSION})\.run", word)
         folder = re.fullmatch(rf"(?:\./)?({_VERSION})/?", word)
         if file:
             found[file[1]] = word[2:] if word.startswith("./") else word
         elif folder:
-            found.setdefault(folder[1], _nested(folder[1], architecture))
+            found.setdefault(folder[1], nested(folder[1], architecture))
     return found
-
-
-def _words(text: str) -> Iterator[str]:
-    """Yield the relative links of a page, or the words of a text."""
-    words = _LINK.findall(text) if _LINK.search(text) else text.split()
-    return (word for word in words if ":" not in word and not word.startswith(("/", "?", "#")) and ".." not in word)
 
 
 def newest(wanted: str, versions: Mapping[str, str]) -> str:

@@ -66,7 +66,7 @@ class Unloading:
 def stop_users(system: System, wanted: Unloading, tell: Tell) -> None:
     """Stop the named units and containers; `start_all_again` starts them. Raises GpuprovError if one does not stop."""
     # Added to the stored list: an earlier run may have been killed.
-    before = _stopped(system)
+    before = _stopped(system.read_bytes(STOPPED))
     _write(system, (*before.modules, *wanted.modules), (*before.units, *wanted.units),
            (*before.containers, *wanted.containers))  # fmt: skip
     if wanted.containers:
@@ -97,8 +97,18 @@ def unload(system: System, wanted: Unloading, tell: Tell) -> None:
         raise _in_use(wanted.version, holders)
     for name in wanted.modules:
         # A module may be unloaded together with the only one that needed it.
-        if system.exists(f"/sys/module/{name}"):
-            _unload_module(system, name)
+        if not system.exists(f"/sys/module/{name}"):
+            continue
+        done = system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
+        if not done.ok and system.exists(f"/sys/module/{name}"):
+            lines = (system.read_text("/proc/modules") or "").splitlines()
+            users = next((line for line in lines if line.split()[:1] == [name]), "")
+            raise GpuprovError(
+                f"the kernel module {name} can't be unloaded",
+                f"{done.evidence(2)}\n/proc/modules: {users}".strip(),
+                "no process has a GPU open: it is the kernel itself (a console on the GPU, nvidia_drm.fbdev=1) or "
+                "another module; reboot with the new driver instead: gpuprov_reboot: if-needed",
+            )
 
 
 def _in_use(version: str, holders: Sequence[GpuHolder]) -> GpuprovError:
@@ -154,28 +164,12 @@ def _write(system: System, modules: Names, units: Names, containers: Names) -> N
     system.write(STOPPED, f"{content}\n".encode(), mode=0o600)
 
 
-def _stopped(system: System) -> Unloading:
-    return _parse(system.read_bytes(STOPPED) or b"")
-
-
-def _parse(content: bytes) -> Unloading:
+def _stopped(content: bytes | None) -> Unloading:
+    """Return what the file STOPPED names."""
     try:
-        return load(Unloading, parse(content.decode("utf-8", "replace")), trusted=True)
+        return load(Unloading, parse((content or b"").decode("utf-8", "replace")), trusted=True)
     except WrongDataError:
         return Unloading()
-
-
-def _unload_module(system: System, name: str) -> None:
-    done = system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
-    if not done.ok and system.exists(f"/sys/module/{name}"):
-        lines = (system.read_text("/proc/modules") or "").splitlines()
-        users = next((line for line in lines if line.split()[:1] == [name]), "")
-        raise GpuprovError(
-            f"the kernel module {name} can't be unloaded",
-            f"{done.evidence(2)}\n/proc/modules: {users}".strip(),
-            "no process has a GPU open: it is the kernel itself (a console on the GPU, nvidia_drm.fbdev=1) or another "
-            "module; reboot with the new driver instead: gpuprov_reboot: if-needed",
-        )
 
 
 def unload_unused(system: System) -> None:
@@ -192,7 +186,7 @@ def start_again(system: System, tell: Tell) -> None:
     """
     if system.status(STOPPED) is None:
         return
-    wanted = _stopped(system)
+    wanted = _stopped(system.read_bytes(STOPPED))
     if (wanted.modules or wanted.units) and discover(system).library_version:
         load_driver(system)
         for name in reversed(wanted.modules):
@@ -210,7 +204,7 @@ def start_again(system: System, tell: Tell) -> None:
 def start_all_again(system: System, tell: Tell) -> None:
     """Do the same including containers, if the restored driver is the one that they used."""
     start_again(system, tell)
-    _start_containers(system, _stopped(system).containers, tell)
+    _start_containers(system, _stopped(system.read_bytes(STOPPED)).containers, tell)
 
 
 def _start_containers(system: System, names: tuple[str, ...], tell: Tell) -> None:
@@ -267,13 +261,16 @@ def gather_running(system: System, facts: HostFacts) -> RunningDriver:
     """Return the users of the loaded driver; reads only, by four commands."""
     holders = gather_holders(system, _drm_nodes(facts))
     active = active_units(system, (*UNITS, DISPLAY_MANAGER))
-    shown = ("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)
-    display = (system.run(shown).stdout.strip() or DISPLAY_MANAGER) if DISPLAY_MANAGER in active else ""
+    named = ("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)
+    display = (system.run(named).stdout.strip() or DISPLAY_MANAGER) if DISPLAY_MANAGER in active else ""
+    listed = ("docker", "ps", "--quiet", "--no-trunc")
+    ids = system.run(listed, timeout=20).stdout.split() if facts.docker.running_containers else []
+    shown = system.run(("docker", "inspect", *ids), timeout=20).stdout if ids else ""
     return RunningDriver(
         version=facts.driver_loaded_version,
         modules=tuple(name for name in MODULES if name in facts.kernel.loaded_modules),
         units=tuple(name for name in active if name != DISPLAY_MANAGER),
-        containers=_containers(system, facts, {one.container for one in holders}),
+        containers=parse_containers(shown, {one.container for one in holders}),
         display_manager=display,
         holders=holders,
     )
@@ -288,14 +285,6 @@ def active_units(system: System, units: Names) -> Names:
 
 def _drm_nodes(facts: HostFacts) -> tuple[str, ...]:
     return tuple(node.path for gpu in facts.driver.gpus for node in gpu.drm_nodes)
-
-
-def _containers(system: System, facts: HostFacts, holding: set[str]) -> Mapping[str, str]:
-    if not facts.docker.running_containers:
-        return {}
-    ids = system.run(("docker", "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split()
-    shown = system.run(("docker", "inspect", *ids), timeout=20).stdout if ids else ""
-    return parse_containers(shown, holding)
 
 
 def parse_containers(text: str, holding: set[str]) -> Mapping[str, str]:
@@ -375,7 +364,7 @@ def plan_containers(driver: DriverSource) -> tuple[Change, ...]:
     """Return the start of the containers that were or will be stopped for another driver, as the last change."""
     found = driver.facts.files.get(STOPPED)
     unloading = way(driver).unloading
-    names = (*(_parse(found.content).containers if found else ()), *(unloading.containers if unloading else ()))
+    names = (*(_stopped(found.content).containers if found else ()), *(unloading.containers if unloading else ()))
     return (StartContainers(tuple(dict.fromkeys(names))),) if names else ()
 
 

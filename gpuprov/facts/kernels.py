@@ -35,18 +35,13 @@ def gather_kernels(system: System) -> tuple[InstalledKernel, ...]:
         folder = f"/lib/modules/{release}"
         if system.exists(f"/boot/vmlinuz-{release}") or system.exists(f"{folder}/vmlinuz"):
             headers = system.exists(f"{folder}/build/Makefile")
-            found.append(InstalledKernel(release, headers, has_module(system.read_text(f"{folder}/modules.dep") or "")))
+            found.append(InstalledKernel(release, headers, bool(module_of(system, release))))
     return tuple(sorted(found, key=lambda kernel: _order(kernel.release)))
 
 
-def has_module(modules_dep: str) -> bool:
-    """Say whether a modules.dep lists NVIDIA's module."""
-    return bool(module_name(modules_dep))
-
-
-def module_name(modules_dep: str) -> str:
-    """Return the name of NVIDIA's module in a modules.dep: nvidia, nvidia-current; nothing if it lists none."""
-    found = _MODULE.search(modules_dep)
+def module_of(system: System, release: str) -> str:
+    """Return the name of a kernel's module of NVIDIA: nvidia, nvidia-current; nothing if its modules.dep lists none."""
+    found = _MODULE.search(system.read_text(f"/lib/modules/{release}/modules.dep") or "")
     return found[1] if found else ""
 
 

@@ -379,7 +379,7 @@ def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: 
     volta = replace(metal, gpus=(_VOLTA,))
     found = with_branch(volta, spec())
     assert found.driver_version == "580"
-    assert cuda_repository.pin_packages(found) == ("nvidia-driver-pinning-580",)
+    assert source_of(metal, found).pin_packages() == ("nvidia-driver-pinning-580",)
     assert problems(volta, found) == ()
     assert with_branch(metal, spec()) == spec()
     assert with_branch(volta, spec(driver_version="570")).driver_version == "570"

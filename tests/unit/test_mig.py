@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.driver import mig
-from gpuprov.driver.mig import DivideGpus, is_right, profiles_of, wanted_for
+from gpuprov.driver.mig import DivideGpus, is_right, profiles_of
 from gpuprov.facts import boot
 from gpuprov.facts.gpus import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
 from gpuprov.facts.host import HostFacts, gather
@@ -104,9 +104,10 @@ def test_a_gpu_is_divided_as_the_layout_says_or_not(name: str) -> None:
     assert is_right(text, gpu) is right
 
 
-def test_one_text_is_for_all_gpus_a_list_for_each() -> None:
-    assert [wanted_for(("all-1g.10gb",), index) for index in range(3)] == ["all-1g.10gb"] * 3
-    assert [wanted_for(("disabled", "3g.40gb"), index) for index in range(3)] == ["disabled", "3g.40gb", ""]
+def test_one_text_is_for_all_gpus_a_list_for_each(facts: HostFacts) -> None:
+    facts = replace(facts, gpus=facts.gpus * 3)
+    assert mig.wanted(facts, spec("all-1g.10gb")) == tuple((index, "all-1g.10gb") for index in range(3))
+    assert mig.wanted(facts, spec("disabled", "3g.40gb")) == ((0, "disabled"), (1, "3g.40gb"))
     assert profiles_of("all-3g.40gb", H100) == ("3g.40gb", "3g.40gb")
 
 

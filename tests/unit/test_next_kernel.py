@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core.system import System
 from gpuprov.driver import kernel
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.host import gather
-from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, has_module, newest
+from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, module_of, newest
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.events import CheckDone, Event
@@ -62,8 +63,10 @@ MODULES = {
 
 
 @pytest.mark.parametrize("text", MODULES)
-def test_the_module_in_modules_dep(text: str) -> None:
-    assert has_module(text) is MODULES[text]
+def test_the_module_in_modules_dep(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lib/modules/6.1").mkdir(parents=True)
+    (tmp_path / "lib/modules/6.1/modules.dep").write_text(text)
+    assert bool(module_of(System(str(tmp_path)), "6.1")) is MODULES[text]
 
 
 def test_the_newest_by_number_and_of_the_same_flavour() -> None:
