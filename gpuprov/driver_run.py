@@ -112,8 +112,16 @@ class RunFile(DriverSource):
         """Yield what of the kernel, or of a display on it, the installer refuses."""
         facts = self.facts
         if not self.brings_modules:
-            if facts.image is None:
-                yield from self._outside_problems()
+            # Libraries and kernel must match, in a container too, or NVML and CUDA fail (NVML error 18).
+            loaded, version = facts.driver_loaded_version, self.spec.driver_version
+            if facts.image is None and not loaded:
+                yield self.not_loaded_problem(f"driver {version}" if version else "the driver")
+            elif facts.image is None and version not in ("", loaded):
+                yield Problem(
+                    f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
+                    "/proc/driver/nvidia/version",
+                    f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
+                )
             return
         managed = facts.running is not None and facts.running.display_manager
         stops = managed and self.spec.stop_display_manager
@@ -123,18 +131,6 @@ class RunFile(DriverSource):
                 "; ".join(facts.displays),
                 "stop the display manager (systemctl isolate multi-user.target), then run the same command again; or "
                 "set gpuprov_stop_display_manager: true",
-            )
-
-    def _outside_problems(self) -> Iterator[Problem]:
-        """Libraries and kernel must match, in a container too, or NVML and CUDA fail (NVML error 18)."""
-        loaded, version = self.facts.driver_loaded_version, self.spec.driver_version
-        if not loaded:
-            yield self.not_loaded_problem(f"driver {version}" if version else "the driver")
-        elif version not in ("", loaded):
-            yield Problem(
-                f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
-                "/proc/driver/nvidia/version",
-                f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
             )
 
     def _file_problems(self) -> Iterator[Problem]:
@@ -392,9 +388,6 @@ class InstallDriver(Installation, Change):
 
     def install(self, system: System, module_type: str, tell: Tell) -> None:
         """Run the installer, and verify what it installed. Raises GpuprovError."""
-        self._prove(system, *self._run(system, module_type, tell))
-
-    def _run(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
         now = replace(self, module_type=module_type)
         arguments = now.arguments(dkms=dkms, temporary=UNPACK, log=INSTALLER_LOG)
@@ -410,7 +403,7 @@ class InstallDriver(Installation, Change):
             )  # fmt: skip
         finally:
             system.remove_tree(UNPACK)
-        return done, dkms
+        self._prove(system, done, dkms)
 
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
         """Verify the installation: the log, the libraries, the modules."""

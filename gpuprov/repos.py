@@ -211,7 +211,10 @@ def _toolkit_channels(spec: HostSpec, folder: str) -> Iterator[ExtraRepository]:
 def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
     """Return the keys and sources to write on a host, and the conflicting ones to remove."""
     wanted, conflicts = _wanted(host, spec, extra)
-    components = _driver_components(host, spec)
+    own = own_driver(host.distribution) if spec.driver == "distribution" else None
+    # What the distribution's own driver comes from.
+    words = (host.distribution.codename, own.components, own.keyrings) if own is not None and own.components else None
+    components = sources.component_source(host.files, *words) if words is not None else ""
     changes: list[Change] = []
     kept = set()
     for one in wanted:
@@ -252,14 +255,6 @@ def _wanted(
     return apt, [
         one for path, file in sources.foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)
     ]
-
-
-def _driver_components(host: Host, spec: HostSpec) -> str:
-    """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
-    row, own = host.distribution, own_driver(host.distribution)
-    if spec.driver != "distribution" or own is None or not own.components:
-        return ""
-    return sources.component_source(host.files, row.codename, own.components, own.keyrings)
 
 
 def _problems_of_any(wanted: Sequence[Repository]) -> Iterator[Problem]:

@@ -160,7 +160,9 @@ class InstallRuntime(Change):
         skipped = cls.skipped_paths(system, before)
         if not any(path.startswith(f"{cache}/") for path in kept):
             system.remove_tree(cache)
-        for image in sorted(before["files"], key=_restore_order):
+        # Programs that go precede the modules that they load; programs that come back follow theirs.
+        signs = {image["path"]: -1 if image["kind"] == "missing" else 1 for image in before["files"]}
+        for image in sorted(before["files"], key=lambda one: signs[one["path"]] * _program_rank(one["path"])):
             if image["path"] not in skipped:
                 restore_path(system, image)
         # The programs of the newer version have their byte code until the last container that they start has begun.
@@ -188,12 +190,6 @@ def _program_rank(path: str) -> int:
     return path.startswith("/usr/bin/") + (path == deploy.LAUNCHER_PATH)
 
 
-def _restore_order(image: Json) -> int:
-    """Sort programs that go before the modules that they load, and programs that come back behind theirs."""
-    rank = _program_rank(image["path"])
-    return -rank if image["kind"] == "missing" else rank
-
-
 # -- for both: the device nodes and the CDI specification ------------------------------------------------------------
 
 
@@ -209,14 +205,9 @@ def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
     # Engines of users look there, too.
     closed = facts.cdi_folder_mode is not None and facts.cdi_folder_mode & 0o555 != 0o555
     opening = (SetMode(folder, facts.cdi_folder_mode | 0o555),) if closed and facts.cdi_folder_mode is not None else ()
-    return (*opening, *_plan_specifications(driver))
-
-
-def _plan_specifications(driver: DriverSource) -> tuple[Change, ...]:
-    facts = driver.facts
     # Unknown until the driver and its nodes exist.
     if driver.plan() or missing_nodes(facts.driver):
-        return (WriteCdiSpecification(None),)
+        return (*opening, WriteCdiSpecification(None))
     others = tuple(
         (path, content)
         for path, content in facts.other_specifications.items()
@@ -224,8 +215,8 @@ def _plan_specifications(driver: DriverSource) -> tuple[Change, ...]:
     )
     found = facts.files.get(CDI_SPECIFICATION)
     if found is not None and found.is_roots(found.content) and not difference(found.content, facts.driver):
-        return (WriteCdiSpecification(found.content, others),) if others else ()
-    return (WriteCdiSpecification(render_json(specification(facts.driver)), others),)
+        return (*opening, WriteCdiSpecification(found.content, others)) if others else opening
+    return (*opening, WriteCdiSpecification(render_json(specification(facts.driver)), others))
 
 
 def _now(system: System) -> bytes:

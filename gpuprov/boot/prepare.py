@@ -118,18 +118,14 @@ def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
 
     From Hopper on the MIG mode does not outlive a boot either. If MIG devices exist already the unit does nothing.
     """
-    steps = "; ".join(f"nvidia-smi -i {index} -mig 1 && {_mig_instances(index, text)}" for index, text in layout)
-    return {"steps": steps, "seconds": str(120 + 60 * len(layout))}
-
-
-def _mig_instances(index: int, text: str) -> str:
-    if text == ENABLED:
-        return ":"
-    if not text.startswith("all-"):
-        return f"nvidia-smi mig -i {index} -cgi {mig.largest_first(text.split(','))} -C"
-    # The first must succeed; the others repeat until there is no room left.
-    make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
-    return f"{make} && while {make}; do :; done"
+    steps = []
+    for index, text in layout:
+        profiles = text[4:] if text.startswith("all-") else mig.largest_first(text.split(","))
+        make = ":" if text == ENABLED else f"nvidia-smi mig -i {index} -cgi {profiles} -C"
+        # The first must succeed; the others repeat until there is no room left.
+        more = f" && while {make}; do :; done" if text.startswith("all-") else ""
+        steps.append(f"nvidia-smi -i {index} -mig 1 && {make}{more}")
+    return {"steps": "; ".join(steps), "seconds": str(120 + 60 * len(layout))}
 
 
 @lru_cache(maxsize=1)

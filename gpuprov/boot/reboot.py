@@ -28,8 +28,13 @@ def reasons(driver: DriverSource) -> tuple[str, ...]:
         return ()
     # NVIDIA's installer refuses to run while nouveau is loaded, even without a GPU.
     hinders = "nouveau" in facts.kernel.loaded_modules and driver.installs and driver.brings_modules
-    loaded = ("the module nouveau is loaded",) if hinders else ()
-    return (*bound(facts.gpus), *loaded, *_other_driver_loaded(driver), *_other_mode(driver))
+    found = [*bound(facts.gpus), *(("the module nouveau is loaded",) if hinders else ()), *_other_driver_loaded(driver)]
+    options, asked = facts.files.get(LOADED_OPTIONS), driver.spec.coherent_memory
+    mode = re.search(rb'^CoherentGPUMemoryMode: "(\w*)"', options.content, re.MULTILINE) if options else None
+    # Another driver is loaded with the option; a driver without modes has no such line.
+    if asked and not driver.installs and mode is not None and mode[1].decode() != asked:
+        found.append(f"the driver is loaded with CoherentGPUMemoryMode {mode[1].decode() or 'unset'}, not {asked}")
+    return tuple(found)
 
 
 def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
@@ -37,15 +42,6 @@ def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
     if driver.installs or not running_driver.is_other(facts):
         return ()
     return (running_driver.other_driver_loaded(facts.driver_loaded_version, facts.driver_installed_version),)
-
-
-def _other_mode(driver: DriverSource) -> tuple[str, ...]:
-    options, asked = driver.facts.files.get(LOADED_OPTIONS), driver.spec.coherent_memory
-    mode = re.search(rb'^CoherentGPUMemoryMode: "(\w*)"', options.content, re.MULTILINE) if options else None
-    # Another driver is loaded with the option; a driver without modes has no such line.
-    if driver.installs or not asked or mode is None or mode[1].decode() == asked:
-        return ()
-    return (f"the driver is loaded with CoherentGPUMemoryMode {mode[1].decode() or 'unset'}, not {asked}",)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:

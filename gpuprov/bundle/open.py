@@ -67,7 +67,14 @@ def opened(
                     "run the same command again: the bundle is uploaded again",
                 )
             verify_files(file, bundle.contents, progress)
-            _require_repository_key(bundle)
+            named = bundle.manifest.repository_key
+            found = fingerprints(bundle.content(REPOSITORY_KEY)) if bundle.manifest.packages else (named,)
+            if found != (named,):
+                raise GpuprovError(
+                    "the key of the bundle's repository is not the one that its manifest names",
+                    f"{REPOSITORY_KEY} holds {', '.join(found)}; the manifest says {named}",
+                    "make the bundle again: gpuprov bundle create",
+                )
         except GpuprovError:
             # Remove a bundle that an upload damaged: otherwise the next run would find it again and fail.
             if path.startswith(f"{CACHE_DIRECTORY}/"):
@@ -78,19 +85,6 @@ def opened(
 
 def _unreadable(path: str, error: OSError) -> GpuprovError:
     return GpuprovError(f"the bundle {path} can't be read", str(error), "check the path")
-
-
-def _require_repository_key(bundle: OpenBundle) -> None:
-    """Raise GpuprovError unless the key that comes with the packages is exactly the one that the manifest names."""
-    if not bundle.manifest.packages:
-        return
-    found, named = fingerprints(bundle.content(REPOSITORY_KEY)), bundle.manifest.repository_key
-    if found != (named,):
-        raise GpuprovError(
-            "the key of the bundle's repository is not the one that its manifest names",
-            f"{REPOSITORY_KEY} holds {', '.join(found)}; the manifest says {named}",
-            "make the bundle again: gpuprov bundle create",
-        )
 
 
 def checked(path: str, key: str = "", progress: Progress = lambda done, total: None) -> Contents:
@@ -143,7 +137,12 @@ def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None
             f"it holds no signature, and --bundle-key asks for one by {fingerprint}",
             "gpuprov bundle create --sign KEYID …",
         )
-    key = _signing_key(bundle)
+    if SIGNING_KEY not in bundle.contents.offsets:
+        raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")
+    size = bundle.manifest.file(SIGNING_KEY).size
+    if size > _LARGEST_KEY:
+        raise GpuprovError("the bundle's key is too long to be one", counted(size, "byte"), "make it again")
+    key = bundle.content(SIGNING_KEY)
     if fingerprints(key) != (fingerprint,):
         raise GpuprovError(
             "the bundle is signed by another key than the one that is pinned",
@@ -161,15 +160,6 @@ def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None
             "\n".join(said[-3:]) or done.evidence(4),
             "get the bundle again from where it was made",
         )
-
-
-def _signing_key(bundle: OpenBundle) -> bytes:
-    if SIGNING_KEY not in bundle.contents.offsets:
-        raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")
-    size = bundle.manifest.file(SIGNING_KEY).size
-    if size > _LARGEST_KEY:
-        raise GpuprovError("the bundle's key is too long to be one", counted(size, "byte"), "make it again")
-    return bundle.content(SIGNING_KEY)
 
 
 def _gpgv(system: System, contents: Contents, key: bytes) -> Completed:

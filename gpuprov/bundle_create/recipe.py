@@ -23,7 +23,7 @@ from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import rows, server
-from gpuprov.repos import DEBIAN_ARCHITECTURES, AptRepository, RpmRepository, apt_repositories, rpm_repositories
+from gpuprov.repos import DEBIAN_ARCHITECTURES, AptRepository, apt_repositories, rpm_repositories
 
 # -- where packages come from ----------------------------------------------------------------------------------------
 
@@ -148,20 +148,6 @@ def _parsed(number: int, line: str) -> RpmSource:
     if not re.match(r"(https?|file)://", uri) or not keys or len(words) % 2 or not sound:
         raise UsageError("this is no source of packages for dnf", line, f"write {_FORM}")
     return RpmSource(f"source-{number}", uri, keys)
-
-
-def as_source(repository: RpmRepository) -> RpmSource:
-    """Return a repository that hosts have in addition to their distribution's, as a source."""
-    return RpmSource(
-        repository.name,
-        repository.uri,
-        ((repository.key_url, repository.key_fingerprint),),
-        repository.signed_metadata,
-        repository.signed_packages,
-        # NVIDIA's: the fabric manager is in the stream of its driver's branch.
-        all_streams=repository.name == "cuda",
-        only=repository.only,
-    )
 
 
 # -- what hosts need -------------------------------------------------------------------------------------------------
@@ -294,10 +280,16 @@ def _sources(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> di
         with_driver = own is not None and any(spec.driver == "distribution" for spec in specs)
         components = sorted(own.components) if own is not None and with_driver else ()
         sources = wanted.sources or default_sources(row, architecture, wanted.mirror, components)
-        found = [one for spec, more in extra for one in apt_repositories(spec, architecture, more)]
-        return {"sources": sources, "repositories": _distinct(found)}
+        added = [one for spec, more in extra for one in apt_repositories(spec, architecture, more)]
+        return {"sources": sources, "repositories": _distinct(added)}
     # dnf resolves the packages for zypper, too.
-    hosts = [as_source(one) for spec, more in extra for one in rpm_repositories(DNF, spec, architecture, more)]
+    found = [one for spec, more in extra for one in rpm_repositories(DNF, spec, architecture, more)]
+    # NVIDIA's: the fabric manager is in the stream of its driver's branch.
+    hosts = [
+        RpmSource(one.name, one.uri, ((one.key_url, one.key_fingerprint),), one.signed_metadata, one.signed_packages,
+                  all_streams=one.name == "cuda", only=one.only)
+        for one in found
+    ]  # fmt: skip
     archives = rpm_sources(row.id, _version(row, wanted), architecture, wanted.sources)
     return {"sources": (), "repositories": (), "rpm_sources": (*archives, *_distinct(hosts))}
 

@@ -15,15 +15,14 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Callable
 
 from gpuprov.bundle.manifest import BundlePackage, is_safe_path
 from gpuprov.bundle_create.recipe import ARCHIVES, Collection, Recipe, RpmSource
-from gpuprov.core.changes import Tell
 from gpuprov.core.places import KEYS, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System, sha256_of
 from gpuprov.packages.dpkg import proxy_options
 from gpuprov.packages.failures import finish_rpm
+from gpuprov.packages.interface import reporter
 from gpuprov.packages.keys import InstallKey, armored, fetch_pinned_key, fingerprints, key_ids
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
@@ -83,11 +82,6 @@ def _gpg(system: System, home: str, *words: str) -> None:
     )  # fmt: skip
 
 
-def _progress(pattern: str, tell: Tell) -> Callable[[str], None]:
-    """Return what tells of each line of a program that begins with a pattern."""
-    return lambda line: tell(line.strip(), 0, 0) if re.match(pattern, line) else None
-
-
 # -- apt -------------------------------------------------------------------------------------------------------------
 
 # Proxies and certificates come from the site; nothing else of this machine's apt configuration is used.
@@ -109,7 +103,7 @@ def collect_apt(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]
         raise GpuprovError("the repositories' lists can't be had", done.evidence(), "check the sources: --source")
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
     install = (*_APT, *proxy_options(system), "--download-only", "install", "--", *recipe.packages)
-    done = system.run(install, timeout=_DOWNLOAD_SECONDS, env=environment, on_line=_progress("Get:", tell))
+    done = system.run(install, timeout=_DOWNLOAD_SECONDS, env=environment, on_line=reporter("Get:", tell))
     if not done.ok:
         raise GpuprovError("the packages can't be had", done.evidence(), "is a repository missing? --source, --hosts")
     archives = f"{to.work}/apt/archives"
@@ -212,7 +206,13 @@ def collect_rpm(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]
     Their files are added to the collection. Raises GpuprovError that names what is not available.
     """
     system, recipe, places = to.system, to.recipe, to.places
-    _require_programs(system)
+    if lacking := [program for program in _PROGRAMS if system.which(program) is None]:
+        install = " ".join(dict.fromkeys(_PROGRAMS[program] for program in lacking))
+        raise GpuprovError(
+            f"these programs are needed for a bundle of rpm packages: {', '.join(lacking)}",
+            "dnf chooses the packages, createrepo_c indexes them",
+            f"on Debian and Ubuntu: apt-get install {install}",
+        )
     root = f"{to.work}/rpm"
     makers = _write_sources(system, recipe, root)
     _download(to, root)
@@ -233,17 +233,6 @@ def collect_rpm(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]
             _sign(system, places[package.file], key)
     _index(system, folder, key, places)
     return tuple(sorted(packages, key=lambda one: one.file))
-
-
-def _require_programs(system: System) -> None:
-    lacking = [program for program in _PROGRAMS if system.which(program) is None]
-    if lacking:
-        install = " ".join(dict.fromkeys(_PROGRAMS[program] for program in lacking))
-        raise GpuprovError(
-            f"these programs are needed for a bundle of rpm packages: {', '.join(lacking)}",
-            "dnf chooses the packages, createrepo_c indexes them",
-            f"on Debian and Ubuntu: apt-get install {install}",
-        )
 
 
 def _write_sources(system: System, recipe: Recipe, root: str) -> Mapping[str, str]:
@@ -291,7 +280,7 @@ def _download(to: Collection, root: str) -> None:
         *(name.replace("=", "-", 1) for name in recipe.packages),
     )  # fmt: skip
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
-    progress = _progress(r"\(\d+/\d+\): ", tell)
+    progress = reporter(r"\(\d+/\d+\): ", tell)
     done = system.run(command, timeout=_DOWNLOAD_SECONDS, env=system.proxy.environment, on_line=progress)
     finish_rpm(done, "the packages can't be had")
 

@@ -68,20 +68,20 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if _package(spec) in facts.packages.installed:
         what = f"CUDA {spec.cuda} on this host comes from packages; a .run over them would break both"
         found.append(Problem(what, seen, "leave gpuprov_cuda_url out, or purge the packages first"))
-    return (*found, *(_bundle_problems(facts.bundle.manifest, spec) if facts.bundle is not None else ()))
-
-
-def _bundle_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what prevents a bundle from providing the file. With a bundle, nothing else is fetched."""
-    if place_of(spec.cuda_url) != spec.cuda_url:
+    manifest = facts.bundle.manifest if facts.bundle is not None else None
+    # With a bundle, nothing else is fetched.
+    if manifest is not None and place_of(spec.cuda_url) != spec.cuda_url:
         what = "the bundle does not hold the .run of the CUDA toolkit that is asked for"
         seen = f"it holds {manifest.cuda_version or 'none'}, asked for is {spec.cuda} from {masked(spec.cuda_url)}"
         words = f"gpuprov bundle create -e gpuprov_cuda={spec.cuda} --cuda-file FILE …"
-        return (Problem(what, seen, f"{words}; or copy it to the host and set gpuprov_cuda_url to its path"),)
-    if not takes_from_bundle(spec) or spec.cuda_sha256 == (held := manifest.file(manifest.cuda_file).sha256):
-        return ()
-    seen = f"{manifest.cuda_file} has SHA-256 {held}, gpuprov_cuda_sha256 is {spec.cuda_sha256}"
-    return (Problem("the bundle's CUDA toolkit is not the one that is pinned", seen, "correct one of the two"),)
+        found.append(Problem(what, seen, f"{words}; or copy it to the host and set gpuprov_cuda_url to its path"))
+    elif manifest is not None and takes_from_bundle(spec):
+        held = manifest.file(manifest.cuda_file).sha256
+        if spec.cuda_sha256 != held:
+            what = "the bundle's CUDA toolkit is not the one that is pinned"
+            seen = f"{manifest.cuda_file} has SHA-256 {held}, gpuprov_cuda_sha256 is {spec.cuda_sha256}"
+            found.append(Problem(what, seen, "correct one of the two"))
+    return tuple(found)
 
 
 def _package(spec: HostSpec) -> str:

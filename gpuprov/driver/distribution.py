@@ -274,7 +274,11 @@ class DistributionDriver(PackagedDriver):
     def _module_problems(self, row: distros.Distribution, choice: Choice) -> Iterator[Problem]:
         version, name = generations.newest_of(choice.branch.branch), f"{row.name} {row.version}"
         if unserved := generations.problems(self.facts.gpu_device_ids, version, self.spec.kernel_module_type):
-            yield from map(_instead, unserved)
+            # Of the branches that serve the GPUs a distribution has few.
+            for one in unserved:
+                wanted = re.search(r'gpuprov_driver_version: "\d+"', one.next_step)
+                step = f"set gpuprov_driver: runfile and {wanted[0]}" if wanted else one.next_step
+                yield Problem(f"the distribution's {one.what.removeprefix('this ')}", one.evidence, step)
         elif choice.lacking:
             yield Problem(
                 f"no repository has {choice.kind} kernel modules of branch {choice.branch.branch} that are "
@@ -375,10 +379,3 @@ class DistributionDriver(PackagedDriver):
         options, held = apt_options(self.facts.bundle), self.facts.packages.driver_held
         change = SwitchBranch(self._wanted, held, options=options, wanted=self.branch, instead=gone)
         return (RefreshPackageIndex(options), change)
-
-
-def _instead(problem: Problem) -> Problem:
-    """Return a problem of the GPUs with a driver of any branch: a distribution has few branches."""
-    wanted = re.search(r'gpuprov_driver_version: "\d+"', problem.next_step)
-    step = f"set gpuprov_driver: runfile and {wanted[0]}" if wanted else problem.next_step
-    return Problem(f"the distribution's {problem.what.removeprefix('this ')}", problem.evidence, step)

@@ -16,6 +16,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import precompiled, running_driver
 from gpuprov.facts.host import manager_on
 from gpuprov.packages import dpkg, failures
+from gpuprov.packages.apt import parse_madison
 from gpuprov.packages.apt_changes import InstallPackages, present, stays
 from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.interface import DRIVER_PACKAGES
@@ -63,9 +64,11 @@ class InstallDriverPackages(InstallPackages):
         if not there:
             return ()
         said = system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout
-        offered = {tuple(word.strip() for word in line.split("|")[:2]) for line in said.splitlines()}
-        lost = [f"{name}={version}" for name, version in there.items()
-                if (name.partition(":")[0], version) not in offered and not _cached(system, name, version)]  # fmt: skip
+        offered = parse_madison(said)
+        gone = {
+            name: version for name, version in there.items() if version not in offered.get(name.partition(":")[0], ())
+        }
+        lost = [f"{name}={version}" for name, version in gone.items() if not _cached(system, name, version)]
         return _way_back(there, lost, _first_of(there))
 
     @classmethod

@@ -171,7 +171,10 @@ def _holder(system: System, pid: int, numbers: _Numbers) -> GpuHolder | None:
         device = next((path for place, path in _devices(system, pid) if _is_one_of(system, place, path, numbers)), "")
         if device:
             unit, container = parse_cgroup(system.read_text(f"/proc/{pid}/cgroup") or "")
-            return GpuHolder(pid, _command(system, pid), device, unit, container)
+            words = (system.read_text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+            words = words or (system.read_text(f"/proc/{pid}/comm") or "").strip()
+            command = words if len(words) <= _LONGEST_COMMAND else f"{words[:_LONGEST_COMMAND]}…"
+            return GpuHolder(pid, command, device, unit, container)
     return None
 
 
@@ -210,12 +213,6 @@ def parse_cgroup(text: str) -> tuple[str, str]:
     container = next(filter(None, (_CONTAINER.search(path.partition(_USERS)[0]) for path in paths)), None)
     units = [found[1] for found in map(_UNIT.match, paths) if found]
     return (units[-1] if units and not container else ""), (container[1] if container else "")
-
-
-def _command(system: System, pid: int) -> str:
-    words = (system.read_text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-    words = words or (system.read_text(f"/proc/{pid}/comm") or "").strip()
-    return words if len(words) <= _LONGEST_COMMAND else f"{words[:_LONGEST_COMMAND]}…"
 
 
 # Adds a toolkit's programs to users' PATH; the second if the first is another program's.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import IMEX_OPTION
 from gpuprov.core.system import System
-from gpuprov.machine.pci import gather_gpus, own_ids
+from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
 from gpuprov.protocol.models import Fabric, fabric_of
 from gpuprov.protocol.words import counted
 
@@ -119,7 +119,7 @@ def gather_services(system: System) -> ServiceFacts:
 
 
 # PCI Code and ID Assignment Specification: 0680 is a bridge of another kind; NVIDIA's are its NVSwitches.
-_NVIDIA_VENDOR, _BRIDGE_CLASS = "0x10de", "0x0680"
+_BRIDGE_CLASS = "0x0680"
 # From B200 on the switches hide behind network adapters, whose vital product data says so (NVIDIA's driver container).
 _ADAPTERS, _SWITCH_MANAGEMENT = "/sys/class/infiniband", b"SW_MNG"
 UNIT = "nvidia-fabricmanager.service"
@@ -158,7 +158,7 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
         if any(not one.manager for one in fabrics):
             return FabricFacts(rack=True)
         adapters = tuple(name for name in system.list_directory(_ADAPTERS) if _manages_switches(system, name))
-        switches, managed = (*_switches(system), *adapters), bool(adapters)
+        switches, managed = (*of_nvidia(system, _BRIDGE_CLASS), *adapters), bool(adapters)
     if not switches:
         return FabricFacts(hidden=_hidden(system, fabrics))
     told = system.run((_PROGRAM, "--version"), timeout=20)
@@ -174,13 +174,6 @@ def _hidden(system: System, fabrics: Sequence[Fabric]) -> str:
     loaded = f"; not loaded: {', '.join(missing)}" if missing else ""
     joined = counted(len(fabrics), "GPU")
     return f"{joined} that NVSwitches join; no bridge of NVIDIA's, no adapter in {_ADAPTERS}{loaded}"
-
-
-def _switches(system: System) -> tuple[str, ...]:
-    base = "/sys/bus/pci/devices"
-    nvidias = (bus_id for bus_id in system.list_directory(base)
-               if (system.read_text(f"{base}/{bus_id}/vendor") or "").strip() == _NVIDIA_VENDOR)  # fmt: skip
-    return tuple(one for one in nvidias if (system.read_text(f"{base}/{one}/class") or "").startswith(_BRIDGE_CLASS))
 
 
 def _manages_switches(system: System, adapter: str) -> bool:

@@ -68,20 +68,18 @@ def gather_interpreter(system: System, deployed: str) -> Interpreter:
             continue
         found, fault = _examine(system, path)
         if not fault:
-            broken = faults.get(system.real_path(deployed), "") if deployed else ""
-            return Interpreter(path, *found, deployed, broken, _sentences(faults))
+            break
         faults[path] = fault
-    broken = faults[system.real_path(deployed)] if deployed else ""
-    return Interpreter(deployed=deployed, fault=broken, refused=_sentences(faults))
+    else:
+        path, found = "", ("", "")
+    broken = faults.get(system.real_path(deployed), "") if deployed else ""
+    refused = tuple(f"{place}: {fault}" for place, fault in faults.items() if fault != MISSING)
+    return Interpreter(path, *found, deployed, broken, refused)
 
 
 def packages_of_pythons(installed: Iterable[str]) -> tuple[str, ...]:
     """Return the installed packages that contain a Python: if the Python is missing, they must be reinstalled."""
     return tuple(sorted(name for name in installed if _PACKAGES.fullmatch(name)))
-
-
-def _sentences(faults: dict[str, str]) -> tuple[str, ...]:
-    return tuple(f"{path}: {fault}" for path, fault in faults.items() if fault != MISSING)
 
 
 def _examine(system: System, path: str) -> tuple[tuple[str, str], str]:

@@ -14,9 +14,9 @@ from gpuprov.protocol.tables import rows
 
 # UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
-# Linux, Documentation/admin-guide/LSM/apparmor.rst.
 # Red Hat's, Ubuntu's and SUSE's kernels with large pages.
 _LARGE_PAGES = re.compile(r"[-+]64kb?\b")
+# Linux, Documentation/admin-guide/LSM/apparmor.rst.
 _APPARMOR = "/sys/module/apparmor/parameters/enabled"
 
 
@@ -131,7 +131,7 @@ def gather_kernel(system: System) -> Kernel:
         command_line=(system.read_text("/proc/cmdline") or "").strip(),
         takes_modules=modules is not None and not disabled,
         modules_disabled=disabled,
-        loaded_modules=parse_modules(modules or ""),
+        loaded_modules=tuple(sorted(line.split()[0] for line in (modules or "").splitlines() if line.strip())),
         secure_boot=parse_secure_boot(system.read_bytes(_SECURE_BOOT), efi=system.exists("/sys/firmware/efi")),
         container=_container(system),
         wsl="microsoft" in version,
@@ -140,11 +140,6 @@ def gather_kernel(system: System) -> Kernel:
         page_size=system.page_size(),
         machine=(system.read_text("/sys/class/dmi/id/product_name") or "").strip(),
     )
-
-
-def parse_modules(text: str) -> tuple[str, ...]:
-    """Return the module names in /proc/modules (proc(5)), sorted."""
-    return tuple(sorted(line.split()[0] for line in text.splitlines() if line.strip()))
 
 
 def has_key_of(owner: str, keys: str) -> bool:

@@ -14,6 +14,7 @@ from gpuprov.core.system import System
 # (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.
 _NVIDIA_VENDOR = "0x10de"
 _DISPLAY_CLASS = "0x03"
+_DEVICES = "/sys/bus/pci/devices"
 MARK = "/etc/gpuprov/image"
 # Drivers that reserve a device for virtual machines.
 FOR_GUESTS = ("vfio-pci", "pci-stub", "pciback", "nvgrace_gpu_vfio_pci")
@@ -45,15 +46,22 @@ def own_ids(gpus: Iterable[PciGpu]) -> tuple[str, ...]:
 
 def gather_gpus(system: System) -> tuple[PciGpu, ...]:
     """Return NVIDIA's display controllers on the PCI bus, in bus order."""
-    base = "/sys/bus/pci/devices"
     found = []
-    for bus_id in system.list_directory(base):
-        vendor, kind, device, subsystem = (
-            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip()
-            for name in ("vendor", "class", "device", "subsystem_device")
+    for bus_id in of_nvidia(system, _DISPLAY_CLASS):
+        device, subsystem = (
+            (system.read_text(f"{_DEVICES}/{bus_id}/{name}") or "").strip() for name in ("device", "subsystem_device")
         )
-        if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
-            link = system.status(f"{base}/{bus_id}/driver")
-            driver = link.target.rpartition("/")[2] if link is not None else ""
-            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver, subsystem[2:]))
+        link = system.status(f"{_DEVICES}/{bus_id}/driver")
+        driver = link.target.rpartition("/")[2] if link is not None else ""
+        found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver, subsystem[2:]))
     return tuple(found)
+
+
+def of_nvidia(system: System, kind: str) -> tuple[str, ...]:
+    """Return the bus ids of NVIDIA's devices whose class begins with `kind`, in bus order."""
+
+    def says(bus_id: str, name: str, start: str) -> bool:
+        return (system.read_text(f"{_DEVICES}/{bus_id}/{name}") or "").startswith(start)
+
+    return tuple(one for one in system.list_directory(_DEVICES)
+                 if says(one, "vendor", _NVIDIA_VENDOR) and says(one, "class", kind))  # fmt: skip

@@ -13,7 +13,7 @@ from gpuprov.core.places import COPIES, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg, interface
 from gpuprov.packages.dpkg import Package
-from gpuprov.packages.failures import Advice, failed_packages, finish_apt
+from gpuprov.packages.failures import FAILED, Advice, finish_apt, listed_under
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 
@@ -142,10 +142,14 @@ class InstallPackages(interface.PackageInstallation):
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
         found = outcome or cls.interrupted(system, before)
-        return (
-            *stays(found.get("changed", {})),
-            *_irreversible_of_purge(system, found["added"], tuple(before.get("left", {}))),
-        )
+        # What purging takes along, or has to leave.
+        gone, kept = _removable(system, found["added"])
+        told = [f"{name} stays: {', '.join(others)}, installed since, needs it" for name, others in kept.items()]
+        purged = [name for name in gone if name not in before.get("left", {})]
+        told += [f"{path}, changed since {name} was installed, goes with it" for name, path in _changed(system, purged)]
+        if _PURGES_DATA in purged and (data := _docker_data(system)):
+            told.append(f"{_PURGES_DATA} takes all of /var/lib/docker along: {data}")
+        return (*stays(found.get("changed", {})), *told)
 
 
 def stays(changed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -265,7 +269,8 @@ def purge(system: System, added: Sequence[str], left: Sequence[str], options: tu
         if names := [name for name in gone if (name in left) is configured]:
             done = dpkg.run_apt(system, (*_STATUS_ALONE, verb, "--", *names), tell_nobody)
             # If the script of a package that is not ours fails, apt-get fails too, although it removed ours.
-            failed = {name.partition(":")[0] for name in failed_packages(done)}
+            listed = listed_under(FAILED, f"{done.stderr}\n{done.stdout}")
+            failed = {name.partition(":")[0] for name in listed}
             if not failed or failed & {*names} or {*names} & present(system).keys():
                 finish_apt(done, f"{', '.join(names)} could not be removed")
 
@@ -291,17 +296,6 @@ def _taken_along(system: System, names: Sequence[str]) -> set[str]:
     words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", "purge", "--", *names)
     removed = re.findall(r"^(?:Purg|Remv) (\S+)", system.run(words, timeout=_SIMULATE_SECONDS).stdout, re.MULTILINE)
     return set(removed) - set(names)
-
-
-def _irreversible_of_purge(system: System, added: Sequence[str], left: Sequence[str]) -> tuple[str, ...]:
-    """Return, a sentence each, what purging takes along or has to leave."""
-    gone, kept = _removable(system, added)
-    told = [f"{name} stays: {', '.join(others)}, installed since, needs it" for name, others in kept.items()]
-    purged = [name for name in gone if name not in left]
-    told += [f"{path}, changed since {name} was installed, goes with it" for name, path in _changed(system, purged)]
-    if _PURGES_DATA in purged and (data := _docker_data(system)):
-        told.append(f"{_PURGES_DATA} takes all of /var/lib/docker along: {data}")
-    return tuple(told)
 
 
 def _changed(system: System, names: Sequence[str]) -> list[tuple[str, str]]:

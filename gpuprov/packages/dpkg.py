@@ -45,6 +45,7 @@ _QUERY = (
 # Packages with pending triggers work; dpkg has yet to run another package's trigger.
 _WHOLE = ("installed", "triggers-pending", "triggers-awaited")
 _GONE = ("not-installed", "config-files")
+_PROGRESS = r"Get:|(Unpacking|Setting up|Removing) "
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,12 @@ def _query(system: System) -> tuple[tuple[Package, ...], str]:
     """Return the packages, and the machine's architecture, which is dpkg's own."""
     rows = [row for row in (line.split(" ", 6) for line in system.run(_QUERY).stdout.splitlines()) if len(row) >= 3]
     native = next((row[3] for row in rows if row[:2] == ["installed", "dpkg"] and len(row) > 3), "")
-    return tuple(_package(row + [""] * (7 - len(row)), native) for row in rows), native
-
-
-def _package(row: list[str], native: str) -> Package:
-    status, name, version, architecture, want, error, provides = row
-    foreign = native and architecture not in ("", "all", native)
-    names = tuple(part.split()[0].partition(":")[0] for part in provides.split(",") if part.strip())
-    return Package(
-        f"{name}:{architecture}" if foreign else name, version, status, want or "install", error or "ok", names
-    )
+    packages = []
+    for status, name, version, architecture, want, error, provides in (row + [""] * (7 - len(row)) for row in rows):
+        own_name = f"{name}:{architecture}" if native and architecture not in ("", "all", native) else name
+        names = tuple(part.split()[0].partition(":")[0] for part in provides.split(",") if part.strip())
+        packages.append(Package(own_name, version, status, want or "install", error or "ok", names))
+    return tuple(packages), native
 
 
 def gather_packages(system: System) -> PackageFacts:
@@ -158,8 +155,8 @@ def run_dpkg(system: System, command: tuple[str, ...], tell: Tell, seconds: floa
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
         interface.wait_until_free(system, tell, lock_holder, deadline)
-        env = system.proxy.environment
-        done = system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
+        env, on_line = system.proxy.environment, interface.reporter(_PROGRESS, tell)
+        done = system.run(command, timeout=seconds, env=env, on_line=on_line)
         # Another process may have taken the lock between the check and apt's own.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
             return done
@@ -169,11 +166,6 @@ def run_dpkg(system: System, command: tuple[str, ...], tell: Tell, seconds: floa
 def lock_holder(system: System) -> str:
     """Return the process that holds a lock of apt's or dpkg's, or nothing."""
     return interface.lock_holder(system, _LOCKS)
-
-
-def _progress(line: str, tell: Tell) -> None:
-    if line.startswith(("Get:", "Unpacking ", "Setting up ", "Removing ")):
-        tell(line.strip(), 0, 0)
 
 
 def repair(system: System, tell: Tell, options: tuple[str, ...] = (), *, required: bool = True) -> None:

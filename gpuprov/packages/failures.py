@@ -19,7 +19,7 @@ class Advice:
 
 
 # Above the names of packages whose own scripts have failed.
-_FAILED = "Errors were encountered while processing:"
+FAILED = "Errors were encountered while processing:"
 # Lines that name why a repository is not reached; zypper's first line about it does not.
 _REASONS = {"rpm": (
     r"[Cc]ould(n't| not) resolve host|Status code: 404|HTTP Error 404|not found on medium|Curl error \(\d+\)"
@@ -66,18 +66,13 @@ def _failure(done: Completed, what: str, program: str, advice: Advice | None) ->
     row, line = found
     listed = listed_under(row.heading, text) if row.heading else ()
     names = " ".join(listed) or "NAME"
-    if row.heading == _FAILED:
+    if row.heading == FAILED:
         # The reason is what the script printed before.
         evidence = done.evidence()
     else:
         evidence += f"{line}\n{row.heading} {', '.join(listed)}" if listed else line
     meaning = row.what.replace("{listed}", names)
     return GpuprovError(f"{what}: {meaning}", evidence, row.next_step.replace("{listed}", names))
-
-
-def failed_packages(done: Completed) -> tuple[str, ...]:
-    """Return the packages that apt or dpkg names as failed."""
-    return listed_under(_FAILED, f"{done.stderr}\n{done.stdout}")
 
 
 def listed_under(heading: str, text: str) -> tuple[str, ...]:

@@ -306,6 +306,11 @@ def wait_until_free(system: System, tell: Tell, holder: Callable[[System], str],
         system.sleep(_POLL_SECONDS)
 
 
+def reporter(pattern: str, tell: Tell) -> Callable[[str], None]:
+    """Return what reports each line of a program that begins with a pattern."""
+    return lambda line: tell(" ".join(line.split()), 0, 0) if re.match(pattern, line) else None
+
+
 def versions_by_name(pairs: Iterable[tuple[str, str]]) -> Versions:
     """Return name → versions from pairs of both."""
     found: dict[str, tuple[str, ...]] = {}

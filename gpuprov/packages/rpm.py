@@ -31,9 +31,7 @@ _REMOVE_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
 BUNDLE_SOURCES = f"{FOLDER}/repos.d"
-_PROGRESS = re.compile(
-    r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
-)
+_PROGRESS = r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
 # Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
 _PID_FILES = (
     "/var/cache/dnf/metadata_lock.pid", "/var/cache/dnf/download_lock.pid", "/var/lib/dnf/rpmdb_lock.pid",
@@ -139,14 +137,14 @@ class RpmManager(interface.PackageManager):
         return interface.PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)
 
     def missing(self, packages: interface.PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for name in names if not self._is_installed(packages, name)))
-
-    def _is_installed(self, packages: interface.PackageFacts, wanted: str) -> bool:
-        name, _, version = wanted.partition("=")
-        found = packages.installed.get(name)
-        if not version:
-            return found is not None or name in packages.provided
-        return any(version in self.version_names(one) for one in (found or "").split())
+        installed, found = packages.installed, []
+        for name, _, version in (one.partition("=") for one in names):
+            if version:
+                there = any(version in self.version_names(one) for one in installed.get(name, "").split())
+            else:
+                there = name in installed or name in packages.provided
+            found += [] if there else [f"{name}={version}" if version else name]
+        return tuple(dict.fromkeys(found))
 
     def version_names(self, version: str) -> set[str]:
         """Return the forms of `EPOCH:VERSION-RELEASE.ARCH`: without its ends, and without the number of the build."""
@@ -305,12 +303,7 @@ def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float
     # dnf would wait without a time limit and without a message.
     interface.wait_until_free(system, tell, rpm_lock_holder)
     env = {"ZYPP_LOCK_TIMEOUT": str(system.lock_timeout), **system.proxy.environment}
-    return system.run(command, timeout=seconds, env=env, on_line=lambda line: _progress(line, tell))
-
-
-def _progress(line: str, tell: Tell) -> None:
-    if _PROGRESS.match(line):
-        tell(" ".join(line.split()), 0, 0)
+    return system.run(command, timeout=seconds, env=env, on_line=interface.reporter(_PROGRESS, tell))
 
 
 def _filled(words: tuple[str, ...], value: str) -> tuple[str, ...]:

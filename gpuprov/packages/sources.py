@@ -160,7 +160,11 @@ def component_source(
     keyring = next((path for path in keyrings if path in files), "")
     groups: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], list[str]] = {}
     for path, entry, lacking in _lacking(files, codename, components):
-        groups.setdefault((entry.uri, lacking, _options(path, entry, keyring)), []).append(entry.suite)
+        options = tuple(pair for pair in entry.options if pair[0].lower() not in _UNSAFE)
+        # apt takes Signed-By after a source that names no key, and refuses one without it after a source that has it.
+        if keyring and path <= COMPONENTS_PATH and not entry.option("Signed-By"):
+            options = (*options, ("Signed-By", keyring))
+        groups.setdefault((entry.uri, lacking, options), []).append(entry.suite)
     stanzas = []
     for (uri, lacking, options), suites in groups.items():
         lines = ["Types: deb", f"URIs: {uri}", f"Suites: {' '.join(suites)}", f"Components: {' '.join(lacking)}"]
@@ -214,17 +218,6 @@ def _lacking(
         if lacking and place not in seen:
             seen.add(place)
             yield path, entry, lacking
-
-
-def _options(path: str, entry: Entry, keyring: str) -> tuple[tuple[str, str], ...]:
-    """Return the options of our entry: the host's, and the keyring where apt takes one.
-
-    apt takes Signed-By after a source that names no key, and refuses one without it after a source that has it.
-    """
-    options = tuple(pair for pair in entry.options if pair[0].lower() not in _UNSAFE)
-    if entry.option("Signed-By") or not keyring or path > COMPONENTS_PATH:
-        return options
-    return (*options, ("Signed-By", keyring))
 
 
 @dataclass(frozen=True)

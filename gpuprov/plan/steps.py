@@ -112,11 +112,6 @@ def _docker_proxy(c: PlanContext) -> Proxy:
     return Proxy(c.spec.proxy, c.spec.no_proxy) if has_docker else NO_PROXY
 
 
-def _plan_engines(c: PlanContext) -> tuple[Change, ...]:
-    kept = other_engines.kept_running(c.facts.engines, c.facts.kubernetes, c.spec)
-    return other_engines.plan(c.facts.engines, toolkit.runtime_path(c.spec), kept, set_default=c.spec.default_runtime)
-
-
 STEPS = (
     Step("download", lambda c: (*c.driver.plan_download(), *cuda_toolkit.plan_download(c.facts, c.spec))),
     Step("repositories", lambda c: c.repository_changes),
@@ -134,7 +129,15 @@ STEPS = (
     Step("toolkit", lambda c: (*toolkit.plan_runtime(c.migrated, c.spec), *nvidia_docker.plan(c.migrated, c.spec))),
     Step("cdi", lambda c: toolkit.plan_cdi(c.driver) if c.facts.image is None else ()),
     Step("docker", _plan_docker),
-    Step("engines", _plan_engines),
+    Step(
+        "engines",
+        lambda c: other_engines.plan(
+            c.facts.engines,
+            toolkit.runtime_path(c.spec),
+            other_engines.kept_running(c.facts.engines, c.facts.kubernetes, c.spec),
+            set_default=c.spec.default_runtime,
+        ),
+    ),
     Step("images", lambda c: with_bundle.plan_images(c.facts, c.spec)),
     # What is stored is the specification of a host that is as it says.
     Step("watch", lambda c: watch.plan(c.facts, c.spec)),

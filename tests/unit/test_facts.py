@@ -12,7 +12,7 @@ from gpuprov.agent.run import run_request
 from gpuprov.core import files
 from gpuprov.core.system import System
 from gpuprov.facts.host import facts_to_json, gather
-from gpuprov.machine.machine import gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.machine.machine import gather_kernel, gather_os, parse_secure_boot
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, FactsGathered, Note
@@ -106,8 +106,9 @@ def test_kernel(tmp_path: Path, files: dict[str, str], takes_modules: bool, cont
     assert (found.takes_modules, found.container) == (takes_modules, container)
 
 
-def test_modules_are_named_and_sorted() -> None:
-    assert parse_modules("nvidia 1 0 - Live 0x0\next4 2 1 - Live 0x0\n") == ("ext4", "nvidia")
+def test_modules_are_named_and_sorted(tmp_path: Path) -> None:
+    put(tmp_path, "proc/modules", "nvidia 1 0 - Live 0x0\next4 2 1 - Live 0x0\n")
+    assert gather_kernel(System(str(tmp_path))).loaded_modules == ("ext4", "nvidia")
 
 
 @pytest.mark.parametrize(
