@@ -25,6 +25,7 @@ _FIXES = {
     CACHE: "rewrites the loader's cache",
     MODULES: "loads the driver's kernel modules",
 }
+_NUMBERED = re.compile(r"^(the kernel's log: Xid|nvidia-smi exits) [\d-]+$")
 _LISTS = re.compile(r"(?<=<!-- lists -->\n).*(?=<!-- end of the lists -->)", re.DOTALL)
 
 
@@ -36,8 +37,17 @@ def with_lists(page: str) -> str:
 def _lists() -> str:
     lines = []
     for area in AREAS:
-        lines += [f"### {area}", "", *(f"- `{one.name}`: {one.sign}" for one in RULES if one.area == area), ""]
+        names: dict[str, list[str]] = {}
+        for one in RULES:
+            if one.area == area:
+                names.setdefault(_sign(one), []).append(f"`{one.name}`")
+        lines += [f"### {area}", "", *(f"- {', '.join(alike)}: {sign}" for sign, alike in names.items()), ""]
     return "\n".join(lines)
+
+
+def _sign(rule: Rule) -> str:
+    """Return how the rule's cause is recognised; the number of an Xid or an exit code is in the name."""
+    return _NUMBERED.sub(r"\1 NUMBER", rule.sign)
 
 
 def explanations() -> str:

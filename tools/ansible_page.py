@@ -1,4 +1,4 @@
-"""Writes the end of docs/ansible.md: the collection's module as ansible-doc tells it, and its roles with their tasks.
+"""Writes the end of docs/ansible.md: the collection's module as ansible-doc tells it, and its roles with their steps.
 
 python -m tools.ansible_page
 """
@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ PAGE = _CLONE / "docs/ansible.md"
 _PLAYBOOKS = _CLONE / "playbooks"
 _MODULE = "gpuprov.host.agent"
 # In the order of site.yml.
-_ROLES = ("preflight", "repos", "driver", "toolkit", "engine", "verify")
+_ROLES = ("preflight", "drain", "repos", "driver", "toolkit", "engine", "verify", "undrain", "image")
 _MARK = "<!-- written by make docs -->\n"
 
 
@@ -54,11 +53,11 @@ def page() -> str:
         found["examples"].strip(),
         "```",
         "",
-        "## Roles",
+        "### Roles",
         "",
-        "| role | what it does | task | command of the module | steps |",
-        "|---|---|---|---|---|",
-        *(row for role in _ROLES for row in _rows(role)),
+        "| role | what it does | steps of the plan |",
+        "|---|---|---|",
+        *map(_role, _ROLES),
         "",
     ))  # fmt: skip
 
@@ -91,16 +90,13 @@ def _option(name: str, one: dict[str, Any]) -> str:
     return f"| `{name}` | {_type(one)} | {default} | {_text(one['description'])}{choices} |"
 
 
-def _rows(role: str) -> Iterator[str]:
-    """Yield a row for each task of a role."""
+def _role(role: str) -> str:
+    """Return a role's row: its description, and the steps of all its tasks."""
     folder = _PLAYBOOKS / "roles" / role
     described = yaml.safe_load((folder / "meta/main.yml").read_text())["galaxy_info"]["description"]
-    for task in yaml.safe_load((folder / "tasks/main.yml").read_text()):
-        call = task.get(_MODULE)
-        if call is not None:
-            steps = ", ".join(f"`{step}`" for step in call.get("steps", ()))
-            yield f"| `{role}` | {described} | {task['name']} | `{call.get('command', 'install')}` | {steps} |"
-            described = ""
+    tasks = yaml.safe_load((folder / "tasks/main.yml").read_text())
+    steps = [f"`{step}`" for task in tasks for step in task.get(_MODULE, {}).get("steps", ())]
+    return f"| `{role}` | {described} | {', '.join(steps)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md: the help of each command, as click prints it; the options of runs over hosts once.
+"""Writes docs/cli.md: the help of each command, as click prints it; options that many commands have once.
 
 python -m tools.cli_page
 """
@@ -21,23 +21,36 @@ _HEAD = """\
 The help of each command (`--help`), written by `make docs`. [Exit codes](fleets.md#exit-codes). The variables of `-e`:
 [configuration.md](configuration.md).
 """
-_SHARED = "Options of runs over hosts"
-# These two have all of them; a command with one of them has the same option.
-_RUN, _OTHER_RUN = "facts", "cuda"
+# Options that are written once → commands of which each has all of them.
+_SHARED = {
+    "Options of runs over hosts": ("facts", "cuda"),
+    "Options of runs that change hosts": ("install", "rollback", "uninstall", "doctor"),
+}
 
 
 def page() -> str:
     """Return the page: one section for each command that is not hidden, in alphabetical order."""
-    shared = [one for one in cli.commands[_RUN].params if _key(one) in map(_key, cli.commands[_OTHER_RUN].params)]
-    keys = frozenset(map(_key, shared))
-    options = click.Command(_SHARED, params=list(shared), add_help_option=False).get_help(_context(cli, "gpuprov"))
+    shared = _shared()
     sections = [
-        f"## {context.command_path}\n\n```\n{_help(command, context, keys)}\n```\n"
+        f"## {context.command_path}\n\n```\n{_help(command, context, shared)}\n```\n"
         for command, context in visible_commands()
     ]
-    return "\n".join(
-        (_HEAD, *sections, f"## {_SHARED}\n\n```\n{options.partition('Options:')[2].strip(chr(10))}\n```\n")
-    )
+    for title, options in shared.items():
+        text = click.Command(title, params=options, add_help_option=False).get_help(_context(cli, "gpuprov"))
+        sections.append(f"## {title}\n\n```\n{text.partition('Options:')[2].strip(chr(10))}\n```\n")
+    return "\n".join((_HEAD, *sections))
+
+
+def _shared() -> dict[str, list[click.Parameter]]:
+    """Return the options that are written once, by their title; each of them under one title only."""
+    found: dict[str, list[click.Parameter]] = {}
+    for title, names in _SHARED.items():
+        first, *others = [cli.commands[name].params for name in names]
+        above = [_key(one) for options in found.values() for one in options]
+        found[title] = [
+            one for one in first if _key(one) not in above and all(_key(one) in map(_key, other) for other in others)
+        ]
+    return found
 
 
 def _key(parameter: click.Parameter) -> tuple[str, str]:
@@ -66,15 +79,17 @@ def _context(command: click.Command, name: str, parent: click.Context | None = N
     return context
 
 
-def _help(command: click.Command, context: click.Context, shared: frozenset[tuple[str, str]]) -> str:
-    """Return a command's help without --help; a line stands for the options that all runs over hosts have."""
+def _help(command: click.Command, context: click.Context, shared: dict[str, list[click.Parameter]]) -> str:
+    """Return a command's help without --help; a line stands for the options that are written once."""
     shown = copy.copy(command)
     shown.add_help_option = False
-    left = [one for one in command.params if _key(one) not in shared]
-    if len(command.params) - len(left) < len(shared):
-        return shown.get_help(context).strip()
-    shown.params = left
-    return f"{shown.get_help(context).strip()}\n\n  Also all {_SHARED[0].lower()}{_SHARED[1:]} (below)."
+    lines = ""
+    for title, options in shared.items():
+        keys = {_key(one) for one in options}
+        if keys <= {_key(one) for one in shown.params}:
+            shown.params = [one for one in shown.params if _key(one) not in keys]
+            lines += f"\n\n  Also all {title[0].lower()}{title[1:]} (below)."
+    return shown.get_help(context).strip() + lines
 
 
 if __name__ == "__main__":
