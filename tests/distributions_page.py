@@ -78,7 +78,7 @@ def _cells(row: Distribution) -> tuple[str, ...]:
     dkms = f" (dkms: {row.dkms_from})" if row.dkms_from else ""
     return (
         row.package_manager, " ".join(row.docker_packages) or "–", row.docker_repository or "–", name or "–",
-        f"{' '.join(row.build_packages)}{dkms}", " or ".join(row.pythons), f"`{' '.join(row.initramfs)}`",
+        f"{' '.join(row.build_packages)}{dkms}", " or ".join(row.pythons), row.initramfs[0],
     )  # fmt: skip
 
 
