@@ -1,6 +1,7 @@
 """Fixtures for all tests, their tiers, how many examples properties get, and the order of files (docs/testing.md)."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,8 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.property)
-        if os.geteuid() != 0 and item.get_closest_marker("root"):
-            item.add_marker(pytest.mark.skip(reason="needs root"))
+        missing = ["root"] if os.geteuid() != 0 and item.get_closest_marker("root") else []
+        missing += [name for mark in item.iter_markers("needs") for name in mark.args if shutil.which(name) is None]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
         item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=_order)
 

@@ -27,11 +27,7 @@ from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.shell import run
 
-NEEDS = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
-    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
-]
+NEEDS = [pytest.mark.root, pytest.mark.needs("mmdebstrap")]
 # apt 2.2, 2.6 and 3.0.
 RELEASES = (
     pytest.param("bullseye", marks=pytest.mark.slow), "bookworm", pytest.param("trixie", marks=pytest.mark.slow)

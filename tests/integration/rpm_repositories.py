@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,14 +20,7 @@ from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import RpmPackage, build_package, build_rpm_repository, index, sign_package
 
-NEEDS = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
-    pytest.mark.skipif(
-        any(shutil.which(program) is None for program in ("dnf", "zypper", "rpmbuild", "createrepo_c")),
-        reason="needs dnf, zypper, rpmbuild and createrepo_c",
-    ),
-]
+NEEDS = [pytest.mark.root, pytest.mark.needs("dnf", "zypper", "rpmbuild", "createrepo_c")]
 # os-release → its package manager.
 HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"}
 # One of each manager for `make test`.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +25,6 @@ from tests.simgpu.gpus import gpu
 from tests.unit.checks.test_cuda_calls import PYTHON
 
 _KERNELS = Path(__file__).parents[2] / "gpuprov/checks/accept_kernels.ptx"
-_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces and device nodes")
-_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc libc6-dev")
 Lines = dict[tuple[str, int], dict[str, Any]]
 
 
@@ -45,8 +41,8 @@ def _tested(gpus: int, seconds: int = 60, **faults: int) -> Lines:
 
 
 @pytest.mark.root
-@_ROOT
-@_GCC
+@pytest.mark.root
+@pytest.mark.needs("gcc")
 def test_gpus_that_are_well() -> None:
     found = _tested(4)
     assert found["found", -1]["simulated"]
@@ -63,8 +59,8 @@ def test_gpus_that_are_well() -> None:
 
 
 @pytest.mark.root
-@_ROOT
-@_GCC
+@pytest.mark.root
+@pytest.mark.needs("gcc")
 def test_slow_gpus_and_links_show_in_their_own_figures() -> None:
     found = _tested(4, clock_0=50, host_link_1=30, peer_link_2=60)
     assert found["all", 0]["rate"] == pytest.approx(found["all", 3]["rate"] / 2, rel=0.01)
@@ -79,8 +75,8 @@ def test_slow_gpus_and_links_show_in_their_own_figures() -> None:
 
 
 @pytest.mark.root
-@_ROOT
-@_GCC
+@pytest.mark.root
+@pytest.mark.needs("gcc")
 def test_gpus_that_fail_are_left_out_and_the_others_go_on() -> None:
     found = _tested(4, dies_after_0=20, wrong_sums_1=7, dies_after_2=0)
     died = found["all", 0]
@@ -101,8 +97,8 @@ def test_a_genuine_ptxas_accepts_the_kernels(target: str, tmp_path: Path) -> Non
 
 @pytest.mark.root
 @pytest.mark.slow
-@_ROOT
-@_GCC
+@pytest.mark.root
+@pytest.mark.needs("gcc")
 def test_of_a_fleet_of_8_the_slow_gpu_and_the_flaky_links_are_named_and_nobody_else() -> None:
     faults: dict[int, dict[str, int]] = {2: {"clock_1": 50}, 5: {"peer_link_2": 60}, 7: {"dies_after_0": 20}}
     smi = SmiReport("550", "12.4", tuple(SmiGpu(gpu(n).uuid, gpu(n).name, "", "", "", "") for n in range(3)))

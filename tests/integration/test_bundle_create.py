@@ -21,7 +21,7 @@ from tests.integration.opened_bundle import collected
 from tests.lab.repository import PACKAGE, build_repository
 from tests.unit.fake_host import write_runfile
 
-pytestmark = pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")
+pytestmark = pytest.mark.needs("apt-get")
 DEB = f"repository/{PACKAGE}_1.0_all.deb"
 
 

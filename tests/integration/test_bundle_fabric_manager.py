@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +31,6 @@ from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_reposito
 
 VERSION, NEWER = "550.163.01", "550.163.02"
 SWITCHES = FabricFacts(("0000:c1:00.0",))
-_HAS_DNF = os.geteuid() == 0 and all(map(shutil.which, ("dnf", "rpmbuild", "createrepo_c")))
 _CONTROL = """\
 Package: nvidia-fabricmanager-550
 Version: {version}-1
@@ -43,10 +41,8 @@ Description: as NVIDIA names it
 _PROGRAM = "#!/bin/sh\necho 'Fabric Manager version is : {version}'\n"
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
-needs_apt = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("mmdebstrap") is None, reason="needs root (mounts) and mmdebstrap"
-)
-needs_dnf = pytest.mark.skipif(not _HAS_DNF, reason="needs dnf, rpmbuild and createrepo_c")
+needs_apt = pytest.mark.needs("mmdebstrap")
+needs_dnf = pytest.mark.needs("dnf", "rpmbuild", "createrepo_c")
 
 
 @pytest.fixture

@@ -30,11 +30,7 @@ from tests.integration.dockerd import DockerHost, docker_host
 from tests.integration.test_libcuda_loader import make_root
 from tests.lab.shell import wait_for
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 OWN = "/opt/own/libcuda.so.535.261.03"
 GPUPROV = (sys.executable, "-m", "gpuprov", "cuda")
 
@@ -153,7 +149,7 @@ def _docker(docker: DockerHost) -> tuple[str, ...]:
     return ("docker", "--host", docker.socket)
 
 
-@pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman: apt-get install podman")
+@pytest.mark.needs("podman")
 def test_podmans_images_are_read_too(made: Path) -> None:
     script = """
     mount --bind "$1" /var/lib/containers && mount -t tmpfs tmpfs /run/containers 2>/dev/null

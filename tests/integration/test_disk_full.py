@@ -6,8 +6,6 @@ The host's programs are played, but for apt and dpkg; test_faults_on_hosts.py fi
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +36,7 @@ from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, ignore, install, spec
 
 __all__ = ["repository", "spec", "template"]
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]
+pytestmark = pytest.mark.root
 _FILLER = "filler"
 
 
@@ -144,7 +142,7 @@ def carry_out(debian: System, *changes: Change) -> None:
     journal.end("done")
 
 
-@pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap")
+@pytest.mark.needs("mmdebstrap")
 @pytest.mark.parametrize("release", RELEASES)
 def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server: SiteServer, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "200m") as disk, chroot_host(release, tmp_path / "host", disk) as debian:
@@ -170,7 +168,7 @@ def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server:
         assert debian.run(("dpkg", "--audit")).stdout == ""
 
 
-@pytest.mark.skipif(shutil.which("createrepo_c") is None, reason="needs createrepo_c")
+@pytest.mark.needs("createrepo_c")
 @pytest.mark.parametrize("name", EACH_HOST)
 def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository: Repository, tmp_path: Path) -> None:
     repository.add(RpmPackage("large", size=16 << 20))

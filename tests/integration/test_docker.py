@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -24,11 +23,7 @@ from gpuprov.engines.docker_unit import DockerUnit, refusal
 from gpuprov.protocol.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd"),
-    pytest.mark.skipif(shutil.which("dockerd") is None, reason="needs docker: apt-get install docker.io"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.needs("dockerd")]
 
 # What stood in the file before and was never loaded: a start with it fails.
 UNKNOWN_OPTION = b'{\n\t"no-such-option": true,  "debug": true}'

@@ -15,7 +15,7 @@ from tests.integration.dockerd import DockerHost, docker_host
 from tests.integration.podman_store import podman_store
 from tests.integration.test_hostile_roots import state
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
+pytestmark = pytest.mark.root
 ENXIO = "No such device or address"
 # In a mount namespace of its own, with an /etc of its own, whose layers lie in $1; $2 stands for /etc/cdi.
 _WITH_CDI = """
@@ -160,7 +160,7 @@ def test_a_container_that_starts_many_times_leaves_what_one_start_leaves(docker:
     assert not [path for path in files if "~" in path]
 
 
-@pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman: apt-get install podman")
+@pytest.mark.needs("podman")
 def test_podman_takes_devices_by_the_specification(bench: Bench, tmp_path: Path) -> None:
     configuration = tmp_path / "containers.conf"
     configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')

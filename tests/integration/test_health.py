@@ -6,9 +6,7 @@ This machine in a mount namespace of its own is the host: nothing is left behind
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +18,7 @@ from tests.integration.test_simgpu import on_host
 from tests.lab.fixtures import Site, gpuprov
 from tests.unit.health_cases import CASES, WELL, Case
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces and device nodes"),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc libc6-dev"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.needs("gcc")]
 _CLONE = Path(__file__).parents[2]
 # The driver's files, what the kernel shows, and programs of the machine, as a host with GPUs has them.
 _HOST = """

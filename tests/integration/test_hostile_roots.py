@@ -28,7 +28,7 @@ from gpuprov.runtime_hook.rootfs import Root
 from tests.examples import examples
 from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes, runc")]
+pytestmark = pytest.mark.root
 _RACE_SECONDS = float(os.environ.get("GPUPROV_RACE_SECONDS", "8"))
 # Every place on the way to something that a start makes.
 _PLACES = (

@@ -20,7 +20,7 @@ from tests.integration.container_bench import LIBRARIES, REPORT, Bench, low_leve
 from tests.integration.podman_store import podman_store
 from tests.integration.test_hostile_roots import state
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: device nodes, runc")]
+pytestmark = pytest.mark.root
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
 # "" is the runtime, the rest are stages of the hook.
 WAYS = ["", "prestart", "createRuntime", "createContainer"]
@@ -275,7 +275,7 @@ def podman(bench: Bench, low_level: str, folder: str, *words: str) -> subprocess
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
-@pytest.mark.skipif(shutil.which("podman") is None, reason="requires podman: apt-get install podman")
+@pytest.mark.needs("podman")
 @pytest.mark.parametrize("link", ["", "etc", LIBRARIES[1:]])
 def test_podman_with_a_folder_of_hooks_writes_nothing_into_the_hosts_root(bench: Bench, host: Path, link: str) -> None:
     """`podman run -v /:/rootfs:ro` with an image whose link leads there; an image without one gets its GPU."""

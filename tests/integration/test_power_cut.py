@@ -32,7 +32,7 @@ from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, ignore, install, spec
 
 __all__ = ["spec"]
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]
+pytestmark = pytest.mark.root
 
 
 class PoweredHost(FakeHost):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,11 +40,7 @@ from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.rpm_repository import TOOLS, build_rpm_repository
 from tests.lab.shell import run
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
-    pytest.mark.skipif(shutil.which("tinyproxy") is None, reason="needs tinyproxy"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.needs("tinyproxy")]
 
 
 def tell(message: str, done: int, total: int) -> None:

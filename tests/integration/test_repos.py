@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -30,11 +29,7 @@ from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, Qui
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
-    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.needs("apt-get")]
 
 # apt's own places, in a mount namespace: $1 is the root that they come from, the rest the command.
 _PLACES = ("etc/apt", "var/lib/apt", "var/lib/dpkg", "var/cache/apt")

@@ -235,9 +235,6 @@ def test_podman_knows_the_runtime(tmp_path: Path) -> None:
     assert not drop_in.exists() and not main.exists()
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: podman, dockerd")
-
-
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("bench"), "runc")
@@ -263,7 +260,7 @@ EQUIPPED = ["/dev/nvidia1", "/dev/nvidiactl", f"{LIBRARIES}/libcuda.so.1"]
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.root
 def test_podmans_container_gets_its_gpu_by_the_runtime(bench: Bench, tmp_path: Path) -> None:
     main = tmp_path / "containers.conf"
     main.write_text(PODMAN)
@@ -275,7 +272,7 @@ def test_podmans_container_gets_its_gpu_by_the_runtime(bench: Bench, tmp_path: P
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.root
 def test_podmans_container_gets_its_gpu_by_the_hook(bench: Bench, tmp_path: Path) -> None:
     main = tmp_path / "containers.conf"
     main.write_text(PODMAN)
@@ -289,7 +286,7 @@ def test_podmans_container_gets_its_gpu_by_the_hook(bench: Bench, tmp_path: Path
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.root
 def test_docker_knows_the_runtime(tmp_path: Path) -> None:
     with docker_host(started=False) as host:
         daemon_json = host.daemon_json
@@ -328,7 +325,7 @@ def starts_cri(containerd: str, main: Path) -> tuple[bool, str]:
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.root
 @with_files
 def test_cri_starts_with_what_is_written(containerd: str, drop_in: Path, tmp_path: Path, name: str) -> None:
     main = tmp_path / "config.toml"
@@ -341,7 +338,7 @@ def test_cri_starts_with_what_is_written(containerd: str, drop_in: Path, tmp_pat
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.root
 @pytest.mark.parametrize("containerd", ["machine", "trixie"], indirect=True)
 def test_cri_does_not_start_where_our_runtime_alone_is_named(containerd: str, tmp_path: Path) -> None:
     """Why runc is written too; without this the test above could not fail."""

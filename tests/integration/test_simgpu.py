@@ -5,7 +5,6 @@ Everything happens in mount namespaces of its own: nothing is installed here, an
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -32,11 +31,7 @@ from tests.simgpu.runfile import run_name
 
 VERSION = "550.163.01"
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces and device nodes"),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc: apt-get install gcc libc6-dev"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.needs("gcc")]
 
 # $1: lines of "path major minor mode"; $2: what to run. /dev is a tmpfs with nothing else in it.
 _WITH_NODES = """

@@ -5,7 +5,6 @@ Debian's Slurm on two lab hosts, whose GPUs are simulated; nvidia-smi is the gen
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -14,12 +13,7 @@ from tests.lab.fixtures import Site
 from tests.lab.host import Host
 from tools import host_program
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.lab,
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces and daemons"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.lab, pytest.mark.root]
 _NAMES = ("main", "twin")
 _CONF = """ClusterName=test
 SlurmctldHost=main

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,11 +19,7 @@ from tests.integration.dockerd import DockerHost, docker_host
 from tests.lab.shell import wait_for
 from tests.simgpu import build_libraries
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd"),
-    pytest.mark.skipif(shutil.which("dockerd") is None, reason="needs docker: apt-get install docker.io"),
-]
+pytestmark = [pytest.mark.root, pytest.mark.needs("dockerd")]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +32,7 @@ from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
-    pytest.mark.skipif(
-        not all(map(shutil.which, ("mmdebstrap", "dnf", "zypper", "rpmbuild", "createrepo_c"))),
-        reason="needs mmdebstrap, dnf, zypper, rpmbuild and createrepo_c",
-    ),
+    pytest.mark.needs("mmdebstrap", "dnf", "zypper", "rpmbuild", "createrepo_c"),
 ]
 # Of different length: apt takes its cache for fresh if dpkg's status has the same size and the same second.
 _OLD, _NEW = "550.163.01", "580.65.06"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -152,7 +151,7 @@ def test_units_are_read_from_a_zip_by_every_python(tmp_path: Path, monkeypatch: 
     assert prepare.content_of(boot.USERS) == there
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="this machine has no systemd-analyze")
+@pytest.mark.needs("systemd-analyze")
 def test_systemd_reads_the_units_without_a_complaint(tmp_path: Path) -> None:
     folder = files("gpuprov.boot").joinpath("etc/systemd/system")
     units = [one.name for one in folder.iterdir() if one.is_file()]

@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.runtime_hook.files import is_trusted
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: files of other users")]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

@@ -276,7 +276,6 @@ def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, out
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="requires root: mounts")
 @pytest.mark.parametrize("source", ["{tree}", "{outside}"])
 @pytest.mark.parametrize("place", ["etc", "etc/deep/er", "usr/lib"])
 def test_another_mount_in_the_root_takes_nothing_though_its_device_is_the_same(
