@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov_succeeds
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 
@@ -154,8 +154,7 @@ def _type_part(site: Site, host: Host, group: Group, part: str) -> str:
     if words[:1] != ["gpuprov"]:
         done = host.ssh(_SHELL + part, check=False, timeout=300)
         return done.stdout + done.stderr
-    installed = gpuprov(*words[1:], "--hosts", site.inventory(host.name, **group.options))
-    assert installed.returncode == 0, installed.stdout
+    installed = gpuprov_succeeds(*words[1:], "--hosts", site.inventory(host.name, **group.options))
     return installed.stdout
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpg import gpg_home, signing_key
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def test_commands_of_the_site_run_with_the_gpus_and_their_figures_are_kept(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     host = site.installed("main")
-    assert gpuprov("verify", "--hosts", site.inventory("main")).returncode == 0
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
     image = host.ssh("docker images --format '{{.Repository}}:{{.Tag}}' gpuprov-verify").stdout.split()[0]
     # The image has a shell and nvidia-smi; no lab has NVIDIA's programs.
     said = "# Out of bounds values : 0 OK\\n# Avg bus bandwidth    : 476.967\\n"

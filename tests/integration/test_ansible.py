@@ -15,7 +15,7 @@ import pytest
 from gpuprov.fleet.agent_file import build_agent
 from tests.integration.test_install import docker_start, etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -111,8 +111,7 @@ def verified(site: Site, name: str) -> list[dict[str, object]]:
 def test_both_ways_lead_to_the_same_host(site: Site, twin: Host) -> None:
     """Host A by the command line, host B by the playbook: /etc, programs, packages, units and verification agree."""
     main = site.fresh("main")
-    done = gpuprov("install", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
     one, other = etc(main), etc(twin)
     assert {path for path in {*one, *other} if one.get(path) != other.get(path)} == _HOST_SPECIFIC
     assert packages(main) == packages(twin)
@@ -124,7 +123,7 @@ def test_both_ways_lead_to_the_same_host(site: Site, twin: Host) -> None:
 
 
 def test_the_agent_is_the_command_lines_and_is_pushed_once(site: Site, twin: Host) -> None:
-    assert gpuprov("facts", "--hosts", site.inventory("twin")).returncode == 0
+    gpuprov_succeeds("facts", "--hosts", site.inventory("twin"))
     agents = list((twin.root / "root/.cache/gpuprov").glob("*.pyz"))
     assert [path.name for path in agents] == [f"agent-{build_agent().digest}.pyz"]
 

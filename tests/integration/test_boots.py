@@ -17,7 +17,7 @@ import yaml
 from tests import simgpu
 from tests.integration.doctor_cases import SLEEPER
 from tests.lab import Host, HostRequest, cgroups
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, running
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 from tests.simgpu.gpus import UVM_MAJOR, mig_nodes
@@ -50,8 +50,7 @@ def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def main(lab_site: Site) -> Host:
     """A host that is installed, and whose own boot makes no device nodes any more."""
-    done = gpuprov("install", "--hosts", lab_site.inventory("boots"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", lab_site.inventory("boots"))
     host = lab_site.hosts["boots"]
     attach = host.root / "usr/lib/simgpu/attach"
     attach.write_text("".join(line for line in attach.read_text().splitlines(keepends=True) if "mknod" not in line))
@@ -80,8 +79,7 @@ def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_s
         "systemctl show gpuprov-nodes docker --property=ActiveEnterTimestampMonotonic --value"
     ).stdout.split()
     assert int(times[0]) <= int(times[1])
-    done = gpuprov("verify", "--hosts", lab_site.inventory("boots"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("verify", "--hosts", lab_site.inventory("boots"))
     assert "0 changes" in gpuprov("install", "--hosts", lab_site.inventory("boots")).stdout
 
 
@@ -355,8 +353,7 @@ def test_a_driver_that_hangs_delays_engines_and_does_not_stop_them(restarting: H
 
 
 def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host) -> None:
-    done = gpuprov("rollback", "--hosts", lab_site.inventory("boots"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("rollback", "--hosts", lab_site.inventory("boots"))
     found = main.ssh("find /etc /usr/lib/gpuprov -name '*gpuprov*' 2>&1", check=False).stdout
     assert "gpuprov-" not in found
     assert active(main, *_UNITS) == ["inactive"] * 3
@@ -401,18 +398,16 @@ def test_without_leave_the_run_ends_with_3_and_goes_on_after_somebodys_reboot(la
     assert "systemctl reboot" in done.stdout
     assert host.boot_id() == boot
     host.reboot()
-    again = gpuprov("install", "--hosts", _inventory(lab_site))
-    assert again.returncode == 0, again.stdout
+    gpuprov_succeeds("install", "--hosts", _inventory(lab_site))
     # The .run brings the daemon's program without a unit.
     assert active(host, "nvidia-persistenced.service") == ["active"]
-    assert gpuprov("verify", "--hosts", _inventory(lab_site)).returncode == 0
+    gpuprov_succeeds("verify", "--hosts", _inventory(lab_site))
 
 
 def test_over_ssh_the_run_waits_for_the_reboot_and_goes_on(lab_site: Site) -> None:
     host = _as_metal(lab_site)
     boot = host.boot_id()
-    done = gpuprov("install", "--hosts", _inventory(lab_site, gpuprov_reboot="if-needed"), timeout=600)
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", _inventory(lab_site, gpuprov_reboot="if-needed"), timeout=600)
     assert "rebooting" in done.stdout
     assert host.boot_id() != boot
     assert "0 changes" in gpuprov("install", "--hosts", _inventory(lab_site, gpuprov_reboot="if-needed")).stdout
@@ -433,4 +428,4 @@ def test_on_the_machine_itself_a_unit_goes_on_and_is_gone(lab_site: Site) -> Non
     finished = [json.loads(line) for line in said.splitlines() if '"Finished"' in line]
     assert [event["exit_code"] for event in finished] == [0], said
     assert not (host.root / "etc/systemd/system/gpuprov-resume.service").exists()
-    assert gpuprov("verify", "--hosts", _inventory(lab_site)).returncode == 0
+    gpuprov_succeeds("verify", "--hosts", _inventory(lab_site))

@@ -21,7 +21,7 @@ from tests.integration.dockerd import docker_host
 from tests.integration.test_ansible import play, task_states
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.sources import source_lines
 from tests.simgpu.cuda_run import build_cuda_run
 
@@ -140,8 +140,7 @@ def test_a_host_without_a_network_is_installed_and_the_second_run_is_empty(
     assert "0 changes" in again.stdout
     # Copied for the playbook's forecast, and never again.
     assert [("uploading" in run.stdout) for run in (done, again)] == [False, False]
-    verified = gpuprov("verify", "--hosts", inventory(site, made.kernel))
-    assert verified.returncode == 0, verified.stdout
+    gpuprov_succeeds("verify", "--hosts", inventory(site, made.kernel))
     installed = packages(cut_off)
     assert {f"linux-headers-{made.kernel}\t", "docker.io\t", "site-gpu-tools\t", "dkms\t"} <= set(
         re.findall(r"^\S+\t", installed, re.MULTILINE)
@@ -189,8 +188,7 @@ def by_the_agent_in_it(host: Host) -> None:
 def test_roll_back_of_an_installation_from_a_bundle(site: Site, made: Made, cut_off: Host) -> None:
     before = (etc(cut_off), packages(cut_off))
     assert install(site, made).returncode == 0
-    done = gpuprov("rollback", "--hosts", inventory(site, made.kernel))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("rollback", "--hosts", inventory(site, made.kernel))
     assert packages(cut_off) == before[1]
     after = etc(cut_off)
     assert not [
@@ -214,16 +212,13 @@ def test_other_releases(site: Site, tmp_path: Path, release: str, distro: str) -
     )
     bundle = tmp_path / "bundle.tar"
     words = ("--distro", distro, "--hosts", wanted, *file, *source_words(release), "-o", bundle)
-    done = gpuprov("bundle", "create", *words)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("bundle", "create", *words)
     with without_network(site.hosts[release]) as host:
-        done = gpuprov("install", "--hosts", wanted, "--bundle", bundle)
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds("install", "--hosts", wanted, "--bundle", bundle)
         assert "jq\t" in packages(host)
         assert host.ssh("sh -lc 'nvcc'").stdout.strip() == "Cuda compilation tools, release 12.4"
         assert "0 changes" in gpuprov("install", "--hosts", wanted, "--bundle", bundle).stdout
-        verified = gpuprov("verify", "--hosts", wanted)
-        assert verified.returncode == 0, verified.stdout
+        gpuprov_succeeds("verify", "--hosts", wanted)
 
 
 def test_a_bundle_for_another_release_is_refused(site: Site, made: Made) -> None:
@@ -252,8 +247,7 @@ def test_the_same_input_gives_the_same_files_but_for_the_key_and_no_key_of_the_m
 ) -> None:
     shown = []
     for name in ("one.tar", "two.tar"):
-        done = gpuprov(*made.words, "-o", tmp_path / name)
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds(*made.words, "-o", tmp_path / name)
         shown.append(json.loads(gpuprov("bundle", "show", tmp_path / name, "--json").stdout))
     one, two = ({file["path"]: file["sha256"] for file in manifest["files"]} for manifest in shown)
     # A key made for each bundle, whose secret half is deleted, and what it signed.

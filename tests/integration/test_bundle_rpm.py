@@ -11,7 +11,7 @@ import pytest
 from tests.integration.test_bundle import without_network
 from tests.integration.test_install_rpm import packages, tree
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 DISTROS = {"rocky": "rocky-9", "fedora": "fedora-38", "opensuse": "opensuse-tumbleweed"}
@@ -36,13 +36,11 @@ def test_installed_from_a_bundle_alone_again_and_undone(rpm_site: Site, cut_off:
     repository = rpm_site.lab.www / "rpm"
     source = f"file://{repository} {repository}/key.asc {(repository / 'fingerprint').read_text()}"
     words = ("--distro", DISTROS[cut_off.name], "--source", source, "-o", tmp_path / "bundle.tar")
-    made = gpuprov("bundle", "create", "--hosts", hosts, *words)
-    assert made.returncode == 0, made.stdout
+    made = gpuprov_succeeds("bundle", "create", "--hosts", hosts, *words)
     assert "2 packages" in made.stdout
 
     before = (tree(cut_off), packages(cut_off))
-    done = gpuprov("install", "--hosts", hosts, "--bundle", tmp_path / "bundle.tar")
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", hosts, "--bundle", tmp_path / "bundle.tar")
     installed = packages(cut_off)
     assert set(installed) >= PACKAGES
     # Those of the packages' maker stay; the bundle's own key was for the one run.
@@ -52,9 +50,9 @@ def test_installed_from_a_bundle_alone_again_and_undone(rpm_site: Site, cut_off:
     assert [re.fullmatch(r"bundle-[0-9a-f]{32}-\d+\.tar", name) is not None for name in left] == [True]
     again = gpuprov("install", "--hosts", hosts, "--bundle", tmp_path / "bundle.tar")
     assert "0 changes" in again.stdout, again.stdout
-    assert gpuprov("verify", "--hosts", hosts).returncode == 0
+    gpuprov_succeeds("verify", "--hosts", hosts)
 
-    assert gpuprov("uninstall", "--hosts", hosts).returncode == 0
+    gpuprov_succeeds("uninstall", "--hosts", hosts)
     assert packages(cut_off) == before[1]
     after = tree(cut_off)
     assert {path for path in {*before[0], *after} if before[0].get(path) != after.get(path)} <= {"/etc/ld.so.cache"}

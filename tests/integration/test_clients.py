@@ -22,7 +22,7 @@ from tests.integration import docker29
 from tests.integration.doctor_cases import SLEEPER
 from tests.lab import Host, cgroups
 from tests.lab.base import build_base
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.lab import CACHE, REPOSITORY
 from tests.lab.shell import LabError
 from tests.simgpu import cache
@@ -206,8 +206,7 @@ def fresh_sid(site: Site) -> Host:
 def _sid(site: Site) -> Host:
     host = fresh_sid(site)
     host.ssh(_INSTALL_ON_SID, timeout=300)
-    done = gpuprov("install", "--hosts", site.inventory("sid", gpuprov_nvidia_docker=True))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory("sid", gpuprov_nvidia_docker=True))
     return host
 
 

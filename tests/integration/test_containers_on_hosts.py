@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov
+from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import LabError
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -215,8 +215,7 @@ def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) ->
     assert run(host, "--device nvidia.com/gpu=all", _FINDS).strip() == str(HOSTS[host.name])
     listed = run(host, "--device nvidia.com/gpu=all", "ldconfig -p")
     assert "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1" in listed
-    done = gpuprov("verify", "--hosts", site.inventory(host.name))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("verify", "--hosts", site.inventory(host.name))
     assert re.search(r"docker run --device +ok 2 GPUs \(CDI\)", done.stdout)
 
 
@@ -324,11 +323,9 @@ def test_what_a_running_container_was_given_is_explained_by_its_name(
     identifier = host.ssh(f"docker run -d --name explained --network=none {flags} {sleep}").stdout.strip()
     try:
         for name in ("explained", identifier[:12]):
-            done = gpuprov(*explain, name)
-            assert done.returncode == 0, done.stdout
+            done = gpuprov_succeeds(*explain, name)
             assert f"{identifier}, started with GPUs by the {way}" in done.stdout
-        done = gpuprov("cuda", *explain[2:], "explained")
-        assert done.returncode == 0, done.stdout
+        done = gpuprov_succeeds("cuda", *explain[2:], "explained")
         assert "550.163.01 at /usr/lib/x86_64-linux-gnu/libcuda.so.1: " in done.stdout
         host.ssh("docker kill explained")
         done = gpuprov(*explain, "explained")
@@ -344,8 +341,7 @@ def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
     inventory = site.inventory("main")
     host.ssh(_DIVIDE)
     try:
-        done = gpuprov("install", "--hosts", inventory)
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds("install", "--hosts", inventory)
         parts = [line.split("UUID: ")[1].rstrip(")\n") for line in host.ssh("nvidia-smi -L").stdout.splitlines()[1:3]]
         assert [part[:4] for part in parts] == ["MIG-", "MIG-"]
         for flags, seen in (
@@ -359,11 +355,10 @@ def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
         with pytest.raises(LabError, match="there is no GPU '0' on this host; its GPUs: 0:0, 0:1, 1"):
             run(host, "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=0", "true")
         assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-        verified = gpuprov("verify", "--hosts", inventory)
-        assert verified.returncode == 0, verified.stdout
+        gpuprov_succeeds("verify", "--hosts", inventory)
     finally:
         host.ssh("rm -r /proc/driver/nvidia/capabilities/gpu0 /dev/nvidia-caps/nvidia-cap[12][123]")
-        assert gpuprov("install", "--hosts", inventory).returncode == 0
+        gpuprov_succeeds("install", "--hosts", inventory)
 
 
 @pytest.mark.slow

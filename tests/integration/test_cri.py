@@ -18,7 +18,7 @@ from tests.integration.cri import Container, Cri, Ended
 from tests.integration.test_clients import fresh_sid, gpus
 from tests.lab import Host
 from tests.lab.cgroups import cgroup_directories
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _SOCKET = "/run/containerd/containerd.sock"
@@ -102,8 +102,7 @@ def node(request: pytest.FixtureRequest, site: Site) -> Iterator[Node]:
     host.ssh("sh -s", stdin=_PREPARE)
     host.ssh("cat > /usr/local/sbin/runc && chmod 755 /usr/local/sbin/runc", stdin=_RUNC)
     host.ssh("cat > /etc/containerd/config.toml", stdin=_VERSION_3 if series == "2" else _VERSION_2)
-    done = gpuprov("install", "--hosts", site.inventory(name, gpuprov_engines=["containerd"]))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory(name, gpuprov_engines=["containerd"]))
     socket = socket_of(host, _SOCKET)
     with Cri(socket, host.root) as cri:
         yield Node(site, host, series, cri, socket, gpus(host.ssh("nvidia-smi -L").stdout))
@@ -168,11 +167,10 @@ def test_verify_fails_where_containerd_has_not_read_its_files_and_install_restar
 @pytest.mark.only(node=("1.7", "2"))
 def test_as_the_default_it_needs_no_handler_and_rollback_takes_it_away(node: Node) -> None:
     inventory = node.site.inventory(node.host.name, gpuprov_engines=["containerd"], gpuprov_default_runtime=True)
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     assert gpus(node.run("", environment=_ALL).said) == node.gpus
     assert node.run("", "ls /usr/bin/nvidia-smi").code != 0
-    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     assert node.run("", "ls /usr/bin/nvidia-smi", environment=_ALL).code != 0
 
 

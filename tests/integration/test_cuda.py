@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpg import gpg_home
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.repository import build_repository
 from tests.simgpu.cuda_run import build_cuda_run
 
@@ -27,12 +27,11 @@ def test_the_toolkit_comes_from_nvidias_layout_and_goes_again(site: Site, tmp_pa
     assert refused.returncode == 1
     assert "pinned is EB693B3035CD5710E231E123A4B469963BF863CC" in refused.stdout
     inventory = site.inventory("main", **wanted, gpuprov_cuda_key_fingerprint=fingerprint)
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     assert host.ssh("dpkg-query -W -f '${Status}' cuda-toolkit-12-4").stdout == "install ok installed"
     assert "/usr/local/cuda/bin" in host.ssh("sh -lc 'echo $PATH'").stdout
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     assert "cuda" not in host.ssh("ls /etc/apt/sources.list.d /etc/apt/keyrings /etc/profile.d").stdout
     assert host.ssh("dpkg-query -W -f '${Status}' cuda-toolkit-12-4 2>/dev/null || echo gone").stdout.strip() == "gone"
 
@@ -43,10 +42,9 @@ def test_the_toolkit_comes_from_its_run_file_and_goes_again(site: Site) -> None:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     wanted = {"gpuprov_cuda": "12.4", "gpuprov_cuda_url": f"{site.lab.url}/{file.name}"}
     inventory = site.inventory("main", **wanted, gpuprov_cuda_sha256=digest)
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     assert host.ssh("sh -lc 'nvcc'").stdout.strip() == "Cuda compilation tools, release 12.4"
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     left = host.ssh("ls -d /usr/local/cuda* /etc/profile.d/*cuda* /etc/ld.so.conf.d/cuda* 2>/dev/null", check=False)
     assert left.stdout == ""

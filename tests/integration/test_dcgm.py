@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpg import gpg_home
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.repository import build_package, build_repository, sign, stand_in
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
@@ -56,8 +56,7 @@ def test_it_comes_runs_is_verified_and_goes_again(site: Site, tmp_path: Path) ->
     wanted = {"gpuprov_cuda_repository": f"{site.lab.url}/dcgm", "gpuprov_cuda_key_fingerprint": fingerprint}
     inventory = site.inventory("main", **wanted, gpuprov_dcgm=True, gpuprov_dcgm_exporter=True)
     units = "nvidia-dcgm nvidia-dcgm-exporter"
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", inventory)
     assert "enable and start nvidia-dcgm.service, nvidia-dcgm-exporter.service" in done.stdout
     assert host.ssh(f"systemctl is-active {units}; systemctl is-enabled {units}").stdout.split() == [
         "active", "active", "enabled", "enabled",
@@ -74,12 +73,12 @@ def test_it_comes_runs_is_verified_and_goes_again(site: Site, tmp_path: Path) ->
     assert stopped.returncode == 0 and "enable and start nvidia-dcgm.service" in stopped.stdout, stopped.stdout
 
     for _ in range(2):
-        assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+        gpuprov_succeeds("rollback", "--hosts", inventory)
     left = f"systemctl list-unit-files --no-legend '*dcgm*'; dpkg-query -W '{_NAME}*' 2>/dev/null || true"
     assert host.ssh(left).stdout == ""
     assert "cuda" not in host.ssh("ls /etc/apt/sources.list.d /etc/apt/keyrings").stdout
 
-    assert gpuprov("install", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("install", "--hosts", inventory)
     host.ssh(f"systemctl is-active {units}")
-    assert gpuprov("uninstall", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("uninstall", "--hosts", inventory)
     assert host.ssh(left).stdout == ""

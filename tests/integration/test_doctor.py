@@ -21,7 +21,7 @@ from tests.integration.doctor_host_cases import CDI_GROUPS, NODE_GROUPS, TOOLKIT
 from tests.integration.doctor_typing import Group, prepare, type_until_silent
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import DRIVER, Site, gpuprov, running
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.nvidia_toolkit import build_toolkit
 
@@ -74,8 +74,7 @@ _CASES = [
 def host(site: Site) -> Host:
     """A host that gpuprov has set up, and on which containers see the GPUs."""
     host = made_ready(site)
-    done = gpuprov("verify", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
     return host
 
 
@@ -109,8 +108,7 @@ def with_toolkit(others: Site) -> tuple[Site, Host]:
 def set_up(site: Site, name: str) -> Host:
     host = site.fresh(name)
     for command in ("install", "verify"):
-        done = gpuprov(command, "--hosts", site.inventory(name))
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds(command, "--hosts", site.inventory(name))
     prepare(host)
     return host
 
@@ -146,14 +144,12 @@ def fix(site: Site, host: Host, command: str) -> None:
     if found:
         # As a rule tells it, or as the last line does, with the inventory.
         rest = install.split() if "--hosts" in install else ("--hosts", str(site.inventory("main")), *install.split())
-        done = gpuprov("install", *rest)
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds("install", *rest)
 
 
 def test_nothing_is_wrong_with_a_host_that_was_just_set_up_and_nothing_changes(site: Site, host: Host) -> None:
     host.ssh("touch /root/mark; docker ps --all --quiet --no-trunc > /root/containers")
-    done = gpuprov("doctor", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("doctor", "--hosts", site.inventory("main"))
     assert done.stdout.splitlines()[-1] == "1 host: nothing found wrong in all that was looked at"
     assert re.search(r"^device nodes +ok \d present", done.stdout, re.MULTILINE), done.stdout
     # Every file and folder whose content, mode, owner or links have changed since, by the kernel's own books.
@@ -175,8 +171,7 @@ def test_the_trouble_is_named_first_and_its_command_fixes_it(site: Site, host: H
     step = summary["problems"][0]["next_step"]
     assert step.startswith(trouble.command), step
     fix(site, host, step)
-    done = gpuprov("verify", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
 
 
 @pytest.mark.parametrize("group", _CASES)
@@ -241,10 +236,9 @@ def test_fix_does_what_gpuprov_can_proves_it_and_is_taken_back_by_a_rollback(sit
     assert f"mv {SETTINGS_PATH} {SETTINGS_PATH}.broken" in fixed.stdout
     assert "3 changes" in fixed.stdout, fixed.stdout
     host.ssh(f"rm {SETTINGS_PATH}")
-    done = gpuprov("verify", *inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("verify", *inventory)
 
-    assert gpuprov("rollback", *inventory).returncode == 0
+    gpuprov_succeeds("rollback", *inventory)
     assert host.ssh("sha256sum /etc/cdi/nvidia.json").stdout == broken
     assert host.ssh("ls /dev/nvidia0", check=False).returncode != 0
 
@@ -255,4 +249,4 @@ def test_fix_does_what_gpuprov_can_proves_it_and_is_taken_back_by_a_rollback(sit
     assert host.ssh("test -e /dev/nvidia0", check=False).returncode == 1
     played = play("doctor", site.inventory("main"), "-e", "gpuprov_play_fix=true")
     assert (recap(played, "main")["changed"], recap(played, "main")["failed"]) == (1, 0), played.stdout
-    assert gpuprov("doctor", *inventory).returncode == 0
+    gpuprov_succeeds("doctor", *inventory)

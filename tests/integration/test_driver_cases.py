@@ -13,7 +13,7 @@ import pytest
 
 from tests import simgpu
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -244,15 +244,13 @@ def test_a_driver_is_replaced_by_a_newer_and_by_an_older_one_and_uninstalled(sit
                 "gpuprov_driver_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
             }
             inventory = site.inventory("main", **names)
-            done = gpuprov("install", "--hosts", inventory)
-            assert done.returncode == 0, done.stdout
+            gpuprov_succeeds("install", "--hosts", inventory)
             shown = host.ssh("nvidia-smi --query-gpu=driver_version --format=csv,noheader").stdout.split()
             assert shown == [version] * 2
             left = host.ssh("ls -d /usr/lib/x86_64-linux-gnu/libcuda.so.*.*").stdout.split()
             assert left == [f"/usr/lib/x86_64-linux-gnu/libcuda.so.{version}"]
         assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-        done = gpuprov("uninstall", "--hosts", inventory)
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds("uninstall", "--hosts", inventory)
         assert host.ssh("ls /usr/lib/x86_64-linux-gnu | grep nvidia", check=False).stdout == ""
     finally:
         outside.write_text(first)

@@ -22,7 +22,7 @@ from gpuprov.protocol.request import Request
 from tests.disk import MEMORY, Disk
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
 from tests.lab.lab import REPOSITORY
 
@@ -182,12 +182,11 @@ def test_a_fault_in_any_change_is_told_and_the_next_run_goes_on_from_there(site:
         said = json.dumps(stop["problems"])
         assert stop["exit_code"] == 1 and told in said, f"{kind}, {hurt.__name__}: {said}"
         assert host.ssh("docker info --format '{{.ServerVersion}}'").stdout.strip(), kind
-    done = gpuprov("install", "--hosts", site.inventory(_NAME))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory(_NAME))
     found = state(host)
     assert "0 changes" in gpuprov("install", "--hosts", site.inventory(_NAME)).stdout
     host.kill()
     host.storage = host.directory
     host.reset()
-    assert gpuprov("install", "--hosts", site.inventory(_NAME)).returncode == 0
+    gpuprov_succeeds("install", "--hosts", site.inventory(_NAME))
     assert_whole(site, found, "after all faults")

@@ -15,7 +15,7 @@ import pytest
 
 from tests import simgpu
 from tests.integration.test_simgpu import on_host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.unit.health_cases import CASES, WELL, Case
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("gcc")]
@@ -141,8 +141,7 @@ def test_a_fleet_says_which_host_is_unfit(site: Site) -> None:
     inventory = site.inventory("main")
     host.ssh("mkdir -p /run/simgpu; for n in 0 1; do echo 1 > /run/simgpu/persistence-$n; done")
     try:
-        good = gpuprov("health", "--hosts", inventory)
-        assert good.returncode == 0, good.stdout
+        gpuprov_succeeds("health", "--hosts", inventory)
         host.ssh("echo 1 > /run/simgpu/remap-failed-1")
         ill = gpuprov("health", "--hosts", inventory, "--json")
         assert ill.returncode == 7

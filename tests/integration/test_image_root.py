@@ -11,7 +11,7 @@ import pytest
 
 from tests import simgpu
 from tests.lab.base import build_base, mount_over
-from tests.lab.fixtures import DRIVER, gpuprov
+from tests.lab.fixtures import DRIVER, gpuprov, gpuprov_succeeds
 from tests.lab.lab import CACHE
 from tests.lab.shell import run
 from tests.lab.sources import copy_network_configuration
@@ -61,8 +61,7 @@ def test_a_folder_that_is_no_root_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_image_is_installed_where_no_systemd_runs(root: Path) -> None:
-    done = gpuprov("install", "--root", root, *_WANTED, timeout=900)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--root", root, *_WANTED, timeout=900)
     (kernel,) = (path.name for path in (root / "lib/modules").iterdir())
     assert "updates/dkms/nvidia.ko" in (root / f"lib/modules/{kernel}/modules.dep").read_text()
     wants = root / "etc/systemd/system/multi-user.target.wants"
@@ -115,16 +114,13 @@ def test_programs_of_an_image_do_not_reach_the_builder(root: Path, tmp_path: Pat
 def test_a_second_run_changes_nothing_and_verify_says_what_it_can(root: Path) -> None:
     done = gpuprov("install", "--root", root, *_WANTED)
     assert (done.returncode, "0 changes" in done.stdout) == (0, True), done.stdout
-    done = gpuprov("verify", "--root", root)
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("verify", "--root", root)
     assert "skipped: there is no GPU in this machine" in done.stdout
-    done = gpuprov("doctor", "--root", root)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("doctor", "--root", root)
 
 
 def test_a_rollback_takes_it_out_of_the_image_again(root: Path) -> None:
-    done = gpuprov("rollback", "--root", root)
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("rollback", "--root", root)
     assert "the identity that the image was cleaned of does not come back" in done.stdout
     assert not (root / "etc/gpuprov").exists() and not (root / "usr/bin/nvidia-smi").exists()
     assert not list((root / "etc/systemd/system").glob("gpuprov-*"))

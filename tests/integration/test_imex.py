@@ -14,7 +14,7 @@ import pytest
 from tests import simgpu
 from tests.gpg import gpg_home
 from tests.imex_stand_in import package_files
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Host
 from tests.lab.repository import build_package, build_repository, sign, stand_in
 
@@ -110,15 +110,13 @@ def test_a_domain_comes_loses_a_node_and_is_upgraded_as_one(
     assert refused.returncode == 1 and "nothing is changed: twin of an IMEX domain" in refused.stdout, refused.stdout
     assert OLD in hosts["main"].ssh("nvidia-imex --version").stdout
     load(site, "twin", DRIVER)
-    upgraded = gpuprov("install", "--hosts", new, timeout=600)
-    assert upgraded.returncode == 0, upgraded.stdout
+    gpuprov_succeeds("install", "--hosts", new, timeout=600)
     for host in hosts.values():
         assert host.ssh(_STATE).stdout.split() == ["active", "enabled", "IMEX", "version", "is:", DRIVER]
     verified = gpuprov("verify", "--hosts", new, "--limit", "twin")
     assert verified.returncode == 0 and "IMEX domain" in verified.stdout, verified.stdout
 
-    removed = gpuprov("uninstall", "--hosts", new, timeout=600)
-    assert removed.returncode == 0, removed.stdout
+    gpuprov_succeeds("uninstall", "--hosts", new, timeout=600)
     left = "ls -d /etc/nvidia-imex /etc/modprobe.d/gpuprov-imex.conf /dev/nvidia-caps-imex-channels 2>/dev/null || true"
     for host in hosts.values():
         assert host.ssh(f"{left}; dpkg-query -W 'nvidia-imex*' 2>/dev/null || true").stdout == ""

@@ -10,7 +10,7 @@ import pytest
 
 from tests import simgpu
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
 from tests.lab.lab import REPOSITORY
 
@@ -45,8 +45,7 @@ def installed(site: Site) -> Host:
 def test_check_says_what_would_change_and_changes_nothing(site: Site) -> None:
     host = site.fresh("main")
     before = (etc(host), packages(host), docker_start(host))
-    done = gpuprov("install", "--hosts", site.inventory("main"), "--check", "--diff")
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", site.inventory("main"), "--check", "--diff")
     assert f"install NVIDIA driver {DRIVER} (libraries only)" in done.stdout
     assert re.search(r'^\s*\+.*"path": "/usr/bin/gpuprov-container-runtime"', done.stdout, re.MULTILINE)
     assert (etc(host), packages(host), docker_start(host)) == before
@@ -64,8 +63,7 @@ def test_a_container_sees_the_hosts_gpus(installed: Host) -> None:
 
 @pytest.mark.sample
 def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) -> None:
-    done = gpuprov("verify", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
     assert "1 host ready" in done.stdout
     image = installed.ssh("docker images -q gpuprov-verify").stdout.strip()
     run = f"docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all {image} nvidia-smi -L"
@@ -130,8 +128,7 @@ def test_torch_and_tensorflow_are_asked_in_the_images_that_are_given(site: Site,
         "'s,^[a-z]*.py$,usr/lib/python3.11/&,' torch.py tensorflow.py | docker import - torch-like:1"
     )
     inventory = site.inventory("main", gpuprov_tensorflow_image="torch-like:1")
-    done = gpuprov("verify", "--hosts", inventory, "--torch-image", "torch-like:1")
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("verify", "--hosts", inventory, "--torch-image", "torch-like:1")
     assert "2 GPUs, torch 2.5.1 for CUDA 12.4" in done.stdout
     assert "2 GPUs, tensorflow 2.16.1 for CUDA 12.3" in done.stdout
     installed.ssh("tar -C /root -c torch.py | docker import - no-python:1")
@@ -143,16 +140,14 @@ def test_torch_and_tensorflow_are_asked_in_the_images_that_are_given(site: Site,
 def test_an_image_of_the_users_own_serves_as_well(site: Site, installed: Host) -> None:
     tag = installed.ssh("docker images --format '{{.Repository}}:{{.Tag}}' gpuprov-verify").stdout.strip()
     installed.ssh(f"docker tag {tag} own-image:1")
-    done = gpuprov("verify", "--hosts", site.inventory("main"), "--image", "own-image:1")
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("verify", "--hosts", site.inventory("main"), "--image", "own-image:1")
     assert "own-image:1" in done.stdout
 
 
 @pytest.mark.sample
 def test_a_second_run_changes_nothing_and_restarts_nothing(site: Site, installed: Host) -> None:
     before = (etc(installed), packages(installed), docker_start(installed))
-    done = gpuprov("install", "--hosts", site.inventory("main"))
-    assert done.returncode == 0
+    done = gpuprov_succeeds("install", "--hosts", site.inventory("main"))
     assert "0 changes" in done.stdout
     assert (etc(installed), packages(installed), docker_start(installed)) == before
 
@@ -183,10 +178,8 @@ def test_verify_fails_plainly_and_install_fixes_it(site: Site, installed: Host, 
     assert done.returncode == 1, done.stdout
     assert reason in done.stdout
     assert "Traceback" not in done.stdout
-    repaired = gpuprov("install", "--hosts", site.inventory("main"))
-    assert repaired.returncode == 0, repaired.stdout
-    again = gpuprov("verify", "--hosts", site.inventory("main"))
-    assert again.returncode == 0, again.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
 
 
 def test_invalid_daemon_json_is_named_by_line_and_column_and_left_alone(site: Site, installed: Host) -> None:
@@ -217,7 +210,7 @@ def test_docker_that_does_not_come_back_gets_its_old_file(site: Site, installed:
     finally:
         path.write_bytes(good)
         installed.ssh("systemctl reset-failed docker; systemctl restart docker")
-    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
 
 
 def test_on_the_machine_itself_the_result_is_the_same(site: Site, installed: Host) -> None:
@@ -244,10 +237,9 @@ def changed_in_etc(before: Snapshot, after: Snapshot) -> set[str]:
 def test_roll_back_gives_back_every_byte(site: Site) -> None:
     host = site.fresh("main")
     before = (etc(host), packages(host))
-    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
     assert etc(host) != before[0]
-    done = gpuprov("rollback", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("rollback", "--hosts", site.inventory("main"))
     assert changed_in_etc(before[0], etc(host)) == set()
     assert packages(host) == before[1]
 
@@ -257,12 +249,9 @@ def test_other_releases(site: Site, release: str) -> None:
     """Debian 11 has Python 3.9 and docker 20.10; Debian 13 has docker 26 and apt with sqv."""
     host, inventory = site.fresh(release), site.inventory(release)
     before = (etc(host), packages(host))
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
-    verified = gpuprov("verify", "--hosts", inventory)
-    assert verified.returncode == 0, verified.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
+    gpuprov_succeeds("verify", "--hosts", inventory)
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-    done = gpuprov("rollback", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     assert changed_in_etc(before[0], etc(host)) == set()
     assert packages(host) == before[1]

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -40,19 +40,16 @@ def test_the_whole_way(rpm_site: Site) -> None:
     hosts = [rpm_site.hosts[name] for name in NAMES]
     before = [(tree(host), packages(host), docker_start(host)) for host in hosts]
 
-    check = gpuprov("install", "--hosts", inventory, "--check", "--diff")
-    assert check.returncode == 0, check.stdout
+    check = gpuprov_succeeds("install", "--hosts", inventory, "--check", "--diff")
     assert "+repo_gpgcheck=1" in check.stdout and "+skip_if_unavailable=0" in check.stdout
     assert "/etc/zypp/repos.d/gpuprov-site.repo" in check.stdout
     assert [(tree(host), packages(host), docker_start(host)) for host in hosts] == before
 
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     for host in hosts:
         assert {"site-gpu-tools-1.0-1.noarch", "site-gpu-library-1.0-1.noarch"} <= set(packages(host))
         assert len([name for name in packages(host) if name.startswith("gpg-pubkey-")]) == 1
-    verified = gpuprov("verify", "--hosts", inventory)
-    assert verified.returncode == 0, verified.stdout
+    verified = gpuprov_succeeds("verify", "--hosts", inventory)
     assert "3 hosts ready" in verified.stdout
 
     settled = [(tree(host), packages(host), docker_start(host)) for host in hosts]
@@ -61,8 +58,7 @@ def test_the_whole_way(rpm_site: Site) -> None:
     assert [event["changed"] for event in finished] == [0, 0, 0]
     assert [(tree(host), packages(host), docker_start(host)) for host in hosts] == settled
 
-    back = gpuprov("rollback", "--hosts", inventory)
-    assert back.returncode == 0, back.stdout
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     for host, (tree_before, packages_before, _) in zip(hosts, before, strict=True):
         after = tree(host)
         changed = {path for path in {*tree_before, *after} if tree_before.get(path) != after.get(path)}

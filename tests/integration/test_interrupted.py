@@ -16,7 +16,7 @@ from tests.integration.killed import held_at, journal_lines, kill_at
 from tests.integration.test_host_program import bare_host
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, patience
+from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds, patience
 from tools import host_program
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -41,7 +41,7 @@ def test_killed_at_ten_moments_the_next_run_ends_as_an_undisturbed_one(site: Sit
     """Two hosts at once: much of a run is waiting."""
     with ThreadPoolExecutor(len(_KILLED)) as pool:
         list(pool.map(lambda index: killed_and_again(site, _KILLED[index], index), range(len(_KILLED))))
-    assert gpuprov("verify", "--hosts", site.inventory(*_KILLED)).returncode == 0
+    gpuprov_succeeds("verify", "--hosts", site.inventory(*_KILLED))
 
 
 def killed_and_again(site: Site, name: str, index: int) -> None:
@@ -51,7 +51,7 @@ def killed_and_again(site: Site, name: str, index: int) -> None:
     """
     host = site.fresh(name)
     inventory = site.inventory(name)
-    assert gpuprov("install", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("install", "--hosts", inventory)
     undisturbed = (etc(host), packages(host))
     # The last line says that the run has ended.
     moments = [(line, command) for line in range(1, journal_lines(host)) for command in (False, True)]
@@ -106,8 +106,7 @@ def test_ctrl_c_ends_the_run_and_leaves_no_mess(site: Site) -> None:
     assert "Traceback" not in output
     assert process.returncode == 128 + signal.SIGINT, output
     # The host's changes had begun: it has come to its end.
-    done = gpuprov("install", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
     assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
 
 

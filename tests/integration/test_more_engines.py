@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _DUMP = "containerd config dump | grep -c 'BinaryName = .*/usr/bin/gpuprov-container-runtime' || true"
@@ -32,16 +32,14 @@ def test_a_real_containerd_is_told_and_docker_lives_on(site: Site) -> None:
     ).stdout
     assert host.ssh(_DUMP).stdout.strip() == "0"
     inventory = site.inventory("main", gpuprov_engines=["containerd"])
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", inventory)
     assert "restart containerd (its containers go on)" in done.stdout
     assert host.ssh(_DUMP).stdout.strip() == "1"
     assert host.ssh("systemctl is-active containerd docker").stdout.split() == ["active", "active"]
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-    verified = gpuprov("verify", "--hosts", inventory)
-    assert verified.returncode == 0, verified.stdout
+    verified = gpuprov_succeeds("verify", "--hosts", inventory)
     assert "main: containers see this host's GPUs: docker, containerd" in verified.stdout
-    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     after = host.ssh("cat /etc/containerd/config.toml 2>/dev/null | sha256sum; systemctl show -p MainPID docker").stdout
     assert after == before
     missing = gpuprov("install", "--hosts", site.inventory("main", gpuprov_engines=["crio"]))
@@ -54,12 +52,10 @@ def test_a_host_with_podman_and_containerd_alone_is_provisioned_and_given_back(s
     host = without_docker(site, "trixie")
     inventory = site.inventory("trixie", **_ENGINES)
     before = host.snapshot()
-    planned = gpuprov("install", "--hosts", inventory, "--check", "--diff")
-    assert planned.returncode == 0, planned.stdout
+    planned = gpuprov_succeeds("install", "--hosts", inventory, "--check", "--diff")
     assert '+nvidia = ["/usr/bin/gpuprov-container-runtime"]' in planned.stdout
     assert "restart containerd (its containers go on)" in planned.stdout and "daemon.json" not in planned.stdout
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     assert host.ssh("command -v dockerd", check=False).stdout == ""
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
     lines = gpuprov("verify", "--hosts", inventory, "--json").stdout.splitlines()
@@ -73,9 +69,8 @@ def test_a_host_with_podman_and_containerd_alone_is_provisioned_and_given_back(s
         assert checks[f"{engine}, one GPU"]["engine"] == engine
     summaries = [event["summary"] for event in events if event.get("event") == "Finished"]
     assert summaries == ["containers see this host's GPUs: containerd, podman"]
-    healthy = gpuprov("doctor", "--hosts", inventory)
-    assert healthy.returncode == 0, healthy.stdout
-    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("doctor", "--hosts", inventory)
+    gpuprov_succeeds("rollback", "--hosts", inventory)
     after = host.snapshot()
     different = {path for path in {*before, *after} if before.get(path) != after.get(path)}
     # What packages leave behind when they are removed: caches, accounts, configuration that only a purge takes.
@@ -100,5 +95,5 @@ def test_features_cdi_is_switched_on_and_goes_with_the_run(site: Site) -> None:
     reads = "docker info --format '{{json .CDISpecDirs}}'"
     assert json.loads(host.ssh("cat /etc/docker/daemon.json").stdout)["features"] == {"cdi": True}
     assert json.loads(host.ssh(reads).stdout) == ["/etc/cdi", "/var/run/cdi"]
-    assert gpuprov("rollback", "--hosts", site.inventory("trixie")).returncode == 0
+    gpuprov_succeeds("rollback", "--hosts", site.inventory("trixie"))
     assert host.ssh("test ! -e /etc/docker/daemon.json && " + reads).stdout == "[]\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
 # NVIDIA's daemon forks, leaves its control file in its folder, and answers commands on standard input.
@@ -29,8 +29,7 @@ def test_mps_runs_in_a_folder_of_its_own_and_goes_with_an_uninstall(site: Site) 
     host = site.installed("main")
     host.ssh(f"cat > /usr/bin/nvidia-cuda-mps-control <<'X'\n{_DAEMON}X\nchmod 755 /usr/bin/nvidia-cuda-mps-control")
     inventory = site.inventory("main", gpuprov_mps=True, gpuprov_mps_threads=25, gpuprov_mps_memory="0=10G")
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     unit = "gpuprov-mps.service"
     assert host.ssh(f"systemctl is-active {unit}; systemctl is-enabled {unit}").stdout.split() == ["active", "enabled"]
     assert host.ssh("cat /var/log/gpuprov-mps/limits").stdout.split() == ["25", "0=10G"]
@@ -43,8 +42,7 @@ def test_mps_runs_in_a_folder_of_its_own_and_goes_with_an_uninstall(site: Site) 
     host.ssh(f"systemctl stop {unit}")
     stopped = gpuprov("verify", "--hosts", inventory)
     assert stopped.returncode == 1 and "the daemon does not answer" in stopped.stdout, stopped.stdout
-    removed = gpuprov("uninstall", "--hosts", inventory)
-    assert removed.returncode == 0, removed.stdout
+    gpuprov_succeeds("uninstall", "--hosts", inventory)
     left = host.ssh(f"systemctl is-active {unit} || ls /etc/systemd/system/{unit} /run/gpuprov-mps "
                     "/var/log/gpuprov-mps 2>&1 || true").stdout  # fmt: skip
     assert left.splitlines()[0] in ("inactive", "unknown") and left.count("No such file") == 3

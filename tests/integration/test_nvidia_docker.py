@@ -12,7 +12,7 @@ import pytest
 from tests.integration.test_ansible import play, recap
 from tests.integration.test_clients import gpus
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov
+from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import LabError, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.root]
@@ -56,13 +56,11 @@ def both(site: Site, name: str = "main") -> Path:
 def host(site: Site) -> Iterator[Host]:
     """A provisioned host with both, and images."""
     found = site.installed("main")
-    done = gpuprov("install", "--hosts", both(site), "--check", "--diff")
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", both(site), "--check", "--diff")
     for path in (_COMMAND, *_UNITS):
         assert path in done.stdout
         assert not (found.root / path[1:]).exists()
-    done = gpuprov("install", "--hosts", both(site))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", both(site))
     found.ssh(_IMAGES)
     yield found
 
@@ -234,8 +232,7 @@ def test_it_loads_nothing_where_the_driver_is_not_whole(host: Host) -> None:
 @pytest.mark.parametrize("name", ["bullseye", "trixie"])
 def test_other_releases_have_other_pythons_and_another_systemd(site: Site, name: str) -> None:
     other = site.installed(name)
-    done = gpuprov("install", "--hosts", both(site, name))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", both(site, name))
     other.ssh(_IMAGES)
     last = len(gpus(other.ssh(_SMI).stdout)) - 1
     assert seen(other, f"NV_GPU={last} {_RUN} small:1 {_SMI}") == [last]
@@ -265,12 +262,10 @@ def test_in_the_foreground_until_ctrl_c(host: Host) -> None:
 
 
 def test_without_the_variables_and_by_rollback_both_go_and_come(host: Host, site: Site) -> None:
-    done = gpuprov("install", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
     assert not [path for path in (_COMMAND, *_UNITS, _SOCKET) if (host.root / path[1:]).exists()]
     assert host.ssh("systemctl is-active gpuprov-serve.socket", check=False).stdout.strip() == "inactive"
-    done = gpuprov("rollback", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("rollback", "--hosts", site.inventory("main"))
     assert "0 changes" in gpuprov("install", "--hosts", both(site)).stdout
     assert host.ssh("systemctl is-active gpuprov-serve.socket").stdout.strip() == "active"
 
@@ -278,10 +273,8 @@ def test_without_the_variables_and_by_rollback_both_go_and_come(host: Host, site
 def test_a_command_of_another_package_is_kept(host: Host, site: Site) -> None:
     """A package that comes later takes the name; neither an install nor the way back touches what it brought."""
     host.ssh(f"printf '#!/bin/sh\\n# a package\\n' >{_COMMAND}.new && mv {_COMMAND}.new {_COMMAND}")
-    done = gpuprov("install", "--hosts", both(site))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", both(site))
     assert re.sub(r"\s+", " ", done.stdout).count(f"{_COMMAND} is not gpuprov's: gpuprov keeps it") == 1, done.stdout
-    done = gpuprov("uninstall", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("uninstall", "--hosts", site.inventory("main"))
     assert host.ssh(f"cat {_COMMAND}").stdout == "#!/bin/sh\n# a package\n"
     assert not [path for path in _UNITS if (host.root / path[1:]).exists()]

@@ -18,7 +18,7 @@ from gpuprov.packages.keys import dearmored, fingerprints
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import Site, gpuprov, running
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.nvidia_docker import DOCKER1, PACKAGES_OF_2, PROXY, SOURCES, build_retired
 from tests.lab.nvidia_toolkit import NAMES, build_toolkit
 from tests.lab.repository import make_key
@@ -86,8 +86,7 @@ def host_with(site: Site, *names: str) -> Host:
 
 
 def install(site: Site, *words: object, **variables: Any) -> str:
-    done = gpuprov("install", *words, "--hosts", site.inventory("old", **variables))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", *words, "--hosts", site.inventory("old", **variables))
     return done.stdout
 
 
@@ -106,8 +105,7 @@ def volumes(host: Host) -> set[str]:
 
 
 def undo(site: Site, command: str) -> str:
-    done = gpuprov(command, "--hosts", site.inventory("old"))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds(command, "--hosts", site.inventory("old"))
     return done.stdout
 
 
@@ -147,8 +145,7 @@ def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:
     host.ssh("apt-get update")
     second = install(lab_site, gpuprov_migrate_nvidia_docker=True)
     assert "0 changes" in second
-    verified = gpuprov("verify", "--hosts", lab_site.inventory("old"))
-    assert verified.returncode == 0, verified.stdout
+    gpuprov_succeeds("verify", "--hosts", lab_site.inventory("old"))
 
     told = gpuprov("rollback", "--check", "--hosts", lab_site.inventory("old")).stdout
     assert "volume nvidia_driver_390.30 and its content are not restored" in " ".join(told.split())

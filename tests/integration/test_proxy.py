@@ -35,7 +35,7 @@ from tests.integration.tinyproxy import (
     running_proxy,
     unused_address,
 )
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.rpm_repository import TOOLS, build_rpm_repository
 from tests.lab.shell import run
@@ -196,8 +196,7 @@ def test_a_host_behind_the_proxy_is_installed_by_both_doors(site: Site, tmp_path
         hosts = site.inventory("main", gpuprov_proxy=proxy.url, gpuprov_no_proxy="registry.example.org")
         said = gpuprov("install", "--hosts", hosts, "--check", "--diff", "--json").stdout
         assert f"http://{USER}:***@{proxy.place}" in said
-        done = gpuprov("install", "--hosts", hosts)
-        assert done.returncode == 0, done.stdout
+        done = gpuprov_succeeds("install", "--hosts", hosts)
         # The driver, the site's repository and Debian's own came through it.
         assert f"GET {site.variables['gpuprov_driver_url']}" in proxy.log
         assert f"{site.lab.url}/apt/" in proxy.log and "debian.org" in proxy.log
@@ -214,6 +213,5 @@ def test_a_host_behind_the_proxy_is_installed_by_both_doors(site: Site, tmp_path
     assert PASSWORD not in told and ENCODED not in told
     assert host.ssh("stat -c %a:%U /etc/gpuprov/docker-proxy.env").stdout == "600:root\n"
     # The proxy is gone now: the rollback needs none.
-    rolled = gpuprov("rollback", "--hosts", hosts)
-    assert rolled.returncode == 0, rolled.stdout
+    gpuprov_succeeds("rollback", "--hosts", hosts)
     assert host.ssh("ls /etc/gpuprov /etc/systemd/system/docker.service.d", check=False).stdout == ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Host
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
@@ -79,7 +79,7 @@ def test_a_gpu_is_reset_on_a_drained_host_which_gets_work_again_if_it_is_fit(
         assert "these GPUs are simulated: they compute nothing" in done.stdout
     assert done.returncode == 0, done.stdout
     assert calls.read_text() == "drain main\n" * (2 if lasting else 1) + "undrain main\n"
-    assert gpuprov("health", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("health", "--hosts", inventory)
 
 
 def test_gpus_are_loaded_after_a_reboot_before_the_host_gets_work(

@@ -12,7 +12,7 @@ import pytest
 
 from tests import simgpu
 from tests.integration.test_ansible import play
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
@@ -56,8 +56,7 @@ def test_one_drain_fails_and_the_fleet_goes_on(site: Site, tmp_path: Path, monke
     assert (first.returncode, calls.read_text()) == (0, ""), first.stdout
 
     hosts = inventory(site, DRIVER)
-    foreseen = gpuprov("install", "--hosts", hosts, "--check", *words)
-    assert foreseen.returncode == 0, foreseen.stdout
+    foreseen = gpuprov_succeeds("install", "--hosts", hosts, "--check", *words)
     assert f"would run before the changes: {script} drain twin" in foreseen.stdout
     assert calls.read_text() == ""
 
@@ -80,8 +79,7 @@ def test_one_drain_fails_and_the_fleet_goes_on(site: Site, tmp_path: Path, monke
     # The same command again, once the pod is gone: only the host that is left is drained.
     refused.write_text("")
     calls.write_text("")
-    again = gpuprov("install", "--hosts", hosts, *words, timeout=600)
-    assert again.returncode == 0, again.stdout
+    gpuprov_succeeds("install", "--hosts", hosts, *words, timeout=600)
     assert calls.read_text().splitlines() == ["drain bullseye", "undrain bullseye"]
     assert driver(site, "bullseye") == DRIVER
 
@@ -103,7 +101,7 @@ def test_a_killed_controller_leaves_who_is_drained_and_the_next_run_goes_on(
     script.write_text(_HANGING.format(folder=tmp_path))
     script.chmod(0o700)
     hold.write_text("")
-    assert gpuprov("install", "--hosts", inventory(site, DRIVER), "--limit", "main,twin", timeout=600).returncode == 0
+    gpuprov_succeeds("install", "--hosts", inventory(site, DRIVER), "--limit", "main,twin", timeout=600)
     words = (
         "install", "--hosts", inventory(site, OLD), "--limit", "main,twin", "--serial", "1",
         "--window", "00:00-24:00 UTC",
@@ -118,8 +116,7 @@ def test_a_killed_controller_leaves_who_is_drained_and_the_next_run_goes_on(
     assert calls.read_text().splitlines() == ["drain main"]
     assert (driver(site, "main"), driver(site, "twin")) == (OLD, DRIVER)
 
-    again = gpuprov(*words, timeout=600)
-    assert again.returncode == 0, again.stdout
+    again = gpuprov_succeeds(*words, timeout=600)
     assert "was cut off: gpuprov install" in again.stdout and "; window: 00:00-24:00 UTC" in again.stdout
     assert "its order: batch 1 of 2: main; batch 2 of 2: twin" in again.stdout
     assert "main is drained since" in again.stdout and "this run undrains it once verify is green" in again.stdout
@@ -138,7 +135,7 @@ END"""
 def test_a_canary_that_is_not_green_goes_back(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     host = site.hosts["main"]
-    assert gpuprov("install", "--hosts", inventory(site, DRIVER), "--limit", "main").returncode == 0
+    gpuprov_succeeds("install", "--hosts", inventory(site, DRIVER), "--limit", "main")
     host.ssh(_BREAKS)
     before = host.ssh("dpkg-query --show; cat /etc/docker/daemon.json").stdout
     window = ("--window", "00:00-24:00 UTC")
@@ -166,7 +163,7 @@ END"""
 
 def test_a_playbook_takes_back_a_driver_that_is_not_green(site: Site) -> None:
     host = site.hosts["main"]
-    assert gpuprov("install", "--hosts", inventory(site, OLD), "--limit", "main", timeout=600).returncode == 0
+    gpuprov_succeeds("install", "--hosts", inventory(site, OLD), "--limit", "main", timeout=600)
     # Another test's package: it is to be installed beside the new driver.
     host.ssh("dpkg --purge site-gpu-tools")
     state = "dpkg-query --show; cat /etc/docker/daemon.json /etc/cdi/nvidia.json; sha256sum /usr/lib/*/libcuda.so.1"

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import Site, gpuprov, running
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.nvidia_toolkit import NAMES, build_toolkit
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -44,11 +44,9 @@ def host(lab_site: Site) -> Host:
 def install(site: Site, **variables: str) -> None:
     """Install; a second run has nothing to do, and containers see the GPUs."""
     inventory = site.inventory("kit", **variables)
-    done = gpuprov("install", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", inventory)
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-    verified = gpuprov("verify", "--hosts", inventory)
-    assert verified.returncode == 0, verified.stdout
+    verified = gpuprov_succeeds("verify", "--hosts", inventory)
     assert re.search(r"runtime nvidia +ok /usr/bin/nvidia-container-runtime *$", verified.stdout, re.MULTILINE)
 
 
@@ -79,8 +77,7 @@ def test_all_four_of_the_version_that_is_asked_for_held_changed_and_taken_away(l
     install(lab_site, gpuprov_toolkit_version=_NEW)
     assert (versions(host), held(host)) == ({_NEW}, set(NAMES))
     assert "restores the toolkit's packages (" in gpuprov("rollback", "--hosts", newer, "--check").stdout
-    back = gpuprov("rollback", "--hosts", newer)
-    assert back.returncode == 0, back.stdout
+    gpuprov_succeeds("rollback", "--hosts", newer)
     assert (versions(host), held(host)) == ({_OLD}, set(NAMES))
     install(lab_site, gpuprov_toolkit_version=_NEW)
 
@@ -90,8 +87,7 @@ def test_all_four_of_the_version_that_is_asked_for_held_changed_and_taken_away(l
     assert source.exists()
     assert (versions(host), held(host)) == ({_CANDIDATE}, set(NAMES))
 
-    done = gpuprov("uninstall", "--hosts", lab_site.inventory("kit"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("uninstall", "--hosts", lab_site.inventory("kit"))
     assert differences(before[0], etc(host)) == set()
     assert (packages(host), files(host)) == before[1:]
 
@@ -115,25 +111,22 @@ def test_from_the_bundled_runtime_to_nvidias_and_back(lab_site: Site, host: Host
     """docker's configuration follows, and each runtime serves containers in its time."""
     host.reset()
     bundled = lab_site.inventory("kit", gpuprov_toolkit="bundled")
-    assert gpuprov("install", "--hosts", bundled).returncode == 0
+    gpuprov_succeeds("install", "--hosts", bundled)
     install(lab_site)
-    done = gpuprov("rollback", "--hosts", lab_site.inventory("kit"))
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("rollback", "--hosts", lab_site.inventory("kit"))
     assert host.ssh(("dpkg-query", "-W", *NAMES), check=False).stdout == ""
-    verified = gpuprov("verify", "--hosts", lab_site.inventory("kit", gpuprov_toolkit="bundled"))
-    assert verified.returncode == 0, verified.stdout
+    verified = gpuprov_succeeds("verify", "--hosts", lab_site.inventory("kit", gpuprov_toolkit="bundled"))
     assert "/usr/bin/gpuprov-container-runtime" in verified.stdout
 
 
 def test_a_toolkit_that_somebody_installs_by_hand_keeps_its_hook_when_gpuprov_goes(lab_site: Site, host: Host) -> None:
     host.reset()
     bundled = lab_site.inventory("kit", gpuprov_toolkit="bundled")
-    assert gpuprov("install", "--hosts", bundled).returncode == 0
+    gpuprov_succeeds("install", "--hosts", bundled)
     by_hand = f"""
     echo 'deb [trusted=yes] {lab_site.lab.url}/toolkit/stable/deb/amd64 /' > /etc/apt/sources.list.d/by-hand.list
     apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install nvidia-container-toolkit
     """
     host.ssh(by_hand, timeout=300)
-    done = gpuprov("uninstall", "--hosts", bundled)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("uninstall", "--hosts", bundled)
     assert host.ssh(("dpkg", "--verify", *NAMES)).stdout == ""

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.killed import kill_at
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov
+from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -37,12 +37,10 @@ def differences(before: Snapshot, after: Snapshot) -> set[str]:
 
 def install_and_use(site: Site) -> None:
     """Two runs with different wishes; verification, and a container by each of docker's two ways."""
-    assert gpuprov("install", "--hosts", site.inventory("main", gpuprov_packages=None)).returncode == 0
+    gpuprov_succeeds("install", "--hosts", site.inventory("main", gpuprov_packages=None))
     host = site.hosts["main"]
-    verified = gpuprov("verify", "--hosts", site.inventory("main"))
-    assert verified.returncode == 0, verified.stdout
-    second = gpuprov("install", "--hosts", site.inventory("main", gpuprov_docker_default_runtime=True))
-    assert second.returncode == 0, second.stdout
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
+    gpuprov_succeeds("install", "--hosts", site.inventory("main", gpuprov_docker_default_runtime=True))
     assert "site-gpu-tools" in packages(host) and "nvidia" in in_memory(host)
     assert host.ssh("docker images -q gpuprov-verify").stdout
 
@@ -52,13 +50,11 @@ def test_nothing_is_left_and_all_else_is_as_before(site: Site) -> None:
     before = (etc(host), packages(host), files(host), in_memory(host))
     install_and_use(site)
     installed = etc(host)
-    foreseen = gpuprov("uninstall", "--hosts", site.inventory("main"), "--check", "--diff")
-    assert foreseen.returncode == 0, foreseen.stdout
+    foreseen = gpuprov_succeeds("uninstall", "--hosts", site.inventory("main"), "--check", "--diff")
     assert re.search(r"^\s*-.*gpuprov-container-runtime", foreseen.stdout, re.MULTILINE)
     assert "would be made, nothing was touched" in foreseen.stdout
     assert etc(host) == installed
-    done = gpuprov("uninstall", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("uninstall", "--hosts", site.inventory("main"))
     assert "1 host uninstalled: " in done.stdout
     after = (etc(host), packages(host), files(host), in_memory(host))
     assert differences(before[0], after[0]) == set()
@@ -68,16 +64,15 @@ def test_nothing_is_left_and_all_else_is_as_before(site: Site) -> None:
     assert host.ssh("docker images -q").stdout == ""
     again = gpuprov("uninstall", "--hosts", site.inventory("main"))
     assert again.returncode == 0 and "1 host uninstalled: 0 changes" in again.stdout, again.stdout
-    afresh = gpuprov("install", "--hosts", site.inventory("main"))
-    assert afresh.returncode == 0, afresh.stdout
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
     assert host.ssh("ls /var/lib/gpuprov/runs").stdout.split() == ["0001.jsonl"]
     assert etc(host).keys() == installed.keys()
 
 
 def test_a_running_container_is_named_and_nothing_is_touched(site: Site) -> None:
     host = site.hosts["main"]
-    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
-    assert gpuprov("verify", "--hosts", site.inventory("main")).returncode == 0
+    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
     image = host.ssh("docker images -q gpuprov-verify").stdout.strip()
     asks = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all"
     host.ssh(f"docker run -d --name trainer {asks} {image} sh -c 'read x < /dev/zero'")
@@ -104,13 +99,12 @@ def uninstall_killed_and_again(site: Site, name: str, undone: int) -> None:
     """Kill an uninstall behind so many undone changes; the next one leaves the host as before the install."""
     host, inventory = site.fresh(name), site.inventory(name)
     before = (etc(host), packages(host))
-    assert gpuprov("install", "--hosts", inventory).returncode == 0
+    gpuprov_succeeds("install", "--hosts", inventory)
     argv = [str(GPUPROV), "uninstall", "--hosts", str(inventory), "--connect-timeout", "60"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         kill_at(host, process, undone, word='"undone"')
         process.communicate(timeout=120)
-    done = gpuprov("uninstall", "--hosts", inventory)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("uninstall", "--hosts", inventory)
     assert differences(before[0], etc(host)) == set(), name
     assert packages(host) == before[1], name
     assert host.ssh("ls -d /var/lib/gpuprov", check=False).returncode != 0, name

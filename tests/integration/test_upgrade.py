@@ -21,7 +21,7 @@ from tests.integration.killed import kill_when
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files, in_memory
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import wait_for
 from tools.zipapps import locked, wheels
 
@@ -134,11 +134,10 @@ def test_a_rollback_restores_the_driver_that_an_upgrade_replaced(site: Site) -> 
     host = site.hosts["main"]
     host.reset()
     libraries = "cd /usr/lib/x86_64-linux-gnu && sha256sum libcuda.so.1 libnvidia-ml.so.1"
-    assert gpuprov("install", "--hosts", with_driver(site, _OLD), timeout=300).returncode == 0
+    gpuprov_succeeds("install", "--hosts", with_driver(site, _OLD), timeout=300)
     before = (host.ssh(libraries).stdout, host.ssh("cat /etc/cdi/nvidia.json").stdout)
     newer = with_driver(site, DRIVER)
-    done = gpuprov("install", "--hosts", newer, timeout=300)
-    assert done.returncode == 0, done.stdout
+    done = gpuprov_succeeds("install", "--hosts", newer, timeout=300)
     assert f"way back: driver {_OLD} from /var/cache/gpuprov/driver/{_OLD}.run" in done.stdout
     assert host.ssh(libraries).stdout != before[0]
     foreseen = gpuprov("rollback", "--hosts", newer, "--check")
@@ -154,7 +153,7 @@ def test_a_rollback_restores_the_driver_that_an_upgrade_replaced(site: Site) -> 
     outside(site, _OLD)
     calls(site, "rollback")
     assert (host.ssh(libraries).stdout, host.ssh("cat /etc/cdi/nvidia.json").stdout) == before
-    assert gpuprov("verify", "--hosts", with_driver(site, _OLD)).returncode == 0
+    gpuprov_succeeds("verify", "--hosts", with_driver(site, _OLD))
 
 
 def with_driver(site: Site, version: str) -> Path:
@@ -221,10 +220,8 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
         host.ssh(f"{words} --detach --network none --name {name} sleeper:1 /bin/sleep 3600")
     every = dict.fromkeys(_WAYS, _OPENS)
     assert opened(host) == every
-    verified = gpuprov("verify", "--hosts", inventory)
-    assert verified.returncode == 0, verified.stdout
-    healthy = gpuprov("doctor", "--hosts", inventory)
-    assert healthy.returncode == 0, healthy.stdout
+    gpuprov_succeeds("verify", "--hosts", inventory)
+    healthy = gpuprov_succeeds("doctor", "--hosts", inventory)
     planned = gpuprov("install", "--hosts", inventory, "--check")
     count = re.search(r"(\d+) changes would be made", planned.stdout)
     assert count and f"# updates it: {count[1]} changes, no container stops" in healthy.stdout, healthy.stdout
@@ -235,8 +232,7 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     identifier = host.ssh("docker inspect -f '{{.Id}}' by-one").stdout[:12]
     assert (f"docker {identifier} (/dev/nvidia1)" in planned.stdout) == (commit == "57c247a")
     for command in ("install", "rollback", "install"):
-        done = gpuprov(command, "--hosts", inventory)
-        assert done.returncode == 0, done.stdout
+        gpuprov_succeeds(command, "--hosts", inventory)
         assert opened(host) == every, command
     host.ssh("systemctl daemon-reload")
     assert opened(host) == every

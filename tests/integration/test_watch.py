@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.test_install import etc
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
 _LOST_GPU = '{"uuid":"GPU-9","model":"H100","bus_id":"0000:9b:00.0"}'
@@ -97,13 +97,10 @@ def test_the_doctor_names_a_watch_that_fails(watched: tuple[Host, Path]) -> None
 def test_off_removes_everything_and_rollback_brings_the_timer_back(watched: tuple[Host, Path], site: Site) -> None:
     host, _ = watched
     off = site.inventory("main")
-    done = gpuprov("install", "--hosts", off)
-    assert done.returncode == 0, done.stdout
+    gpuprov_succeeds("install", "--hosts", off)
     assert [path for path in PLACES if host.ssh(f"test -e {path}", check=False).returncode == 0] == []
-    back = gpuprov("rollback", "--hosts", off)
-    assert back.returncode == 0, back.stdout
+    gpuprov_succeeds("rollback", "--hosts", off)
     assert host.ssh("systemctl is-active gpuprov-watch.timer").stdout.strip() == "active"
     host.ssh("systemctl start gpuprov-watch.service")
-    gone = gpuprov("uninstall", "--hosts", off)
-    assert gone.returncode == 0, gone.stdout
+    gpuprov_succeeds("uninstall", "--hosts", off)
     assert [path for path in PLACES if host.ssh(f"test -e {path}", check=False).returncode == 0] == []

@@ -91,8 +91,7 @@ class Site:
         """Return a host that `gpuprov install` has just set up; it is done once, and kept for all who ask."""
         if not self.hosts.is_saved(name):
             host = self.fresh(name)
-            done = gpuprov("install", "--hosts", self.inventory(name))
-            assert done.returncode == 0, done.stdout
+            gpuprov_succeeds("install", "--hosts", self.inventory(name))
             host.save()
         return self.hosts.fresh(name, saved=True)
 
@@ -118,6 +117,13 @@ def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess
     return subprocess.run(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
     )
+
+
+def gpuprov_succeeds(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the command line, which must end with exit code 0."""
+    done = gpuprov(*words, timeout=timeout)
+    assert done.returncode == 0, done.stdout
+    return done
 
 
 @pytest.fixture(scope="session")
