@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from gpuprov import toolkit
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, distribution, fabric_manager
+from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, distribution, fabric_manager, imex
 from gpuprov.driver_run import default_url
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.machine import distros
@@ -308,6 +308,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> s
             *_own_driver(row, wanted, spec),
             *cuda_toolkit.toolkit_packages(spec),
             *_dcgm(row, spec),
+            *_imex(row, spec),
             *toolkit.packages(spec),
             *spec.packages,
             *software.hold_packages(row, spec),
@@ -325,7 +326,7 @@ def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str,
             f"a bundle for {row.name} {row.version} can't hold the distribution's own driver",
             "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu", _SET_RUNFILE,
         )  # fmt: skip
-    branch = distribution.asked_branch(own, spec.driver_version) if spec.driver_version else own.branches[0]
+    branch = _own_branch(row, spec)
     kind = distribution.preferred_kind(branch, (), spec.kernel_module_type) if branch else ""
     if branch is None or kind not in branch.built:
         raise UsageError(
@@ -338,6 +339,13 @@ def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str,
     return (*branch.libraries, *(modules if compiled or not wanted.kernels else branch.built[kind]))
 
 
+def _own_branch(row: Distribution, spec: HostSpec) -> distros.DriverBranch | None:
+    own = own_driver(row) if spec.driver == "distribution" else None
+    if own is None or not own.branches:
+        return None
+    return distribution.asked_branch(own, spec.driver_version) if spec.driver_version else own.branches[0]
+
+
 def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository, Docker's and that of DKMS, if packages come from them."""
     if spec.driver == "packages":
@@ -345,9 +353,11 @@ def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tu
             "a bundle holds the driver as a .run file, not as packages", "gpuprov_driver: packages", _SET_RUNFILE
         )
     problems = cuda_repository.repository_problems(row, wanted.architecture, spec)
-    if (wanted.fabric_manager or spec.dcgm) and problems:
+    # An own fabric manager's name has no version: its IMEX is in the same archive.
+    fabric = wanted.fabric_manager or any("=" in name for name in _imex(row, spec))
+    if (fabric or spec.dcgm) and problems:
         raise UsageError.several(problems)
-    cuda = cuda_repository.repositories_of(row, wanted.architecture, spec, fabric=wanted.fabric_manager)
+    cuda = cuda_repository.repositories_of(row, wanted.architecture, spec, fabric=fabric)
     docker = distros.docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
     return tuple(one for one in (*cuda, docker, _dkms(row, wanted, spec)) if one is not None)
 
@@ -368,10 +378,24 @@ def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str
     return fabric_manager.packages(driver, manager_of(row), FabricFacts())
 
 
+def _imex(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    """Return the package of IMEX of exactly the driver's version, if hosts of this specification may need it."""
+    if not imex.may_run(spec):
+        return ()
+    own = _own_branch(row, spec)
+    if own is not None and own.fabric_manager:
+        return (own.fabric_manager.replace("fabricmanager", "imex"),)
+    if "." not in spec.driver_version:
+        seen = f"gpuprov_driver: {spec.driver}; gpuprov_imex: {spec.imex}"
+        step = "add --driver, or -e gpuprov_imex=off and --package NAME=VERSION"
+        raise UsageError("IMEX is of the driver's version, which is not named", seen, step)
+    return (imex.package(spec.driver_version, manager_of(row)),)
+
+
 def _dcgm(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     """Return DCGM's packages for the driver that the hosts will have, if requested."""
-    own = own_driver(row) if spec.driver == "distribution" else None
-    found = dcgm.packages(spec.driver_version or (own.branches[0].branch if own and own.branches else ""), spec)
+    own = _own_branch(row, spec)
+    found = dcgm.packages(spec.driver_version or (own.branch if own else ""), spec)
     if spec.dcgm and not found:
         step = "add -e gpuprov_driver_version=580, or that of the hosts"
         raise UsageError("which of DCGM's packages fit depends on the driver's branch", "no driver is named", step)

@@ -18,7 +18,7 @@ from gpuprov.core.units import log_of, restart, systemctl
 from gpuprov.driver import fabric_manager
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import IMEX_CONFIG, IMEX_FILES, IMEX_NODES, IMEX_PROGRAM, IMEX_UNIT, FabricFacts, gather_imex
-from gpuprov.packages.interface import Installation
+from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
@@ -50,10 +50,19 @@ def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
     version, own = wanted_version(driver), driver.fabric_package()
     if driver.facts.imex.version == version or not version:
         return ()
+    return (package(version, driver.facts.package_manager, own),)
+
+
+def package(version: str, manager: PackageManager, own: str = "") -> str:
+    """Return IMEX's package of this version, in this package manager's syntax; `own`: a source's fabric manager."""
     branch = version.split(".")[0]
     plain = int(branch) >= fabric_manager.PLAIN_NAME_SINCE and not own.endswith(f"-{branch}")
-    name = "nvidia-imex" if plain else f"nvidia-imex-{branch}"
-    return (f"{name}={version}{driver.facts.package_manager.any_release}",)
+    return f"nvidia-imex{'' if plain else f'-{branch}'}={version}{manager.any_release}"
+
+
+def may_run(spec: HostSpec) -> bool:
+    """Say whether a host of this specification may get IMEX; by default that depends on its GPUs."""
+    return spec.imex in (_SERVICE, "dra") or (spec.imex == "auto" and bool(spec.imex_nodes))
 
 
 def fabric_packages(driver: DriverSource) -> tuple[str, ...]:

@@ -134,6 +134,8 @@ def _word(name: str, kernel: str) -> str:
     """Return the option that adds a package to a bundle."""
     if name.startswith(("nvidia-fabricmanager", "nvidia-fabric-manager")):
         return "--fabric-manager"
+    if name.startswith("nvidia-imex"):
+        return "-e gpuprov_imex=service"
     if name.startswith("datacenter-gpu-manager-"):
         return f"-e gpuprov_dcgm=true --package {name}"
     return f"--kernel {kernel}" if kernel in name else f"--package {name}"

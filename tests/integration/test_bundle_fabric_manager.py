@@ -1,4 +1,4 @@
-"""The fabric manager and DCGM in a bundle: by the real apt and dnf from NVIDIA's layout, installed from it alone."""
+"""Fabric manager, IMEX and DCGM in a bundle: by the real apt and dnf from NVIDIA's layout, installed from it alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from gpuprov import repos
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle_create.recipe import RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, dcgm, fabric_manager
+from gpuprov.driver import cuda_repository, dcgm, fabric_manager, imex
 from gpuprov.driver.fabric_manager import RunFabricManager
+from gpuprov.driver.imex import StopImex
 from gpuprov.facts.gpus import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan import software, with_bundle
@@ -30,9 +31,10 @@ from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
 VERSION, NEWER = "550.163.01", "550.163.02"
+NAMES = ("nvidia-fabric-manager", "nvidia-imex-550")
 SWITCHES = FabricFacts(("0000:c1:00.0",))
 _CONTROL = """\
-Package: nvidia-fabricmanager-550
+Package: {name}
 Version: {version}-1
 Architecture: amd64
 Maintainer: The lab <lab@example.org>
@@ -65,7 +67,9 @@ def facts_of(host: System, bundle: OpenBundle) -> HostFacts:
 
 
 def specification(folder: Path, fingerprint: str, *, dcgm: bool = False) -> HostSpec:
+    """With the fabric manager also IMEX, for a host without a domain of its own."""
     repository = {"cuda_repository": f"file://{folder}", "cuda_key_fingerprint": fingerprint}
+    repository["imex"] = "off" if dcgm else "dra"
     return replace(HostSpec(driver_version=VERSION, docker="preinstalled", dcgm=dcgm), **repository)  # type: ignore[arg-type]
 
 
@@ -74,25 +78,27 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
     folder = tmp_path / "cuda/debian12/x86_64"
     fingerprint = build_repository(folder, gnupg)
     for version in (VERSION, NEWER):
-        build_package(
-            folder, _CONTROL.format(version=version), {"usr/bin/nv-fabricmanager": _PROGRAM.format(version=version)}
-        )
+        for name, program in (("nvidia-fabricmanager-550", "nv-fabricmanager"), ("nvidia-imex-550", "nvidia-imex")):
+            files = {f"usr/bin/{program}": _PROGRAM.format(version=version)}
+            build_package(folder, _CONTROL.format(name=name, version=version), files)
     sign(folder, gnupg)
     shutil.copy(folder / "key.asc", folder / "3bf863cc.pub")
     spec = specification(tmp_path / "cuda", fingerprint)
     bundle = bundle_of("debian-12", f"deb [signed-by={folder}/key.asc] file:{folder} ./", spec, tmp_path, fabric=True)
     assert [(one.name, one.version) for one in bundle.manifest.packages] == [
-        ("nvidia-fabricmanager-550", f"{VERSION}-1")
+        (name, f"{VERSION}-1") for name in ("nvidia-fabricmanager-550", "nvidia-imex-550")
     ]
     shutil.rmtree(folder)
     (tmp_path / "host").mkdir()
     with chroot_host("bookworm", tmp_path / "host") as host:
-        changes = fabric_manager.plan(source_of(facts_of(host, bundle), spec))
+        source = source_of(facts_of(host, bundle), spec)
+        changes, of_imex = fabric_manager.plan(source), imex.plan(source)
         with with_bundle.unpacked(host, bundle, changes):
-            # The last one starts it, and no systemd runs here.
-            for change in changes[:-1]:
+            # The last one starts or stops it, and no systemd runs here.
+            for change in (*changes[:-1], *of_imex[:-1]):
                 change.apply(host, tell)
-        assert changes[-1] == RunFabricManager(VERSION)
+        assert (changes[-1], type(of_imex[-1])) == (RunFabricManager(VERSION), StopImex)
+        assert gather(host).packages.installed["nvidia-imex-550"] == f"{VERSION}-1"
         assert parse_version(host.run(("nv-fabricmanager", "--version")).stdout) == VERSION
         assert not host.exists("/var/cache/gpuprov/bundle")
 
@@ -101,7 +107,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
 def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path) -> None:
     """From a bundle, and on a host that has the repository."""
     folder = tmp_path / "cuda/rhel9/x86_64"
-    packages = tuple(RpmPackage("nvidia-fabric-manager", version) for version in (VERSION, NEWER))
+    packages = tuple(RpmPackage(name, version) for name in NAMES for version in (VERSION, NEWER))
     fingerprint = build_rpm_repository(folder, gnupg, packages)
     add_streams(folder, gnupg, {"550-dkms": packages})
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
@@ -111,9 +117,10 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     connected, host = (RpmHost(tmp_path / name, "rocky-9.5", "dnf") for name in ("connected", "host"))
     shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
 
-    changes = fabric_manager.plan(source_of(facts_of(host, bundle), spec))
+    source = source_of(facts_of(host, bundle), spec)
+    changes = (*fabric_manager.plan(source)[:-1], *imex.plan(source)[:-1])
     with with_bundle.unpacked(host, bundle, changes):
-        for change in changes[:-1]:
+        for change in changes:
             change.apply(host, tell)
     # The maker's key stays, the bundle's was for this run.
     assert gather(host).packages.trusted_keys == {fingerprint}
@@ -121,10 +128,11 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
     repositories = repos.plan(facts, spec, cuda_repository.repositories(source_of(facts, spec)))
-    for change in (*repositories, *fabric_manager.plan(source_of(facts, spec))[:-1]):
+    source = source_of(facts, spec)
+    for change in (*repositories, *fabric_manager.plan(source)[:-1], *imex.plan(source)[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):
-        assert gather(one).packages.installed["nvidia-fabric-manager"].startswith(f"{VERSION}-1")
+        assert all(gather(one).packages.installed[name].startswith(f"{VERSION}-1") for name in NAMES)
 
 
 # -- DCGM --------------------------------------------------------------------------------------------------------------

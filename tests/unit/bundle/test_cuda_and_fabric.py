@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
-from gpuprov.bundle_create.recipe import Recipe, RunFile, Wanted, make_recipe, mirror_at
+from gpuprov.bundle_create.recipe import Mirror, Recipe, RunFile, Wanted, make_recipe, mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_manager
+from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.interface import LockFacts
@@ -104,7 +105,29 @@ def test_the_fabric_manager_is_the_drivers_from_nvidias_repository() -> None:
     assert recipe(spec).repositories == ()
 
 
+UBUNTU = Mirror("http://m.example/ubuntu")
+
+
+@pytest.mark.parametrize(
+    ("distro", "values", "package"),
+    [
+        ("debian-12", {"imex": "dra"}, f"nvidia-imex-550={VERSION}-*"),
+        ("debian-12", {"imex": "service"}, f"nvidia-imex-550={VERSION}-*"),
+        ("rocky-9", {"imex_nodes": ("10.0.0.1 gpu1",), "driver_version": "580.178.04"}, "nvidia-imex=580.178.04"),
+        ("ubuntu-24.04", {"imex": "dra", "driver": "distribution", "driver_version": "580"}, "nvidia-imex-580"),
+        ("debian-12", {}, ""), ("debian-12", {"imex": "off", "imex_nodes": ("10.0.0.1 gpu1",)}, ""),
+    ],
+)  # fmt: skip
+def test_imex_comes_along_for_hosts_that_run_it(distro: str, values: dict[str, Any], package: str) -> None:
+    spec = HostSpec(**{"driver_version": VERSION, "docker": "preinstalled", **values})
+    found = recipe(spec, distro=distro, mirror=UBUNTU)
+    assert [name for name in found.packages if "imex" in name] == ([package] if package else [])
+    names = {one.name for one in found.repositories} | {one.name for one in found.rpm_sources}
+    assert ("cuda" in names) is ("=" in package)
+
+
 def test_a_fabric_manager_that_can_not_be_had_is_told() -> None:
+    assert "add --driver" in refusal(HostSpec(imex="dra", driver="preinstalled"))
     assert "there is no driver" in refusal(fabric_manager=True)
     spec = HostSpec(driver_version=VERSION)
     assert "does not know the fingerprint" in refusal(spec, distro="rocky-10", fabric_manager=True)
@@ -255,18 +278,26 @@ def test_the_bundle_is_the_only_source_of_the_fabric_manager(tmp_path: Path) -> 
     assert installation.options == refresh.options
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [("fabricmanager", "--fabric-manager", {}), ("imex", "-e gpuprov_imex=service", {"imex": "dra"})],
+)
 @pytest.mark.parametrize(("version", "held"), [(f"{VERSION}-1", True), (f"{VERSION}-1ubuntu1", True), ("1-1", False)])
-def test_a_bundle_without_the_very_version_is_refused(tmp_path: Path, version: str, *, held: bool) -> None:
+def test_a_bundle_without_the_very_version_is_refused(
+    tmp_path: Path, version: str, name: str, option: str, values: dict[str, Any], *, held: bool
+) -> None:
     """It may have come by --package, too."""
     facts = switches(tmp_path)
+    facts = dataclasses.replace(facts, fabric=FabricFacts() if values else facts.fabric)
     assert facts.bundle is not None
     manifest: Manifest = facts.bundle.manifest
-    package = BundlePackage("nvidia-fabricmanager-550", version, "amd64", manifest.packages[0].file)
+    package = BundlePackage(f"nvidia-{name}-550", version, "amd64", manifest.packages[0].file)
     more = dataclasses.replace(manifest, packages=(*manifest.packages, package))
     facts = dataclasses.replace(facts, bundle=BundleFacts(more))
-    problems = [str(one) for one in preflight(PlanContext(facts, asked(facts)))]
+    wanted = dataclasses.replace(asked(facts), **values)
+    problems = [str(one) for one in preflight(PlanContext(facts, wanted))]
     assert (problems == []) is held, problems
-    assert held or ("lacks packages" in problems[0] and "create --fabric-manager …" in problems[0])
+    assert held or ("lacks packages" in problems[0] and f"create {option} …" in problems[0])
 
 
 def test_a_key_that_two_steps_need_is_installed_once() -> None:
