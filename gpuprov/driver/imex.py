@@ -96,8 +96,9 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
         runs = facts.imex == FabricFacts(version=run.version, active=True, enabled=True)
         return (*installed, run) if run.version and not (runs and run.files(there.get) == there) else ()
     # A package enables the unit that it brings.
+    masks = mode == "dra" and not facts.imex.masked and bool(names or facts.imex.version)
     stops = mode != _LEFT_ALONE and (facts.imex.active or facts.imex.enabled or bool(names))
-    return (*installed, *((StopImex(),) if stops else ()))
+    return (*installed, *((StopImex(mode == "dra"),) if stops or masks else ()))
 
 
 def _removal(driver: DriverSource) -> tuple[Change, ...]:
@@ -134,12 +135,14 @@ class _UnitChange(Change):
 
     def capture(self, system: System) -> Json:
         facts, images = gather_imex(system), [capture_path(system, path) for path in (*IMEX_FILES, IMEX_CHANNEL)]
-        return {"files": images, "active": facts.active, "enabled": facts.enabled}
+        return {"files": images, "active": facts.active, "enabled": facts.enabled, "masked": facts.masked}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         for image in before["files"]:
             restore_path(system, image)
+        # Journals of older versions know no mask.
+        systemctl(system, "mask" if before.get("masked") else "unmask", IMEX_UNIT)
         systemctl(system, "enable" if before["enabled"] else "disable", IMEX_UNIT)
         systemctl(system, "restart" if before["active"] else "stop", IMEX_UNIT)
 
@@ -174,6 +177,7 @@ class RunImex(_UnitChange):
         write_files(system, ((path, new, 0o644) for path, new in self.files(system.read_bytes).items()))
         for node in imex_channel(system):
             MakeNode(node.path, node.major, node.minor).apply(system, tell)
+        systemctl(system, "unmask", IMEX_UNIT)
         system.require(("systemctl", "enable", IMEX_UNIT), f"{IMEX_UNIT} can't be enabled", _LOOK)
         trouble = restart(system, IMEX_UNIT)
         # With a quorum it waits for other nodes, without a limit.
@@ -181,14 +185,23 @@ class RunImex(_UnitChange):
             raise GpuprovError(f"{IMEX_UNIT} does not start", f"{trouble}\n{log_of(system, IMEX_UNIT)}".strip(), _LOOK)
 
 
+@dataclass(frozen=True)
 class StopImex(_UnitChange):
-    """Stop and disable IMEX's unit, and no longer make channel 0; its other files stay."""
+    """Stop and disable IMEX's unit, and no longer make channel 0; its other files stay.
+
+    `mask`: nothing starts it either. The driver gives one IMEX a session, and a cluster's ComputeDomains run their own
+    (NVIDIA's DRA driver, Prerequisites: `systemctl disable --now`, `systemctl mask`).
+    """
+
+    mask: bool = False
 
     def summary(self) -> str:
-        return f"stop and disable {IMEX_UNIT}"
+        return f"stop, disable and mask {IMEX_UNIT}" if self.mask else f"stop and disable {IMEX_UNIT}"
 
     def apply(self, system: System, tell: Tell) -> None:
         system.require(("systemctl", "disable", "--now", IMEX_UNIT), f"{IMEX_UNIT} can't be disabled", _LOOK)
+        if self.mask:
+            system.require(("systemctl", "mask", IMEX_UNIT), f"{IMEX_UNIT} can't be masked", _LOOK)
         system.remove(IMEX_FILES[-1])
 
 

@@ -134,7 +134,7 @@ class FabricFacts:
 
     `version`: of the fabric manager's program, "" if there is none; `active`, `enabled`: its unit. `rack`: the switches
     are a rack's, which IMEX uses; no fabric manager runs here. `hidden`: the evidence that the GPUs are a whole board's
-    with switches, of which none is in sight; "" if there may be none.
+    with switches, of which none is in sight; "" if there may be none. `masked`: its unit is, which only IMEX's may be.
     """
 
     switches: tuple[str, ...] = ()
@@ -144,6 +144,7 @@ class FabricFacts:
     enabled: bool = False
     rack: bool = False
     hidden: str = ""
+    masked: bool = False
 
 
 def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts:
@@ -194,8 +195,8 @@ def gather_imex(system: System) -> FabricFacts:
         return FabricFacts()
     version = parse_version(system.run((IMEX_PROGRAM, "--version"), timeout=20).stdout)
     active = system.run(("systemctl", "is-active", IMEX_UNIT)).stdout.strip() in ("active", "activating")
-    enabled = system.run(("systemctl", "is-enabled", "--quiet", IMEX_UNIT)).ok
-    return FabricFacts(version=version, active=active, enabled=enabled)
+    enabled = system.run(("systemctl", "is-enabled", IMEX_UNIT))
+    return FabricFacts(version=version, active=active, enabled=enabled.ok, masked=enabled.stdout.strip() == "masked")
 
 
 def parse_version(text: str) -> str:

@@ -57,7 +57,7 @@ class Node(FakeHost):
 
     def __init__(self, root: Path, rack: Rack, address: str) -> None:
         super().__init__(root)
-        self.rack, self.address, self.version, self.enabled = rack, address, "", False
+        self.rack, self.address, self.version, self.enabled, self.masked = rack, address, "", False, False
         self.available |= {"nvidia-imex-550": "550.163.01-1", "nvidia-imex-535": "535.261.03-1"}
         devices = self.root / "proc/devices"
         devices.write_text(
@@ -71,6 +71,8 @@ class Node(FakeHost):
         if program == "nvidia-imex-ctl":
             found = answer(nodes_of(self.read_text(NODES) or ""), self.rack.running.get)
             return Completed(tuple(argv), 0, json.dumps(found))
+        if self.masked and tuple(argv) == ("systemctl", "is-enabled", UNIT):
+            return Completed(tuple(argv), 1, "masked\n")
         return super().run(argv, **more)
 
     def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
@@ -97,6 +99,10 @@ class Node(FakeHost):
             return (0, "active\n") if self.address in self.rack.running else (3, "inactive\n")
         if verb == "is-enabled":
             return (0 if self.enabled else 1), ""
+        if verb in ("mask", "unmask"):
+            self.masked = verb == "mask"
+        if self.masked and verb in ("enable", "restart"):
+            return 1, f"Unit {UNIT} is masked."
         if verb in ("enable", "disable"):
             self.enabled = verb == "enable"
         if verb in ("stop", "restart") or "--now" in words:
@@ -152,14 +158,15 @@ def install(host: Node, wanted: HostSpec) -> Finished:
 # -- what is planned, by model and variable ----------------------------------------------------------------------------
 
 RUN, STOP = f"enable and restart {UNIT} ({VERSION}) with 3 nodes", f"stop and disable {UNIT}"
+MASK = f"stop, disable and mask {UNIT}"
 # Device id, variables → the last change, and whether the plan warns.
 PLANNED: list[tuple[str, dict[str, Any], str, bool]] = [
     ("2941", {"imex_nodes": LIST}, RUN, False), ("31c2", {"imex_nodes": LIST}, RUN, False),
-    ("2941", {}, "", True), ("31c2", {"imex": "off"}, "", False), ("2941", {"imex": "dra"}, STOP, False),
+    ("2941", {}, "", True), ("31c2", {"imex": "off"}, "", False), ("2941", {"imex": "dra"}, MASK, False),
     ("2941", {"imex": False, "imex_nodes": LIST}, "", False), ("27b8", {}, "", False),
     ("2941", {"imex": "service", "imex_nodes": LIST}, RUN, False),
     ("2330", {"imex_nodes": LIST}, "", False), ("2901", {}, "", False), ("2342", {}, "", False),
-    ("2330", {"imex": "service", "imex_nodes": LIST}, RUN, False), ("2342", {"imex": "dra"}, STOP, False),
+    ("2330", {"imex": "service", "imex_nodes": LIST}, RUN, False), ("2342", {"imex": "dra"}, MASK, False),
 ]  # fmt: skip
 
 
@@ -435,19 +442,29 @@ def test_a_crash_between_files_and_restart_restarts_it(domain: list[Node], monke
     assert node.rack.running[node.address]["nodes"] == ["10.0.0.1", "10.0.0.2"]
 
 
-def test_dra_installs_and_leaves_the_unit_disabled(domain: list[Node]) -> None:
+def test_dra_installs_and_masks_the_unit_until_it_is_undone(domain: list[Node]) -> None:
     node = domain[0]
     wanted = spec(imex="dra")
     install(node, wanted)
-    assert (node.version, node.enabled, node.rack.running) == ("550.163.01", False, {})
+    assert (node.version, node.enabled, node.masked, node.rack.running) == ("550.163.01", False, True, {})
     assert node.read_text(OPTION) is None
     assert install(node, wanted).changed == 0
+    node.masked = False
+    assert install(node, wanted).changed == 1
     install(node, of_domain())
-    assert node.enabled and node.rack.running
+    assert node.enabled and node.rack.running and not node.masked
+    assert request(node, of_domain(), "rollback")[0].exit_code == 0
+    assert node.masked and not node.rack.running
+    install(node, of_domain())
     install(node, spec(imex=False))
     assert (node.version, node.enabled, node.rack.running, node.read_text(OPTION)) == ("550.163.01", False, {}, None)
     assert request(node, of_domain(), "rollback")[0].exit_code == 0
     assert node.enabled and node.rack.running
+    for undo in ("rollback", "uninstall"):
+        install(node, wanted)
+        assert node.masked
+        assert request(node, wanted, undo)[0].exit_code == 0
+        assert not node.masked
 
 
 def test_a_unit_that_does_not_start_says_why(domain: list[Node]) -> None:
