@@ -89,6 +89,8 @@ class Fleet:
         self._keep_drain: Callable[[str, Drain], None] = lambda host, drain: None
         # IMEX domains of which a host has begun; host → domain of those that are to be changed.
         self._begun: set[tuple[str, ...]] = set()
+        # IMEX domain → why its hosts no longer begin: one of them has failed.
+        self._failed_domains: dict[tuple[str, ...], Problem] = {}
         self._to_change: dict[str, tuple[str, ...]] = {}
 
     def interrupt(self, code: ExitCode = ExitCode.INTERRUPTED) -> None:
@@ -138,7 +140,7 @@ class Fleet:
             self._keep_drain(target.name, drain)
 
         rolling = Rolling(
-            target, self.commands, keep, lambda: self.stopped, lambda: self.interruptions, rollback,
+            target, self.commands, keep, lambda: self._no_start(target), lambda: self.interruptions, rollback,
             self._left.get(target.name), lambda: self._await_domain(target),
         )  # fmt: skip
         sink(rolling.run(wanted, sink, carry_out))
@@ -276,7 +278,7 @@ class Fleet:
             for batch in batches:
                 if batch.name and self.stopped is None:
                     self.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
-                run_one = self._one_of(batch, run_host, sink)
+                run_one = self._one_of(batch, request, run_host, sink)
                 self._to_change = {target.name: target.spec.imex_nodes for target in batch.targets}
                 in_order = sorted(batch.targets, key=lambda target: target.spec.imex_nodes)
                 running = [pool.submit(run_one, target) for target in in_order]
@@ -286,13 +288,17 @@ class Fleet:
                 results |= {one.result().host: one.result() for one in running}
         return tuple(results[target.name] for target in targets)
 
-    def _one_of(self, batch: Batch, run_host: RunHost, sink: HostSink) -> Callable[[HostTarget], HostResult]:
+    def _one_of(
+        self, batch: Batch, request: Request, run_host: RunHost, sink: HostSink
+    ) -> Callable[[HostTarget], HostResult]:
         """Return the function that runs one host of the batch; after too many failures no further host starts."""
         failed: list[str] = []
 
         def run_one(target: HostTarget) -> HostResult:
             result = self._one(target, run_host, sink)
             self._to_change.pop(target.name, None)
+            if result.begun and result.has_failed and len(target.spec.imex_nodes) > 1 and request.changes_the_host:
+                result = self._fail_domain(target, result)
             # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
             drained = result.drain is not None and result.drain.lasts and bool(self.commands.after)
             if result.begun and (result.has_failed or drained):
@@ -308,6 +314,23 @@ class Fleet:
             return result
 
         return run_one
+
+    def _fail_domain(self, target: HostTarget, result: HostResult) -> HostResult:
+        """Start no further host of this one's IMEX domain; return the result with what its failure means to it."""
+        if self._failed_domains.get(target.spec.imex_nodes) in result.problems:
+            return result
+        domain, step = target.spec.imex_domain, f"correct what {target.name} names, then: {self.again}"
+        unlike = f"the IMEX domain {domain or '(without a name)'} may have different drivers or lists"
+        stop = Problem(f"not run: {target.name} of its IMEX domain {domain} failed", result.reason, step)
+        self._failed_domains.setdefault(target.spec.imex_nodes, stop)
+        return replace(result, problems=(*result.problems, Problem(unlike, f"{target.name} failed", step)))
+
+    def _no_start(self, target: HostTarget) -> Problem | None:
+        """Return why this host may not begin. Its IMEX domain, once begun, is changed as a whole unless Ctrl-C came."""
+        domain = target.spec.imex_nodes
+        if failed := self._failed_domains.get(domain):
+            return failed
+        return None if domain in self._begun and not self.interruptions else self.stopped
 
     @contextlib.contextmanager
     def _recorded(self, batches: Sequence[Batch], request: Request) -> Iterator[None]:
@@ -334,8 +357,7 @@ class Fleet:
 
     def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
         domain, left = target.spec.imex_nodes, target.name in self._left
-        # An IMEX domain that has begun is changed as a whole, unless Ctrl-C came.
-        problem = None if domain in self._begun and not self.interruptions else self.stopped
+        problem = self._no_start(target)
         if problem is None and self._window is not None and not left and domain not in self._begun:
             problem = self._closed = self._closed or self._window.closed(self.clock(), self.again)
         if problem is not None:

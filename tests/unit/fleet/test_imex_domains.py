@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.result import HostResult
 from gpuprov.fleet.command import run_command
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import HostCommands, make_batches, parse_rollout, require_whole_domains
 from gpuprov.fleet.run import Fleet
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import Finished, Planned, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec
@@ -207,6 +208,55 @@ def test_a_domain_that_has_begun_goes_on_as_a_whole(monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     results = fleet.run([*a, *b, *c], Request("install"), lambda host, event: None)
     assert [result.begun for result in results] == [True] * 5 + [False] * 2
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_hosts_of_a_domain_that_has_failed_do_not_begin(monkeypatch: pytest.MonkeyPatch, *, drains: bool) -> None:
+    """Domain b has two places while a-2 runs: b-1 fails, b-2 runs (or is only looked at), b-3 has not begun."""
+    ran, second, failed, over = list[str](), threading.Event(), threading.Event(), threading.Event()
+
+    def run_here(fleet: Fleet, target: HostTarget, request: Request, sink: Sink) -> Finished:
+        sink(Planned((), disturbs=True))
+        if not request.check or not drains:
+            ran.append(target.name)
+        if target.name == "b-1" and not request.check:
+            assert second.wait(timeout=60)
+            return Finished(1, problems=(Problem("dpkg is locked"),), changed=1)
+        if target.name == "a-2":
+            assert over.wait(timeout=60)
+        if target.name == "b-2":
+            second.set()
+            assert failed.wait(timeout=60)
+        return Finished(0)
+
+    run_one, fail_domain = Fleet._one, Fleet._fail_domain
+
+    def failing(fleet: Fleet, target: HostTarget, result: HostResult) -> HostResult:
+        found = fail_domain(fleet, target, result)
+        failed.set()
+        return found
+
+    def one(fleet: Fleet, target: HostTarget, *more: Any) -> HostResult:
+        assert target.name != "b-3" or failed.wait(timeout=60)
+        found = run_one(fleet, target, *more)
+        if target.name == "b-3":
+            over.set()
+        return found
+
+    for name, new in (("_run_here", run_here), ("_claim", lambda *_: None), ("_fail_domain", failing), ("_one", one)):
+        monkeypatch.setattr(Fleet, name, new)
+    commands = HostCommands(("true",), ()) if drains else HostCommands()
+    fleet = Fleet(lambda: pytest.fail("no agent"), Options("install", forks=3), commands=commands, again="gpuprov x")
+    results = fleet.run([*rack(1, 2, domain="a"), *rack(1, 2, 3, domain="b")], Request("install"), lambda *_: None)
+    assert [result.word for result in results] == ["done", "done", "failed", "failed" if drains else "done", "not run"]
+    assert sorted(ran) == ["a-1", "a-2", "b-1", *([] if drains else ["b-2"])]
+    stop = results[4].problems[0]
+    assert (stop.what, stop.evidence) == ("not run: b-1 of its IMEX domain b failed", "dpkg is locked")
+    assert not drains or results[3].problems == (stop,)
+    assert all(
+        one.problems[-1].next_step == "correct what b-1 names, then: gpuprov x" for one in (results[2], results[4])
+    )
+    assert "the IMEX domain b " in results[2].problems[-1].what
 
 
 def test_a_domain_with_a_host_that_can_not_be_changed_is_left_as_it_is(
