@@ -31,16 +31,20 @@ def domain_nodes(domain: str, groups: Mapping[str, Sequence[str]], value: Callab
     The nodes are the hosts that name the domain; if a group has its name, that group's hosts, all of which must name
     it. `value` returns a host's variable. Raises UsageError with all problems.
     """
-    names = [name for name in groups.get(domain, groups["all"]) if value(name, _MODE) not in _ALONE]
     found: dict[str, str] = {}
     problems: list[Problem] = []
-    for name in sorted(names):
-        address = str(next((one for key in _ADDRESSES if (one := value(name, key))), name))
-        if str(value(name, DOMAIN)) != domain:
+    for name in sorted(groups.get(domain, groups["all"])):
+        # Hosts that no play has met lack the facts in their variables' templates: read only what is needed.
+        joins = str(value(name, DOMAIN)) == domain
+        if not (joins or domain in groups) or value(name, _MODE) in _ALONE:
+            continue
+        if not joins:
             step = f"set {DOMAIN}: {domain} for the whole group; or {_MODE}: off for {name}"
             what = f"{name} is in the group {domain} and does not name it as its IMEX domain"
-            problems += [Problem(what, "", step)] if domain in groups else []
-        elif not _ADDRESS.fullmatch(address) or address in found:
+            problems.append(Problem(what, "", step))
+            continue
+        address = str(next((one for key in _ADDRESSES if (one := value(name, key))), name))
+        if not _ADDRESS.fullmatch(address) or address in found:
             what = f"the IMEX domain {domain} needs an address of {name} that is its own, and no name"
             used = f"; {found[address]} has it too" if address in found else ""
             problems.append(Problem(what, f"{address}{used}", f"set {ADDRESS} of {name}"))

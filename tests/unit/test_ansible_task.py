@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.inventory.manager import InventoryManager
+from ansible.parsing.dataloader import DataLoader
+from ansible.vars.hostvars import HostVars
+from ansible.vars.manager import VariableManager
 
 from gpuprov.agent.agent import job_from_line
 from gpuprov.agent.playbook_task import (
@@ -474,6 +478,39 @@ def test_a_host_gets_its_domains_nodes_from_the_whole_inventory(plugin: ModuleTy
     assert found == {"gpuprov_imex_domain": "rack1", "gpuprov_imex_nodes": _NODES}
     nothing = SimpleNamespace(_task_vars={})
     assert plugin.ActionModule._with_domain(nothing, {"gpuprov_dcgm": True}) == {"gpuprov_dcgm": True}
+
+
+# A host that the limit leaves out has no facts; one of another group has nothing that the domain needs.
+_LIMITED = """\
+[rack1]
+a1 ansible_host=10.0.0.1
+a2 gpuprov_imex_address="{{ ansible_facts.default_ipv4.address }}"
+[rack1:vars]
+gpuprov_imex_domain=%s
+[other]
+x ansible_host="{{ ansible_facts.nodename }}" gpuprov_imex="{{ nowhere }}"
+"""
+
+
+@pytest.mark.parametrize("domain", ["rack1", "tray"])
+def test_a_limit_reads_no_more_of_other_hosts_than_it_needs(
+    plugin: ModuleType, tmp_path: Path, domain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ansible's own inventory and templates."""
+    (tmp_path / "hosts").write_text(_LIMITED % domain)
+    loader = DataLoader()
+    inventory = InventoryManager(loader, sources=[str(tmp_path / "hosts")])
+    hosts = HostVars(inventory, VariableManager(loader, inventory), loader)
+    plugin._agent()
+    given = {"hostvars": hosts, "groups": inventory.get_groups_dict(), "inventory_hostname": "a1"}
+    task = SimpleNamespace(_task_vars={**given, "ansible_play_hosts_all": ["a1"]}, _warnings=[])
+    own = {"gpuprov_imex_domain": domain}
+    assert plugin.ActionModule._with_domain(task, own, required=False) == own
+    assert "an IMEX variable of a2 does not resolve, which this play leaves out" in task._warnings[0]
+    with pytest.raises(GpuprovError, match="an IMEX variable of a2 does not resolve"):
+        plugin.ActionModule._with_domain(task, own)
+    inventory.hosts["a2"].set_variable("gpuprov_imex_address", "10.0.0.2")
+    assert plugin.ActionModule._with_domain(task, own) == {**own, "gpuprov_imex_nodes": _NODES}
 
 
 @pytest.mark.parametrize(

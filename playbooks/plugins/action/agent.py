@@ -81,7 +81,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
-            variables = self._with_domain(self._variables())
+            variables = self._with_domain(self._variables(), required=command not in ("verify", "health", "facts"))
             bundle, bundle_digest = _bundle(variables) if playbook_task.installs(command) else ("", "")
             request = playbook_task.task_request(
                 **{name: arguments[name] for name in _ARGUMENTS}, variables=variables, check=check,
@@ -137,21 +137,30 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 raise UsageError(what, str(error)) from None
         return found
 
-    def _with_domain(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """Return the variables with the nodes of the host's IMEX domain, from those of all hosts of the inventory."""
+    def _with_domain(self, variables: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
+        """Return the variables with the nodes of the host's IMEX domain, from those of all hosts of the inventory.
+
+        Unless `required`, a host that the play leaves out, whose facts are missing, only costs the domain's check.
+        """
         from gpuprov.protocol.errors import UsageError
         from gpuprov.protocol.imex import domain_nodes, with_nodes
 
-        def find(domain: str) -> tuple[str, ...]:
-            hosts = self._task_vars["hostvars"]
-            try:
-                return domain_nodes(domain, self._task_vars["groups"], lambda name, one: hosts[name].get(one))
-            except AnsibleError as error:
-                raise UsageError(
-                    f"a variable of a host of the IMEX domain {domain} does not resolve", str(error)
-                ) from None
+        own, reading = self._task_vars.get("inventory_hostname", ""), ""
 
-        return dict(with_nodes(self._task_vars.get("inventory_hostname", ""), variables, find))
+        def value(name: str, variable: str) -> Any:
+            nonlocal reading
+            reading = name
+            return self._task_vars["hostvars"][name].get(variable)
+
+        try:
+            return dict(with_nodes(own, variables, lambda name: domain_nodes(name, self._task_vars["groups"], value)))
+        except AnsibleError as error:
+            what = f"an IMEX variable of {reading} does not resolve"
+            if required or reading in self._task_vars["ansible_play_hosts_all"]:
+                step = f"set gpuprov_imex_address of {reading} to an address, or run over all hosts of the domain"
+                raise UsageError(what, str(error), step) from None
+            self._warnings.append(f"the IMEX domain is not checked: {what}, which this play leaves out: {error}")
+            return variables
 
     def _require_whole_domain(self, request: Any, *, alone: bool) -> None:
         """Raise GpuprovError if the play changes a part of an IMEX domain: a limit, a batch, a host that failed.
