@@ -46,6 +46,8 @@ from gpuprov.boot.program_main import main
 
 main()
 """
+# Longer than the longest TimeoutStartSec of these units; MIG's is of its layout: two minutes, and one for each GPU.
+START_SECONDS = 1000
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 
@@ -231,7 +233,7 @@ class PrepareBoot(Change):
         """Start the units now, so that a failing unit is reported now and not at the next boot."""
         for name in self.units:
             # `restart`: the nodes' unit stays active after its work, and may be an older one.
-            trouble = systemctl(system, "restart", name)
+            trouble = systemctl(system, "restart", name, seconds=START_SECONDS)
             if not trouble:
                 continue
             said = log_of(system, name)
@@ -250,7 +252,7 @@ class PrepareBoot(Change):
         _reload(system)
         there = [name for name in before["units"] if system.exists(f"{boot.UNITS}/{name}")]
         if there:
-            systemctl(system, "restart", *there)
+            systemctl(system, "restart", *there, seconds=START_SECONDS)
 
 
 def _name_of(path: str) -> str:

@@ -190,13 +190,13 @@ _FORMATS = ("shell", "json", "compose", "quadlet")
 @click.option("--gpus", metavar="all|none|N,…|UUID,…", default="all", show_default=True,
               help="GPUs, as NVIDIA_VISIBLE_DEVICES names them.")  # fmt: skip
 @click.option("--capabilities", metavar="NAME,…", default="", help="Driver capabilities. Default: compute,utility.")
-@click.option("--format", "form", type=click.Choice(_FORMATS), default="shell", show_default=True,
-              help="shell: for $(…); compose: for `docker compose -f`; quadlet: for a .container file.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(_FORMATS),
+              help="shell: for $(…), the default. compose: for `docker compose`. quadlet: a .container.")  # fmt: skip
 @click.option("--for", "guest", type=click.Choice(("incus", "lxc")),
               help="In place of flags print an Incus (LXD) profile, or lines for LXC and Proxmox VE.")  # fmt: skip
 @click.option("--service", metavar="NAME", default="app", show_default=True, help="The service of --format compose.")
 @click.option("--verbose", "-v", is_flag=True, help="Say on standard error what flags can't give.")
-def docker_args(gpus: str, capabilities: str, form: str, guest: str | None, service: str, verbose: bool) -> None:
+def docker_args(gpus: str, capabilities: str, form: str | None, guest: str | None, service: str, verbose: bool) -> None:
     """Print flags of `docker run` and `podman run` that give a container GPUs: devices, read-only mounts, environment.
 
     It needs the driver only. A runtime or CDI gives a container more: use this if you can set up neither.
@@ -210,6 +210,8 @@ def docker_args(gpus: str, capabilities: str, form: str, guest: str | None, serv
       gpuprov docker-args --for incus > gpus.yaml
       gpuprov docker-args --for lxc > gpus.conf
     """
+    if guest and form:
+        raise click.UsageError("--for prints a file of its own: leave --format out")
     from gpuprov.boot.serve import NEVER, granted_flags
     from gpuprov.engines.plain_flags import compose, incus, lxc, quadlet, shell_words, words
 
@@ -225,7 +227,7 @@ def docker_args(gpus: str, capabilities: str, form: str, guest: str | None, serv
             "quadlet": lambda: quadlet(flags),
             "incus": lambda: incus(flags, nodes),
             "lxc": lambda: lxc(flags, nodes),
-        }[guest or form]()
+        }[guest or form or "shell"]()
     except ValueError as error:
         raise GpuprovError(
             str(error), "", "gpuprov docker-args --format json has it as data", exit_code=ExitCode.FAILED

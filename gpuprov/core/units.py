@@ -18,9 +18,9 @@ def is_active(system: System, unit: str) -> bool:
     return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
 
 
-def systemctl(system: System, verb: str, *units: str) -> str:
+def systemctl(system: System, verb: str, *units: str, seconds: float = _SECONDS) -> str:
     """Run a command of systemctl; return its error, or ""."""
-    done = system.run(("systemctl", verb, *units), timeout=_SECONDS)
+    done = system.run(("systemctl", verb, *units), timeout=seconds)
     return "" if done.ok else done.evidence(3)
 
 

@@ -31,6 +31,7 @@ SSH_KEYGEN = "/usr/bin/ssh-keygen"
 _FABRIC = "nvidia-fabricmanager.service"
 MODULES = "/etc/modules-load.d/gpuprov.conf"
 PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
+MPS_PROGRAM = "/usr/bin/nvidia-cuda-mps-control"
 MARK = "# By gpuprov"
 # Linux, Documentation/virt/coco: the devices of a guest with AMD SEV-SNP, and with Intel TDX.
 _ENCRYPTED = ("/dev/sev-guest", "/dev/tdx_guest")
@@ -62,21 +63,23 @@ class BootFacts:
 
     `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
     brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys. `confidential`: this is a
-    virtual machine with encrypted memory, whose GPUs may be in the mode of confidential computing.
+    virtual machine with encrypted memory, whose GPUs may be in the mode of confidential computing. `mps`: the host has
+    the program of MPS.
     """
 
     enabled: Mapping[str, str] = field(default_factory=dict)
     persistence_packaged: bool = False
     ssh_keygen: bool = False
     confidential: bool = False
+    mps: bool = False
 
 
 def gather_boot(system: System) -> BootFacts:
     """Return the facts; reads only."""
     links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
     packaged = any(system.exists(path) for path in _PACKAGED)
-    confidential = any(map(system.exists, _ENCRYPTED))
-    return BootFacts(links, packaged, system.exists(SSH_KEYGEN) and system.exists("/etc/ssh"), confidential)
+    ssh_keygen = system.exists(SSH_KEYGEN) and system.exists("/etc/ssh")
+    return BootFacts(links, packaged, ssh_keygen, any(map(system.exists, _ENCRYPTED)), system.exists(MPS_PROGRAM))
 
 
 def is_ours(content: bytes) -> bool:

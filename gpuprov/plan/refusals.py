@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from gpuprov.driver import dcgm
 from gpuprov.driver.source import DriverSource
+from gpuprov.facts.boot import MPS_PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import PLUGIN
 from gpuprov.facts.watch import OFF
@@ -36,7 +37,11 @@ def _of_driver(driver: DriverSource) -> Mapping[str, object]:
     others = (one for one in facts.gpu_device_ids if not ((model := model_of(one)) and model.coherent_memory))
     is_grid = spec.driver == "preinstalled" or spec.driver_url or spec.driver_mirror or facts.bundle
     is_packaged = spec.driver in ("packages", "distribution")
+    # A .run file and NVIDIA's packages have it, and Ubuntu's; Debian's is a package of its own.
+    without_mps = spec.driver == "preinstalled" or (spec.driver == "distribution" and facts.os.id == "debian")
+    mps_comes = facts.boot.mps or not without_mps or "nvidia-cuda-mps" in spec.packages
     return {
+        "no MPS program": "" if mps_comes else f"there is no {MPS_PROGRAM}",
         "container": facts.kernel.container,
         "virtual": facts.virtual_gpu,
         "no GRID driver": "" if is_grid else facts.virtual_gpu or ("" if spec.vgpu is None else "gpuprov_vgpu is set"),

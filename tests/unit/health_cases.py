@@ -162,6 +162,8 @@ CASES = (
          {"persistence_mode": "Disabled"}, {"persistence": 0}),
     Case("no licence", "unlicensed", "degraded", "has no licence", "nvidia-gridd",
          {"vgpu_software_licensed_product/license_status": "Unlicensed (Unrestricted)"}),
+    Case("no licence for a day", "unlicensed", "degraded", "its time without one is over", "nvidia-gridd",
+         {"vgpu_software_licensed_product/license_status": "Unlicensed (Restricted)"}),
     Case("Xid that ends work", "xid-48", "unfit", "double bit", _RESET, {"gpu_recovery_action": "N/A"},
          {"recovery-action": 99}, (_xid(48),)),
     Case("Xid that the driver settled itself", "xid-48", "degraded", "double bit", _RESET, log=(_xid(48),),

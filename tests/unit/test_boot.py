@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -166,6 +167,11 @@ def test_systemd_reads_the_units_without_a_complaint(tmp_path: Path) -> None:
         ("systemd-analyze", "verify", "--man=no", *(tmp_path / name for name in units)),
         env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    # systemctl is waited for until systemd itself ends the start.
+    limits = re.findall(
+        r"^TimeoutStartSec=(\d+)$", "".join((tmp_path / name).read_text() for name in units), re.MULTILINE
+    )
+    assert limits and max(map(int, limits)) < prepare.START_SECONDS
     said = [line for line in done.stderr.splitlines() if str(tmp_path) in line or "not executable" not in line]
     assert units and said == []
 

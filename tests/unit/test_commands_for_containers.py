@@ -80,6 +80,11 @@ def test_devices_are_named_and_chosen_as_asked(driver: Path, words: tuple[str, .
     assert [device["name"] for device in found["devices"]] == names
 
 
+def test_a_guests_profile_has_a_format_of_its_own() -> None:
+    done = run("docker-args", "--for", "lxc", "--format", "json")
+    assert done.exit_code == 2 and "leave --format out" in done.output
+
+
 def test_kind_and_hook_are_what_is_asked_for(driver: Path) -> None:
     words = ("--vendor", "example.com", "--class", "accelerator", "--nvidia-cdi-hook-path", "/opt/hook")
     found = yaml.safe_load(run("cdi", "generate", "--driver-root", driver, *words).output)

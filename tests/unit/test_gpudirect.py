@@ -52,8 +52,10 @@ class Rdma(FakeHost):
         self.available.update({"gdrdrv-dkms": "2.6-1", "libgdrapi": "2.6-1", "nvidia-fs-dkms": "2.29.4-1"})
         self.path("/sys/class/infiniband/mlx5_0").mkdir(parents=True)
         self.answers: dict[str, Completed] = {}
+        self.timeouts: dict[tuple[str, ...], float] = {}
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        self.timeouts[tuple(argv)] = more.get("timeout", 0)
         return self.answers.get(argv[0]) or super().run(argv, **more)
 
 
@@ -151,6 +153,12 @@ def test_what_prevents_it_is_told_before_anything_is_changed(host: Rdma, tmp_pat
     assert "the container host's" in told(gather(FakeHost(tmp_path / "container")), "storage")[0]
     virtual = replace(facts, gpus=(PciGpu("0000:31:00.0", "27b8", "", "1733"),))
     assert "virtual GPUs" in told(virtual, "rdma")[0]
+    for driver, more, is_told in (
+        ("preinstalled", {}, True), ("distribution", {}, True), ("runfile", {}, False), ("packages", {}, False),
+        ("distribution", {"packages": ["nvidia-cuda-mps"]}, False),
+    ):  # fmt: skip
+        wanted = parse_spec({"driver": driver, "mps": True, **more})
+        assert any("MPS' program" in str(one) for one in refusals(source_of(facts, wanted))) is is_told
     assert any("no RDMA" in one.what for one in make_plan(without, spec("rdma")).problems), "preflight asks it"
 
 
@@ -186,6 +194,7 @@ def test_mps_is_not_restarted_for_another_file_and_goes_when_it_is_no_longer_ask
     assert MPS in first.units  # type: ignore[attr-defined]
     before = first.capture(host)
     first.apply(host, lambda *words: None)
+    assert host.timeouts["systemctl", "restart", MPS] == prepare.START_SECONDS
     host.path(boot.PROGRAM).write_text("of an older gpuprov")
     (second,) = prepare.plan(source_of(gather(host), spec(mps=True)))
     assert MPS not in second.units and boot.NODES in second.units  # type: ignore[attr-defined]

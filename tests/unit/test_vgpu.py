@@ -49,6 +49,12 @@ _REPORT = """\
         Product Name                      : NVIDIA RTX Virtual Workstation
         License Status                    : {}
 """
+# A GPU that is passed through whole, for which there is no licence to show.
+_WHOLE = """\
+    GPU Virtualization Mode
+        Virtualization Mode               : Pass-Through
+        Host VGPU Mode                    : N/A
+"""
 
 
 class Guest(FakeHost):
@@ -60,12 +66,12 @@ class Guest(FakeHost):
             self.path(path).parent.mkdir(parents=True, exist_ok=True)
             self.path(path).write_text(text)
         self.states: set[str] = set()
-        self.licensed_after = 0.0
+        self.licensed_after, self.virtual = 0.0, True
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         if argv[0] == "nvidia-smi":
             state = "Licensed (Expiry: N/A)" if self.slept >= self.licensed_after else "Unlicensed (Unrestricted)"
-            return Completed(tuple(argv), 0, _REPORT.format(state), "")
+            return Completed(tuple(argv), 0, _REPORT.format(state) if self.virtual else _WHOLE, "")
         return super().run(argv, **more)
 
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
@@ -175,6 +181,14 @@ def test_verify_waits_for_the_licence(guest: Guest, licensed_after: float, good:
     else:
         with pytest.raises(Failed, match=r"slow after a day: License Status : Unlicensed \(Unrestricted\); systemctl"):
             checks["vGPU licence"]()
+
+
+def test_a_template_that_an_earlier_driver_left_waits_for_no_licence(guest: Guest) -> None:
+    guest.virtual = False
+    assert dict(features.checks(guest, HostSpec()))["vGPU licence"]() == ("Pass-Through", "")
+    assert guest.slept == 0
+    with pytest.raises(Failed, match="a virtual GPU has no licence"):
+        dict(features.checks(guest, spec()))["vGPU licence"]()
 
 
 def test_a_virtual_gpu_is_recognised_by_its_subsystem_and_needs_the_grid_driver(tmp_path: Path) -> None:
