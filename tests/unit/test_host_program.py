@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
+import sys
+import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -123,6 +127,36 @@ def test_each_package_brings_its_licence_and_nothing_is_compiled(program: Path) 
     assert b"Redistribution and use in source and binary forms" in zipfile.ZipFile(program).read("pynvml.py")
     assert [name for name in names if name.endswith((".so", ".pyc", ".pyd", ".c"))] == []
     assert "LICENSE" in names
+
+
+def contents(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of each file in a zip, and of each file in the zips in it."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for name in archive.namelist():
+            yield name, (inner := archive.read(name))
+            yield from contents(inner) if zipfile.is_zipfile(io.BytesIO(inner)) else ()
+
+
+@pytest.mark.parametrize("kind", ["wheel", "deb"])
+def test_a_package_holds_nothing_of_one_architecture(tmp_path: Path, kind: str) -> None:
+    if kind == "wheel":
+        argv = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
+        subprocess.run(argv, cwd=_PYPROJECT.parent, check=True, capture_output=True)
+        (path,) = tmp_path.glob("*-py3-none-any.whl")
+        files = dict(contents(path.read_bytes()))
+        assert any(b"Root-Is-Purelib: true" in text for name, text in files.items() if name.endswith("/WHEEL"))
+    else:
+        linux_packages._build_deb(tmp_path, tmp_path / "work", 1_790_000_000)
+        path = tmp_path / linux_packages.DEB
+        field = subprocess.run(("dpkg-deb", "-f", path, "Architecture"), check=True, capture_output=True).stdout
+        assert field == b"all\n"
+        tree = subprocess.run(("dpkg-deb", "--fsys-tarfile", path), check=True, capture_output=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(tree)) as archive:
+            files = {one.name: archive.extractfile(one).read() for one in archive if one.isfile()}  # type: ignore[union-attr]
+        files.update(contents(files["./usr/bin/gpuprov"]))
+    assert any(name.endswith("gpuprov/verify.py") for name in files)
+    assert [name for name in files if re.search("x86[_-]64|amd64|aarch64|arm64", name)] == []
+    assert [name for name, text in files.items() if text.startswith(b"\x7fELF")] == []
 
 
 @pytest.mark.parametrize("python", _EACH, indirect=True)
