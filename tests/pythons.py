@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.simgpu import cache, debian
+from tests.triplet import TRIPLET
 
 # Version → suite, and the libraries that its parts want of that suite.
 _SUITES = {
@@ -50,9 +51,7 @@ def too_old() -> str:
 
 def _prepare(root: Path, version: str) -> None:
     """Put a script in the interpreter's place that starts it by its own loader, wherever the folder is."""
-    libraries = [
-        folder for folder in (root / "usr/lib/x86_64-linux-gnu", root / "lib/x86_64-linux-gnu") if folder.exists()
-    ]
+    libraries = [folder for folder in (root / f"usr/lib/{TRIPLET}", root / f"lib/{TRIPLET}") if folder.exists()]
     loader = next(path for folder in libraries for path in folder.glob("ld-*.so*") if not path.is_symlink())
     program = root / f"usr/bin/python{version}"
     real = program.rename(program.with_name(f"real-{program.name}"))

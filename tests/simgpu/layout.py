@@ -11,9 +11,11 @@ import csv
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from tests.triplet import LIBRARIES
+
 from .cache import DATA
 
-DEBIAN_LIBRARY_DIRECTORY = "/usr/lib/x86_64-linux-gnu"
+DEBIAN_LIBRARY_DIRECTORY = LIBRARIES
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
 from tests import simgpu
+from tests.triplet import LIBRARIES
 
 RELEASE = "6.1.0-13-amd64"
 _OS_RELEASE = 'ID=debian\nVERSION_ID="12"\nVERSION_CODENAME=bookworm\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'
 PYTHON = f"python3.{sys.version_info.minor}"
-_LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 BUILD_PACKAGES = ("gcc", "make", "libc6-dev", "dkms", "kmod")
 Tree = dict[str, tuple[int, int, int, int, bytes]]
 
@@ -275,7 +275,7 @@ class FakeHost(System):
         """Install as the .run does: libraries, programs, its log; a driver of another version is removed first."""
         label = re.search(r"Linux-x86_64 ([0-9.]+)", self.read_text(words[0]) or "") if words else None
         version = label[1] if label else simgpu.DRIVER_VERSION
-        if not list(self.root.glob(f"{_LIBRARIES}/libcuda.so.{version}"[1:])):
+        if not list(self.root.glob(f"{LIBRARIES}/libcuda.so.{version}"[1:])):
             self._uninstall(())
         before = set(self.root.rglob("*"))
         simgpu.install_tree(self.root, version)

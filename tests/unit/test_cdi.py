@@ -27,11 +27,12 @@ from gpuprov.cdi.specification import Edits, Specification, render_json
 from gpuprov.core.system import System
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
+from tests.triplet import LIBRARIES as DEBIAN
+from tests.triplet import TRIPLET
 
 pytestmark = pytest.mark.root
 
 VERSION = "550.163.01"
-DEBIAN = "/usr/lib/x86_64-linux-gnu"
 
 
 def host(root: Path, gpus: int = 1, *, library_directory: str = DEBIAN, nodes: bool = True) -> System:
@@ -130,7 +131,7 @@ def with_alternatives(root: Path) -> None:
         folder = root / DEBIAN[1:]
         (folder / f"{name}.so.{VERSION}").rename(current / f"{name}.so.{VERSION}")
         (current / f"{name}.so.1").symlink_to(f"{name}.so.{VERSION}")
-        group = f"nvidia--{name}.so.1-x86_64-linux-gnu"
+        group = f"nvidia--{name}.so.1-{TRIPLET}"
         (alternatives / group).symlink_to(f"{DEBIAN}/nvidia/current/{name}.so.1")
         (folder / f"{name}.so.1").unlink()
         (folder / f"{name}.so.1").symlink_to(f"/etc/alternatives/{group}")

@@ -17,6 +17,7 @@ from gpuprov.cli.main import cli
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook import driver_files
 from tests import simgpu
+from tests.triplet import TRIPLET
 
 CONFIG = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}}'
 
@@ -162,7 +163,7 @@ def test_libraries_and_configuration_are_looked_for_where_one_is_told_first(tmp_
     words = ("--library-search-path", "/opt/nvidia", "--config-search-path", "/opt/nvidia")
     found = yaml.safe_load(run("cdi", "generate", "--driver-root", tmp_path, *words).output)
     mounts = {one["containerPath"]: one["hostPath"] for one in found["containerEdits"]["mounts"]}
-    assert mounts["/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.999.1"] == f"{place}/libnvidia-ml.so.999.1"
+    assert mounts[f"/usr/lib/{TRIPLET}/libnvidia-ml.so.999.1"] == f"{place}/libnvidia-ml.so.999.1"
     assert mounts["/etc/vulkan/icd.d/nvidia_icd.json"] == f"{place}/vulkan/icd.d/nvidia_icd.json"
     assert not [path for path in mounts if "libcuda" in path]
 
@@ -274,7 +275,7 @@ def test_explain_has_all_its_keys(host: Path) -> None:
     ]  # fmt: skip
     assert (found["devices"], found["capabilities"], found["error"]) == (["all"], ["compute", "utility"], None)
     assert [node["path"] for node in found["edits"]["deviceNodes"]][-2:] == ["/dev/nvidia0", "/dev/nvidia1"]
-    assert f"libcuda.so.{simgpu.DRIVER_VERSION}::/usr/lib/x86_64-linux-gnu/libcuda.so.1" in found["edits"]["links"]
+    assert f"libcuda.so.{simgpu.DRIVER_VERSION}::/usr/lib/{TRIPLET}/libcuda.so.1" in found["edits"]["links"]
     assert "devices are named by NVIDIA_VISIBLE_DEVICES" in found["decisions"]
 
 

@@ -24,6 +24,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
 from gpuprov.protocol.tables import known_sha256
 from tests import simgpu
+from tests.triplet import TRIPLET
 from tests.unit.fake_host import FakeHost, write_runfile
 
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
@@ -35,9 +36,9 @@ class FailingHost(FakeHost):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self._runfile(())
-        for path in (root / "usr/lib/x86_64-linux-gnu").glob(f"*.so.{NEW}"):
+        for path in (root / f"usr/lib/{TRIPLET}").glob(f"*.so.{NEW}"):
             path.rename(path.with_name(path.name.replace(NEW, OLD)))
-        for path in (root / "usr/lib/x86_64-linux-gnu").iterdir():
+        for path in (root / f"usr/lib/{TRIPLET}").iterdir():
             if path.is_symlink() and NEW in str(path.readlink()):
                 target = str(path.readlink()).replace(NEW, OLD)
                 path.unlink()

@@ -26,6 +26,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.verify import verify
 from tests import simgpu
+from tests.triplet import TRIPLET
 from tests.unit.ask import ask
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 from tests.unit.test_lock import Below, hold
@@ -49,7 +50,7 @@ def hide(host: DoctorHost) -> str:
     shutil.copy(simgpu.build_libraries(STALE) / name, folder / name)
     (folder / "libnvidia-ml.so.1").symlink_to(name)
     # A file that no package's pattern has: /usr/local/lib comes before /usr/lib in the loader's cache.
-    (host.root / "etc/ld.so.conf").write_text("/usr/local/lib\n/usr/lib/x86_64-linux-gnu\n")
+    (host.root / "etc/ld.so.conf").write_text(f"/usr/local/lib\n/usr/lib/{TRIPLET}\n")
     for link in ("lib", "lib64"):
         if not (host.root / link).exists():
             (host.root / link).symlink_to(f"usr/{link}")

@@ -16,11 +16,11 @@ from gpuprov.core.system import System
 from gpuprov.facts.driver import HidingLibrary, damage
 from gpuprov.packages.managers import manager_of
 from tests import simgpu
+from tests.triplet import LIBRARIES, TRIPLET
 from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
 VERSION, STALE = simgpu.DRIVER_VERSION, "535.261.03"
-LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 COMMANDS = manager_of(None, "apt").commands
 
 
@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "etc/ld.so.conf.d").mkdir(parents=True, exist_ok=True)
     (tmp_path / "etc/ld.so.conf").write_text("include /etc/ld.so.conf.d/*.conf\n")
     (tmp_path / "etc/ld.so.conf.d/libc.conf").write_text("# libc default configuration\n/usr/local/lib\n")
-    (tmp_path / "etc/ld.so.conf.d/x86_64-linux-gnu.conf").write_text(f"{LIBRARIES}\n")
+    (tmp_path / f"etc/ld.so.conf.d/{TRIPLET}.conf").write_text(f"{LIBRARIES}\n")
     return tmp_path
 
 

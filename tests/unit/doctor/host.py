@@ -15,6 +15,7 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
+from tests.triplet import TRIPLET
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
@@ -61,7 +62,7 @@ def healthy_tree(root: Path) -> DoctorHost:
     for program in ("runc", "dmesg"):
         (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
         (host.root / "usr/bin" / program).chmod(0o755)
-    (host.root / "etc/ld.so.conf").write_text("/usr/lib/x86_64-linux-gnu\n")
+    (host.root / "etc/ld.so.conf").write_text(f"/usr/lib/{TRIPLET}\n")
     subprocess.run(("/sbin/ldconfig", "-r", str(root)), check=True, capture_output=True, timeout=60)
     return host
 

@@ -14,6 +14,7 @@ from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.pci import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from tests.triplet import LIBRARIES
 from tests.unit.doctor.host import SMI, with_docker, with_driver, with_kernel
 from tests.unit.fake_host import RELEASE
 
@@ -209,4 +210,3 @@ AVC = (
     "scontext=system_u:system_r:container_t:s0 tcontext=system_u:object_r:xserver_misc_device_t:s0 tclass=chr_file"
 )
 NODES = "gpuprov-nodes.service"
-LIBRARIES = "/usr/lib/x86_64-linux-gnu"

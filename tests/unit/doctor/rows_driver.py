@@ -11,10 +11,10 @@ from dataclasses import replace
 from gpuprov.checks.cuda.compatibility import Finding
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import Containers, Loaded, Smi
+from tests.triplet import LIBRARIES
 from tests.unit.doctor.host import SMI, with_driver, with_kernel
 from tests.unit.doctor.ill import (
     FABRIC,
-    LIBRARIES,
     NODES,
     Change,
     Row,

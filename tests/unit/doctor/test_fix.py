@@ -37,6 +37,7 @@ from gpuprov.protocol.events import (
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH, NVIDIA_HOOK_PATH
+from tests.triplet import TRIPLET
 from tests.unit.ask import finished
 from tests.unit.doctor import ill
 from tests.unit.doctor.host import SPEC, DoctorHost, examined, healthy, healthy_tree, with_docker, with_driver
@@ -333,7 +334,7 @@ def test_modules_are_loaded_on_a_machine_of_its_own_only(host: DoctorHost) -> No
     ],
 )
 def test_an_installation_is_done_whole_or_left(host: DoctorHost, plan: Plan | None, left: str) -> None:
-    next(host.root.glob("usr/lib/x86_64-linux-gnu/libnvidia-ml.so.[0-9][0-9]*")).unlink()
+    next(host.root.glob(f"usr/lib/{TRIPLET}/libnvidia-ml.so.[0-9][0-9]*")).unlink()
     x = examined(host)
     fix = plan_fix(x, diagnose(x), replace(plan, changes=()) if plan and not left else plan)
     assert [sentence.rpartition(": ")[2] for sentence in fix.left if "libnvidia-ml" in sentence] == (

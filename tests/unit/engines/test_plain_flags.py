@@ -22,8 +22,8 @@ from gpuprov.engines.plain_flags import (
     shell_words,
     words,
 )
+from tests.triplet import LIBRARIES as DEBIAN
 
-DEBIAN = "/usr/lib/x86_64-linux-gnu"
 EDITS: dict[str, Any] = {
     "deviceNodes": [
         {"path": "/dev/nvidia0"}, {"path": "/dev/nvidiactl", "hostPath": "/mnt/nvidiactl", "permissions": "rw"},

@@ -11,8 +11,7 @@ import pytest
 from gpuprov.runtime_hook.edits import apply_edits, drop_nvidia_hooks, merge_edits
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.files import normal_path
-
-LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+from tests.triplet import LIBRARIES
 
 
 def node(path: str, minor: int, **more: Any) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from gpuprov.runtime_hook.request import parse_request
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import Settings
 from gpuprov.runtime_hook.specification import Specifications
+from tests.triplet import LIBRARIES as MULTIARCH
+from tests.triplet import TRIPLET
 
-MULTIARCH = "/usr/lib/x86_64-linux-gnu"
 FILES = (
     f"{MULTIARCH}/libcuda.so.550", f"{MULTIARCH}/libnvidia-ml.so.550", f"{MULTIARCH}/libnvcuvid.so.550",
     f"{MULTIARCH}/libGLX_nvidia.so.550", f"{MULTIARCH}/libnvidia-ngx.so.550", f"{MULTIARCH}/libnvidia-new.so.550",
@@ -158,8 +159,8 @@ def test_a_node_that_is_left_out_brings_no_group(
 @pytest.mark.parametrize(
     ("image", "folder", "folder_32"),
     [
-        (["usr/lib/x86_64-linux-gnu", "usr/lib64"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
-        (["usr/lib/x86_64-linux-gnu", "usr/lib/i386-linux-gnu"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
+        ([f"usr/lib/{TRIPLET}", "usr/lib64"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
+        ([f"usr/lib/{TRIPLET}", "usr/lib/i386-linux-gnu"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
         (["usr/lib64", "usr/lib"], "/usr/lib64", "/usr/lib"),
         (["usr/lib64", "usr/lib32"], "/usr/lib64", "/usr/lib32"),
         (["usr/lib"], MULTIARCH, "/usr/lib/i386-linux-gnu"),

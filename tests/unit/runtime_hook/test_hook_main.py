@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import hook_main
 from gpuprov.runtime_hook.errors import Refused
+from tests.triplet import LIBRARIES
 
 
 def serve(words: list[str], stdin: bytes) -> int:
@@ -59,7 +60,7 @@ def test_nothing_on_standard_input_raises_anything_but_a_refusal(content: bytes,
 def test_links_are_made_in_the_root_that_the_bundle_names(tmp_path: Path, key: str) -> None:
     root = tmp_path / "rootfs"
     root.mkdir()
-    folder = "/usr/lib/x86_64-linux-gnu"
+    folder = LIBRARIES
     mounts: list[Any] = [{"destination": f"{folder}/libcuda.so.550.1"}, {"destination": "/proc"}, {}, 5]
     (tmp_path / "config.json").write_text(json.dumps({"root": {"path": "rootfs"}, "mounts": mounts}))
     words = ["createContainer", "--host-driver-version", "550.1", "--link", f"libcuda.so.550.1::{folder}/libcuda.so.1"]

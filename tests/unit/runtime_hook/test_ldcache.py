@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from gpuprov.runtime_hook import ldcache
 from gpuprov.runtime_hook.ldcache import FLAGS, FLAGS_32_BIT, merge
 from tests.examples import examples
+from tests.triplet import LIBRARIES as FOLDER
+from tests.triplet import LOADER, MACHINE, TRIPLET
 
-X86_64 = FLAGS["x86_64"]
-FOLDER = "/usr/lib/x86_64-linux-gnu"
+FLAG = FLAGS[MACHINE]
 DRIVER = [
-    ("libcuda.so.1", f"{FOLDER}/libcuda.so.1", X86_64),
-    ("libcuda.so", f"{FOLDER}/libcuda.so", X86_64),
-    ("libnvidia-ml.so.1", f"{FOLDER}/libnvidia-ml.so.1", X86_64),
-    ("libnvidia-eglcore.so.550.163.01", f"{FOLDER}/libnvidia-eglcore.so.550.163.01", X86_64),
+    ("libcuda.so.1", f"{FOLDER}/libcuda.so.1", FLAG),
+    ("libcuda.so", f"{FOLDER}/libcuda.so", FLAG),
+    ("libnvidia-ml.so.1", f"{FOLDER}/libnvidia-ml.so.1", FLAG),
+    ("libnvidia-eglcore.so.550.163.01", f"{FOLDER}/libnvidia-eglcore.so.550.163.01", FLAG),
     ("libcuda.so.1", "/usr/lib/i386-linux-gnu/libcuda.so.1", FLAGS_32_BIT),
 ]
 
@@ -39,7 +40,7 @@ def printed(cache: bytes, folder: Path) -> list[tuple[str, str]]:
 
 def ldconfig(root: Path, *names: str) -> bytes:
     """Return what glibc's ldconfig writes for a tree with copies of a library under these names."""
-    library = next(Path("/lib/x86_64-linux-gnu").glob("libz.so.1.*"))
+    library = next(Path(f"/lib/{TRIPLET}").glob("libz.so.1.*"))
     for name in names:
         place = root / name.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +56,8 @@ def test_a_cache_made_from_nothing_is_one_to_ldconfig(tmp_path: Path) -> None:
 
 
 def test_what_the_image_had_is_still_there_and_the_order_is_glibcs(tmp_path: Path) -> None:
-    names = [f"/usr/lib/x86_64-linux-gnu/lib{name}.so.1" for name in ("a", "cuda2", "cudart", "cuda-10", "z", "nvidia")]
-    old = ldconfig(tmp_path / "root", *names, "/usr/lib/x86_64-linux-gnu/libz.so.1.2")
+    names = [f"/usr/lib/{TRIPLET}/lib{name}.so.1" for name in ("a", "cuda2", "cudart", "cuda-10", "z", "nvidia")]
+    old = ldconfig(tmp_path / "root", *names, f"/usr/lib/{TRIPLET}/libz.so.1.2")
     before = printed(old, tmp_path)
     after = printed(merge(old, DRIVER), tmp_path)
     assert [row for row in after if "libcuda.so" not in row[0] and "libnvidia-" not in row[0]] == before
@@ -96,8 +97,8 @@ def test_another_drivers_libraries_are_replaced_and_the_file_does_not_grow_witho
 
 
 def test_an_images_own_entry_of_that_name_gives_way_only_for_the_same_kind_of_library(tmp_path: Path) -> None:
-    old = merge(b"", [("libcuda.so.1", "/opt/stubs/libcuda.so.1", X86_64), ("libcuda.so.1", "/opt/32", FLAGS_32_BIT)])
-    found = printed(merge(old, [("libcuda.so.1", f"{FOLDER}/libcuda.so.1", X86_64)]), tmp_path)
+    old = merge(b"", [("libcuda.so.1", "/opt/stubs/libcuda.so.1", FLAG), ("libcuda.so.1", "/opt/32", FLAGS_32_BIT)])
+    found = printed(merge(old, [("libcuda.so.1", f"{FOLDER}/libcuda.so.1", FLAG)]), tmp_path)
     assert sorted(path for _, path in found) == ["/opt/32", f"{FOLDER}/libcuda.so.1"]
 
 
@@ -124,18 +125,18 @@ def test_the_loader_itself_finds_a_library_by_the_cache_alone(tmp_path: Path) ->
     source = tmp_path / "program.c"
     source.write_text('#include <dlfcn.h>\nint main(void) { return dlopen("libz.so.1", RTLD_NOW) ? 0 : 3; }\n')
     subprocess.run(("gcc", str(source), "-o", str(program), "-ldl"), check=True)
-    shutil.copy(next(Path("/lib/x86_64-linux-gnu").glob("libz.so.1.*")), root / "opt/driver/libz.so.1")
-    for path in ("/lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/libc.so.6"):
+    shutil.copy(next(Path(f"/lib/{TRIPLET}").glob("libz.so.1.*")), root / "opt/driver/libz.so.1")
+    for path in (LOADER, f"/lib/{TRIPLET}/libc.so.6"):
         (root / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, root / path.lstrip("/"))
     assert subprocess.run(("chroot", str(root), "/opt/program"), check=False).returncode == 3
-    (root / "etc/ld.so.cache").write_bytes(merge(b"", [("libz.so.1", "/opt/driver/libz.so.1", X86_64)]))
+    (root / "etc/ld.so.cache").write_bytes(merge(b"", [("libz.so.1", "/opt/driver/libz.so.1", FLAG)]))
     assert subprocess.run(("chroot", str(root), "/opt/program"), check=False).returncode == 0
 
 
 @pytest.mark.parametrize("spoil", ["", "glibc-ld.so.cache1.1", "torn", "offsets", "count"])
 def test_a_cache_that_cannot_be_read_counts_as_none(spoil: str, tmp_path: Path) -> None:
-    good = merge(b"", [("liba.so.1", "/usr/lib/liba.so.1", X86_64)])
+    good = merge(b"", [("liba.so.1", "/usr/lib/liba.so.1", FLAG)])
     bad = {
         "torn": good[:60],
         "offsets": good[:52] + b"\xff\xff\xff\x7f" + good[56:],
@@ -149,7 +150,7 @@ def with_entries(count: int, text: bytes, extensions: bytes = b"") -> bytes:
     """A cache all of whose entries share one text."""
     place = 48 + 24 * count
     header = struct.pack("=20sIIB3xI12x", ldcache.MAGIC, count, len(text), 2, place + len(text) if extensions else 0)
-    return header + struct.pack("=iIIIQ", X86_64, place, place, 0, 0) * count + text + extensions
+    return header + struct.pack("=iIIIQ", FLAG, place, place, 0, 0) * count + text + extensions
 
 
 def test_texts_that_no_path_can_be_make_no_start_take_the_hosts_memory() -> None:
@@ -176,7 +177,7 @@ def test_extensions_larger_than_the_loaders_own_are_left_out() -> None:
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
-    good = bytearray(merge(b"", [(f"lib{n}.so.{n}", f"/opt/{n}", X86_64) for n in range(8)]))
+    good = bytearray(merge(b"", [(f"lib{n}.so.{n}", f"/opt/{n}", FLAG) for n in range(8)]))
     for _ in range(data.draw(st.integers(1, 12))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(good)))
@@ -186,7 +187,7 @@ def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
 
 
 def test_a_big_images_cache_is_merged_at_once(tmp_path: Path) -> None:
-    names = [(f"lib{random.Random(n).random()}.so.{n}", f"/opt/{n}", X86_64) for n in range(3000)]
+    names = [(f"lib{random.Random(n).random()}.so.{n}", f"/opt/{n}", FLAG) for n in range(3000)]
     old = merge(b"", names)
     assert len(printed(merge(old, DRIVER), tmp_path)) == 3000 + len(DRIVER)
 
@@ -198,7 +199,7 @@ def hostile(names: list[bytes], strings: bytes = b"") -> bytes:
     """Return a cache whose entries have these names, each the start of a path too."""
     texts = b"\0".join([*dict.fromkeys(names), b""]) + strings
     begin = 48 + 24 * len(names)
-    table = b"".join(struct.pack("=iIIIQ", X86_64, *(begin + texts.index(name + b"\0"),) * 2, 0, 0) for name in names)
+    table = b"".join(struct.pack("=iIIIQ", FLAG, *(begin + texts.index(name + b"\0"),) * 2, 0, 0) for name in names)
     return struct.pack("=20sIIB3xI12x", ldcache.MAGIC, len(names), len(texts), 2, 0) + table + texts
 
 
@@ -218,7 +219,7 @@ def calls(old: bytes, added: list[tuple[str, str, int]]) -> int:
     return counted
 
 
-WANTED = [(f"libnvidia-{number}.so.1", f"{FOLDER}/libnvidia-{number}.so.1", X86_64) for number in range(60)]
+WANTED = [(f"libnvidia-{number}.so.1", f"{FOLDER}/libnvidia-{number}.so.1", FLAG) for number in range(60)]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from gpuprov.runtime_hook.edits import ContainerEdits
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import COMPAT_CONFIGURATION, find_compatibility, inject, statement_on_loader
 from gpuprov.runtime_hook.rootfs import Root
+from tests.triplet import LIBRARIES as MULTIARCH
 
 pytestmark = pytest.mark.root
 
-MULTIARCH = "/usr/lib/x86_64-linux-gnu"
 COMPAT = "usr/local/cuda-13.0/compat"
 
 
