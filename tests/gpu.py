@@ -26,11 +26,17 @@ from typing import Any
 from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.checks import features
 from gpuprov.checks.cuda_checks import command
 from gpuprov.checks.health import examine
+from gpuprov.checks.outcome import Failed as OutcomeFailed
 from gpuprov.core.system import System
+from gpuprov.facts.gpus import gather_imex
+from gpuprov.machine.pci import gather_gpus
+from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import HealthFound
+from gpuprov.protocol.models import model_of
 from tests.deployed import PYTHON
 from tests.integration.container_bench import Bench
 from tests.integration.container_python import add_python
@@ -291,6 +297,47 @@ def check_health(report: Report, system: System) -> str:
     return f"{finished.summary}; {seconds:.2f} s"
 
 
+def lacking(system: System) -> dict[str, str]:
+    """Return a check of `gpuprov verify` → why this machine can't make it, "" if it can."""
+    ids = {gpu.device_id for gpu in gather_gpus(system)}
+    virtual = re.search("Virtualization Mode *: VGPU", system.run(("nvidia-smi", "-q"), timeout=_SECONDS).stdout)
+    encrypted = any(map(system.exists, ("/dev/sev-guest", "/dev/tdx_guest")))
+    modules = {"rdma": "nvidia_peermem", "gdrcopy": "gdrdrv", "storage": "nvidia_fs"}
+    missing = {f"GPUDirect {kind}": f"the module {name} is not loaded" for kind, name in modules.items()
+               if not system.exists(f"/sys/module/{name}")}  # fmt: skip
+    coherent = any((model := model_of(one)) and model.coherent_memory for one in ids)
+    return {
+        "coherent memory": "" if coherent else "no GPU of a Grace host",
+        "vGPU licence": "" if virtual else "no virtual GPU",
+        "MPS": "" if system.exists("/run/gpuprov-mps/control") else "gpuprov-mps.service does not run",
+        "confidential computing": "" if encrypted else "no virtual machine with encrypted memory",
+        "IMEX": "" if gather_imex(system).active else "nvidia-imex does not run: no rack, or no domain",
+        **{f"GPUDirect {kind}": missing.get(f"GPUDirect {kind}", "") for kind in modules},
+    }
+
+
+def check_feature(system: System, name: str, reason: str) -> str:
+    """Make a check of `gpuprov verify`, or ask IMEX for its domain. Raises Skipped for a reason."""
+    if reason:
+        raise Skipped(reason)
+    if name == "IMEX":
+        found: dict[str, Any] = json.loads(output_of("nvidia-imex-ctl", "-N", "-j"))
+        if found["status"] != "UP":
+            raise Failed(json.dumps(found))
+        return f"{len(found['nodes'])} nodes are UP"
+    row = next(row for row in tables.packaged("options_needs")["checks"] if row["name"] == name)
+    try:
+        return features.check(system, row, "driver|numa")[0]
+    except OutcomeFailed as error:
+        raise Failed(str(error)) from None
+
+
+def check_features(report: Report, system: System) -> None:
+    """Check what only this kind of hardware can show, where the machine has it (docs/testing.md)."""
+    for name, reason in lacking(system).items():
+        report.check(name, partial(check_feature, system, name, reason))
+
+
 def main() -> int:
     """Make all checks; write the report; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="make test-gpu")
@@ -305,6 +352,7 @@ def main() -> int:
     driver = ask_nvml(system, discover(system))
     report.check("discovery", lambda: check_discovery(driver))
     report.check("health", lambda: check_health(report, system))
+    check_features(report, system)
     smi: list[str] = []
     with tempfile.TemporaryDirectory(prefix="gpuprov-gpu-") as folder:
         report.check(

@@ -23,10 +23,10 @@ def checks(system: System, spec: HostSpec) -> Iterator[tuple[str, Callable[[], V
         asked = getattr(spec, row.get("option", ""), None)
         values = asked if isinstance(asked, tuple) else (None,)
         if (asked and row.get("value") in values) or ("where" in row and system.exists(row["where"])):
-            yield row["name"], functools.partial(_check, system, row, asked)
+            yield row["name"], functools.partial(check, system, row, asked)
 
 
-def _check(system: System, row: Row, asked: Any) -> Values:
+def check(system: System, row: Row, asked: Any) -> Values:
     """Run the row's command until its output matches `expect` and not `never`, at most `wait` seconds.
 
     `unasked` replaces `expect` where the option is not set: what an earlier driver left says little of this host.

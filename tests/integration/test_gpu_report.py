@@ -42,6 +42,7 @@ def test_the_report_of_a_host(site: Site) -> None:
         assert f"skipped  {way}, CUDA" in lines, said.stdout
     assert "skipped  accept" in lines, said.stdout
     assert "skipped  PyTorch" in lines
+    assert "skipped  IMEX" in lines and "skipped  confidential computing" in lines
     assert said.returncode == 0
     recorded = host.ssh("cat /root/report.txt").stdout
     assert "==== nvidia-smi -q -x\n<?xml" in recorded
