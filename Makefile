@@ -108,6 +108,7 @@ pictures: demo  ## Write the README's pictures from the demo's own output; needs
 bench: setup  ## Measure what is claimed of speed: container starts, boots, first runs, runs that change nothing, a thousand hosts (half an hour).
 	$(BIN)/python -m benchmarks.container_start
 	$(BIN)/python -m benchmarks.boot_cost
+	$(BIN)/python -m benchmarks.first_install
 	$(BIN)/python -m benchmarks.no_change
 	$(BIN)/python -m benchmarks.fleet_no_change
 	$(BIN)/python -m benchmarks.thousand_hosts

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tests.lab import Host, HostRequest
 from tests.lab.cgroups import cpu_seconds
@@ -116,21 +117,23 @@ def _no_change(site: Site, names: list[str], rounds: int, *, verify: bool) -> No
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, parts in commands.items():
-            costs[name].append(_cost(parts, host))
+            costs[name].append(cost(parts, host))
     print(f"\n0 changes, {len(names)} host{'s' * (len(names) > 1)}, medians of {rounds} alternating rounds, s")
     print(f"{'':30}{'wall':>8}{'controller CPU':>16}{'CPU of a host':>15}{'ratio to install':>18}")
-    base = _median(costs[_INSTALL], lambda cost: cost.wall)
+    base = median(costs[_INSTALL], lambda cost: cost.wall)
     for name, found in costs.items():
-        wall = _median(found, lambda cost: cost.wall)
-        controller, on_host = (_median(found, lambda cost: cost.controller), _median(found, lambda cost: cost.host))
+        wall = median(found, lambda cost: cost.wall)
+        controller, on_host = (median(found, lambda cost: cost.controller), median(found, lambda cost: cost.host))
         print(f"{name:30}{wall:8.2f}{controller:16.2f}{on_host:15.2f}{wall / base:18.2f}")
 
 
-def _median(costs: list[Cost], value: Callable[[Cost], float]) -> float:
+def median(costs: list[Cost], value: Callable[[Cost], float]) -> float:
+    """Return the median of one value of several costs."""
     return statistics.median(map(value, costs))
 
 
-def _cost(commands: tuple[tuple[str, ...], ...], host: Host) -> Cost:
+def cost(commands: tuple[tuple[str, ...], ...], host: Host, output: int | IO[str] = subprocess.DEVNULL) -> Cost:
+    """Run commands, which write to `output`, and return what they took."""
     # ssh_args: no connection is left open by the run before, as by itself Ansible would for a minute.
     environment = {
         **os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}", "ANSIBLE_SSH_ARGS": "-C -o ControlMaster=auto -o "
@@ -138,7 +141,7 @@ def _cost(commands: tuple[tuple[str, ...], ...], host: Host) -> Cost:
     }  # fmt: skip
     on_host, here, begun = cpu_seconds(host.cgroup), _children_seconds(), time.perf_counter()
     for command in commands:
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=output, env=environment)
     wall, controller = time.perf_counter() - begun, _children_seconds() - here
     time.sleep(2)  # what the run leaves behind on the host, the end of its login among it, and Ansible's connections
     return Cost(wall, controller, cpu_seconds(host.cgroup) - on_host)
