@@ -126,17 +126,17 @@ def compile_bytecode(directory: str) -> None:
     """Compile the modules in a folder for the Python that runs this; a start then reads instead of compiling."""
     folder = Path(directory)
     (folder / "__pycache__").mkdir(exist_ok=True)
-    texts = {source.stem: source.read_bytes() for source in folder.glob("*.py")}
+    trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
+    imports = {name: _imports(tree) for name, tree in trees.items()}
     # The entries share most modules.
-    compiled = {name: _compiled(f"{name}.py", text) for name, text in texts.items()}
-    imports = {name: _imports(text) for name, text in texts.items()}
+    compiled = {name: _compiled(f"{name}.py", trees.pop(name)) for name in list(trees)}
     written = set()
     for name, code in compiled.items():
         source = folder / f"{name}.py"
         written.add(_cache(source))
         _replace(_cache(source), _header(source) + marshal.dumps(code))
     starter = _without_lines(compile(_template(_STARTER), "starter", "exec", dont_inherit=True, optimize=2))
-    for entry in [one for one in _ENTRIES if one in texts]:
+    for entry in [one for one in _ENTRIES if one in compiled]:
         order, later = _in_order(imports, entry)
         parts = (
             starter,
@@ -217,9 +217,8 @@ def _in_order(imports: dict[str, tuple[list[str], list[str]]], entry: str) -> tu
     return ["__init__", *order], [name for name in found if name not in order]
 
 
-def _imports(text: bytes) -> tuple[list[str], list[str]]:
+def _imports(tree: ast.Module) -> tuple[list[str], list[str]]:
     """Return the modules of the package that a module imports at once, and all that it ever imports."""
-    tree = ast.parse(text)
     return _imported(tree.body), _imported(ast.walk(tree))
 
 
@@ -228,10 +227,9 @@ def _imported(nodes: Iterable[ast.AST]) -> list[str]:
     return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
 
 
-def _compiled(name: str, text: bytes) -> CodeType:
+def _compiled(name: str, tree: ast.Module) -> CodeType:
     """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at."""
-    tree = _Bare().visit(ast.parse(text))
-    return _without_lines(compile(tree, name, "exec", dont_inherit=True, optimize=2))
+    return _without_lines(compile(_Bare().visit(tree), name, "exec", dont_inherit=True, optimize=2))
 
 
 class _Bare(ast.NodeTransformer):
