@@ -95,11 +95,14 @@ def find_libraries(system: System, first: Sequence[str] = ()) -> tuple[tuple[Lib
     version = next(iter(folders.values()), "")
     # The cache lists a library by its soname: these libraries use their file name as soname and need not be read.
     own_names = frozenset(one.name for one in cached if one.path.endswith(f"/{one.name}"))
+    # Of this machine; a host may have other architectures' folders, for programs that it only builds or emulates.
+    usual = (f"/usr/lib/{system.architecture()}-linux-gnu", "/usr/lib64", "/usr/lib")
+    own = next((name for name in usual if system.real_path(name) == name and system.exists(name)), usual[0])
     links: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
         if folders[folder] != version:
             continue
-        place = folder if folder in (*LIBRARY_DIRECTORIES, *_32_BIT_DIRECTORIES) else _own_folder(system)
+        place = folder if folder in (*LIBRARY_DIRECTORIES, *_32_BIT_DIRECTORIES) else own
         # Containers' loaders do not search this folder, so only libraries of this machine's architecture can be placed.
         if number == 0 or place == folder:
             _collect(system, folder, place, version, links, own_names)
@@ -122,14 +125,6 @@ def _folders(system: System, first: Sequence[str], cached: Iterable[CachedLibrar
             # /lib may be a link to /usr/lib: the folder counts once.
             found.setdefault(system.real_path(name), version[1])
     return found
-
-
-def _own_folder(system: System) -> str:
-    """Return the folder of this machine's own libraries."""
-    # A host may have other architectures' folders, for programs that it only builds or emulates.
-    folders = (f"/usr/lib/{system.architecture()}-linux-gnu", "/usr/lib64", "/usr/lib")
-    known = (name for name in folders if system.real_path(name) == name and system.exists(name))
-    return next(known, folders[0])
 
 
 def _collect(

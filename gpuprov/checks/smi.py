@@ -14,8 +14,6 @@ from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20
 _LOOK = "look at it: nvidia-smi -q -x"
-# Not nvidia-caps, a folder, which nobody could enter then.
-OPEN_NODES = "chmod 0666 /dev/nvidia[0-9]* /dev/nvidiactl /dev/nvidia-uvm*"
 LOOK = "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
 
 

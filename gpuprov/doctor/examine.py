@@ -95,8 +95,12 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     if x.kernel_log_error:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
     if troubles:
-        found = tuple(Problem(_text(one), one.finding.evidence, _next_step(one, troubles)) for one in troubles)
-        return Finished(int(ExitCode.FAILED), problems=found, summary=f"causes found: {len(troubles)}")
+        found = []
+        for one in troubles:
+            follows = f"; a consequence of {one.follows}" if one.follows else ""
+            what = f"{one.finding.what} ({one.finding.confidence}{follows})"
+            found.append(Problem(what, one.finding.evidence, _next_step(one, troubles)))
+        return Finished(int(ExitCode.FAILED), problems=tuple(found), summary=f"causes found: {len(troubles)}")
     rest = "; there is no GPU here, so the rest is unknown" if x.lacks_gpus_yet else ""
     return Finished(int(ExitCode.DONE), summary=f"nothing found wrong{rest}")
 
@@ -122,12 +126,6 @@ def _next_step(cause: Cause, causes: Sequence[Cause]) -> str:
         first = next((one for one in causes if one.rule.name == first.follows), first)
     wanted, own = first.finding.next_step, cause.finding.next_step
     return own if wanted == own else f"first: {wanted}"
-
-
-def _text(cause: Cause) -> str:
-    """Return the cause with its confidence; a consequence is marked as one."""
-    follows = f"; a consequence of {cause.follows}" if cause.follows else ""
-    return f"{cause.finding.what} ({cause.finding.confidence}{follows})"
 
 
 def diagnose(x: HostSnapshot, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:

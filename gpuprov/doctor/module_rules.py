@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from gpuprov.cdi.discover import missing_nodes
-from gpuprov.checks.smi import OPEN_NODES
+from gpuprov.core.commands import Failure, first_match
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Remedy, finding_of
 from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, rule
@@ -131,31 +131,13 @@ def next_kernel(x: HostSnapshot) -> Seen | None:
     return Seen(f"/lib/modules/{kernel.release}", reason=what, next_step="; ".join(filter(None, steps)))
 
 
-_LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
-# Errors of open(2) on a node, in the C locale, and their meaning for a device.
-_ERRORS = {
-    "No such device or address": ("opening {path} fails: the driver does not respond", _LOAD),
-    "No such device": ("opening {path} fails: the driver does not respond", _LOAD),
-    "Input/output error": (
-        "the driver can't start the GPU behind {path}",
-        "dmesg | grep -i -e nvrm -e xid; systemctl reboot",
-    ),
-    "Operation not permitted": (
-        "a device cgroup forbids {path}, on this machine itself",
-        "ls -l /dev/nvidia*  # allow the device on the host: lxc.cgroup2.devices.allow = c 195:* rwm, or "
-        "DeviceAllow=char-nvidia rw",
-    ),
-    "Permission denied": ("{path} may not be opened", f"ls -lZ /dev/nvidia*; {OPEN_NODES}"),
-}
-
-
 @rule
 def node_does_not_open(x: HostSnapshot) -> Seen | None:
     if not x.node_errors:
         return None
     path, error = next(iter(x.node_errors.items()))
-    what, step = _ERRORS.get(error, ("{path} can't be opened", ""))
-    return Seen(f"head -c 0 {path}: {error}", meaning=what.format(path=path), next_step=step)
+    known, _ = first_match("device node", [error]) or (Failure("{path} can't be opened"), "")
+    return Seen(f"head -c 0 {path}: {error}", meaning=known.what.format(path=path), next_step=known.next_step)
 
 
 def _no_such(paths: Sequence[str]) -> list[str]:

@@ -53,9 +53,9 @@ def serve(arguments: list[str]) -> int:
     # Before it, engines' old configurations have flags of NVIDIA's own hook: -debug, -config FILE.
     stage = next((word for word in arguments if word in _STAGES), "")
     if stage in ("prestart", "createRuntime"):
-        return _inject(_state())
+        return _inject(*_state())
     if stage == "createContainer":
-        return _finish(_state(), arguments)
+        return _finish(_state()[1], arguments)
     if stage:
         sys.stdin.buffer.read(_LARGEST_STATE)  # crun before 1.17 fails where a hook does not (crun issue 1551)
         return 0
@@ -73,8 +73,8 @@ def _refuse(message: str) -> int:
     return 1
 
 
-def _state() -> dict[str, Any]:
-    """Return the state of the container. Raises Refused for anything else on stdin."""
+def _state() -> tuple[dict[str, Any], str]:
+    """Return the state of the container, and its bundle. Raises Refused for anything else on stdin."""
     content = sys.stdin.buffer.read(_LARGEST_STATE)
     try:
         state = parse_object(content.decode("utf-8", "replace"), STATE)
@@ -82,19 +82,14 @@ def _state() -> dict[str, Any]:
         raise Refused(f"standard input holds no OCI state: {error}") from None
     if not isinstance(state, dict) or not isinstance(state.get("bundle", ""), str):
         raise Refused("standard input holds no OCI state")
-    return state
-
-
-def _bundle(state: dict[str, Any]) -> str:
     # Before runtime specification 1.0 it was called bundlePath.
     bundle = state.get("bundle") or state.get("bundlePath")
     if not bundle or not isinstance(bundle, str):
         raise Refused("the OCI state on standard input names no bundle")
-    return bundle
+    return state, bundle
 
 
-def _inject(state: dict[str, Any]) -> int:
-    bundle = _bundle(state)
+def _inject(state: dict[str, Any], bundle: str) -> int:
     decision = decide(bundle, HOOK)
     if decision is None:
         return 0
@@ -112,9 +107,8 @@ def _inject(state: dict[str, Any]) -> int:
     return 0
 
 
-def _finish(state: dict[str, Any], arguments: list[str]) -> int:
+def _finish(bundle: str, arguments: list[str]) -> int:
     """Make what the specification's hook says, in the container's root: engines have mounted everything by then."""
-    bundle = _bundle(state)
     path = f"{bundle}/config.json"
     text = read_text(path)
     config = parse_config(path, text or "null")

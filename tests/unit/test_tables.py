@@ -32,7 +32,8 @@ from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 
-PROGRAMS = ("apt", "rpm", "installer", "fabric manager", "nvidia-smi", "kubectl", "pod", "download", "sudo", "login")
+PROGRAMS = ("apt", "rpm", "installer", "fabric manager", "nvidia-smi", "kubectl", "pod", "download", "sudo", "login",
+            "device node")  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
