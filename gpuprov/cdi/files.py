@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from gpuprov.core.system import System
 from gpuprov.runtime_hook import ldcache
+from gpuprov.runtime_hook.driver_files import FOLDERS_32_BIT, LIB64, MULTIARCH, RHEL_32_BIT
 
 # Default library folders of hosts and containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
-LIBRARY_DIRECTORIES = (
-    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
-)  # fmt: skip
-_32_BIT_DIRECTORIES = ("/usr/lib/i386-linux-gnu", "/usr/lib32", "/usr/lib")
+LIBRARY_DIRECTORIES = (*MULTIARCH, LIB64, "/usr/lib")
+_32_BIT_DIRECTORIES = (*FOLDERS_32_BIT, RHEL_32_BIT)
 _NVML = "libnvidia-ml.so.1"
 # No driver library has such a long name; a hostile file may.
 _LONGEST_SONAME = 128

@@ -324,7 +324,9 @@ def _calls(test: EngineTest, python: Python, seen: _Seen) -> Values:
         done = test.engine.run(test.system, test.image, command(python.path), devices, mounts=python.mounts)
         return _readable(done, test.image)
 
-    host = _on_host(test.system)
+    host = _readable(test.system.run(command(recorded_python(test.system), OWN), timeout=_SECONDS), "the host")
+    if host.failed or LIBCUDA in host.faults:
+        raise Failed(f"on the host: {_said(host)}", _said(host))
     everything = _readable(seen.calls, test.image)
     told = f"CUDA {host.release}, {counted(len(host.uuids), 'GPU')}"
     _require_same(host, everything, seen, told)
@@ -351,14 +353,6 @@ def _require_same(host: Calls, everything: Calls, seen: _Seen, told: str) -> Non
     newer = version_numbers(everything.release) > version_numbers(host.release)
     if everything.version != host.version and not (newer and winner is not None and winner.compat):
         raise Failed(f"CUDA is {everything.release} in the container; gpuprov cuda IMAGE", told, everything.release)
-
-
-def _on_host(system: System) -> Calls:
-    """Make the calls on the host. Raises Failed if CUDA can't be used there."""
-    found = _readable(system.run(command(recorded_python(system), OWN), timeout=_SECONDS), "the host")
-    if found.failed or LIBCUDA in found.faults:
-        raise Failed(f"on the host: {_said(found)}", _said(found))
-    return found
 
 
 def _readable(done: Completed | None, where: str) -> Calls:

@@ -141,11 +141,7 @@ class SetDockerProxy(Change):
             system.write(ENVIRONMENT, kept, mode=0o600)
             system.remove(before["backup"])
         elif not before["backup"]:
-            system.remove(ENVIRONMENT)
-            for folder in before["folders"]:
-                if system.list_directory(folder):
-                    break
-                system.remove(folder)
+            restore_path(system, {"path": ENVIRONMENT, "kind": "missing", "missing_parents": before["folders"]})
         safe = restart_stops_containers(system) is False
         _reload_units(system, restart=safe and is_active(system, UNIT))
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
-_LIB64 = "/usr/lib64"
+from gpuprov.runtime_hook.driver_files import LIB64, MULTIARCH
+
 # `$(gpuprov docker-args)`: a shell splits at blanks and expands these. A colon or a comma divides docker's own values.
 _SHELL_SPECIAL = frozenset(" \t\n*?[]\\")
 _DOCKER_SPECIAL = frozenset(":\n")
@@ -201,10 +201,10 @@ def _names(links: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 def _places(path: str, multiarch: str) -> tuple[str, ...]:
     """Return the places of a file: a library in both folders that loaders search, any other file at its host path."""
-    for folder in (*_MULTIARCH, _LIB64):
+    for folder in (*MULTIARCH, LIB64):
         if path.startswith(f"{folder}/") and ".so" in path.rpartition("/")[2]:
             below = path[len(folder) :]
-            return f"{multiarch}{below}", f"{_LIB64}{below}"
+            return f"{multiarch}{below}", f"{LIB64}{below}"
     return (path,)
 
 

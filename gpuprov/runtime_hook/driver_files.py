@@ -17,41 +17,42 @@ from .files import exists, read_text
 HOOK_PATH = "/usr/bin/gpuprov-container-runtime-hook"
 ALL = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 DEFAULT = ("compute", "utility")
+# Folders that loaders search: Debian's, RHEL's and SUSE's, and those of 32-bit libraries.
+MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+LIB64 = "/usr/lib64"
+FOLDERS_32_BIT = ("/usr/lib/i386-linux-gnu", "/usr/lib32")
+# Where RHEL's and SUSE's images have them; it is more than that on other hosts.
+RHEL_32_BIT = "/usr/lib"
 
-_UTILITY = ("utility",)
-_COMPUTE = ("compute",)
-_VIDEO = ("video",)
-_GRAPHICS = ("display", "graphics")
-# File name up to `.so`, or a program's whole name. What stands nowhere is needed by all but `utility`: a library that
-# a later driver brings is better mounted than missed.
-_FILES = {
-    "libnvidia-ml": _UTILITY, "libnvidia-cfg": _UTILITY, "nvidia-smi": _UTILITY, "nvidia-debugdump": _UTILITY,
-    "nvidia-persistenced": _UTILITY, "libnvidia-nscq": _UTILITY,
-    "libcuda": _COMPUTE, "libcudadebugger": _COMPUTE, "libnvidia-opencl": _COMPUTE, "libnvidia-gpucomp": (
-        "compute", "display", "graphics"),
-    "libnvidia-ptxjitcompiler": _COMPUTE, "libnvidia-nvvm": _COMPUTE, "libnvidia-nvvm70": _COMPUTE,
-    "libnvidia-allocator": ("compute", "display", "graphics"), "libnvidia-compiler": _COMPUTE,
-    "libnvidia-pkcs11": _COMPUTE, "libnvidia-pkcs11-openssl3": _COMPUTE, "libnvidia-fatbinaryloader": _COMPUTE,
-    "libnvidia-sandboxutils": _UTILITY, "nvidia-cuda-mps-control": _COMPUTE, "nvidia-cuda-mps-server": _COMPUTE,
-    "nvidia-mps": _COMPUTE,
-    "libvdpau_nvidia": _VIDEO, "libnvidia-encode": _VIDEO, "libnvidia-opticalflow": _VIDEO, "libnvcuvid": _VIDEO,
-    "libnvidia-eglcore": _GRAPHICS, "libnvidia-glcore": _GRAPHICS, "libnvidia-tls": _GRAPHICS,
-    "libnvidia-glsi": _GRAPHICS, "libnvidia-fbc": _GRAPHICS, "libnvidia-ifr": _GRAPHICS, "libnvidia-rtcore": _GRAPHICS,
-    "libnvoptix": _GRAPHICS, "libGLX_nvidia": _GRAPHICS, "libEGL_nvidia": _GRAPHICS, "libGLESv2_nvidia": _GRAPHICS,
-    "libGLESv1_CM_nvidia": _GRAPHICS, "libnvidia-glvkspirv": _GRAPHICS, "libnvidia-cbl": _GRAPHICS,
-    "libnvidia-egl-gbm": _GRAPHICS, "libnvidia-egl-wayland": _GRAPHICS, "libnvidia-egl-xcb": _GRAPHICS,
-    "libnvidia-egl-xlib": _GRAPHICS, "libnvidia-gtk2": _GRAPHICS, "libnvidia-gtk3": _GRAPHICS,
-    "libnvidia-vulkan-producer": _GRAPHICS, "libnvidia-wayland-client": _GRAPHICS, "libnvidia-api": _GRAPHICS,
-    "nvidia_icd.json": _GRAPHICS, "nvidia_icd.x86_64.json": _GRAPHICS, "nvidia_icd.aarch64.json": _GRAPHICS,
-    "nvidia_layers.json": _GRAPHICS,
-    "09_nvidia_wayland2.json": _GRAPHICS, "10-nvidia.conf": _GRAPHICS, "nvidia-drm-outputclass.conf": _GRAPHICS,
-    "libGLX_indirect": _GRAPHICS,
-    "10_nvidia.json": _GRAPHICS, "10_nvidia_wayland.json": _GRAPHICS, "15_nvidia_gbm.json": _GRAPHICS,
-    "20_nvidia_xcb.json": _GRAPHICS, "20_nvidia_xlib.json": _GRAPHICS, "nvoptix.bin": _GRAPHICS,
-    "nvidia-drm_gbm": _GRAPHICS, "nvidia_drv": _GRAPHICS, "libglxserver_nvidia": _GRAPHICS, "nvidia.icd": _COMPUTE,
-    "nvidia-imex": _COMPUTE, "nvidia-imex-ctl": _COMPUTE, "nvidia-xconfig": _GRAPHICS,
-    "libnvidia-ngx": ("ngx",), "nvidia-ngx-updater": ("ngx",), "_nvngx.dll": ("ngx",), "nvngx.dll": ("ngx",),
-}  # fmt: skip
+# Capabilities, and what any of them needs: file names up to `.so`, or programs' whole names. What stands nowhere is
+# needed by all but `utility`: a library that a later driver brings is better mounted than missed.
+_NEEDED = (
+    (("utility",), (
+        "libnvidia-ml", "libnvidia-cfg", "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "libnvidia-nscq",
+        "libnvidia-sandboxutils",
+    )),
+    (("compute",), (
+        "libcuda", "libcudadebugger", "libnvidia-opencl", "libnvidia-ptxjitcompiler", "libnvidia-nvvm",
+        "libnvidia-nvvm70", "libnvidia-compiler", "libnvidia-pkcs11", "libnvidia-pkcs11-openssl3",
+        "libnvidia-fatbinaryloader", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-mps", "nvidia.icd",
+        "nvidia-imex", "nvidia-imex-ctl",
+    )),
+    (("compute", "display", "graphics"), ("libnvidia-gpucomp", "libnvidia-allocator")),
+    (("video",), ("libvdpau_nvidia", "libnvidia-encode", "libnvidia-opticalflow", "libnvcuvid")),
+    (("display", "graphics"), (
+        "libnvidia-eglcore", "libnvidia-glcore", "libnvidia-tls", "libnvidia-glsi", "libnvidia-fbc", "libnvidia-ifr",
+        "libnvidia-rtcore", "libnvoptix", "libGLX_nvidia", "libEGL_nvidia", "libGLESv2_nvidia", "libGLESv1_CM_nvidia",
+        "libnvidia-glvkspirv", "libnvidia-cbl", "libnvidia-egl-gbm", "libnvidia-egl-wayland", "libnvidia-egl-xcb",
+        "libnvidia-egl-xlib", "libnvidia-gtk2", "libnvidia-gtk3", "libnvidia-vulkan-producer",
+        "libnvidia-wayland-client", "libnvidia-api", "nvidia_icd.json", "nvidia_icd.x86_64.json",
+        "nvidia_icd.aarch64.json", "nvidia_layers.json", "09_nvidia_wayland2.json", "10-nvidia.conf",
+        "nvidia-drm-outputclass.conf", "libGLX_indirect", "10_nvidia.json", "10_nvidia_wayland.json",
+        "15_nvidia_gbm.json", "20_nvidia_xcb.json", "20_nvidia_xlib.json", "nvoptix.bin", "nvidia-drm_gbm",
+        "nvidia_drv", "libglxserver_nvidia", "nvidia-xconfig",
+    )),
+    (("ngx",), ("libnvidia-ngx", "nvidia-ngx-updater", "_nvngx.dll", "nvngx.dll")),
+)  # fmt: skip
+_FILES = {name: capabilities for capabilities, names in _NEEDED for name in names}
 _UNKNOWN = ("compute", "display", "graphics", "ngx", "video")
 _MODULE = "/proc/driver/nvidia/version"
 # systemd writes it in a system container: there is no module to change there.

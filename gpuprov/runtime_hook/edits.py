@@ -12,18 +12,13 @@ from typing import Any
 from . import driver_files, mps
 from .config import has_user_namespace, list_of, object_of
 from .device_nodes import special_edits
+from .driver_files import FOLDERS_32_BIT, LIB64, MULTIARCH, RHEL_32_BIT
 from .errors import Refused
 from .files import is_trusted, normal_path
 from .request import VENDORS, DeviceRequest
 from .rootfs import Root
 from .settings import Settings
 from .specification import Specifications, kind_of, unusable
-
-_MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
-_LIB64 = "/usr/lib64"
-_32_BIT = ("/usr/lib/i386-linux-gnu", "/usr/lib32")
-# Where RHEL's and SUSE's images have them; /usr/lib is more than that on other hosts.
-_RHEL_32_BIT = "/usr/lib"
 
 
 class ContainerEdits:
@@ -160,7 +155,7 @@ class _Folders:
         return f"{moved}/{name}"
 
     def _moved(self, folder: str) -> str:
-        for known in (*_MULTIARCH, _LIB64, *_32_BIT):
+        for known in (*MULTIARCH, LIB64, *FOLDERS_32_BIT):
             if folder == known:
                 return self._choose(folder)
             if folder.startswith(f"{known}/"):  # those below it too: vdpau, gbm
@@ -174,11 +169,11 @@ class _Folders:
         """
         assert self._root is not None
         multiarch = f"/usr/lib/{posix.uname().machine}-linux-gnu"
-        if folder in _32_BIT:
-            like_rhel = self._root.is_directory(_LIB64) and not self._root.is_directory(multiarch)
-            candidates = (*_32_BIT, *((_RHEL_32_BIT,) if like_rhel else ()))
+        if folder in FOLDERS_32_BIT:
+            like_rhel = self._root.is_directory(LIB64) and not self._root.is_directory(multiarch)
+            candidates = (*FOLDERS_32_BIT, *((RHEL_32_BIT,) if like_rhel else ()))
         else:
-            candidates = (multiarch if folder == _LIB64 else folder, _LIB64)
+            candidates = (multiarch if folder == LIB64 else folder, LIB64)
         chosen = next((one for one in candidates if self._root.is_directory(one)), folder)
         if chosen != folder:
             self.decisions.append(f"libraries go to {chosen}, where this image's loader searches, not to {folder}")

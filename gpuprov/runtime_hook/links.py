@@ -15,6 +15,7 @@ from __future__ import annotations
 import posix
 
 from . import ldcache
+from .driver_files import FOLDERS_32_BIT, LIB64, MULTIARCH, RHEL_32_BIT
 from .edits import ContainerEdits
 from .errors import Refused
 from .rootfs import Root
@@ -23,8 +24,8 @@ CACHE = "/etc/ld.so.cache"
 _EXDEV = 18
 _FLAGS = ldcache.FLAGS.get(posix.uname().machine, 0x0003)
 # Folders that loaders search; those below them (vdpau, gbm) belong to other programs.
-_64_BIT_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
-_32_BIT_FOLDERS = ("/usr/lib/i386-linux-gnu", "/usr/lib32", "/usr/lib")
+_64_BIT_FOLDERS = (*MULTIARCH, LIB64)
+_32_BIT_FOLDERS = (*FOLDERS_32_BIT, RHEL_32_BIT)
 _MUSL = ("/lib/ld-musl-x86_64.so.1", "/lib/ld-musl-aarch64.so.1")
 _GLIBC = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 _COMPAT_FOLDER = "/usr/local/cuda/compat"
