@@ -35,7 +35,10 @@ def stop_command(names: Collection[str], engine: str = "docker") -> str:
 
 def decision_of(system: System, container: str) -> dict[str, Any]:
     """Return the record of a container. Raises GpuprovError if there is no such container or no record."""
-    known = _names(system)
+    try:
+        known = [name for name in system.list_directory(record.FOLDER) if record.is_name(name)]
+    except PermissionError as error:
+        raise UsageError("what containers were given is for root to read", str(error), "put sudo before it") from None
     identifier, engine, runs = _identifier(system, container, known)
     if engine and not runs:
         # plain runc keeps the hook's file until the next start: it is not valid for a container that ended.
@@ -67,13 +70,6 @@ def decision_of_bundle(bundle: str) -> dict[str, Any] | None:
     except OSError:
         return None
     return next((one for one in found if one and one.get("bundle") == bundle.rstrip("/")), None)
-
-
-def _names(system: System) -> list[str]:
-    try:
-        return [name for name in system.list_directory(record.FOLDER) if record.is_name(name)]
-    except PermissionError as error:
-        raise UsageError("what containers were given is for root to read", str(error), "put sudo before it") from None
 
 
 def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str, bool]:

@@ -12,7 +12,7 @@ from typing import Any
 from gpuprov.core.changes import Change
 from gpuprov.core.system import System
 from gpuprov.engines import docker_unit
-from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.docker_change import RUNTIME, ReconfigureDocker
 from gpuprov.engines.docker_config import DAEMON_JSON, edited, knows_cdi, needs_feature, parse_config
 from gpuprov.engines.docker_unit import SOCKET, UNIT, DockerUnit
 from gpuprov.engines.known import RuntimeEntry
@@ -257,7 +257,6 @@ def plan(
     *,
     runtime_path: str,
     set_default: bool,
-    runtime_name: str = "nvidia",
     cdi: bool = False,
     drop: Sequence[str] = (),
     offline: bool = False,
@@ -269,9 +268,9 @@ def plan(
     """
     if _file_problems(facts):
         return ()
-    by_flag = facts.unit.flag_runtimes.get(runtime_name) == runtime_path
+    by_flag = facts.unit.flag_runtimes.get(RUNTIME) == runtime_path
     entry = RuntimeEntry(
-        runtime_name,
+        RUNTIME,
         "" if by_flag else runtime_path,
         set_default=set_default and not by_flag,
         cdi=cdi and cdi_of(facts).is_to_be_set,
@@ -279,8 +278,8 @@ def plan(
     text = edited(facts.config_text, entry, drop=drop)
     restart = not facts.restart_stops
     cdi_waits = cdi and cdi_of(facts).waits
-    default_loaded = not set_default or facts.default_runtime == runtime_name
-    loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
+    default_loaded = not set_default or facts.default_runtime == RUNTIME
+    loaded = (facts.runtimes or {}).get(RUNTIME) == runtime_path and default_loaded
     # No restart is made for it if that would stop containers.
     is_loaded = text is None and (offline or (facts.active and loaded and not (cdi_waits and restart)))
     if is_loaded and not facts.unit.is_disabled:
@@ -288,7 +287,6 @@ def plan(
     return (
         ReconfigureDocker(
             content=text,
-            runtime_name=runtime_name,
             runtime_path=runtime_path,
             restart=restart,
             containers=facts.running_containers,

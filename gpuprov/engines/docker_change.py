@@ -16,6 +16,7 @@ from gpuprov.engines.docker_unit import UNIT
 from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 
+RUNTIME = RuntimeEntry().name
 _BUILT_IN = "runc"
 _COMES_UP_SECONDS = 60
 _RELOAD_SECONDS = 15
@@ -38,7 +39,6 @@ class ReconfigureDocker(Change):
     undo_disturbs: ClassVar[bool] = True
 
     content: str | None
-    runtime_name: str
     runtime_path: str
     restart: bool
     containers: tuple[str, ...] = ()
@@ -153,14 +153,14 @@ class ReconfigureDocker(Change):
 
     def _loaded(self, system: System) -> str:
         """Return why docker has not loaded the runtime yet, or ""."""
-        field = f'{{{{with index .Runtimes "{self.runtime_name}"}}}}{{{{.Path}}}}{{{{end}}}} {{{{.DefaultRuntime}}}}'
+        field = f'{{{{with index .Runtimes "{RUNTIME}"}}}}{{{{.Path}}}}{{{{end}}}} {{{{.DefaultRuntime}}}}'
         done = system.run(("docker", "info", "--format", field), timeout=20)
         if not done.ok:
             return done.stderr.strip() or "docker info fails"
         path, _, default = done.stdout.strip("\n").partition(" ")
         if path != self.runtime_path:
-            return f"docker info shows for runtime {self.runtime_name}: {path or 'nothing'}"
-        if self.default_runtime and default != self.runtime_name:
+            return f"docker info shows for runtime {RUNTIME}: {path or 'nothing'}"
+        if self.default_runtime and default != RUNTIME:
             return f"docker info shows default runtime {default}"
         return ""
 

@@ -150,7 +150,7 @@ def test_a_mistake_that_only_a_start_finds_brings_the_old_file_back(host: Docker
     old = b'{"debug": true}\n'
     host.daemon_json.write_bytes(old)
     content = json.dumps({"storage-driver": "no-such-driver", "runtimes": {"nvidia": {"path": runtime}}})
-    change = ReconfigureDocker(content, "nvidia", runtime, restart=True)
+    change = ReconfigureDocker(content, runtime, restart=True)
     with pytest.raises(GpuprovError) as caught:
         change.apply(host, tell)
     (problem,) = caught.value.problems
