@@ -1,5 +1,6 @@
 """Fixtures for all tests, their tiers, how many examples properties get, and the order of files (docs/testing.md)."""
 
+import gc
 import os
 import shutil
 import sys
@@ -15,6 +16,9 @@ from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
     os.unsetenv(_name)
+
+# Ten thousand tests stay to the end: to look for garbage among them all the time takes a twentieth of a run.
+gc.set_threshold(50_000, 20, 20)
 
 __all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
 pytest_plugins = ["tests.left_behind", "tests.skips"]

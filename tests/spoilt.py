@@ -5,6 +5,7 @@ The spoilt machine is a root of its own for the time of the run: nothing of it i
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -80,6 +81,7 @@ _LEFT_OUT = (
 
 def main() -> int:
     """Run all, compare, and return the exit code."""
+    argparse.ArgumentParser(prog="make test-spoilt", description=__doc__).parse_args()
     if os.geteuid() != 0:
         sys.exit("the machine can't be spoilt without root; next: sudo make test-spoilt")
     results = _CLEAN.parent.resolve()
