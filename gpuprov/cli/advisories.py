@@ -162,7 +162,7 @@ def _shown(*, as_json: bool) -> str:
         (one.bulletin, one.published, one.product, one.branch, one.fixed_in, f"{one.score:g}", " ".join(one.cves[:3]))
         for one in rows
     ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     shown = ["  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip() for line in lines]
     days = int((time.time() - time.mktime(time.strptime(data["updated"], "%Y-%m-%d"))) // 86400)
     origin = "this gpuprov" if data == packaged(ADVISORIES) else str(user_path(ADVISORIES))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuprov.fleet.options import INVENTORY_FIELDS, named_options, require_whole_program, text_option
+from gpuprov.fleet.options import AS_JSON, INVENTORY_FIELDS, named_options, require_whole_program, text_option
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.words import counted
@@ -231,7 +231,7 @@ def _listed(manifest: Manifest, name: str) -> list[str]:
 @bundle.command(short_help="Check every digest, and the signature if a key is given.")
 @_FILE
 @text_option("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed it.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@AS_JSON
 def verify(file: str, bundle_key: str, as_json: bool) -> None:
     """Check every digest, and the signature if a key is given; exit 1 if anything is wrong.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuprov.fleet.options import FILE, FOLDER
+from gpuprov.fleet.options import AS_JSON, FILE, FOLDER, with_options
 from gpuprov.fleet.standard_streams import object_text, say, say_text, standard_input
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 
@@ -18,38 +17,22 @@ if TYPE_CHECKING:
     from gpuprov.cdi.specification import Specification
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management", "csv", "wsl")
-_NOT_HERE = {"csv": "Tegra"}
+
 _STRATEGIES = ("index", "uuid", "type-index")
 _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
 
 
 def _by_commas(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the values of a flag that nvidia-ctk accepts repeated or separated by commas, also in its variables."""
-    return tuple(value for word in words for value in word.split(",") if value)
-
-
-def _strategies(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
-    found = _by_commas(context, parameter, words)
-    for value in found:
-        if value not in _STRATEGIES:
-            raise click.BadParameter(f"{value!r} is not one of {', '.join(_STRATEGIES)}.", context, parameter)
+    found = tuple(value for word in words for value in word.split(",") if value)
+    if parameter.name == "strategies" and (wrong := [value for value in found if value not in _STRATEGIES]):
+        raise click.BadParameter(f"{wrong[0]!r} is not one of {', '.join(_STRATEGIES)}.", context, parameter)
     return found
 
 
-def _refuse_csv(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> None:
-    if words:
-        raise _not_served("--csv.*", "csv")
-
-
-def _not_served(flag: str, mode: str) -> UsageError:
-    what = f"{flag} is for {_NOT_HERE[mode]}, which gpuprov does not serve"
-    return UsageError(what, "", "use nvidia-ctk cdi generate there")
-
-
 # Names, short names and variables are nvidia-ctk's (cmd/nvidia-ctk/cdi/generate/generate.go).
-_GENERATE_OPTIONS = (
+_generate_options = with_options(
     click.option("--output", "-o", type=FILE, default="-", show_default=True,
                  envvar="NVIDIA_CTK_CDI_OUTPUT_FILE_PATH", help="`-` or nothing for standard output."),
     click.option("--format", "form", type=click.Choice(["yaml", "json"], case_sensitive=False),
@@ -73,7 +56,7 @@ _GENERATE_OPTIONS = (
                  help="Default: nvidia.com."),
     click.option("--class", "--cdi-class", "class_", metavar="NAME", default="", envvar=f"{_GENERATE}CLASS",
                  help="Default: gpu."),
-    click.option("--device-name-strategy", "strategies", multiple=True, callback=_strategies,
+    click.option("--device-name-strategy", "strategies", multiple=True, callback=_by_commas,
                  metavar=f"[{'|'.join(_STRATEGIES)}]", envvar=f"{_GENERATE}DEVICE_NAME_STRATEGIES",
                  help="Default: index, uuid and PCI bus id."),
     click.option("--nvidia-cdi-hook-path", "--nvidia-ctk-path", "hook_path", type=FILE, default="",
@@ -86,15 +69,9 @@ _GENERATE_OPTIONS = (
     click.option("--no-all-device", is_flag=True, envvar=f"{_GENERATE}NO_ALL_DEVICE", help="No device `all`."),
     click.option("--device-id", "--device-ids", "--device", "--devices", "ids", metavar="NAME", multiple=True,
                  callback=_by_commas, envvar=f"{_GENERATE}DEVICE_IDS", help="Only these devices. Default: all."),
-    click.option("--csv.file", "--csv.ignore-pattern", "--csv.compat-container-root", hidden=True, multiple=True,
-                 expose_value=False, callback=_refuse_csv),
+    click.option("--csv.file", "--csv.ignore-pattern", "--csv.compat-container-root", "of_tegra", hidden=True,
+                 multiple=True),
 )  # fmt: skip
-
-
-def _generate_options(command: _Command) -> _Command:
-    for option in reversed(_GENERATE_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.group(short_help="Make, list, check, change and try CDI specifications.")
@@ -113,7 +90,8 @@ def cdi() -> None:
 @_generate_options
 def generate(
     output: str, form: str | None, mode: str, driver_root: str, dev_root: str, library_folders: tuple[str, ...],
-    configuration_folders: tuple[str, ...], ldconfig_path: str, feature_flags: tuple[str, ...], **options: Any,
+    configuration_folders: tuple[str, ...], ldconfig_path: str, feature_flags: tuple[str, ...],
+    of_tegra: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Write the specification of this host's driver and GPUs, or of what goes with them (--mode).
 
@@ -126,25 +104,22 @@ def generate(
     """
     from gpuprov.cdi.specification import with_device_root
 
-    if mode in _NOT_HERE:
-        raise _not_served(f"--mode {mode}", mode)
-    for note in _without_effect(ldconfig_path, feature_flags, options["disabled"]):
-        say(f"note: {note}", err=True)
+    if mode == "csv" or of_tegra:
+        what = f"{'--csv.*' if of_tegra else '--mode csv'} is for Tegra, which gpuprov does not serve"
+        raise UsageError(what, "", "use nvidia-ctk cdi generate there")
+    without_effect = [
+        *((f"--ldconfig-path {path}", "the loader's cache is written without ldconfig")
+          for path in (ldconfig_path,) if path),
+        *((f"--feature-flag {flag}", "gpuprov has no feature flags") for flag in feature_flags),
+        *((f"--disable-hook {hook}", "gpuprov has one hook, and `all` leaves it out")
+          for hook in options["disabled"] if hook != "all"),
+    ]  # fmt: skip
+    for given, reason in without_effect:
+        say(f"note: {given} has no effect: {reason}", err=True)
     found = generated(mode, driver_root, library_folders, configuration_folders)
     if dev_root:
         found = with_device_root(found, dev_root)
     write_specification(_chosen(found, **options), output, form or ("json" if output.endswith(".json") else "yaml"))
-
-
-def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled: tuple[str, ...]) -> Iterator[str]:
-    """Yield the nvidia-ctk options that were given and have no effect in gpuprov."""
-    if ldconfig_path:
-        yield f"--ldconfig-path {ldconfig_path} has no effect: the loader's cache is written without ldconfig"
-    for flag in feature_flags:
-        yield f"--feature-flag {flag} has no effect: gpuprov has no feature flags"
-    for hook in disabled:
-        if hook != "all":
-            yield f"--disable-hook {hook} has no effect: gpuprov has one hook, and `all` leaves it out"
 
 
 def generated(
@@ -226,7 +201,7 @@ _SPEC_DIRS = click.option(
 
 @cdi.command("list", short_help="List the devices that engines can name.")
 @_SPEC_DIRS
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@AS_JSON
 def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
     """List the devices that engines can name, one a line; what is wrong with specifications goes to stderr.
 

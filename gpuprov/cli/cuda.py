@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -11,8 +10,8 @@ from typing import Any
 
 import click
 
-from gpuprov.fleet.options import made_options, options_of, pairs
-from gpuprov.fleet.standard_streams import say, say_text
+from gpuprov.fleet.options import options_of, pairs, run
+from gpuprov.fleet.standard_streams import show
 from gpuprov.protocol.errors import ExitCode, UsageError
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
@@ -47,10 +46,7 @@ def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options
         return
     given = pairs("--env", variables, _PAIR, "NAME=VALUE, such as LD_LIBRARY_PATH=/opt/lib")
     if options["hosts"] or options["limit"]:
-        from gpuprov.fleet.command import run_command
-
-        asked = {"subject": subject, "variables": given}
-        sys.exit(int(run_command(made_options("cuda", options, arguments=asked))))
+        run("cuda", options, arguments={"subject": subject, "variables": given})
     from gpuprov.checks.cuda import survey
     from gpuprov.checks.cuda.search import Program
     from gpuprov.core.system import System
@@ -58,7 +54,7 @@ def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options
     own = {} if subject else {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     call = Program({**own, **given}, os.getcwd())  # noqa: PTH109
     found = survey.survey(System("/"), subject, call)
-    say_text(json.dumps(survey.as_json(found), indent=2)) if as_json else say(*survey.as_lines(found))
+    show(survey.as_json(found), survey.as_lines(found), as_json=as_json)
     if not found.good:
         sys.exit(int(ExitCode.FAILED))
 
@@ -71,8 +67,6 @@ def _explain(text: str, *, as_json: bool) -> None:
         known = ", ".join(str(code) for one in RESULTS for code in one.codes)
         hint = "NVIDIA's CUDA Runtime API, `Data types used by CUDA Runtime`, has all results"
         raise UsageError(f"{text}: not in gpuprov's table of CUDA results", f"known: {known}", hint)
-    if as_json:
-        say_text(json.dumps(asdict(found), indent=2))
-        return
-    say(f"{', '.join(map(str, found.codes))}  {', '.join(found.names)}: {found.meaning}",
-        *(f"  {label:9} {getattr(found, label)}" for label in ("cause", "evidence", "remedy")))  # fmt: skip
+    head = f"{', '.join(map(str, found.codes))}  {', '.join(found.names)}: {found.meaning}"
+    rows = (f"  {label:9} {getattr(found, label)}" for label in ("cause", "evidence", "remedy"))
+    show(asdict(found), (head, *rows), as_json=as_json)

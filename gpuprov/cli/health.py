@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from gpuprov.fleet.options import made_options, options_of
+from gpuprov.fleet.options import options_of, run
 from gpuprov.fleet.standard_streams import say
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, HealthFound
@@ -47,9 +47,7 @@ def health(caller: str | None, **options: Any) -> None:
       gpuprov health --for slurm
     """
     if not caller:
-        from gpuprov.fleet.command import run_command
-
-        raise SystemExit(int(run_command(made_options("health", options))))
+        run("health", options)
     if any(options[name] for name in ("hosts", "json", "report", "metrics")):
         raise click.UsageError("--for judges this machine for one caller: leave out the other options")
     raise SystemExit(_for_slurm() if caller == "slurm" else _for_npd())
@@ -70,9 +68,7 @@ def accept(**options: Any) -> None:
       gpuprov accept --hosts inventory.ini --minutes 30
       gpuprov accept --hosts inventory.ini --sign ops@example.org --report accepted.html
     """
-    from gpuprov.fleet.command import run_command
-
-    raise SystemExit(int(run_command(made_options("accept", options))))
+    run("accept", options)
 
 
 def _judged(seconds: float, patience: float) -> tuple[ExitCode | None, str, set[str]]:
@@ -84,19 +80,16 @@ def _judged(seconds: float, patience: float) -> tuple[ExitCode | None, str, set[
     from gpuprov.core.system import System
 
     answers: list[tuple[ExitCode | None, str, set[str]]] = []
-    unfit: set[str] = set()
-
-    def note(event: Event) -> None:
-        if isinstance(event, HealthFound) and event.verdict == "unfit":
-            unfit.add(event.rule)
 
     def judge() -> None:
+        events: list[Event] = []
         try:
-            finished = examine(System(), note, patience)
+            finished = examine(System(), events.append, patience)
             text = finished.problems[0].what if finished.problems else finished.summary
+            unfit = {one.rule for one in events if isinstance(one, HealthFound) and one.verdict == "unfit"}
             answers.append((ExitCode(finished.exit_code), text, unfit))
         except (GpuprovError, OSError) as error:
-            answers.append((None, str(error), unfit))
+            answers.append((None, str(error), set()))
 
     # A command that the kernel does not let go (a GPU that hangs) keeps its thread.
     thread = threading.Thread(target=judge, daemon=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from gpuprov.fleet.options import CONNECTION_FIELDS, INVENTORY_FIELDS, made_options, named_options
-from gpuprov.fleet.standard_streams import object_text, say, say_text
+from gpuprov.fleet.options import AS_JSON, CONNECTION_FIELDS, INVENTORY_FIELDS, made_options, named_options
+from gpuprov.fleet.standard_streams import object_text, say, say_text, show
 from gpuprov.protocol.errors import GpuprovError, UsageError
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
@@ -32,7 +31,7 @@ def hook() -> None:
               help="A config.toml instead of the host's own two.")  # fmt: skip
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@AS_JSON
 @named_options(*INVENTORY_FIELDS, *CONNECTION_FIELDS, passwords=True)
 @click.argument("container", metavar="[CONTAINER]", default="")
 def explain(settings_file: str | None, bundle: str | None, as_json: bool, container: str, **options: Any) -> None:
@@ -49,25 +48,26 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
       gpuprov hook explain --json < config.json
       gpuprov hook explain --config /tmp/config.toml < config.json
     """
+    from gpuprov.core.system import System
+    from gpuprov.engines.containers import decision_of, decision_of_bundle
     from gpuprov.runtime_hook.decision import explain as explained
     from gpuprov.runtime_hook.settings import read_settings
 
     if options["hosts"] or options["limit"]:
         _explain_on_hosts(options, container, as_json=as_json)
         return
-    recorded = _recorded_decision(container, bundle)
+    if container and bundle:
+        raise UsageError("a container or a bundle, not both", "", "leave --bundle out")
+    of_bundle = decision_of_bundle(bundle) if bundle else None
+    recorded = decision_of(System("/"), container) if container else of_bundle
     if recorded is not None:
-        _show(recorded, _recorded_lines(recorded), as_json=as_json)
+        show(recorded, _recorded_lines(recorded), as_json=as_json)
         return
     hint = "give a bundle with --bundle DIR, or its config.json on standard input"
     text = object_text(f"{bundle}/config.json" if bundle else "-", "config.json", hint)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(text, settings, trouble, bundle or "")
-    _show(found, _lines(found), as_json=as_json)
-
-
-def _show(found: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
-    say_text(json.dumps(found, indent=2)) if as_json else say(*lines)
+    show(found, _lines(found), as_json=as_json)
 
 
 @hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")
@@ -119,66 +119,46 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
         except GpuprovError as error:
             say_text(f"{target.name}: {error}", err=True)
             problem = error
-    if as_json:
-        say_text(json.dumps(found, indent=2))
-    for name, recorded in found.items() if not as_json else ():
-        say(f"host           {name}", *_recorded_lines(recorded))
+    lines = [
+        line for name, recorded in found.items() for line in (f"host           {name}", *_recorded_lines(recorded))
+    ]
+    show(found, lines, as_json=as_json)
     if problem is not None and not found:
         sys.exit(problem.exit_code)
-
-
-def _recorded_decision(container: str, bundle: str | None) -> dict[str, Any] | None:
-    """Return the recorded decision of a running container, None for a bundle without a record."""
-    from gpuprov.core.system import System
-    from gpuprov.engines.containers import decision_of, decision_of_bundle
-
-    if container and bundle:
-        raise UsageError("a container or a bundle, not both", "", "leave --bundle out")
-    if container:
-        return decision_of(System("/"), container)
-    return decision_of_bundle(bundle) if bundle else None
 
 
 def _recorded_lines(recorded: dict[str, Any]) -> list[str]:
     """Return a running container's decision as text."""
     requirements = f"{recorded['requirements']} satisfied" if recorded["requirements"] else ""
-    return [
-        f"container      {recorded['container']}, started with GPUs by the {recorded['way']}",
-        *_asked_lines(recorded, requirements),
-        *_given_lines(recorded, recorded["nodes"], recorded["files"], recorded["links"]),
-    ]
+    paths = recorded["nodes"], recorded["files"], recorded["links"]
+    head = f"container      {recorded['container']}, started with GPUs by the {recorded['way']}"
+    return [head, *_decision_lines(recorded, requirements, *paths)]
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
     """Return the decision as text."""
     if not found["gpu_container"]:
         return ["asks for no GPU: the container is left alone", *(f"  because {one}" for one in found["decisions"])]
-    lines = _asked_lines(found, ", ".join(found["requirements"]))
-    labels = {"imex_channels": "IMEX channels", "mig_config": "MIG config", "mig_monitor": "MIG monitor"}
-    for name, label in labels.items():
-        value = found[name]
-        if value:
-            lines.append(f"{label:15}{', '.join(value) if isinstance(value, list) else value}")
     edits = found["edits"]
     nodes = [node["path"] for node in edits.get("deviceNodes", ())]
-    lines += _given_lines(
-        found, nodes, [one["containerPath"] for one in edits.get("mounts", ())], edits.get("links", ())
-    )
+    files = [one["containerPath"] for one in edits.get("mounts", ())]
+    lines = _decision_lines(found, ", ".join(found["requirements"]), nodes, files, edits.get("links", ()))
     return [*lines, f"refused        {found['error']}"] if found["error"] else lines
 
 
-def _asked_lines(found: dict[str, Any], requirements: str) -> list[str]:
+def _decision_lines(
+    found: dict[str, Any], requirements: str, nodes: Sequence[str], files: Sequence[str], links: Sequence[str]
+) -> list[str]:
+    """Return what was asked for, and what was given."""
+    labels = {"imex_channels": "IMEX channels", "mig_config": "MIG config", "mig_monitor": "MIG monitor"}
+    others = ((label, found[name]) for name, label in labels.items() if found.get(name))
     return [
         f"devices        {', '.join(one for one in found['devices'] if one) or 'none: the driver files alone'}",
         f"capabilities   {', '.join(found['capabilities']) or 'none'}",
         f"requirements   {requirements or 'none'}",
         f"privileged     {'yes' if found['privileged'] else 'no'}",
         f"legacy image   {'yes' if found['legacy'] else 'no'}",
-    ]
-
-
-def _given_lines(found: dict[str, Any], nodes: Sequence[str], files: Sequence[str], links: Sequence[str]) -> list[str]:
-    return [
+        *(f"{label:15}{', '.join(value) if isinstance(value, list) else value}" for label, value in others),
         *(f"device         {path}" for path in nodes),
         *(f"file           {path}" for path in files),
         *(f"link           {' <- '.join(link.split('::'))}" for link in links),

@@ -6,6 +6,7 @@ fast.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from gpuprov.cli.hook import hook
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import docker_args, runtime
 from gpuprov.fleet.options import (
+    AS_JSON,
     CONNECTION_FIELDS,
     DRIVERS,
     FILE,
@@ -34,6 +36,7 @@ from gpuprov.fleet.options import (
     options_of,
     pairs,
     require_whole_program,
+    run,
     text_option,
 )
 from gpuprov.fleet.standard_streams import say, say_text
@@ -87,7 +90,7 @@ def install(reboot: str | None, **options: Any) -> None:
       sudo gpuprov install --image -e gpuprov_driver_version=580.178.04 -e gpuprov_image_gpus=ampere
       sudo gpuprov install --root /mnt/image -e @image.yml
     """
-    _run("install", options, reboot=reboot)
+    run("install", options, reboot=reboot)
 
 
 @cli.command(short_help="Compare what containers see with what the host has.")
@@ -135,7 +138,7 @@ def verify(
     if context or kubeconfig or namespace:
         raise click.UsageError("--context, --kubeconfig and --namespace need --kubernetes")
     images = {"verify_image": image, "torch_image": torch_image, "tensorflow_image": tensorflow_image}
-    _run("verify", options, **images)
+    run("verify", options, **images)
 
 
 @cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")
@@ -159,7 +162,7 @@ def doctor(explain: str, **options: Any) -> None:
             raise click.UsageError("--explain examines no host: leave out --hosts, --root and --fix")
         say_text(reference.explain(explain, as_json=options["json"]))
         return
-    _run("doctor", options)
+    run("doctor", options)
 
 
 @cli.command(short_help="Show what hosts are; changes nothing.")
@@ -173,7 +176,7 @@ def facts(**options: Any) -> None:
       gpuprov facts --hosts inventory.ini --limit lab-a -v   every fact
       gpuprov facts --hosts inventory.ini --json             for programs
     """
-    _run("facts", options)
+    run("facts", options)
 
 
 @cli.command()
@@ -186,7 +189,7 @@ def rollback(**options: Any) -> None:
       sudo gpuprov rollback --check --diff
       gpuprov rollback --hosts inventory.ini --limit lab-a
     """
-    _run("rollback", options)
+    run("rollback", options)
 
 
 @cli.command(short_help="Undo all runs, and remove what is left of gpuprov.")
@@ -201,7 +204,7 @@ def uninstall(**options: Any) -> None:
       sudo gpuprov uninstall --check --diff
       gpuprov uninstall --hosts inventory.ini --limit lab-a
     """
-    _run("uninstall", options)
+    run("uninstall", options)
 
 
 @cli.command(short_help="Write an inventory by asking what it needs.")
@@ -261,9 +264,13 @@ def list_options(form: str | None, write: str, force: bool, **inventory: Any) ->
         return
     if force or any(inventory.values()):
         raise click.UsageError("--force, --hosts, --limit, -e and --vault-password-file need --write")
-    renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
-    columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
-    say_text(renderers[form]() if form else reference.as_text(columns))
+    if form == "json":
+        text = json.dumps(reference.variables(), indent=2, ensure_ascii=False)
+    elif form == "markdown":
+        text = reference.as_markdown()
+    else:
+        text = reference.as_text(shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0)
+    say_text(text)
 
 
 @cli.command()
@@ -323,7 +330,7 @@ def build(output: str) -> None:
 @click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
 @text_option("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
               "beginning of it. Default: the last.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@AS_JSON
 @text_option("--html", type=FILE, help="Write it as one HTML page instead.")
 @click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
 def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
@@ -418,14 +425,6 @@ def serve_command() -> None:
 
 for _command in (accept, advisories, bundle, cdi, cuda, docker_args, health, hook, playbooks, runtime):
     cli.add_command(_command)
-
-
-def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:
-    """Carry a command out; non-empty `overrides` win over the inventory."""
-    from gpuprov.fleet.command import run_command
-
-    wanted = tuple((name, value) for name, value in overrides.items() if value)
-    raise SystemExit(int(run_command(made_options(command, options, overrides=wanted))))
 
 
 def main() -> None:

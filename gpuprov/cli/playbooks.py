@@ -44,6 +44,8 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
     playbooks/ of an earlier version is replaced. An inventory or ansible.cfg that exists is the user's and stays.
     Raises GpuprovError if another playbooks/ is there, or if the folder can't be written.
     """
+    from gpuprov.fleet.agent_file import build_agent
+
     playbooks = folder / "playbooks"
     if playbooks.is_symlink() or (playbooks.exists() and not (playbooks / _AGENT).is_file()):
         raise UsageError(
@@ -51,29 +53,24 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
             f"it is a link, or lacks {_AGENT}",
             "name another folder",
         )
+    written = [playbooks]
     try:
-        return _written(_source(), folder, playbooks)
+        source = _source()
+        if playbooks.exists():
+            shutil.rmtree(playbooks)
+        shutil.copytree(source / "playbooks", playbooks, ignore=_LEFT_OUT)
+        (playbooks / _AGENT).parent.mkdir()
+        (playbooks / _AGENT).write_bytes(build_agent().content)
+        (playbooks / _COLLECTION).mkdir(parents=True)
+        for name in _LINKED:
+            (playbooks / _COLLECTION / name).symlink_to(f"../../../../{name}")
+        for name, copy in (("inventories/example", shutil.copytree), ("ansible.cfg", shutil.copyfile)):
+            if not (folder / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                copy(source / name, folder / name)
+                written.append(folder / name)
     except OSError as error:
         raise from_os_error(f"the playbooks can't be written into {folder}", error) from None
-
-
-def _written(source: Path, folder: Path, playbooks: Path) -> tuple[Path, ...]:
-    from gpuprov.fleet.agent_file import build_agent
-
-    if playbooks.exists():
-        shutil.rmtree(playbooks)
-    shutil.copytree(source / "playbooks", playbooks, ignore=_LEFT_OUT)
-    (playbooks / _AGENT).parent.mkdir()
-    (playbooks / _AGENT).write_bytes(build_agent().content)
-    (playbooks / _COLLECTION).mkdir(parents=True)
-    for name in _LINKED:
-        (playbooks / _COLLECTION / name).symlink_to(f"../../../../{name}")
-    written = [playbooks]
-    for name, copy in (("inventories/example", shutil.copytree), ("ansible.cfg", shutil.copyfile)):
-        if not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            copy(source / name, folder / name)
-            written.append(folder / name)
     return tuple(written)
 
 

@@ -68,11 +68,6 @@ def variables() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def as_json() -> str:
-    """Return the variables as a list of JSON objects."""
-    return json.dumps(variables(), indent=2, ensure_ascii=False)
-
-
 def as_markdown() -> str:
     """Return the variables as a Markdown table."""
     rows = ["| variable | default | meaning |", "|---|---|---|"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuprov.fleet.options import FILE
+from gpuprov.fleet.options import AS_JSON, FILE
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 
@@ -85,7 +85,7 @@ def runtime() -> None:
 @click.option("--unset", is_flag=True, help="Remove what gpuprov added, and nothing else.")
 @click.option("--dry-run", is_flag=True, help="Print the files as they would be; write nothing.")
 @click.option("--diff", is_flag=True, help="Show what changes.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@AS_JSON
 @click.option("--restart-mode", type=click.Choice(["none"]), default="none", show_default=True, expose_value=False,
               help="gpuprov restarts no engine; it prints the command.")  # fmt: skip
 def configure(dry_run: bool, diff: bool, as_json: bool, **options: Any) -> None:

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -46,6 +46,9 @@ def _require_text(context: click.Context, parameter: click.Parameter, value: str
     if value is not None and not value.strip():
         raise click.BadParameter("it is empty: is a variable of the shell not set?", context, parameter)
     return value or ""
+
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 def pairs(option: str, texts: tuple[str, ...], form: re.Pattern[str], example: str) -> dict[str, str]:
@@ -208,7 +211,13 @@ def options_of(command: str) -> Callable[[_Command], _Command]:
 def named_options(*names: str, passwords: bool = False, **helps: str) -> Callable[[_Command], _Command]:
     """Return what gives a click command the options of these names; `helps` replaces the help of some."""
     chosen = [one for one in fields(Options) if one.name in names]
-    options = (*(one.metadata[_OPTION](one.name, helps.get(one.name)) for one in chosen), *_PASSWORDS * passwords)
+    return with_options(
+        *(one.metadata[_OPTION](one.name, helps.get(one.name)) for one in chosen), *_PASSWORDS * passwords
+    )
+
+
+def with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Return what gives a click command these options, in their order."""
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
@@ -219,6 +228,16 @@ def made_options(command: str, options: dict[str, Any], **others: Any) -> Option
         "become_password": _asked("sudo password", wanted=options.pop("ask_become_pass")),
     }
     return Options(command, **others, **passwords, **options)
+
+
+def run(
+    command: str, options: dict[str, Any], *, arguments: Mapping[str, Any] | None = None, **overrides: str | None
+) -> NoReturn:
+    """Carry a click command out, and exit with its code; overrides that are not empty win over the inventory."""
+    from gpuprov.fleet.command import run_command
+
+    wanted = tuple((name, value) for name, value in overrides.items() if value)
+    raise SystemExit(int(run_command(made_options(command, options, arguments=arguments or {}, overrides=wanted))))
 
 
 def _asked(what: str, *, wanted: bool) -> str:

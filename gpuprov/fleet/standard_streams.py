@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,11 @@ def say(*lines: object, err: bool = False) -> None:
 def say_text(text: object, *, err: bool = False, nl: bool = True) -> None:
     """Print text of several lines (an error, JSON, a file), without control sequences."""
     click.echo(plain(text), err=err, nl=nl)
+
+
+def show(found: object, lines: Iterable[object], *, as_json: bool) -> None:
+    """Print a result as JSON, or as lines for people."""
+    say_text(json.dumps(found, indent=2)) if as_json else say(*lines)
 
 
 def percentage(label: str) -> Callable[[int, int], None]:
