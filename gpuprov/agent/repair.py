@@ -27,7 +27,7 @@ from gpuprov.facts.gpus import UNIT as FABRIC_MANAGER
 from gpuprov.facts.gpus import gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.codec import WrongDataError, dump, load, parse
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, from_os_error
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, os_errors
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, HealthFound, Note, PlannedChange
 from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import IMAGE
@@ -368,14 +368,12 @@ def judged(run: RunContext, finished: Finished, found: Sequence[HealthFound], pr
 
 def _keep(system: System, record: Record, path: str = "") -> str:
     """Write a record, a new one without `path`; return its path. Raises GpuprovError where the disk takes none."""
-    try:
+    with os_errors("the record of this repair can't be written", f"ls -ld {REPAIRS}"):
         if not path:
             system.make_directory(REPAIRS, 0o700)
             known = [int(name[:-5]) for name in _names(system)]
             path = f"{REPAIRS}/{max(known, default=0) + 1:08d}.json"
         system.write(path, f"{dump(record)}\n".encode(), mode=0o600)
-    except OSError as error:
-        raise from_os_error("the record of this repair can't be written", error, f"ls -ld {REPAIRS}") from None
     return path
 
 

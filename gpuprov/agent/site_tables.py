@@ -20,7 +20,7 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
 from gpuprov.protocol import tables
 from gpuprov.protocol.advisories import rows_of
-from gpuprov.protocol.errors import UsageError, from_os_error
+from gpuprov.protocol.errors import UsageError, os_errors
 from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.mig_configs import checked_mig_configs
 from gpuprov.protocol.models import checked_models
@@ -55,11 +55,9 @@ def user_table(name: str) -> Mapping[str, Any]:
 def save_table(name: str, data: Mapping[str, Any]) -> Path:
     """Write this user's table atomically."""
     path = user_path(name)
-    try:
+    with os_errors(f"the table can't be written to {path}", "set XDG_DATA_HOME"):
         make_user_folder(path.parent)
         write_whole(path, (json.dumps(data, indent=1) + "\n").encode(), 0o644, None)
-    except OSError as error:
-        raise from_os_error(f"the table can't be written to {path}", error, "set XDG_DATA_HOME") from None
     return path
 
 

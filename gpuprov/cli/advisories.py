@@ -19,7 +19,7 @@ import click
 
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, merged, rows_of, table_of
-from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
 from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.tables import ADVISORIES, KNOWN_PROBLEMS, packaged
 from gpuprov.protocol.versions import version_numbers
@@ -97,7 +97,7 @@ def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
         yield source, _fetched(source, sha256)
         return
     path = Path(source).expanduser()
-    try:
+    with os_errors(f"{source} can't be read", "check the path"):
         if not path.is_dir():
             yield source, _checked(source, path.read_bytes(), sha256 or _published_digest(path))
             return
@@ -107,8 +107,6 @@ def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
             if b'"dataType"' in content and b'"CVE_RECORD"' in content:
                 continue
             yield str(file), _checked(str(file), content, _published_digest(file))
-    except OSError as error:
-        raise from_os_error(f"{source} can't be read", error, "check the path") from None
 
 
 def _published_digest(path: Path) -> str:

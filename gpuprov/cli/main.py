@@ -40,7 +40,7 @@ from gpuprov.fleet.options import (
     text_option,
 )
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, os_errors
 from gpuprov.protocol.words import counted
 
 # As Kubernetes has label keys and values.
@@ -315,14 +315,11 @@ def build(output: str) -> None:
     from pathlib import Path
 
     from gpuprov.fleet.agent_file import build_agent
-    from gpuprov.protocol.errors import from_os_error
 
     require_whole_program("`gpuprov agent build`")
     made = build_agent()
-    try:
+    with os_errors(f"the agent {output} can't be written", "name another file with -o"):
         Path(output).write_bytes(made.content)
-    except OSError as error:
-        raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
     say(f"{output}: {counted(len(made.content), 'byte')}, SHA-256 {made.digest}")
 
 

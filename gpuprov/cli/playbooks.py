@@ -11,7 +11,7 @@ import click
 import gpuprov
 from gpuprov.fleet.options import require_whole_program
 from gpuprov.fleet.standard_streams import say
-from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
 
 
 @click.command(short_help="Write the playbooks and an example inventory into a folder.")
@@ -54,7 +54,7 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
             "name another folder",
         )
     written = [playbooks]
-    try:
+    with os_errors(f"the playbooks can't be written into {folder}"):
         source = _source()
         if playbooks.exists():
             shutil.rmtree(playbooks)
@@ -69,8 +69,6 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 copy(source / name, folder / name)
                 written.append(folder / name)
-    except OSError as error:
-        raise from_os_error(f"the playbooks can't be written into {folder}", error) from None
     return tuple(written)
 
 

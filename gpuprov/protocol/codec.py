@@ -126,7 +126,8 @@ class _Reader:
         for name, key, former, hint, required in known:
             found = data.get(key, data.get(former))
             if found is None and self.null_is_empty:
-                values[name] = _empty(hint)
+                kind, _, _ = _kind_of(hint)
+                values[name] = None if kind in _UNIONS else {} if kind is Mapping else kind()
             elif key in data or former in data:
                 values[name] = self.value(hint, found, f"{path}.{key}")
             elif required:
@@ -197,11 +198,6 @@ class _Reader:
             self.check(value, (list, tuple), _PARTS, path)
             return [self.tree(one, f"{path}[{number}]", depth - 1) for number, one in enumerate(value)]
         return value if value is None else self.scalar(type(value), value, None, path)
-
-
-def _empty(hint: Any) -> Any:
-    kind, _, _ = _kind_of(hint)
-    return None if kind in _UNIONS else {} if kind is Mapping else kind()
 
 
 def _one_of(allowed: tuple[Any, ...], value: Any, path: str) -> Any:

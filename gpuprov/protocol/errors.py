@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -112,6 +113,15 @@ _HINTS = {
 def from_os_error(what: str, error: OSError, next_step: str = "") -> GpuprovError:
     """Return what the operating system refused, as an error for people; `next_step` where there is none for all."""
     return GpuprovError(what, str(error), _HINTS.get(error.errno or 0, next_step))
+
+
+@contextlib.contextmanager
+def os_errors(what: str, next_step: str = "") -> Iterator[None]:
+    """Raise an OSError within the block as from_os_error has it."""
+    try:
+        yield
+    except OSError as error:
+        raise from_os_error(what, error, next_step) from None
 
 
 def memory_problem(error: BaseException) -> Problem | None:

@@ -81,14 +81,11 @@ def _written(word: str) -> Iterator[str]:
     encoded = quote(word, safe="")
     yield from (word, encoded, re.sub("%..", lambda one: one[0].lower(), encoded), quote_plus(word))
     yield from (json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1], html.escape(word))
-    yield from (shlex.quote(word), *_in_base64(word.encode()))
-
-
-def _in_base64(word: bytes) -> Iterator[str]:
-    """Yield what all base64 of texts that hold the word has in common: three forms, by where in them it begins."""
+    yield shlex.quote(word)
+    # What all base64 of texts that hold the word has in common: three forms, by where in them it begins.
     for before, first in ((0, 0), (1, 2), (2, 3)):
-        encoded = base64.b64encode(bytes(before) + word).decode()
-        form = encoded[first : (before + len(word)) // 3 * 4]
+        content = bytes(before) + word.encode()
+        form = base64.b64encode(content).decode()[first : len(content) // 3 * 4]
         if len(form) >= _SHORTEST_ALONE:
             yield from (form, form.translate(_FOR_URLS))
 

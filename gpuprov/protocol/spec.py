@@ -18,7 +18,7 @@ from gpuprov.protocol import spec_fields as check
 from gpuprov.protocol import tables
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import UsageError
-from gpuprov.protocol.spec_fields import PREFIX, OrEmpty, TextOrList, choice, flag, maybe, number, several, text
+from gpuprov.protocol.spec_fields import PREFIX, OrEmpty, TextOrList, choice, flag, number, several, text
 
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = (
@@ -96,15 +96,13 @@ class HostSpec:
     epel_key_fingerprint: str = text(check.FINGERPRINT)
     module_signing_key: str = text(check.PATH)
     module_signing_certificate: str = text(check.PATH)
-    coherent_memory: str = text(validate.OneOf(("driver", "numa"), error="is not one of {choices}"))
+    coherent_memory: str = text(check.one_of("driver", "numa"))
     reboot: str = choice("never", "if-needed")
     stop_containers: bool = flag()
     stop_display_manager: bool = flag()
     fabric_manager: str = choice("auto", "preinstalled")
     vgpu: Vgpu | None = check.option(schema_fields.Nested(check.schema_of(Vgpu), allow_none=True), None)  # noqa: RUF009
-    gpudirect: tuple[str, ...] = several(
-        TextOrList(validate.OneOf(("rdma", "gdrcopy", "storage"), error="is not one of {choices}"))
-    )
+    gpudirect: tuple[str, ...] = several(TextOrList(check.one_of("rdma", "gdrcopy", "storage")))
     mps: bool = flag()
     mps_threads: int = number(default=100, largest=100)
     mps_memory: str = text(check.MPS_MEMORY)
@@ -124,8 +122,8 @@ class HostSpec:
 
     # Whether the machine's disk becomes an image, and which GPUs its copies will meet.
     target: str = choice(HOST, IMAGE)
-    image_gpus: tuple[str, ...] = several(TextOrList(validate.OneOf(GENERATIONS, error="is not one of {choices}")))
-    image_nvswitch: bool | None = maybe()
+    image_gpus: tuple[str, ...] = several(TextOrList(check.one_of(*GENERATIONS)))
+    image_nvswitch: bool | None = check.option(check.StrictBoolean(allow_none=True), None)
     image_force: bool = flag()
     image_remove_signing_key: bool = flag()
 
@@ -134,27 +132,14 @@ class HostSpec:
     toolkit: str = choice("bundled", "nvidia")
     toolkit_version: str = text(check.PACKAGE_VERSION)
     toolkit_channel: str = choice("stable", "experimental")
-    toolkit_repository: str = text(
-        check.HTTP_URL,
-        default="https://nvidia.github.io/libnvidia-container",
-    )
-    toolkit_key_fingerprint: str = text(
-        check.FINGERPRINT,
-        default="C95B321B61E88C1809C4F759DDCAE044F796ECB0",
-    )
+    toolkit_repository: str = text(check.HTTP_URL, default="https://nvidia.github.io/libnvidia-container")
+    toolkit_key_fingerprint: str = text(check.FINGERPRINT, default="C95B321B61E88C1809C4F759DDCAE044F796ECB0")
     cuda: str = text(validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"))
     cuda_url: str = text(check.URL_OR_PATH)
     cuda_sha256: str = text(check.SHA256)
-    cuda_repository: str = text(
-        check.HTTP_URL,
-        default="https://developer.download.nvidia.com/compute/cuda/repos",
-    )
+    cuda_repository: str = text(check.HTTP_URL, default="https://developer.download.nvidia.com/compute/cuda/repos")
     cuda_key_fingerprint: str = text(check.FINGERPRINT)
-    engines: tuple[str, ...] = several(
-        schema_fields.List(
-            schema_fields.String(validate=validate.OneOf(check.ENGINES, error="is not one of {choices}"))
-        ),
-    )
+    engines: tuple[str, ...] = several(schema_fields.List(schema_fields.String(validate=check.one_of(*check.ENGINES))))
     default_runtime: bool = flag()
     restart_kubernetes: bool = flag()
     docker_default_runtime: bool = flag()
@@ -166,10 +151,7 @@ class HostSpec:
     no_proxy: str = text(check.NO_PROXY)
     packages: tuple[str, ...] = several(schema_fields.List(schema_fields.String(validate=check.PACKAGE)))
     hold_pinned: bool = flag(default=True)
-    lock_timeout: int = number(
-        default=300,
-        largest=86400,
-    )
+    lock_timeout: int = number(default=300, largest=86400)
     watch: str = choice("off", "hourly", "daily", "weekly")
     watch_metrics: str = text(
         check.PATH,

@@ -149,20 +149,20 @@ def text(*checks: validate.Validator, default: str = "") -> Any:
     return option(Text(validate=[OrEmpty(check) for check in checks]), default)
 
 
+def one_of(*words: str) -> validate.Validator:
+    """Return the check of one of some words."""
+    return validate.OneOf(words, error="is not one of {choices}")
+
+
 def choice(*choices: str) -> Any:
     """Return the field of one of some words, the first by default."""
-    check = validate.OneOf(choices, error="is not one of {choices}")
-    return option((Word if "off" in choices else schema_fields.String)(validate=check), choices[0], choices)
+    kind = Word if "off" in choices else schema_fields.String
+    return option(kind(validate=one_of(*choices)), choices[0], choices)
 
 
 def flag(*, default: bool = False) -> Any:
     """Return the field of a yes or no."""
     return option(StrictBoolean(), default)
-
-
-def maybe() -> Any:
-    """Return the field of a yes or no that has no default: None means that it is not given."""
-    return option(StrictBoolean(allow_none=True), None)
 
 
 def number(*, default: int, largest: int) -> Any:
