@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -68,7 +68,16 @@ def compared(
     here = {one.host: one.measured for one in machines(results)}
     before = {host: one.accepted for host, one in earlier.items() if one.inventory == inventory}
     slow = _slow({**before, **here}, before)
-    return tuple(_with(result, tuple(slow.get(result.host, ()))) for result in results)
+    found = []
+    for result in results:
+        outliers = slow.get(result.host, ())
+        if outliers and result.exit_code in (ExitCode.DONE, ExitCode.DEGRADED, ExitCode.UNFIT):
+            health = (*result.health, *outliers)
+            ended = concluded(health, "")
+            code = ExitCode.DEGRADED if result.exit_code == ExitCode.DONE else result.exit_code
+            result = replace(result, health=health, problems=ended.problems, exit_code=code, summary=ended.summary)
+        found.append(result)
+    return tuple(found)
 
 
 def side_by_side(results: Sequence[HostResult]) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -101,15 +110,6 @@ def _cells(row: Mapping[str, float], names: Sequence[str]) -> Iterator[str]:
         yield f"{row[name] / (1 if name == 'rate' else 1e9):.1f}" if name in row else "-"
 
 
-def _with(result: HostResult, found: tuple[HealthFound, ...]) -> HostResult:
-    if not found or result.exit_code not in (ExitCode.DONE, ExitCode.DEGRADED, ExitCode.UNFIT):
-        return result
-    health = (*result.health, *found)
-    ended = concluded(health, "")
-    code = ExitCode.DEGRADED if result.exit_code == ExitCode.DONE else result.exit_code
-    return replace(result, health=health, problems=ended.problems, exit_code=code, summary=ended.summary)
-
-
 def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Sequence[GpuMeasured]]
           ) -> dict[str, list[HealthFound]]:  # fmt: skip
     """Return host → its outliers."""
@@ -117,7 +117,7 @@ def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Seque
     for host, gpu in ((host, gpu) for host, gpus in fleet.items() for gpu in gpus):
         for name, _, value in _figures(gpu):
             by_host[gpu.model, name].setdefault(host, []).append(value)
-    usual = {name: _usual(tuple(_of_equal_weight(tuple(hosts.values())))) for name, hosts in by_host.items()}
+    usual = {name: _usual(hosts.values()) for name, hosts in by_host.items()}
     found: dict[str, list[HealthFound]] = collections.defaultdict(list)
     for host, gpus in fleet.items():
         last = {(gpu.uuid, name): value for gpu in before.get(host, ()) for name, value in gpu.figures.items()}
@@ -126,7 +126,7 @@ def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Seque
             for name, exact, value in _figures(gpu):
                 like = usual[gpu.model, name]
                 # Of two hosts, one with a single GPU leaves too few of the other's.
-                like = like if like[2] >= _LEAST else _usual(by_host[gpu.model, name][host])
+                like = like if like[2] >= _LEAST else _usual([by_host[gpu.model, name][host]])
                 seen = _fault(exact, value, *like, last.get((gpu.uuid, exact)))
                 if seen and exact.startswith(PEER):
                     pairs.append((gpu, exact.removeprefix(PEER), seen))
@@ -136,16 +136,15 @@ def _slow(fleet: Mapping[str, Sequence[GpuMeasured]], before: Mapping[str, Seque
     return found
 
 
-def _usual(values: Sequence[float]) -> tuple[float, float, int]:
-    """Return median, median absolute deviation and number of figures that are alike."""
+def _usual(hosts: Collection[list[float]]) -> tuple[float, float, int]:
+    """Return median, median absolute deviation and number of the figures of hosts.
+
+    No host counts with more figures than most have, or one that lies would decide what is usual.
+    """
+    most = statistics.median_low(map(len, hosts))
+    values = [value for of_host in hosts for value in of_host[:most]]
     middle = statistics.median(values)
     return middle, statistics.median(abs(one - middle) for one in values), len(values)
-
-
-def _of_equal_weight(hosts: Sequence[list[float]]) -> Iterator[float]:
-    """Yield the values of hosts: no host has more than most have, or one that lies would decide what is usual."""
-    most = statistics.median_low(map(len, hosts))
-    return (value for values in hosts for value in values[:most])
 
 
 def _figures(gpu: GpuMeasured) -> Iterator[tuple[str, str, float]]:

@@ -86,11 +86,6 @@ def run_in_root(
     """
     path = _examined(root)
     lock = _locked(path) if request.changes_the_host else contextlib.nullcontext()
-    with lock, _passing_on(stop):
-        _run_in(path, root, request, agent, sink)
-
-
-def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) -> None:
     refused: list[GpuprovError] = []
     read = EventReader()
 
@@ -103,7 +98,7 @@ def _run_in(path: str, root: str, request: Request, agent: Agent, sink: Sink) ->
         if event is not None:
             sink(event)
 
-    with tempfile.NamedTemporaryFile(prefix="gpuprov-agent-") as file:
+    with lock, _passing_on(stop), tempfile.NamedTemporaryFile(prefix="gpuprov-agent-") as file:
         file.write(agent.content)
         file.flush()
         inside = replace(request, bundle=_BUNDLE if request.bundle else "")

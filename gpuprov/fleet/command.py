@@ -25,7 +25,7 @@ from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read
 from gpuprov.fleet.options import FLAG, Options
 from gpuprov.fleet.rolling import HostCommands, Rollout, parse_host_commands, parse_rollout, require_safe_hosts
 from gpuprov.fleet.standard_streams import say
-from gpuprov.protocol.errors import ExitCode, Problem, UsageError, from_os_error, worst
+from gpuprov.protocol.errors import ExitCode, Problem, UsageError, os_errors, worst
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import IMAGE, parse_spec, spec_to_json
@@ -92,11 +92,9 @@ def run_command(options: Options) -> ExitCode:
     )  # fmt: skip
     conclude(options, run, inventory.hosts, _next_command(options))
     if options.command == "accept":
-        try:
+        with os_errors("the results are not kept for the next comparison"):
             for path in accepted.write_records(run, earlier, options.sign, _passwords(options, inventory.hosts)):
                 say(f"kept: {path}", err=True)
-        except OSError as error:
-            raise from_os_error("the results are not kept for the next comparison", error) from None
     drifted = options.detailed_exitcode and any(one.changed for one in results)
     return worst((run.exit_code, ExitCode.WOULD_CHANGE if drifted else ExitCode.DONE))
 
@@ -131,10 +129,8 @@ def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_com
     if options.report:
         write_page(run, options.report)
     if options.metrics:
-        try:
+        with os_errors(f"the metrics {options.metrics} were not written"):
             write_metrics(run, options.metrics, time.time())
-        except OSError as error:
-            raise from_os_error(f"the metrics {options.metrics} were not written", error) from None
 
 
 def _passwords(options: Options, targets: Sequence[HostTarget]) -> tuple[str, ...]:
@@ -287,36 +283,35 @@ def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:
 def _command_line(options: Options) -> str:
     """Return the command of this run; of -e only what is no password, as pages and stored runs have it."""
     words = ["gpuprov", options.command]
+    shown, others = _shown_variables(options)
     for one in fields(options):
         value = getattr(options, one.name)
         if one.name == "extra_vars":
-            words += _shown_variables(options)
+            words += shown
         elif FLAG in one.metadata and value != one.default:
             for part in value if isinstance(value, tuple) else (value,):
                 words += [one.metadata[FLAG], *([] if part is True else [str(part)])]
     words += [word for name, value in options.overrides for word in ("-e", f"gpuprov_{name}={value}")]
-    return shlex.join(words) + _left_out(options)
+    return shlex.join(words) + others
 
 
-def _shown_variables(options: Options) -> list[str]:
-    """Return the words of -e that are no passwords; Ansible's own variables may be."""
+def _shown_variables(options: Options) -> tuple[list[str], str]:
+    """Return the words of -e that are no passwords (Ansible's own variables may be), and a mark if there are others."""
     shown = [
         one for one in options.extra_vars
         if one.startswith("@") or (re.match(r"gpuprov_\w+=", one) and masked_settings(one) == one)
     ]  # fmt: skip
-    return [word for variable in shown for word in ("-e", variable)]
-
-
-def _left_out(options: Options) -> str:
-    return " -e …" if len(_shown_variables(options)) < 2 * len(options.extra_vars) else ""
+    mark = " -e …" if len(shown) < len(options.extra_vars) else ""
+    return [word for variable in shown for word in ("-e", variable)], mark
 
 
 def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
     """Return the results with complete `gpuprov install` commands: a host does not know its inventory."""
+    shown, others = _shown_variables(options)
 
     def whole(problem: Problem, host: str) -> Problem:
         hosts = _hosts_words(options, host if options.hosts else "")
-        words = shlex.join(("gpuprov", "install", *hosts, *_shown_variables(options))) + _left_out(options)
+        words = shlex.join(("gpuprov", "install", *hosts, *shown)) + others
         return replace(problem, next_step=re.sub(r"\bgpuprov install\b", lambda _: words, problem.next_step))
 
     return tuple(

@@ -25,7 +25,7 @@ from gpuprov.fleet.history import latest_choices
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import DRIVERS, Options, made_options
 from gpuprov.fleet.standard_streams import say, say_text
-from gpuprov.protocol.errors import UsageError, from_os_error
+from gpuprov.protocol.errors import UsageError, os_errors
 from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.protocol.spec_fields import ENGINES, PREFIX
@@ -209,10 +209,8 @@ def write_new(file: str, text: str, *, force: bool) -> None:
     """Write a file whole, in a folder that is made; an existing one only by force. Raises GpuprovError."""
     require_absent(file, force=force)
     path = Path(file).expanduser()
-    try:
+    with os_errors(f"{file} can't be written", "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not force:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))  # one may have appeared meanwhile
         write_whole(path, text.encode(), 0o644, None)
-    except OSError as error:
-        raise from_os_error(f"{file} can't be written", error, "name another file") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -108,8 +109,16 @@ class KnownHosts:
     system_files: tuple[str, ...] = SYSTEM_FILES
 
     def keys(self, name: str) -> tuple[KnownKey, ...]:
-        """Return every key known for `name`."""
-        return tuple(key for path in (*self.user_files, *self.system_files) for key in _keys_in(path, name))
+        """Return every key known for `name`, in the order of files and lines."""
+        found: list[KnownKey] = []
+        for path in (*self.user_files, *self.system_files):
+            place = Path(path).expanduser()
+            with contextlib.suppress(OSError):
+                status = place.stat()
+                by_name, others = _read(place, path, status.st_mtime_ns, status.st_size)
+                keys = (*by_name.get(name.lower(), ()), *(key for patterns, key in others if _names(patterns, name)))
+                found += sorted(keys, key=lambda key: int(key.place.rpartition(":")[2]))
+        return tuple(found)
 
     def store(self, name: str, key_type: str, key: bytes) -> None:
         """Append a key to the user's file. Raises OSError."""
@@ -121,17 +130,6 @@ class KnownHosts:
             with os.fdopen(handle, "r+") as file:
                 text = file.read() if path.is_file() else ""
                 file.write(line if not text or text.endswith("\n") else "\n" + line)
-
-
-def _keys_in(path: str, name: str) -> list[KnownKey]:
-    place = Path(path).expanduser()
-    try:
-        found = place.stat()
-        by_name, others = _read(place, path, found.st_mtime_ns, found.st_size)
-    except OSError:
-        return []
-    keys = [*by_name.get(name.lower(), ()), *(key for patterns, key in others if _names(patterns, name))]
-    return sorted(keys, key=lambda key: int(key.place.rpartition(":")[2]))
 
 
 class KeyCheck:

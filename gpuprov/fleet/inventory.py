@@ -20,11 +20,11 @@ from gpuprov.core.system import System
 from gpuprov.fleet import options
 from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
+    WARNING,
     Mistake,
     ansible_error,
     ansible_output,
     ansible_temporary_folder,
-    ansible_warnings,
     ask_ansible,
     clean,
     explained,
@@ -184,8 +184,13 @@ def read_inventory(
     at once.
     """
     options.require_whole_program("--hosts")
+    hint = "name a file, a directory or hosts with a comma: --hosts a, or --hosts a,b"
     for source in sources:
-        _require_there(source)
+        if not source.strip():  # it would mean the working directory, with all files in it
+            raise UsageError("--hosts names no inventory", f"it is {source!r}: an empty variable of a shell?", hint)
+        if "," not in source and not Path(source).exists():
+            seen = f"{Path(source).absolute()}: no such file or directory"
+            raise UsageError(f"there is no inventory {source}", seen, hint)
     require_files(extra_vars)
     with ansible_temporary_folder(), ansible_output() as output:
         try:
@@ -195,18 +200,9 @@ def read_inventory(
                 "Ansible cannot read the inventory", explained(error), hint_for(str(error)) or ask_ansible(sources[0])
             ) from None
     targets, warnings = _targets(hosts, sources, extra_names)
-    return Inventory(targets, tuple(dict.fromkeys((*ansible_warnings(output), *warnings))))
-
-
-def _require_there(source: str) -> None:
-    """Raise GpuprovError for a missing file; an empty name would mean the working directory, with all files in it."""
-    hint = "name a file, a directory or hosts with a comma: --hosts a, or --hosts a,b"
-    if not source.strip():
-        raise UsageError("--hosts names no inventory", f"it is {source!r}: an empty variable of a shell?", hint)
-    if "," not in source and not Path(source).exists():
-        raise UsageError(
-            f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory", hint
-        )
+    # Invalid groups, skipped files, names that match no host.
+    of_ansible = [clean(line) for line in output if line.startswith(WARNING)]
+    return Inventory(targets, tuple(dict.fromkeys((*of_ansible, *warnings))))
 
 
 def site_words() -> tuple[str, ...]:

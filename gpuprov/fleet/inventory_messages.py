@@ -19,7 +19,7 @@ EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines"
 _TOO_LARGE = 1 << 20
 _SHOWN = 3
 _UNWRAPPED = 100_000  # columns
-_WARNING = "[WARNING]: "
+WARNING = "[WARNING]: "
 _REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin: (?P<reason>.+)")
 
 
@@ -32,7 +32,7 @@ def ansible_output() -> Iterator[list[str]]:
     display = Display()
     columns, display.columns = display.columns, _UNWRAPPED
     # The prefix that marks a warning stays.
-    display.display = lambda msg, *_, **__: output.append(_WARNING * (_WARNING in str(msg)) + clean(str(msg)))
+    display.display = lambda msg, *_, **__: output.append(WARNING * (WARNING in str(msg)) + clean(str(msg)))
     try:
         yield output
     finally:
@@ -86,13 +86,8 @@ def new_loader() -> Any:
     return ShallowLoader()
 
 
-def ansible_warnings(output: Sequence[str]) -> list[str]:
-    """Return Ansible's own warnings: invalid groups, skipped files, names that match no host."""
-    return [clean(line) for line in output if line.startswith(_WARNING)]
-
-
 def clean(text: str) -> str:
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace(_WARNING, "")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace(WARNING, "")
     return "\n".join(line for line in text.splitlines() if line.strip()).strip()
 
 
@@ -157,7 +152,15 @@ def with_origins(
     for wrong in problems:
         by_problem.setdefault(wrong.problem, []).append(wrong)
     texts = tuple(_texts(sources))
-    return tuple(_with_origin(problem, wrongs, texts, extra_names) for problem, wrongs in by_problem.items())
+    found = []
+    for problem, wrongs in by_problem.items():
+        named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
+        hosts = [wrong.host for wrong in wrongs]
+        places = _places(named.group(), wrongs, texts, extra_names) if named else ()
+        more = f" and {counted(len(hosts) - _SHOWN, 'more host')}" if len(hosts) > _SHOWN else ""
+        evidence = (problem.evidence, ", ".join(places), "for " + ", ".join(hosts[:_SHOWN]) + more)
+        found.append(replace(problem, evidence="\n".join(filter(None, evidence))))
+    return tuple(found)
 
 
 def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -169,17 +172,6 @@ def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...
         for number, line in enumerate(text.splitlines(), 1)
         if sets.search(line) and not line.lstrip().startswith(("#", ";"))
     )
-
-
-def _with_origin(
-    problem: Problem, wrongs: Sequence[Mistake], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
-) -> Problem:
-    named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
-    hosts = [wrong.host for wrong in wrongs]
-    places = _places(named.group(), wrongs, texts, extra_names) if named else ()
-    more = f" and {counted(len(hosts) - _SHOWN, 'more host')}" if len(hosts) > _SHOWN else ""
-    evidence = (problem.evidence, ", ".join(places), "for " + ", ".join(hosts[:_SHOWN]) + more)
-    return replace(problem, evidence="\n".join(part for part in evidence if part))
 
 
 def _places(

@@ -35,8 +35,6 @@ def words_for(event: events.Event, *, verbose: bool) -> str:
     if isinstance(event, events.CheckDone):
         # The report at the end has the reason, with evidence and next step.
         return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason and verbose else "")
-    if isinstance(event, events.Finished):
-        return _ending(event)
     if isinstance(event, events.ChangeProgress) and verbose:
         return event.message
     if isinstance(event, events.ChangeDone) and verbose:
@@ -172,20 +170,16 @@ class LiveTable(AbstractContextManager["LiveTable"]):
             row = self._rows.setdefault(host, _Row())
             row.begun = row.begun or time.monotonic()
             _update(row, event)
-            above = self._above(host, event)
+            above = Text()
+            # One host's plan and its reasons are read before its changes; many hosts' would hide the table.
+            levels = ("warning", "info") if len(self._rows) == 1 else ("warning",)
+            if isinstance(event, events.Planned) and event.changes:
+                above = self._plans.text(host, event.changes)
+            elif isinstance(event, events.Note) and event.level in levels:
+                above = Text(f"{plain(host)}: {one_line(event.message)}", "yellow" if event.level == "warning" else "")
         # Outside of this class's lock: rich holds its own lock when it calls `_table`, which takes this one.
-        if above is not None:
+        if above:
             self._console.print(above, soft_wrap=self._diff)
-
-    def _above(self, host: str, event: events.Event) -> Text | None:
-        if isinstance(event, events.Planned) and event.changes:
-            return self._plans.text(host, event.changes)
-        # One host's plan and its reasons are read before its changes; many hosts' would hide the table.
-        if isinstance(event, events.Note) and (
-            event.level == "warning" or (event.level, len(self._rows)) == ("info", 1)
-        ):
-            return Text(f"{plain(host)}: {one_line(event.message)}", "yellow" if event.level == "warning" else "")
-        return None
 
     def _table(self) -> RenderableType:
         with self._lock:

@@ -35,7 +35,7 @@ from gpuprov.fleet.standard_streams import say_text
 from gpuprov.protocol.advisories import Vulnerabilities, rows_of
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
-from gpuprov.protocol.events import SCHEMA, CheckDone
+from gpuprov.protocol.events import SCHEMA
 from gpuprov.protocol.tables import ADVISORIES
 from gpuprov.protocol.versions import count_in
 from gpuprov.protocol.words import counted, one_line, plain
@@ -345,9 +345,12 @@ _PARTICIPLES = {
 
 def _seen_by_containers(results: Sequence[HostResult]) -> str:
     """Return how many GPUs containers saw; without a count, how many checks passed."""
-    counts = [count for result in results if (count := _gpu_count(result.checks)) is not None]
+    counting = [[one for one in result.checks if one.status == "ok" and one.name.endswith(_ALL_GPUS)]
+                for result in results]  # fmt: skip
+    numbers = [re.match(r"([0-9]{1,6}) GPUs?\b", found[0].in_container) for found in counting if found]
+    counts = [int(one[1]) for one in numbers if one]
     if counts and len(counts) == len(results):
-        engines = dict.fromkeys(check.engine for result in results for check in result.checks if _has_counted(check))
+        engines = dict.fromkeys(check.engine for found in counting for check in found)
         named = f" ({', '.join(filter(None, engines))})" if any(engines) else ""
         summed = " + ".join(map(str, counts)) if len(counts) <= _MOST_SIDE_BY_SIDE else str(sum(counts))
         return f"containers see {counted(summed, 'GPU')}{named}"
@@ -355,17 +358,6 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
     good = sum(check.status == "ok" for check in checks)
     skipped = sum(check.status == "skipped" for check in checks)
     return f"{counted(good, 'check')} ok" + (f", {skipped} skipped" if skipped else "")
-
-
-def _gpu_count(checks: Sequence[CheckDone]) -> int | None:
-    """Return the number of GPUs that a container with all of them was seen to have, or None."""
-    seen = (check.in_container for check in checks if _has_counted(check))
-    number = re.match(r"([0-9]{1,6}) GPUs?\b", next(seen, ""))
-    return int(number.group(1)) if number else None
-
-
-def _has_counted(check: CheckDone) -> bool:
-    return check.status == "ok" and check.name.endswith(_ALL_GPUS)
 
 
 def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> None:

@@ -270,12 +270,9 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
     if done.returncode == TIMED_OUT and (done.seconds >= timeout or stop()):
         trouble = f"it took longer than {timeout:g} s" if done.seconds >= timeout else "it was stopped by Ctrl-C"
         stderr = stderr.rpartition("\n")[0]  # run_command's own line is the last one
-    return CommandEnd(trouble, _last_lines(stderr) or _last_lines(done.stdout))
-
-
-def _last_lines(text: str) -> str:
-    lines = [line[:_LONGEST_LINE] for line in text.split("\n") if line.strip()]
-    return "\n".join(map(plain, lines[-_KEPT_LINES:]))
+    output = stderr if plain(stderr).strip() else done.stdout
+    lines = [line[:_LONGEST_LINE] for line in output.split("\n") if line.strip()]
+    return CommandEnd(trouble, "\n".join(map(plain, lines[-_KEPT_LINES:])))
 
 
 # Carries a request out on the host; relays every event but the last one, which it returns.

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
 _LOOK_SECONDS = 0.2
-RunHost = Callable[[HostTarget, Sink], None]
 
 
 @dataclass(eq=False)
@@ -121,8 +120,7 @@ class Fleet:
         if target.connection == "local":
             self._claim(target.name, local_machine(System()), local_host_keys(System()) | {"local"}, wanted, sink)
         if target.connection == "chroot":
-            stop = (lambda: self.interruptions > 0) if self._here else self._is_cut
-            run_in_root(target.address, wanted, self._agent, sink, stop)
+            run_in_root(target.address, wanted, self._agent, sink, self._is_cut)
             return
 
         def carry_out(one: Request, events: Sink) -> Finished:
@@ -152,7 +150,8 @@ class Fleet:
             time.sleep(_LOOK_SECONDS)
 
     def _is_cut(self) -> bool:
-        return self.interruptions > 1
+        """Say whether Ctrl-C ends what runs: the second one, and of this machine alone the first."""
+        return self.interruptions > (0 if self._here else 1)
 
     def _run_here(self, target: HostTarget, request: Request, sink: Sink) -> Finished:
         """Run the request in this process; alone, it stops after the current change, else as a host over SSH."""
@@ -161,7 +160,7 @@ class Fleet:
         def stop() -> bool:
             if self.interruptions and self._stops_before_its_first_change(target, request):
                 flag.set_unless_begun()
-            return self._is_cut() or (self._here and self.interruptions > 0) or flag()
+            return self._is_cut() or flag()
 
         return run_here(request, flag.watching(sink), stop)
 
@@ -170,19 +169,6 @@ class Fleet:
         drain = self._drains.get(target.name)
         begun = target.name in self._rebooted or (drain is not None and drain.lasts)
         return request.changes_the_host and not begun
-
-    @contextlib.contextmanager
-    def _stoppable(self, target: HostTarget, request: Request) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Yield a function that takes what asks the host's agent to stop, and does so if Ctrl-C came before."""
-        with self._held(self._looking) as hold:
-
-            def hold_ask(ask: Callable[[], None]) -> None:
-                if self._stops_before_its_first_change(target, request):
-                    hold(ask)
-                    if self.interruptions:
-                        ask()
-
-            yield hold_ask
 
     def _through_reboots(self, target: HostTarget, request: Request, claims: Request, sink: Sink) -> Finished:
         """Run the request, again after each reboot that it needs; return the last event, with all changes.
@@ -208,9 +194,16 @@ class Fleet:
 
         `claims` is the whole run's request: examining its plan must also find a machine with two names.
         """
+
+        def stoppable(ask: Callable[[], None]) -> None:
+            if self._stops_before_its_first_change(target, request):
+                hold_ask(ask)
+                if self.interruptions:  # Ctrl-C came before
+                    ask()
+
         with (
             self._held(self._connections) as hold, connected(target, self.options, hold) as connection,
-            self._stoppable(target, request) as stoppable,
+            self._held(self._looking) as hold_ask,
         ):  # fmt: skip
             if self.interruptions > 1:
                 raise _left()
@@ -259,7 +252,6 @@ class Fleet:
         batches = make_batches(targets, self.rollout)
         if any(target.connection != "local" for target in targets):
             self._agent = self.build()
-        run_host = functools.partial(self.run_host, request)
         results: dict[str, HostResult] = {}
         self._window = self.rollout.window if request.changes_the_host else None
         self._alone = len(targets) == 1
@@ -278,10 +270,10 @@ class Fleet:
             for batch in batches:
                 if batch.name and self.stopped is None:
                     self.output(f"{batch.name}: {counted(len(batch.targets), 'host')}")
-                run_one = self._one_of(batch, request, run_host, sink)
+                failed: list[str] = []
                 self._to_change = {target.name: target.spec.imex_nodes for target in batch.targets}
                 in_order = sorted(batch.targets, key=lambda target: target.spec.imex_nodes)
-                running = [pool.submit(run_one, target) for target in in_order]
+                running = [pool.submit(self._one_of, batch, failed, target, request, sink) for target in in_order]
                 # The kernel may give a signal to a thread of the pool; its handler runs in this one, once it runs.
                 while wait(running, timeout=_LOOK_SECONDS).not_done:
                     pass
@@ -289,31 +281,26 @@ class Fleet:
         return tuple(results[target.name] for target in targets)
 
     def _one_of(
-        self, batch: Batch, request: Request, run_host: RunHost, sink: HostSink
-    ) -> Callable[[HostTarget], HostResult]:
-        """Return the function that runs one host of the batch; after too many failures no further host starts."""
-        failed: list[str] = []
-
-        def run_one(target: HostTarget) -> HostResult:
-            result = self._one(target, run_host, sink)
-            self._to_change.pop(target.name, None)
-            if result.begun and result.has_failed and len(target.spec.imex_nodes) > 1 and request.changes_the_host:
-                result = self._fail_domain(target, result)
-            # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
-            drained = result.drain is not None and result.drain.lasts and bool(self.commands.after)
-            if result.begun and (result.has_failed or drained):
-                with self._lock:
-                    failed.append(target.name)
-                    if batch.most_failed is not None and len(failed) > batch.most_failed:
-                        self.stopped = self.stopped or Problem(
-                            f"not run: too many hosts failed before it ({batch.name or 'the run'})",
-                            f"{len(failed)} of {counted(len(batch.targets), 'host')} failed, at most "
-                            f"{batch.most_failed} may",
-                            "fix what failed, then run the same command again: hosts that are done change nothing",
-                        )
-            return result
-
-        return run_one
+        self, batch: Batch, failed: list[str], target: HostTarget, request: Request, sink: HostSink
+    ) -> HostResult:
+        """Run one host of a batch, of which others `failed`; after too many failures no further host starts."""
+        result = self._one(target, request, sink)
+        self._to_change.pop(target.name, None)
+        if result.begun and result.has_failed and len(target.spec.imex_nodes) > 1 and request.changes_the_host:
+            result = self._fail_domain(target, result)
+        # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
+        drained = result.drain is not None and result.drain.lasts and bool(self.commands.after)
+        if result.begun and (result.has_failed or drained):
+            with self._lock:
+                failed.append(target.name)
+                if batch.most_failed is not None and len(failed) > batch.most_failed:
+                    hosts = counted(len(batch.targets), "host")
+                    self.stopped = self.stopped or Problem(
+                        f"not run: too many hosts failed before it ({batch.name or 'the run'})",
+                        f"{len(failed)} of {hosts} failed, at most {batch.most_failed} may",
+                        "fix what failed, then run the same command again: hosts that are done change nothing",
+                    )
+        return result
 
     def _fail_domain(self, target: HostTarget, result: HostResult) -> HostResult:
         """Start no further host of this one's IMEX domain; return the result with what its failure means to it."""
@@ -355,7 +342,7 @@ class Fleet:
         yield
         keeper.end()
 
-    def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
+    def _one(self, target: HostTarget, request: Request, sink: HostSink) -> HostResult:
         domain, left = target.spec.imex_nodes, target.name in self._left
         problem = self._no_start(target)
         if problem is None and self._window is not None and not left and domain not in self._begun:
@@ -370,7 +357,7 @@ class Fleet:
         begun = time.monotonic()
         events(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
         try:
-            run_host(target, events)
+            self.run_host(request, target, events)
         except GpuprovError as error:
             # What breaks after the second Ctrl-C breaks because of it; a drain that was cut says so itself.
             drain = self._drains.get(target.name)

@@ -236,7 +236,10 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         elif isinstance(error, TimeoutError):
             problem = _silence(place, "no answer", settings)
         elif isinstance(error, (OSError, EOFError)):
-            seen = _reasons(error)
+            # paramiko's own message names none of its reasons.
+            reasons = getattr(error, "errors", {}).values()
+            texts = dict.fromkeys(getattr(one, "strerror", None) or str(one) for one in reasons)
+            seen = "\n".join(texts) or str(error)
             problem = Problem(f"{place} cannot be reached", seen, f"try: ssh -v {_ssh_words(hop)}")
             problem = (_without_ssh(hop) if seen == os.strerror(errno.ECONNREFUSED) else None) or problem
         else:
@@ -311,14 +314,6 @@ def _silence(place: str, what: str, settings: SshSettings) -> Problem:
         f"{place} does not answer", f"{what} within {settings.connect_timeout:g} s",
         "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer",
     )  # fmt: skip
-
-
-def _reasons(error: Exception) -> str:
-    """Return why a connection failed: paramiko's own message names none of its reasons."""
-    errors = getattr(error, "errors", None)
-    if not isinstance(errors, dict):
-        return str(error)
-    return "\n".join(dict.fromkeys(getattr(one, "strerror", None) or str(one) for one in errors.values()))
 
 
 def _authentication_problem(target: HostTarget, hop: Connection, error: Exception) -> Problem:

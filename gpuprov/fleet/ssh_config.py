@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +55,11 @@ def parse_ssh_arguments(text: str) -> SshArguments:
     options: list[tuple[str, str]] = []
     warnings: list[str] = []
     config_file = ""
-    for flag, value in _pairs(shlex.split(text)):
+    words = iter(shlex.split(text))
+    for word in words:
+        # `-oX=y` and `-o X=y` are the same.
+        takes_value = word[:2] in ("-o", "-F", *_FLAGS_WITH_KEYWORD)
+        flag, value = (word[:2], word[2:] or next(words, "")) if takes_value else (word, "")
         if flag == "-F":
             config_file = value
         elif flag in _FLAGS_WITH_KEYWORD and value.isprintable():
@@ -71,16 +74,6 @@ def parse_ssh_arguments(text: str) -> SshArguments:
         elif flag.lstrip("-") == "" or not set(flag[1:]) <= _NEEDLESS_FLAGS:
             warnings.append(f"the SSH argument {flag} has no effect here")
     return SshArguments(tuple(options), config_file, tuple(warnings))
-
-
-def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, value), with the value empty for flags that take none; `-oX=y` and `-o X=y` are the same."""
-    waiting = iter(words)
-    for word in waiting:
-        if word[:2] in ("-o", "-F", *_FLAGS_WITH_KEYWORD):
-            yield word[:2], word[2:] or next(waiting, "")
-        else:
-            yield word, ""
 
 
 @dataclass(frozen=True)

@@ -40,35 +40,26 @@ def protected_outputs() -> Iterator[None]:
 
     A reader that closed early is not a failure. Characters that the locale lacks become question marks.
     """
-    _open_closed()
-    kept = [_protected(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
-    try:
-        yield
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-        for refusal in filter(None, (one.refusal for one in kept)):
-            if not isinstance(refusal, BrokenPipeError):
-                raise from_os_error("the output could not be written to its end", refusal)
-
-
-def _open_closed() -> None:
-    """Open closed streams (`>&-`) on /dev/null: libraries write without checking.
-
-    In this order the new files get the numbers 0 to 2, which no connection must ever get.
-    """
+    # Closed streams (`>&-`) lead to /dev/null: libraries write without checking. In this order the new files get the
+    # numbers 0 to 2, which no connection must ever get.
     for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_WRONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, flags), mode, closefd=False))  # noqa: SIM115
-
-
-def _protected(name: str) -> _ProtectedOutput:
-    stream = getattr(sys, name)
-    raw = _ProtectedOutput(stream.fileno(), "wb", closefd=False)
-    by_line = stream.line_buffering or stream.write_through  # the latter: PYTHONUNBUFFERED
-    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=by_line)
-    setattr(sys, name, text)
-    return raw
+    kept: list[_ProtectedOutput] = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        kept.append(_ProtectedOutput(stream.fileno(), "wb", closefd=False))
+        by_line = stream.line_buffering or stream.write_through  # the latter: PYTHONUNBUFFERED
+        text = io.TextIOWrapper(io.BufferedWriter(kept[-1]), stream.encoding, "replace", line_buffering=by_line)
+        setattr(sys, name, text)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for refusal in filter(None, (one.refusal for one in kept)):
+            if not isinstance(refusal, BrokenPipeError):
+                raise from_os_error("the output could not be written to its end", refusal)
 
 
 def say(*lines: object, err: bool = False) -> None:
