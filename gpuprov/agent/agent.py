@@ -87,20 +87,16 @@ def _relay(worker: int, reading: int) -> int:
                 if not data:
                     inputs.unregister(key.fd)
                 elif key.fd == reading:
-                    _write(data)
+                    try:
+                        sys.stdout.buffer.write(data)
+                        sys.stdout.buffer.flush()
+                    except OSError:
+                        # The connection is lost: exit silently; the worker continues without a reader.
+                        os._exit(0)
                 elif STOP.encode() in data:
                     send(signal.SIGUSR1)
     _, status = os.waitpid(worker, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-
-
-def _write(data: bytes) -> None:
-    try:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-    except OSError:
-        # The connection is lost: exit silently; the worker continues without a reader.
-        os._exit(0)
 
 
 def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:
@@ -196,17 +192,10 @@ def _remove_agents(argument: str) -> None:
 
 def _pipe_sink(writing: int) -> Callable[[Event], None]:
     """Return a sink that writes into the pipe, and drops events once nobody reads it."""
-    listening = True
 
     def sink(event: Event) -> None:
-        nonlocal listening
-        if not listening:
-            return
-        try:
-            with os.fdopen(writing, "wb", closefd=False) as pipe:
-                pipe.write(to_line(event).encode() + b"\n")
-        except OSError:
-            listening = False
+        with contextlib.suppress(OSError), os.fdopen(writing, "wb", closefd=False) as pipe:
+            pipe.write(to_line(event).encode() + b"\n")
 
     return sink
 

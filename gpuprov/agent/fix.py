@@ -19,7 +19,7 @@ from gpuprov.driver.recommended import completed
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
-from gpuprov.protocol.events import ChangeDone, Event, Finished, Planned, PlannedChange
+from gpuprov.protocol.events import ChangeDone, Finished, Kept, Planned, PlannedChange
 from gpuprov.protocol.words import counted
 
 # Each round fixes what the round before made visible: nodes first, then what nvidia-smi reports.
@@ -166,21 +166,14 @@ def _make(run: RunContext, journal: Journal, changes: list[StepChange], work: _W
     """
     rest = [item.change for item in changes]
     while rest:
-        done: list[str] = []
-
-        def note(event: Event, done: list[str] = done) -> None:
-            if isinstance(event, ChangeDone):
-                done.append(event.key)
-            run.sink(event)
-
+        done = Kept(ChangeDone, run.sink)
+        failed = 0
         try:
-            applied = apply_changes(rest, run.system, journal, note, run.stop_requested)
+            applied = apply_changes(rest, run.system, journal, done, run.stop_requested)
         except GpuprovError as error:
             work.problems += error.problems
-            applied = Applied(len(done) + 1)
             failed = 1
-        else:
-            failed = 0
+            applied = Applied(len(done.events) + failed)
         work.made += applied.made - failed
         work.tried += [change.key for change in rest[: applied.made]]
         # After a change that makes the rest of the plan stale, examine the host again.

@@ -28,7 +28,7 @@ from gpuprov.facts.gpus import gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.codec import WrongDataError, dump, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, os_errors
-from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, HealthFound, Note, PlannedChange
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, HealthFound, Kept, Note, PlannedChange
 from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import IMAGE
 from gpuprov.protocol.words import counted, one_line
@@ -289,16 +289,10 @@ def _wait_for_fabric(system: System) -> None:
 
 def _prove(run: RunContext) -> tuple[HealthFound, ...]:
     """Judge the host after a repair, and report it; return the findings."""
-    found: list[HealthFound] = []
-
-    def note(event: Event) -> None:
-        if isinstance(event, HealthFound):
-            found.append(event)
-        run.sink(event)
-
+    found = Kept(HealthFound, run.sink)
     _wait_for_fabric(run.system)
-    health.examine(run.system, note)
-    return tuple(found)
+    health.examine(run.system, found)
+    return tuple(found.events)
 
 
 def _load(run: RunContext, found: tuple[HealthFound, ...]) -> tuple[HealthFound, ...]:

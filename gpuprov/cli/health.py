@@ -14,7 +14,7 @@ import click
 from gpuprov.fleet.options import options_of, run
 from gpuprov.fleet.standard_streams import say
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Event, HealthFound
+from gpuprov.protocol.events import HealthFound, Kept
 
 # node-problem-detector gives a plugin 5 s and shows 80 characters; slurmd ends a HealthCheckProgram after 60 s.
 _NPD_SECONDS, _NPD_LENGTH, _UNKNOWN = 4.0, 80, 2
@@ -82,11 +82,11 @@ def _judged(seconds: float, patience: float) -> tuple[ExitCode | None, str, set[
     answers: list[tuple[ExitCode | None, str, set[str]]] = []
 
     def judge() -> None:
-        events: list[Event] = []
+        found = Kept(HealthFound)
         try:
-            finished = examine(System(), events.append, patience)
+            finished = examine(System(), found, patience)
             text = finished.problems[0].what if finished.problems else finished.summary
-            unfit = {one.rule for one in events if isinstance(one, HealthFound) and one.verdict == "unfit"}
+            unfit = {one.rule for one in found.events if one.verdict == "unfit"}
             answers.append((ExitCode(finished.exit_code), text, unfit))
         except (GpuprovError, OSError) as error:
             answers.append((None, str(error), set()))

@@ -179,7 +179,13 @@ class RemoteSystem(System):
         password = (f"{self._target.become_password}\n".encode(),)
         done = stream("env LC_ALL=C " + shlex.join(words), stdin=password, answer=answer)
         if not answer.went_through:
-            raise GpuprovError.several((_sudo_refusal(self._target, done, wrong_password=answer.wrong_password),))
+            output = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _ending(done)
+            if answer.wrong_password:
+                step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
+                raise GpuprovError("sudo on the host refuses the password", output, step)
+            step = f"try on the host, as {self._target.user or 'this user'}: sudo -v"
+            known = probe.sudo_problem(done.stderr)
+            raise GpuprovError.several((known or Problem("sudo on the host refuses us", output, step),))
         return done
 
     def run(
@@ -205,16 +211,6 @@ class RemoteSystem(System):
         """Return a program's path on the host."""
         done = self.run(("sh", "-c", 'command -v -- "$1"', "sh", program), timeout=_SECONDS)
         return done.stdout.strip() or None
-
-
-def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) -> Problem:
-    """Return why sudo refused although it was given a password."""
-    output = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _ending(done)
-    if wrong_password:
-        step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
-        return Problem("sudo on the host refuses the password", output, step)
-    step = f"try on the host, as {target.user or 'this user'}: sudo -v"
-    return probe.sudo_problem(done.stderr) or Problem("sudo on the host refuses us", output, step)
 
 
 class _SudoAnswer:

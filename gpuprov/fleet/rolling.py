@@ -25,7 +25,7 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.history import moment
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
-from gpuprov.protocol.events import ChangeStarted, Event, Finished, Note, Planned, RolledBack, Sink
+from gpuprov.protocol.events import ChangeStarted, Event, Finished, Kept, Note, Planned, RolledBack, Sink
 from gpuprov.protocol.imex import split_problem
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted, plain
@@ -302,15 +302,9 @@ def install_or_roll_back(
     Raises GpuprovError if the host is lost before the verification.
     """
     # The host's last run may be another one: of a run whose only change failed nothing is left to undo.
-    request, begun = replace(request, run_id=uuid.uuid4().hex), list[Event]()
-
-    def watch(event: Event) -> None:
-        if isinstance(event, ChangeStarted):
-            begun.append(event)
-        sink(event)
-
-    finished = proof = carry_out(request, watch)
-    if not (begun or finished.changed) or finished.exit_code not in (ExitCode.DONE, ExitCode.FAILED):
+    request, begun = replace(request, run_id=uuid.uuid4().hex), Kept(ChangeStarted, sink)
+    finished = proof = carry_out(request, begun)
+    if not (begun.events or finished.changed) or finished.exit_code not in (ExitCode.DONE, ExitCode.FAILED):
         return finished
     failed = "the changes failed"
     if finished.exit_code == ExitCode.DONE:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Callable, ClassVar, Literal, Optional, Union, get_args
+from typing import Annotated, Any, Callable, ClassVar, Generic, Literal, Optional, TypeVar, Union, get_args
 
 from gpuprov.protocol.codec import FORMER_NAME, Limit, Line, LongText, Name, Text, WrongDataError, dump, load
 from gpuprov.protocol.errors import GpuprovError, Problem
@@ -268,6 +268,7 @@ Event = Union[
     CauseFound, HealthFound, GpuMeasured, Finished,
 ]  # fmt: skip
 Sink = Callable[[Event], None]
+T = TypeVar("T")
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 _MOST_EVENTS = 10_000
@@ -277,6 +278,20 @@ _MOST_STRAYS, _LONGEST_STRAY = 20, 400
 def to_line(event: Event) -> str:
     """Return the event as one line of JSON, without the line end."""
     return dump(event, event=type(event).__name__)
+
+
+@dataclass
+class Kept(Generic[T]):
+    """A sink that passes events on and keeps those of one class."""
+
+    kind: type[T]
+    sink: Sink = lambda event: None
+    events: list[T] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, self.kind):
+            self.events.append(event)
+        self.sink(event)
 
 
 class EventReader:

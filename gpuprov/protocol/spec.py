@@ -18,7 +18,7 @@ from gpuprov.protocol import spec_fields as check
 from gpuprov.protocol import tables
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import UsageError
-from gpuprov.protocol.spec_fields import PREFIX, OrEmpty, TextOrList, choice, flag, number, several, text
+from gpuprov.protocol.spec_fields import PREFIX, TextOrList, choice, flag, number, or_empty, several, text
 
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = (
@@ -36,7 +36,7 @@ class SiteRepository:
     key_url: str = check.required(check.HTTP_URL)
     key_fingerprint: str = check.required(check.FINGERPRINT)
     suite: str = check.option(schema_fields.String(validate=check.WORDS), "./")
-    components: str = check.option(schema_fields.String(validate=OrEmpty(check.WORDS)), "")
+    components: str = check.option(schema_fields.String(validate=or_empty(check.WORDS)), "")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, ClassVar
 
@@ -97,14 +97,9 @@ class Word(schema_fields.String):
         return str(super()._deserialize("off" if value is False else value, attr, data, **kwargs))
 
 
-class OrEmpty(validate.Validator):
-    """Another check, passed by the empty text too."""
-
-    def __init__(self, check: validate.Validator) -> None:
-        self.check = check
-
-    def __call__(self, value: Any) -> Any:
-        return value if value == "" else self.check(value)
+def or_empty(check: validate.Validator) -> Callable[[Any], Any]:
+    """Return a check that the empty text passes too."""
+    return lambda value: value if value == "" else check(value)
 
 
 def option(check: Any, default: Any = MISSING, choices: tuple[str, ...] = ()) -> Any:
@@ -146,7 +141,7 @@ def rows_of(kind: type[Any], **settings: Any) -> Any:
 
 def text(*checks: validate.Validator, default: str = "") -> Any:
     """Return the field of a text that passes all checks; the empty text always means that it is not given."""
-    return option(Text(validate=[OrEmpty(check) for check in checks]), default)
+    return option(Text(validate=[or_empty(check) for check in checks]), default)
 
 
 def one_of(*words: str) -> validate.Validator:

@@ -160,30 +160,27 @@ def invalid_table(name: str, what: str, origin: str, fault: str) -> UsageError:
 
 def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
     """Return a site's table if it is sound. Raises GpuprovError (exit code 2) that names what is wrong in it."""
-    fault = _fault(data)
-    if fault:
-        raise invalid_table(RELEASES, "driver releases", origin, fault)
+    try:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        parts: list[Any] = [data.get(name) for name in ("newest", "sha256", "support_ends")]
+        if not all(isinstance(one, dict) for one in parts):
+            raise ValueError("newest, sha256 and support_ends must be mappings")
+        newest, digests, ends = parts
+        for branch, release in newest.items():
+            if not _RELEASE.fullmatch(str(release)) or str(release).partition(".")[0] != branch:
+                raise ValueError(f"newest: {branch}: {str(release)[:40]!r} is no release of that branch")
+        if LONG_TERM_BRANCH not in newest:
+            raise ValueError(f"newest lacks the long-term branch {LONG_TERM_BRANCH}")
+        for architecture, rows in digests.items():
+            for release, digest in rows.items() if isinstance(rows, dict) else [("", "")]:
+                if not _RELEASE.fullmatch(str(release)) or not _SHA256.fullmatch(str(digest)):
+                    raise ValueError(f"sha256: {architecture}: {str(release)[:40]!r} has no SHA-256 digest")
+        if not isinstance(data.get("announced", {}), dict):
+            raise ValueError("announced must be a mapping")
+        if wrong := next((branch for branch, month in ends.items() if not _MONTH.fullmatch(str(month))), ""):
+            raise ValueError(f"support_ends: {wrong}: not a month such as 2028-06")
+    except ValueError as error:
+        raise invalid_table(RELEASES, "driver releases", origin, str(error)) from None
     found: Mapping[str, Any] = data
     return found
-
-
-def _fault(data: Any) -> str:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        return f"its format is not {FORMAT}"
-    parts: list[Any] = [data.get(name) for name in ("newest", "sha256", "support_ends")]
-    if not all(isinstance(one, dict) for one in parts):
-        return "newest, sha256 and support_ends must be mappings"
-    newest, digests, ends = parts
-    for branch, release in newest.items():
-        if not _RELEASE.fullmatch(str(release)) or str(release).partition(".")[0] != branch:
-            return f"newest: {branch}: {str(release)[:40]!r} is no release of that branch"
-    if LONG_TERM_BRANCH not in newest:
-        return f"newest lacks the long-term branch {LONG_TERM_BRANCH}"
-    for architecture, rows in digests.items():
-        for release, digest in rows.items() if isinstance(rows, dict) else [("", "")]:
-            if not _RELEASE.fullmatch(str(release)) or not _SHA256.fullmatch(str(digest)):
-                return f"sha256: {architecture}: {str(release)[:40]!r} has no SHA-256 digest"
-    if not isinstance(data.get("announced", {}), dict):
-        return "announced must be a mapping"
-    wrong = next((branch for branch, month in ends.items() if not _MONTH.fullmatch(str(month))), "")
-    return f"support_ends: {wrong}: not a month such as 2028-06" if wrong else ""
