@@ -42,6 +42,7 @@ _CHUNK = 1 << 16
 ADDRESSES = 2 << 30
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]
+_REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
 
 
 def main() -> None:
@@ -233,9 +234,6 @@ class Job:
     def started(self) -> dict[str, Any]:
         """Return what the task answers while the job runs; the controller says it itself, whatever the host answers."""
         return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": f"{self.folder}/{self.id}"}
-
-
-_REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
 
 
 def job_from_line(line: str) -> Job:

@@ -19,6 +19,8 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import IMAGE, HostSpec
 
 StopRequested = Callable[[], bool]
+# Read-only commands may look at the devices of the machine that they run on.
+_CHANGING = ("install", "rollback", "uninstall")
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,6 @@ def keep_devices(run: RunContext) -> None:
             "\n".join(f"{one}: {error}" for one, error in refused),
             f"{stop}; then run the same command again",
         )
-
-
-# Read-only commands may look at the devices of the machine that they run on.
-_CHANGING = ("install", "rollback", "uninstall")
 
 
 def for_target(run: RunContext) -> RunContext:

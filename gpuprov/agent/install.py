@@ -46,6 +46,12 @@ _SHORT_DIFF = 12
 _OTHER_WAYS = {"distribution": "the distribution's own driver", "packages": "the driver in NVIDIA's repository"}
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
+UNIT = "gpuprov-resume.service"
+_REQUEST = f"{STATE_DIRECTORY}/resume.json"
+# Time for the last event to reach the controller before the host goes down.
+_REBOOT_DELAY_SECONDS = 3
+# Puts the folder that holds this package, or the agent's archive, on the path.
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprov.agent.agent import main; main()"
 
 
 @dataclass(frozen=True)
@@ -345,13 +351,6 @@ def versions_of(facts: HostFacts) -> dict[str, str]:
 
 
 # -- after a reboot the host resumes the run by itself, by a unit for one boot -----------------------------------------
-
-UNIT = "gpuprov-resume.service"
-_REQUEST = f"{STATE_DIRECTORY}/resume.json"
-# Time for the last event to reach the controller before the host goes down.
-_REBOOT_DELAY_SECONDS = 3
-# Puts the folder that holds this package, or the agent's archive, on the path.
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprov.agent.agent import main; main()"
 
 
 def leave_resume(system: System, request: Request) -> None:

@@ -31,6 +31,13 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NAMESPACE = "/proc/self/ns/pid"
 _SSHD = "/etc/ssh"
 _PUBLIC_KEY = re.compile(r"ssh_host_\w+_key\.pub")
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
+_NUMBER = re.compile(r"[0-9]{1,10}")
+PYTHONS = (*NAMES, PLATFORM_PYTHON)
+BOOTSTRAP_OPTION = "--bootstrap-python"
+PROBE = f"system={SYSTEM_PATH}\n" + (pkgutil.get_data("gpuprov.agent", "probe.sh") or b"").decode()
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_OTHER_USER = "set ansible_user to an account that may"
 
 
 def machine_of(text: str) -> str:
@@ -91,14 +98,6 @@ def claim_in(folder: Path, name: str, machine: str) -> str:
     finally:
         own.unlink()
     return ""
-
-
-_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
-_NUMBER = re.compile(r"[0-9]{1,10}")
-PYTHONS = (*NAMES, PLATFORM_PYTHON)
-BOOTSTRAP_OPTION = "--bootstrap-python"
-
-PROBE = f"system={SYSTEM_PATH}\n" + (pkgutil.get_data("gpuprov.agent", "probe.sh") or b"").decode()
 
 
 @dataclass(frozen=True)
@@ -165,10 +164,6 @@ def _python(text: str) -> Python | None:
 
 
 # -- why a host accepts a login but runs no command: messages of sudo, shadow, OpenSSH and Linux-PAM ----
-
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_OTHER_USER = "set ansible_user to an account that may"
 
 
 def sudo_problem(output: str) -> Problem | None:

@@ -19,6 +19,22 @@ HostSink = Callable[[str, Event], None]
 _Seconds = Optional[float]
 _Facts = Optional[Mapping[str, Any]]
 DrainState = Literal["foreseen", "failed", "drained", "undrained"]
+# A host ends with these codes (docs/json.md); the others are a whole run's, and would be its code before all others.
+_WORDS = {
+    ExitCode.DONE: "done",
+    ExitCode.FAILED: "failed",
+    ExitCode.USAGE: "refused",
+    ExitCode.REBOOT_NEEDED: "reboot needed",
+    ExitCode.UNREACHABLE: "unreachable",
+    ExitCode.INTERRUPTED: "stopped",
+    ExitCode.DEGRADED: "degraded",
+    ExitCode.UNFIT: "unfit",
+}
+_VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
+MADE, PENDING = ("host_changes", "Changes made by the run"), ("host_changes_pending", "Changes foreseen by the run")
+_Samples = Iterable[tuple[Mapping[str, str], Union[float, int, None]]]
+# The format escapes only these in a label's value.
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 @dataclass(frozen=True)
@@ -97,19 +113,6 @@ class HostResult:
             return self.problems[0].what
         failed = next((check for check in self.checks if check.status == "failed"), None)
         return check_text(failed) if failed else self.summary
-
-
-# A host ends with these codes (docs/json.md); the others are a whole run's, and would be its code before all others.
-_WORDS = {
-    ExitCode.DONE: "done",
-    ExitCode.FAILED: "failed",
-    ExitCode.USAGE: "refused",
-    ExitCode.REBOOT_NEEDED: "reboot needed",
-    ExitCode.UNREACHABLE: "unreachable",
-    ExitCode.INTERRUPTED: "stopped",
-    ExitCode.DEGRADED: "degraded",
-    ExitCode.UNFIT: "unfit",
-}
 
 
 def machines(results: Sequence[HostResult]) -> tuple[HostResult, ...]:
@@ -218,11 +221,6 @@ def hosts_by_vulnerability(
     return tuple(sorted(rows, key=lambda row: (-row[0].score, row[0].product, row[0].version)))
 
 
-_VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
-MADE, PENDING = ("host_changes", "Changes made by the run"), ("host_changes_pending", "Changes foreseen by the run")
-_Samples = Iterable[tuple[Mapping[str, str], Union[float, int, None]]]
-
-
 def metrics_text(
     command: str, results: Sequence[HostResult], known: Sequence[Advisory], *, ended: float, seconds: float,
     changes: tuple[str, str] | None,
@@ -258,10 +256,6 @@ def metrics_text(
           for one, names in hosts_by_vulnerability(results, known) for host in names]),
     ]  # fmt: skip
     return "".join(_gauge(*one) for one in gauges)
-
-
-# The format escapes only these in a label's value.
-_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def _gauge(name: str, text: str, samples: _Samples) -> str:

@@ -26,6 +26,12 @@ from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
 
 _OLD_DAYS = 60
+# The same release serves all three; data-centre rows count where a bulletin has them.
+_SERIES = ("tesla", "nvidia_rtx_quadro_nvs", "geforce")
+_DRIVER = re.compile(rf"linuxr(?P<branch>\d{{3,4}})_(?P<series>{'|'.join(_SERIES)})_(?P<rest>.+)")
+_TOOLKIT = re.compile(r"linux_nvidia_container_toolkit_(?P<rest>.+)")
+_VERSION = re.compile(r"\d+(?:_\d+)+")
+_BEFORE = re.compile(r".*prior_to_(?P<version>\d+(?:_\d+)+)")
 
 
 @click.group(invoke_without_command=True, short_help="Known security holes and problems, and how old this is.")
@@ -174,14 +180,6 @@ def _shown(*, as_json: bool) -> str:
     )
     of_problems = f"{counted(len(problems), 'known problem')}, of {known['updated']}"
     return "\n".join((*shown, "", summary + hint, "", *broken, "", of_problems))
-
-
-# The same release serves all three; data-centre rows count where a bulletin has them.
-_SERIES = ("tesla", "nvidia_rtx_quadro_nvs", "geforce")
-_DRIVER = re.compile(rf"linuxr(?P<branch>\d{{3,4}})_(?P<series>{'|'.join(_SERIES)})_(?P<rest>.+)")
-_TOOLKIT = re.compile(r"linux_nvidia_container_toolkit_(?P<rest>.+)")
-_VERSION = re.compile(r"\d+(?:_\d+)+")
-_BEFORE = re.compile(r".*prior_to_(?P<version>\d+(?:_\d+)+)")
 
 
 def is_csaf(data: Any) -> bool:

@@ -21,6 +21,10 @@ _MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "manage
 
 _STRATEGIES = ("index", "uuid", "type-index")
 _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
+_SPEC_DIRS = click.option(
+    "--spec-dir", "folders", type=FOLDER, multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
+    help="Where specifications are; later ones win. Default: /etc/cdi, /var/run/cdi.",
+)  # fmt: skip
 
 
 def _by_commas(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,12 +195,6 @@ def write_output(output: str, content: bytes) -> None:
     except OSError as error:
         hint = "put sudo before it" if isinstance(error, PermissionError) else "name another file with --output"
         raise from_os_error(f"{output} can't be written", error, hint) from None
-
-
-_SPEC_DIRS = click.option(
-    "--spec-dir", "folders", type=FOLDER, multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
-    help="Where specifications are; later ones win. Default: /etc/cdi, /var/run/cdi.",
-)  # fmt: skip
 
 
 @cdi.command("list", short_help="List the devices that engines can name.")

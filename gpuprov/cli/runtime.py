@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
 _WITHOUT_SUCH_COMMAND = ("docker", "podman")
+_FORMATS = ("shell", "json", "compose", "quadlet")
 
 
 def _require_valid(options: dict[str, Any]) -> None:
@@ -181,9 +182,6 @@ def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
         "notes": list(found.notes),
         "restart": found.reload_command,
     }
-
-
-_FORMATS = ("shell", "json", "compose", "quadlet")
 
 
 @click.command("docker-args", short_help="Print flags that give one container GPUs, without a runtime.")

@@ -34,6 +34,12 @@ _CHUNK = 1 << 18
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
+_ENDS = {
+    remote.CONNECTION_LOST: "the connection broke",
+    remote.TOO_MUCH: "too much output",
+    remote.SILENT: "no answer",
+    remote.KILLED: "killed by a signal",
+}
 
 
 def run_agent(
@@ -252,11 +258,3 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
 def _ending(done: Completed, output: list[str] | None = None) -> str:
     """Return how the command ended and its last lines, without the long command itself."""
     return push.ending(done, output, ended=_ENDS.get(done.returncode, ""))
-
-
-_ENDS = {
-    remote.CONNECTION_LOST: "the connection broke",
-    remote.TOO_MUCH: "too much output",
-    remote.SILENT: "no answer",
-    remote.KILLED: "killed by a signal",
-}

@@ -19,6 +19,18 @@ _PLACE = re.compile(
 _LONGEST = 4000
 _ANY_HOST = "HOST"
 _MOST_EVIDENCE = 3
+_ORDER = ("os", "kernel", "driver", "docker", "gpus")
+_NONE = "none"
+_OF_GPU = re.compile(r"([0-9]{1,3}): ([\w.+, -]+)")
+Spread = tuple[str, list[tuple[str, list[str]]]]
+DRAIN_STATES = {
+    "foreseen": ("would be drained", ""),
+    "failed": ("drain failed", "red"),
+    "drained": ("still drained", "bold yellow"),
+    "undrained": ("undrained", "green"),
+}
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})(\D*)", re.DOTALL)
+_SHORTEST_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -79,14 +91,6 @@ def _of_any_host(text: str, host: str) -> str:
     return _PLACE.sub(_ANY_HOST, named)
 
 
-_ORDER = ("os", "kernel", "driver", "docker", "gpus")
-_NONE = "none"
-_OF_GPU = re.compile(r"([0-9]{1,3}): ([\w.+, -]+)")
-
-
-Spread = tuple[str, list[tuple[str, list[str]]]]
-
-
 def spreads(results: Sequence[HostResult]) -> list[Spread]:
     """Return (name, versions) of all that hosts reported, each version with its hosts, that of most hosts first."""
     reporting = [result for result in machines(results) if result.versions]
@@ -103,14 +107,6 @@ def spreads(results: Sequence[HostResult]) -> list[Spread]:
 def mig_instances(text: str) -> dict[int, tuple[str, ...]]:
     """Return each GPU's MIG instances from the text that facts.mig.mig_layout makes; {} from any other."""
     return {int(index): tuple(names.split(", ")) for index, names in _OF_GPU.findall(text)}
-
-
-DRAIN_STATES = {
-    "foreseen": ("would be drained", ""),
-    "failed": ("drain failed", "red"),
-    "drained": ("still drained", "bold yellow"),
-    "undrained": ("undrained", "green"),
-}
 
 
 def command_of(drain: Drain) -> str:
@@ -130,10 +126,6 @@ def still_drained(results: Sequence[HostResult]) -> str:
     unsure = [plain(host) for host, drain in drained(results) if drain.state == "failed"]
     parts = (f"still drained: {listed(sure)}" if sure else "", f"drain failed: {listed(unsure)}" if unsure else "")
     return "".join(f"; {part}" for part in parts if part)
-
-
-_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})(\D*)", re.DOTALL)
-_SHORTEST_ROW = 3
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

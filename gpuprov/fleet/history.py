@@ -44,6 +44,7 @@ _LONGEST_TEXT = 20_000
 _GONE, _NEW = "not in this run", "new in this run"
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
 _Signal = Optional[ExitCode]
+_FOLDER = "drains"
 
 
 @dataclass(frozen=True)
@@ -305,8 +306,6 @@ def write_log(error: BaseException) -> Problem:
 # A record for each run, so that the next one finds what a killed controller left. A run holds the lock beside its
 # record, which ends with the process, however that ends. The next run over the same inventory takes over the records
 # that nobody holds; one that names no drained host is removed at the end.
-
-_FOLDER = "drains"
 
 
 @dataclass(frozen=True)

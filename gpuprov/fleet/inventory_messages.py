@@ -21,6 +21,7 @@ _SHOWN = 3
 _UNWRAPPED = 100_000  # columns
 WARNING = "[WARNING]: "
 _REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin: (?P<reason>.+)")
+_TOO_DEEP, _DEEPEST = "nested too deep", 100
 
 
 @contextlib.contextmanager
@@ -52,9 +53,6 @@ def ansible_temporary_folder() -> Iterator[None]:
             yield
         finally:
             del os.environ["ANSIBLE_LOCAL_TEMP"]
-
-
-_TOO_DEEP, _DEEPEST = "nested too deep", 100
 
 
 def ansible_error() -> type[Exception]:

@@ -32,6 +32,7 @@ DRIVERS = ("runfile", "packages", "distribution", "preinstalled")
 # Taken as they are typed; shells complete them.
 FILE, FOLDER = click.Path(readable=False), click.Path(file_okay=False, readable=False)
 FILE.name, FOLDER.name = "file", "dir"
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 def text_option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:
@@ -46,9 +47,6 @@ def _require_text(context: click.Context, parameter: click.Parameter, value: str
     if value is not None and not value.strip():
         raise click.BadParameter("it is empty: is a variable of the shell not set?", context, parameter)
     return value or ""
-
-
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 def pairs(option: str, texts: tuple[str, ...], form: re.Pattern[str], example: str) -> dict[str, str]:

@@ -54,6 +54,27 @@ _MOST_SIDE_BY_SIDE = 8
 _MOST_ROWS = 50  # of one host each; beyond that only -v shows them all
 _MOST_NAMED = 5
 _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
+_TO_TRY = """
+docker run --rm --gpus all ubuntu nvidia-smi
+docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all ubuntu nvidia-smi"""
+_SUMMARISED = (
+    "host", "exit_code", "changed", "seconds", "summary", "problems", "versions", "same_as", "drain", "rolled_back",
+    "choice",
+)  # fmt: skip
+_FACTS = {
+    "system": ("os", "name"),
+    "kernel": ("kernel", "release"),
+    "GPUs": ("gpus",),
+    "driver": ("driver", "library_version"),
+    "docker": ("docker", "version"),
+}
+_ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.checks, after the engine's
+_CHANGED = {False: "made", True: "would be made"}
+_FAILED_ON = {"doctor": "causes found on", "cuda": "wrong on"}
+_PARTICIPLES = {
+    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy", "health": "healthy",
+    "accept": "accepted", "cuda": "right", "rollback": "rolled back", "uninstall": "uninstalled",
+}  # fmt: skip
 
 
 def print_report(console: Console, run: Run, next_command: str = "", *, verbose: bool = False) -> None:
@@ -94,11 +115,6 @@ def print_report(console: Console, run: Run, next_command: str = "", *, verbose:
             console.print(_TO_TRY, soft_wrap=True)
 
 
-_TO_TRY = """
-docker run --rm --gpus all ubuntu nvidia-smi
-docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all ubuntu nvidia-smi"""
-
-
 def summary(run: Run) -> dict[str, Any]:
     """Return the last object of `--json`: the exit code of the run, and the result of each host."""
     hosts = [{**{name: as_json(getattr(one, name)) for name in _SUMMARISED}, "result": one.word} for one in run.results]
@@ -112,12 +128,6 @@ def summary(run: Run) -> dict[str, Any]:
         "holes": [{**asdict(one), "score": one.score, "hosts": hosts} for one, hosts in _vulnerable(run.results)],
         "run": run.identifier,
     }
-
-
-_SUMMARISED = (
-    "host", "exit_code", "changed", "seconds", "summary", "problems", "versions", "same_as", "drain", "rolled_back",
-    "choice",
-)  # fmt: skip
 
 
 def _vulnerable(results: Sequence[HostResult]) -> tuple[tuple[Vulnerabilities, tuple[str, ...]], ...]:
@@ -285,15 +295,6 @@ def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[Renderab
         yield Text.assemble((plain(host), "bold"), "\n", whole)
 
 
-_FACTS = {
-    "system": ("os", "name"),
-    "kernel": ("kernel", "release"),
-    "GPUs": ("gpus",),
-    "driver": ("driver", "library_version"),
-    "docker": ("docker", "version"),
-}
-
-
 # -- the last line ---------------------------------------------------------------------------------------------------
 
 
@@ -332,15 +333,6 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
         return f"{hosts}: {changes} would be made, nothing was touched"
     follow_up = f"; next: {next_command}" if next_command else ""
     return f"{hosts} {_PARTICIPLES[command]}: {changes}{follow_up}"
-
-
-_ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.checks, after the engine's
-_CHANGED = {False: "made", True: "would be made"}
-_FAILED_ON = {"doctor": "causes found on", "cuda": "wrong on"}
-_PARTICIPLES = {
-    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy", "health": "healthy",
-    "accept": "accepted",     "cuda": "right", "rollback": "rolled back", "uninstall": "uninstalled",
-}  # fmt: skip
 
 
 def _seen_by_containers(results: Sequence[HostResult]) -> str:

@@ -31,6 +31,23 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted, plain
 
 _SHARE = re.compile(r"(\d{1,6})(%?)")
+# Hosts with the same `imex_nodes` are of one IMEX domain, which changes at once or not at all.
+_ROLLS_BACK = Problem("--rollback-on-failure would divide an IMEX domain", "", "leave it out, and roll back by hand")
+_WITHOUT = "correct it; or set gpuprov_imex: off for it, or leave its domain out with --limit; then run this again"
+# A name that can't become an option, a second argument or a control sequence; addresses of IPv6 included.
+_SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252}\Z")
+_PLACE = re.compile(r"\{([A-Za-z_]+)\}")
+_PLACES = ("host", "address")
+_KEPT_LINES = 5
+_LONGEST_LINE = 300
+# Of each output: the last lines are those that say why.
+_MOST_OUTPUT = 1 << 18
+# Carries a request out on the host; relays every event but the last one, which it returns.
+CarryOut = Callable[[Request, Sink], Finished]
+_OUTCOMES: dict[RolledBack, str] = {
+    "verified": "the host was rolled back, and verify is green", "failed": "the host could not be rolled back",
+    "not-verified": "the host was rolled back, but verify fails after it too",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,11 +160,6 @@ def _canaries(targets: Sequence[HostTarget], canary: str) -> tuple[HostTarget, .
     return tuple(target for target in targets if any(fnmatch.fnmatchcase(target.name, word) for word in wanted))
 
 
-# Hosts with the same `imex_nodes` are of one IMEX domain, which changes at once or not at all.
-_ROLLS_BACK = Problem("--rollback-on-failure would divide an IMEX domain", "", "leave it out, and roll back by hand")
-_WITHOUT = "correct it; or set gpuprov_imex: off for it, or leave its domain out with --limit; then run this again"
-
-
 def joined(hosts: Iterable[HostTarget], request: Request) -> tuple[HostTarget, ...]:
     """Return the hosts that the request would change, and that have a domain with others."""
     return tuple(host for host in hosts if request.changes_the_host and len(host.spec.imex_nodes) > 1)
@@ -169,16 +181,6 @@ def require_possible_domains(planned: Iterable[HostResult]) -> None:
                      for one in planned if one.has_failed)  # fmt: skip
     if problems:
         raise GpuprovError.several(problems)
-
-
-# A name that can't become an option, a second argument or a control sequence; addresses of IPv6 included.
-_SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252}\Z")
-_PLACE = re.compile(r"\{([A-Za-z_]+)\}")
-_PLACES = ("host", "address")
-_KEPT_LINES = 5
-_LONGEST_LINE = 300
-# Of each output: the last lines are those that say why.
-_MOST_OUTPUT = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -275,10 +277,6 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
     return CommandEnd(trouble, "\n".join(map(plain, lines[-_KEPT_LINES:])))
 
 
-# Carries a request out on the host; relays every event but the last one, which it returns.
-CarryOut = Callable[[Request, Sink], Finished]
-
-
 def verified(request: Request, sink: Sink, carry_out: CarryOut) -> Finished:
     """Verify the host that a request was for; that it can't be reached is a result, too."""
     wanted = replace(request, command="verify", steps=(), bundle="", bundle_digest="", require_drained=False)
@@ -286,12 +284,6 @@ def verified(request: Request, sink: Sink, carry_out: CarryOut) -> Finished:
         return carry_out(wanted, sink)
     except GpuprovError as error:
         return Finished(int(error.exit_code), problems=error.problems)
-
-
-_OUTCOMES: dict[RolledBack, str] = {
-    "verified": "the host was rolled back, and verify is green", "failed": "the host could not be rolled back",
-    "not-verified": "the host was rolled back, but verify fails after it too",
-}  # fmt: skip
 
 
 def install_or_roll_back(

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
 _LOOK_SECONDS = 0.2
+_ONCE = "no further host begins, and a drain ends; hosts whose changes have begun finish (Ctrl-C again leaves them)"
+_HERE_ONCE = "stopping: a change that has begun is finished, no further one begins"
+_STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")
 
 
 @dataclass(eq=False)
@@ -442,8 +445,3 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
 def _left() -> GpuprovError:
     next_step = "the agent on the host continues; run the same command again to get its result"
     return GpuprovError("left by Ctrl-C while it ran", "", next_step)
-
-
-_ONCE = "no further host begins, and a drain ends; hosts whose changes have begun finish (Ctrl-C again leaves them)"
-_HERE_ONCE = "stopping: a change that has begun is finished, no further one begins"
-_STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")

@@ -19,6 +19,9 @@ from typing import Annotated, Any, Callable, Literal, TypeVar, Union, get_args, 
 from gpuprov.protocol.words import line, plain
 
 T = TypeVar("T")
+_NAMES = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", Mapping: "an object"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,3 @@ def _one_of(allowed: tuple[Any, ...], value: Any, path: str) -> Any:
     if not isinstance(value, type(allowed[0])) or isinstance(value, bool) or value not in allowed:
         raise WrongDataError(f"{path} is none of {', '.join(map(str, allowed))}")
     return value
-
-
-_NAMES = {
-    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", Mapping: "an object"
-}  # fmt: skip

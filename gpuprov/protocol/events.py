@@ -29,6 +29,8 @@ RolledBack = Literal["", "verified", "not-verified", "failed"]
 RebootNeed = Literal["no", "if-in-use", "yes", "by-hand"]
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1
+_REBOOTS = {"no": "no", "if-in-use": "only if the loaded driver can't be unloaded", "yes": "yes",
+            "by-hand": "yes, by hand"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,6 @@ class Upgrade:
             f"{kind}: {self.product} {self.installed} → {self.wanted}; stops {stops}; "
             f"reboot: {_REBOOTS[self.reboot]}; way back: {self.way_back}"
         )
-
-
-_REBOOTS = {"no": "no", "if-in-use": "only if the loaded driver can't be unloaded", "yes": "yes",
-            "by-hand": "yes, by hand"}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ _FOR_URLS = str.maketrans("+/", "-_")  # base64url
 _SHORTEST_ALONE = 6
 # Of a password that a person typed or an inventory names.
 _SHORTEST_PASSWORD = 4
+Forms = tuple[tuple[str, str], ...]  # what to hide, and what to show instead
 
 
 def masked(text: str) -> str:
@@ -49,9 +50,6 @@ def split_login(url: str) -> tuple[str, str, str]:
     login, _, host = place.rpartition("@")
     user, _, password = login.partition(":")
     return f"{scheme}://{host}{slash}{path}" if scheme and rest else url, unquote(user), unquote(password)
-
-
-Forms = tuple[tuple[str, str], ...]  # what to hide, and what to show instead
 
 
 def secret_free(sink: Sink, values: Any, passwords: Iterable[str] = ()) -> Sink:

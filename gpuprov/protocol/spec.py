@@ -25,6 +25,13 @@ GENERATIONS = (
     "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin",
 )  # fmt: skip
 HOST, IMAGE = "host", "image"
+# Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
+PLAY_VARIABLES = frozenset(
+    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
+     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix",
+     "gpuprov_play_remember", "gpuprov_play_upgrade", "gpuprov_play_before_host_tasks",
+     "gpuprov_play_after_host_tasks", "gpuprov_play_allow", "gpuprov_play_rollback_on_failure", "gpuprov_play_window")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,6 @@ class Vgpu:
     )
     token: str = field(default="", repr=False, metadata=text(check.TOKEN).metadata)
     server: str = text(check.SERVER)
-
-
-# Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
-PLAY_VARIABLES = frozenset(
-    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
-     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix",
-     "gpuprov_play_remember", "gpuprov_play_upgrade", "gpuprov_play_before_host_tasks",
-     "gpuprov_play_after_host_tasks", "gpuprov_play_allow", "gpuprov_play_rollback_on_failure", "gpuprov_play_window")
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

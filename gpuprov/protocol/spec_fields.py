@@ -76,6 +76,18 @@ MPS_MEMORY = validate.Regexp(
 )
 ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
+# Not even a wrong value of these is printed.
+_SECRET = ("proxy", "vgpu")
+_NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect",
+           "feature", "token", "server")  # fmt: skip
+_REASONS = {
+    "Not a valid string.": "must be text (put a version number in quotes)",
+    "Not a valid boolean.": "must be true or false",
+    "Not a valid list.": "must be a list",
+    "Not a valid integer.": "must be a whole number",
+    "Invalid input type.": "must be a mapping",
+    "Missing data for required field.": "is missing",
+}
 
 
 class Text(schema_fields.String):
@@ -223,17 +235,3 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
     what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
     shown = "a value that may hold a password is not shown" if name in _SECRET else masked(repr(value))
     return Problem(what, f"{where + ': ' if where else ''}{shown}", hint)
-
-
-# Not even a wrong value of these is printed.
-_SECRET = ("proxy", "vgpu")
-_NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect",
-           "feature", "token", "server")  # fmt: skip
-_REASONS = {
-    "Not a valid string.": "must be text (put a version number in quotes)",
-    "Not a valid boolean.": "must be true or false",
-    "Not a valid list.": "must be a list",
-    "Not a valid integer.": "must be a whole number",
-    "Invalid input type.": "must be a mapping",
-    "Missing data for required field.": "is missing",
-}

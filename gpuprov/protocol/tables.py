@@ -25,6 +25,13 @@ MODELS, XIDS, FAILURES, HEALTH, MIG_CONFIGS = "models", "xids", "failures", "hea
 NAMES = RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS, MODELS, MIG_CONFIGS
 _in_use: dict[str, Any] = {}
 T = TypeVar("T")
+FORMAT = 1
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+_RELEASE = re.compile(r"\d{3,4}\.\d{1,4}(\.\d{1,4}){0,2}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MONTH = re.compile(r"\d{4}-\d{2}|")
+# The branch that is supported longest (580 is the long-term one until June 2028) and serves Maxwell to Blackwell.
+LONG_TERM_BRANCH = "580"
 
 
 @functools.cache
@@ -85,15 +92,6 @@ def use(tables: Mapping[str, Any]) -> None:
     _in_use.clear()
     _in_use.update(tables)
     rows.cache_clear()
-
-
-FORMAT = 1
-DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
-_RELEASE = re.compile(r"\d{3,4}\.\d{1,4}(\.\d{1,4}){0,2}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_MONTH = re.compile(r"\d{4}-\d{2}|")
-# The branch that is supported longest (580 is the long-term one until June 2028) and serves Maxwell to Blackwell.
-LONG_TERM_BRANCH = "580"
 
 
 def branches() -> tuple[str, ...]:
