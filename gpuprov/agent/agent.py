@@ -24,7 +24,7 @@ from gpuprov.core.commands import lift_memory_limit
 from gpuprov.core.files import write_whole
 from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, memory_problem
-from gpuprov.protocol.events import ChangeStarted, Event, EventReader, Finished, Sink, to_line
+from gpuprov.protocol.events import ChangeStarted, Event, EventReader, Finished, Kept, to_line
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.secrets import masked
 
@@ -111,44 +111,19 @@ def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple
     return worker, reading
 
 
-class StopFlag:
-    """Whether a run is to stop; asked while it looks, and between two changes."""
-
-    def __init__(self) -> None:
-        self._requested = False
-        self._unless_begun = False
-        self._begun = False
-
-    def set(self, *_: object) -> None:
-        """Stop after the current change; a signal's handler."""
-        self._requested = True
-
-    def set_unless_begun(self, *_: object) -> None:
-        """Stop if no change has begun."""
-        self._unless_begun = True
-
-    def watching(self, sink: Sink) -> Sink:
-        """Return a sink that notes whether a change has begun."""
-
-        def watched(event: Event) -> None:
-            self._begun = self._begun or isinstance(event, ChangeStarted)
-            sink(event)
-
-        return watched
-
-    def __call__(self) -> bool:
-        return self._requested or (self._unless_begun and not self._begun)
-
-
 def _work(request: Request, writing: int) -> int:
     """Carry out the request in a new session."""
     _detach()
-    stop = StopFlag()
-    signal.signal(signal.SIGINT, stop.set)
-    signal.signal(signal.SIGTERM, stop.set)
-    signal.signal(signal.SIGUSR1, stop.set_unless_begun)
+    sink = Kept(ChangeStarted, _pipe_sink(writing))
+    asked: set[int] = set()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: asked.add(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    sink = stop.watching(_pipe_sink(writing))
+
+    def stop_requested() -> bool:
+        """Say whether to stop after the current change; at SIGUSR1 only if none has begun."""
+        return bool(asked - {signal.SIGUSR1}) or (bool(asked) and not sink.events)
+
     try:
         # Imported here: the relay does not need it, and forking a small process is cheap. Garbage collection during
         # imports finds nothing and takes a tenth of their time.
@@ -157,12 +132,17 @@ def _work(request: Request, writing: int) -> int:
 
         gc.freeze()
         gc.enable()
-        code = int(run_request(request, sink, stop_requested=stop))
+        code = int(run_request(request, sink, stop_requested=stop_requested))
         if request.command == "uninstall" and not request.check and code == 0:
             _remove_agents(sys.argv[0])
         return code
     except BaseException as error:
-        _log(masked(traceback.format_exc()))
+        with contextlib.suppress(OSError):
+            handle = os.open(LOG_PATH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(handle, "w") as file:
+                if os.fstat(handle).st_size > _LOG_BYTES:
+                    file.truncate(0)
+                file.write(masked(traceback.format_exc()))
         problem = memory_problem(error) or Problem(
             "gpuprov itself failed: this is a bug", masked(f"{error!r}"), f"see {LOG_PATH} on the host"
         )
@@ -199,15 +179,6 @@ def _pipe_sink(writing: int) -> Callable[[Event], None]:
             pipe.write(to_line(event).encode() + b"\n")
 
     return sink
-
-
-def _log(text: str) -> None:
-    with contextlib.suppress(OSError):
-        handle = os.open(LOG_PATH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(handle, "w") as file:
-            if os.fstat(handle).st_size > _LOG_BYTES:
-                file.truncate(0)
-            file.write(text)
 
 
 # -- requests that continue after the controller disconnects: Ansible's `async` -------------------------------------

@@ -131,18 +131,17 @@ def _finished(run: RunContext, look: _Look, work: _Work) -> Finished:
 def _look(run: RunContext) -> _Look:
     x = gather(run.system, run.spec)
     causes = diagnose(x)
-    return _Look(x, causes, plan_fix(x, causes, _installation(run, x) if needs_install(causes) else None))
-
-
-def _installation(run: RunContext, x: HostSnapshot) -> Plan:
-    """Return the plan of a whole installation; what prevents it is among its problems."""
-    try:
-        spec = resolve(run.system, completed(run.system, spec_as_found(x)), None)
-        plan = make_plan(gather_for(run.system, spec, None, (), run.sink), spec)
-        wrong = unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
-    except GpuprovError as error:
-        return Plan((), error.problems)
-    return replace(plan, problems=plan.problems or wrong)
+    whole: Plan | None = None
+    if needs_install(causes):
+        # What prevents the installation is among the plan's problems.
+        try:
+            spec = resolve(run.system, completed(run.system, spec_as_found(x)), None)
+            whole = make_plan(gather_for(run.system, spec, None, (), run.sink), spec)
+            wrong = unreachable(run.system, [url for item in whole.changes for url in item.change.urls])
+            whole = replace(whole, problems=whole.problems or wrong)
+        except GpuprovError as error:
+            whole = Plan((), error.problems)
+    return _Look(x, causes, plan_fix(x, causes, whole))
 
 
 def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work) -> None:

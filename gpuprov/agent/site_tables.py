@@ -87,9 +87,14 @@ def _site_table(name: str, place: str, sha256: str, proxy: Proxy) -> tuple[Any, 
             f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_{name}_sha256 is {sha256}",
             "get the file again, or correct the digest",
         )  # fmt: skip
-    if name == tables.MIG_CONFIGS:
-        return _parsed_yaml(content, masked(place)), masked(place)
-    return _parsed(content, masked(place)), masked(place)
+    if name != tables.MIG_CONFIGS:
+        return _parsed(content, masked(place)), masked(place)
+    import yaml  # of no use on hosts
+
+    try:
+        return yaml.safe_load(content), masked(place)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"{masked(place)} is not valid YAML", str(error)[:200], "get the file again") from None
 
 
 def checked_servers(data: Any, origin: str) -> Mapping[str, Any]:
@@ -117,15 +122,6 @@ def _parsed(content: bytes, origin: str) -> Any:
         return tables.parse(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{origin} is not valid JSON", str(error)[:200], "get the file again, or remove it") from None
-
-
-def _parsed_yaml(content: bytes, origin: str) -> Any:
-    import yaml  # of no use on hosts
-
-    try:
-        return yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{origin} is not valid YAML", str(error)[:200], "get the file again") from None
 
 
 def use_tables(sent: Mapping[str, Any]) -> None:

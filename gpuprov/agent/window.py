@@ -65,8 +65,15 @@ def parse_window(text: str, option: str = "--window") -> Window | None:
     if found is None or not days:
         example = f"for example {option} 'Sat 02:00-06:00', 'Mon-Fri 22:00-04:00 Europe/Berlin'"
         raise UsageError(f"{option} takes days, times and maybe a time zone, not {text!r}", "", example)
+    from zoneinfo import ZoneInfo  # slow to load
+
     begin, end = (int(found[hour]) * 60 + int(found[hour + 1]) for hour in (2, 4))
-    return Window(text.strip(), days, begin, end % _DAY, _zone(found[6], option) if found[6] else None)
+    try:
+        zone = ZoneInfo(found[6]) if found[6] else None
+    except (OSError, ValueError, KeyError) as error:
+        step = "take a name that `timedatectl list-timezones` shows; it needs the package tzdata"
+        raise UsageError(f"{option} has an unknown time zone {found[6]!r}", str(error), step) from None
+    return Window(text.strip(), days, begin, end % _DAY, zone)
 
 
 def _days(text: str) -> frozenset[int]:
@@ -79,13 +86,3 @@ def _days(text: str) -> frozenset[int]:
         begin = _DAYS.index(first)
         days |= {(begin + one) % 7 for one in range((_DAYS.index(last or first) - begin) % 7 + 1)}
     return frozenset(days)
-
-
-def _zone(name: str, option: str) -> tzinfo:
-    from zoneinfo import ZoneInfo
-
-    try:
-        return ZoneInfo(name)
-    except (OSError, ValueError, KeyError) as error:
-        step = "take a name that `timedatectl list-timezones` shows; it needs the package tzdata"
-        raise UsageError(f"{option} has an unknown time zone {name!r}", str(error), step) from None

@@ -137,8 +137,7 @@ def verify(
         raise SystemExit(int(verify_cluster(made, Kubectl(context, kubeconfig), wanted)))
     if context or kubeconfig or namespace:
         raise click.UsageError("--context, --kubeconfig and --namespace need --kubernetes")
-    images = {"verify_image": image, "torch_image": torch_image, "tensorflow_image": tensorflow_image}
-    run("verify", options, **images)
+    run("verify", options, verify_image=image, torch_image=torch_image, tensorflow_image=tensorflow_image)
 
 
 @cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")

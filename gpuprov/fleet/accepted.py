@@ -19,9 +19,7 @@ from gpuprov.checks.accept import PEER
 from gpuprov.checks.health import concluded
 from gpuprov.core.files import make_user_folder, write_whole
 from gpuprov.core.system import System
-from gpuprov.fleet.history import Run, state_folder, without_secrets
-from gpuprov.protocol import codec
-from gpuprov.protocol.codec import WrongDataError
+from gpuprov.fleet.history import Run, state_folder, stored, without_secrets
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import GpuMeasured, HealthFound
 
@@ -48,14 +46,7 @@ class AcceptRecord:
 
 def read_records() -> dict[str, AcceptRecord]:
     """Return host → its file; broken ones are left out."""
-    found: dict[str, AcceptRecord] = {}
-    for path in sorted(state_folder("accepted").glob("*.json")):
-        try:
-            one = codec.load(AcceptRecord, codec.parse(path.read_bytes()), trusted=True)
-        except (OSError, WrongDataError):
-            continue
-        found[one.host] = one
-    return found
+    return {one.host: one for _, one in stored("accepted", AcceptRecord)}
 
 
 def compared(

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from gpuprov import __version__
 from gpuprov.agent.result import Drain, HostResult, machines, overall_exit_code
@@ -44,6 +44,7 @@ _LONGEST_TEXT = 20_000
 _GONE, _NEW = "not in this run", "new in this run"
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
 _Signal = Optional[ExitCode]
+T = TypeVar("T")
 _FOLDER = "drains"
 
 
@@ -74,6 +75,13 @@ def state_folder(name: str = "runs") -> Path:
     """Return a folder of what gpuprov stores of this user's runs, by default that of their results."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return (Path(state) / "gpuprov" / name).expanduser()
+
+
+def stored(folder: str, kind: type[T]) -> Iterator[tuple[Path, T]]:
+    """Yield the files of one of these folders, by name, as values; broken ones are left out."""
+    for path in sorted(state_folder(folder).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            yield path, codec.load(kind, codec.parse(path.read_bytes()), trusted=True)
 
 
 def new_identifier(now: float) -> str:
@@ -339,9 +347,8 @@ class DrainRecord:
 def left_records(inventory: Sequence[str]) -> tuple[DrainRecord, ...]:
     """Return the records of this inventory that no process holds, the oldest first; broken ones are left out."""
     found = []
-    for path in sorted(state_folder(_FOLDER).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            record = codec.load(DrainRecord, json.loads(path.read_text("utf-8")), trusted=True)
+    for path, record in stored(_FOLDER, DrainRecord):
+        with contextlib.suppress(OSError):
             if record.inventory == tuple(inventory) and not _is_held(path):
                 found.append(record)
     return tuple(found)

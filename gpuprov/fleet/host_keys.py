@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.core.files import make_user_folder
-from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
@@ -37,14 +37,6 @@ class KnownKey:
     key: bytes
     place: str
     revoked: bool = False
-
-
-class HostKeyRefusedError(Exception):
-    """The server's key must not be accepted."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.what)
-        self.problem = problem
 
 
 def known_hosts_name(host: str, port: int) -> str:
@@ -141,7 +133,7 @@ class KeyCheck:
         self.accept_new = accept_new
 
     def missing_host_key(self, _client: Any, _hostname: str, key: Any) -> None:
-        """Return if the server may be trusted; raises HostKeyRefusedError otherwise."""
+        """Return if the server may be trusted; raises GpuprovError (exit code 4) otherwise."""
         offered, key_type = key.asbytes(), key.get_name()
         known = self.known.keys(self.name)
         same = [entry for entry in known if entry.key == offered]
@@ -151,27 +143,28 @@ class KeyCheck:
         offers = f"it offers {key_type} {fingerprint(offered)}"
         if known:
             places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
-            raise HostKeyRefusedError(Problem(
+            raise GpuprovError(
                 f"{self.name}: host key {'revoked' if is_revoked else 'changed'}: the host was reinstalled, or someone "
                 "is intercepting the connection", "\n".join((offers, *places)),
                 f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f {known[0].place.rsplit(':', 1)[0]}, "
-                f"then run again with {ACCEPT_OPTION}",
-            ))  # fmt: skip
+                f"then run again with {ACCEPT_OPTION}", exit_code=ExitCode.UNREACHABLE,
+            )  # fmt: skip
         files = self.known.user_files
         if not self.accept_new:
-            raise HostKeyRefusedError(Problem(
+            raise GpuprovError(
                 f"the host key of {self.name} is unknown",
                 f"{offers}\nlooked in {', '.join((*files, *self.known.system_files))}",
                 f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host, then run again with "
-                f"{ACCEPT_OPTION}, which stores it in {files[0]}",
-            ))  # fmt: skip
+                f"{ACCEPT_OPTION}, which stores it in {files[0]}", exit_code=ExitCode.UNREACHABLE,
+            )  # fmt: skip
         try:
             self.known.store(self.name, key_type, offered)
         except OSError as error:
-            raise HostKeyRefusedError(Problem(
+            raise GpuprovError(
                 f"the host key of {self.name} can't be stored", str(error),
                 "name a file that can be written, by UserKnownHostsFile in ansible_ssh_common_args",
-            )) from None  # fmt: skip
+                exit_code=ExitCode.UNREACHABLE,
+            ) from None  # fmt: skip
 
 
 def preferred_key_types(known: Sequence[KnownKey], supported: Sequence[str]) -> tuple[str, ...]:

@@ -48,7 +48,9 @@ _SQUARE = 10  # units of the drawings
 def render(run: Run, before: Run | None = None) -> str:
     """Return the page; the same runs give the same bytes. `before` is the run to compare with."""
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_shown,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        # No control characters and not without end; Jinja escapes it.
+        finalize=lambda value: value if isinstance(value, (Markup, int, float)) else shortened(plain(value)),
         keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {
@@ -91,11 +93,6 @@ def render(run: Run, before: Run | None = None) -> str:
         step_counts=_step_counts,
         others=others,
     )  # fmt: skip
-
-
-def _shown(value: object) -> object:
-    """Return what a template may show of a value: no control characters and not without end; Jinja escapes it."""
-    return value if isinstance(value, (Markup, int, float)) else shortened(plain(value))
 
 
 def _duration(seconds: float) -> str:

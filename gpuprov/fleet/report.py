@@ -390,16 +390,19 @@ def show_list(console: Console, *, as_json: bool) -> None:
             runs.append(history.load(identifier))
         except GpuprovError as error:
             say_text(error, err=True)
+    rows = [
+        {
+            "run": run.identifier, "began": run.began, "command": run.command, "hosts": len(run.results),
+            "failed": sum(result.has_failed for result in run.results), "exit_code": int(run.exit_code),
+        }
+        for run in runs
+    ]  # fmt: skip
     if as_json:
-        summaries = [{"run": run.identifier, "began": run.began, **_counts(run)} for run in runs]
-        console.file.write(json.dumps(summaries, separators=(",", ":")) + "\n")
+        console.file.write(json.dumps(rows, separators=(",", ":")) + "\n")
         return
     table = _table("run", "began", "command", "hosts", "failed", "exit code", right=("hosts", "failed", "exit code"))
-    for run in runs:
-        counts = _counts(run)
-        table.add_row(
-            run.identifier, run.began, Text(_call(run)), *(str(counts[key]) for key in ("hosts", "failed", "exit_code"))
-        )
+    for run, row in zip(runs, rows):
+        table.add_row(*(Text(str(cell)) for cell in {**row, "command": _call(run)}.values()))
     console.print(table)
 
 
@@ -408,11 +411,6 @@ def _call(run: Run) -> str:
     return plain(
         f"gpuprov {run.command}{' --check' if run.check else ''} on {counted(len(run.results), 'host')} of {where}"
     )
-
-
-def _counts(run: Run) -> dict[str, object]:
-    failed = sum(result.has_failed for result in run.results)
-    return {"command": run.command, "hosts": len(run.results), "failed": failed, "exit_code": int(run.exit_code)}
 
 
 def write_page(run: Run, path: str) -> None:

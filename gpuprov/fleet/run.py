@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.agent import probe
-from gpuprov.agent.agent import StopFlag
 from gpuprov.agent.probe import local_host_keys, local_machine
 from gpuprov.agent.result import Drain, HostResult, HostSink, Recorder
 from gpuprov.agent.site_tables import for_request
@@ -30,7 +29,7 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import Batch, HostCommands, Rolling, Rollout, install_or_roll_back, make_batches
 from gpuprov.fleet.ssh import close, connected, wait_for_boot
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
-from gpuprov.protocol.events import Finished, Note, Sink
+from gpuprov.protocol.events import ChangeStarted, Finished, Kept, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import spec_to_json
@@ -158,14 +157,13 @@ class Fleet:
 
     def _run_here(self, target: HostTarget, request: Request, sink: Sink) -> Finished:
         """Run the request in this process; alone, it stops after the current change, else as a host over SSH."""
-        flag = StopFlag()
+        begun = Kept(ChangeStarted, sink)
 
         def stop() -> bool:
-            if self.interruptions and self._stops_before_its_first_change(target, request):
-                flag.set_unless_begun()
-            return self._is_cut() or flag()
+            looks = self._stops_before_its_first_change(target, request) and not begun.events
+            return self._is_cut() or (looks and self.interruptions > 0)
 
-        return run_here(request, flag.watching(sink), stop)
+        return run_here(request, begun, stop)
 
     def _stops_before_its_first_change(self, target: HostTarget, request: Request) -> bool:
         """Say whether a first Ctrl-C ends the look at this host: a drained host is changed, verified and undrained."""

@@ -210,8 +210,8 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
 
     try:
         yield
-    except host_keys.HostKeyRefusedError as error:
-        problem = error.problem
+    except GpuprovError:  # the server's key is refused
+        raise
     except Exception as error:
         hop = connection  # or the jump host on the way that was not reached
         while hop.gateway and not isinstance(hop.gateway, str) and not hop.gateway.is_connected:

@@ -60,12 +60,14 @@ class Problem:
 class GpuprovError(Exception):
     """Ends a run. Carries one or several problems, so that all can be fixed at once."""
 
+    exit_code = ExitCode.FAILED
+
     def __init__(
-        self, what: str, evidence: str = "", next_step: str = "", *, exit_code: ExitCode = ExitCode.FAILED
+        self, what: str, evidence: str = "", next_step: str = "", *, exit_code: ExitCode | None = None
     ) -> None:
         super().__init__(what)
         self.problems: tuple[Problem, ...] = (Problem(what, evidence, next_step),)
-        self.exit_code = exit_code
+        self.exit_code = exit_code or self.exit_code
 
     @classmethod
     def several(cls, problems: tuple[Problem, ...], *, exit_code: ExitCode | None = None) -> GpuprovError:
@@ -81,8 +83,7 @@ class GpuprovError(Exception):
 class UsageError(GpuprovError):
     """Ends a run before it begins: the call or the inventory is wrong (exit code 2)."""
 
-    def __init__(self, what: str, evidence: str = "", next_step: str = "") -> None:
-        super().__init__(what, evidence, next_step, exit_code=ExitCode.USAGE)
+    exit_code = ExitCode.USAGE
 
 
 class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)

@@ -16,7 +16,6 @@ from gpuprov.fleet.host_keys import (
     ACCEPT_OPTION,
     SYSTEM_FILES,
     USER_FILES,
-    HostKeyRefusedError,
     KeyCheck,
     KnownHosts,
     KnownKey,
@@ -24,6 +23,7 @@ from gpuprov.fleet.host_keys import (
     known_hosts_name,
     preferred_key_types,
 )
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 NAME = "lab-a"
 FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
@@ -57,10 +57,10 @@ def check(user: Path, system: Path, *, accept_new: bool) -> KeyCheck:
 
 
 def refusal(offered: paramiko.PKey, user: Path, system: Path, *, accept_new: bool) -> tuple[str, str, str]:
-    with pytest.raises(HostKeyRefusedError) as caught:
+    with pytest.raises(GpuprovError) as caught:
         check(user, system, accept_new=accept_new).missing_host_key(None, "another name", offered)
-    problem = caught.value.problem
-    assert str(caught.value) == problem.what
+    problem = caught.value.problems[0]
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
     return problem.what, problem.evidence, problem.next_step
 
 
@@ -178,9 +178,9 @@ def test_the_users_files_are_below_the_home_directory(tmp_path: Path, monkeypatc
 
 def test_a_key_is_refused_if_it_cannot_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))
-    with pytest.raises(HostKeyRefusedError, match=f"host key of {NAME} can't be stored") as caught:
+    with pytest.raises(GpuprovError, match=f"host key of {NAME} can't be stored") as caught:
         KeyCheck(KnownHosts(system_files=()), NAME, accept_new=True).missing_host_key(None, "", FIRST)
-    assert "no home directory" in caught.value.problem.evidence
+    assert "no home directory" in caught.value.problems[0].evidence
     assert not (tmp_path / "nonexistent").exists()
 
 
