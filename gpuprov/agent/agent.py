@@ -137,12 +137,7 @@ def _work(request: Request, writing: int) -> int:
             _remove_agents(sys.argv[0])
         return code
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            handle = os.open(LOG_PATH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(handle, "w") as file:
-                if os.fstat(handle).st_size > _LOG_BYTES:
-                    file.truncate(0)
-                file.write(masked(traceback.format_exc()))
+        _log(masked(traceback.format_exc()))
         problem = memory_problem(error) or Problem(
             "gpuprov itself failed: this is a bug", masked(f"{error!r}"), f"see {LOG_PATH} on the host"
         )
@@ -179,6 +174,15 @@ def _pipe_sink(writing: int) -> Callable[[Event], None]:
             pipe.write(to_line(event).encode() + b"\n")
 
     return sink
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):
+        handle = os.open(LOG_PATH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w") as file:
+            if os.fstat(handle).st_size > _LOG_BYTES:
+                file.truncate(0)
+            file.write(text)
 
 
 # -- requests that continue after the controller disconnects: Ansible's `async` -------------------------------------

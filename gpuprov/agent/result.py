@@ -130,21 +130,21 @@ def overall_exit_code(results: Sequence[HostResult], ended_by: ExitCode | None =
     return worst((*(result.exit_code for result in results), ended_by or ExitCode.DONE))
 
 
+@dataclass
 class Recorder:
     """Passes a host's events on and keeps what the result needs of them."""
 
-    def __init__(self, host: str = "", sink: HostSink = lambda host, event: None) -> None:
-        self._host = host
-        self._sink = sink
-        self._finished: events.Finished | None = None
-        self._checks: list[CheckDone] = []
-        self._made: dict[str, MadeChange] = {}
-        self._health: list[events.HealthFound] = []
-        self._measured: list[events.GpuMeasured] = []
-        self.planned: events.Planned | None = None
-        self.facts: Mapping[str, Any] | None = None
-        self.survey: Mapping[str, Any] | None = None
-        self.warnings: list[str] = []
+    host: str = ""
+    sink: HostSink = lambda host, event: None
+    planned: events.Planned | None = None
+    facts: Mapping[str, Any] | None = None
+    survey: Mapping[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+    _finished: events.Finished | None = None
+    _checks: list[CheckDone] = field(default_factory=list)
+    _made: dict[str, MadeChange] = field(default_factory=dict)
+    _health: list[events.HealthFound] = field(default_factory=list)
+    _measured: list[events.GpuMeasured] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.Finished):
@@ -171,14 +171,14 @@ class Recorder:
             self.survey = event.survey
         elif isinstance(event, events.Note) and event.level == "warning":
             self.warnings.append(event.message)
-        self._sink(self._host, event)
+        self.sink(self.host, event)
 
     def result(self, seconds: float = 0.0, again: str = "run the same command again") -> HostResult:
         """Return the result of the host, with the duration measured here."""
         no_end = Problem("the run ended without a result", "", again)
         last = self._finished or events.Finished(int(ExitCode.FAILED), problems=(no_end,))
         return HostResult(
-            host=self._host,
+            host=self.host,
             exit_code=ExitCode(last.exit_code) if last.exit_code in _WORDS else ExitCode.FAILED,
             changed=last.changed,
             seconds=round(seconds, 1),

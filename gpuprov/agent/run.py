@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Callable
 
 from gpuprov import __version__
@@ -57,14 +57,14 @@ def run_request(
     return ExitCode(finished.exit_code)
 
 
+@dataclass
 class _MadeChanges:
     """Passes events on, keeps which changes they name as made, and notes each that begins in the host's lock."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.note: Callable[[str], None] = lambda step: None
-        self._begun: dict[str, str] = {}
-        self.made: list[str] = []
+    sink: Sink
+    note: Callable[[str], None] = lambda step: None
+    made: list[str] = field(default_factory=list)
+    _begun: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, ChangeStarted):
@@ -72,7 +72,7 @@ class _MadeChanges:
             self.note(f"step {event.index} of {event.total}: {event.summary}")
         elif isinstance(event, ChangeDone):
             self.made.append(self._begun[event.key])
-        self._sink(event)
+        self.sink(event)
 
     def stopped(self, command: str, left: Sequence[str]) -> Problem:
         """Return what a stopped run has done, and what not."""

@@ -22,7 +22,7 @@ from gpuprov.facts.watch import STORED, stored
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.advisories import advisories
 from gpuprov.protocol.errors import ExitCode, GpuprovError, worst
-from gpuprov.protocol.events import Event, Note
+from gpuprov.protocol.events import Kept, Note
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted
 
@@ -62,10 +62,9 @@ def watch(system: System) -> str:
     )
     steps = tuple(step.name for step in STEPS if step.name not in _OF_A_BUNDLE) if found.get("bundle") else ()
     host = (system.read_text(_HOSTNAME) or "localhost").strip()
-    plan = _run(system, host, replace(request, check=True, steps=steps))
-    news: list[str] = []
-    proof = _run(system, host, replace(request, command="verify"), news)
-    health = _run(system, host, replace(request, command="health"))
+    plan, _ = _run(system, host, replace(request, check=True, steps=steps))
+    proof, news = _run(system, host, replace(request, command="verify"))
+    health, _ = _run(system, host, replace(request, command="health"))
     if busy := _busy(system):
         return busy
     result = replace(
@@ -87,16 +86,12 @@ def watch(system: System) -> str:
     return "\n".join((f"{changes} pending, {counted(len(failed), 'check')} failed", *failed, *troubles, *news))
 
 
-def _run(system: System, host: str, request: Request, news: list[str] | None = None) -> HostResult:
-    """Run the request; what it says of the host as news goes to `news`, for the next verification knows it already."""
-
-    def sink(_: str, event: Event) -> None:
-        if news is not None and isinstance(event, Note) and event.level == "info":
-            news.append(event.message)
-
-    recorder = Recorder(host, sink)
-    run_request(request, recorder, system)
-    return recorder.result()
+def _run(system: System, host: str, request: Request) -> tuple[HostResult, list[str]]:
+    """Run the request; return its result, and its news: the next verification knows them already."""
+    recorder = Recorder(host)
+    notes = Kept(Note, recorder)
+    run_request(request, notes, system)
+    return recorder.result(), [note.message for note in notes.events if note.level == "info"]
 
 
 def _busy(system: System) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -219,13 +219,13 @@ class RemoteSystem(System):
         return done.stdout.strip() or None
 
 
+@dataclass
 class _SudoAnswer:
     """Respond to each line of sudo's stderr: stop after one wrong password, as a second might lock the account."""
 
-    def __init__(self, stdin: Iterable[bytes]) -> None:
-        self.stdin = stdin
-        self.went_through = False
-        self.wrong_password = False
+    stdin: Iterable[bytes]
+    went_through: bool = False
+    wrong_password: bool = False
 
     def __call__(self, line: str) -> Iterable[bytes] | None:
         if not self.went_through and any(text in line for text in _WRONG_PASSWORD):

@@ -124,13 +124,13 @@ class KnownHosts:
                 file.write(line if not text or text.endswith("\n") else "\n" + line)
 
 
+@dataclass(frozen=True)
 class KeyCheck:
     """paramiko's policy for a server that it has no key for, which we make every server: the check is all ours."""
 
-    def __init__(self, known: KnownHosts, name: str, *, accept_new: bool) -> None:
-        self.known = known
-        self.name = name
-        self.accept_new = accept_new
+    known: KnownHosts
+    name: str
+    accept_new: bool
 
     def missing_host_key(self, _client: Any, _hostname: str, key: Any) -> None:
         """Return if the server may be trusted; raises GpuprovError (exit code 4) otherwise."""

@@ -49,18 +49,18 @@ def _ending(event: events.Finished, *, examined: bool = False) -> str:
     return event.summary or ("done" if event.exit_code == ExitCode.DONE else f"ended with exit code {event.exit_code}")
 
 
+@dataclass
 class JsonLines:
     """Every event as one line of JSON, after the schema's version and the host (docs/json.md)."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._lock = threading.Lock()
+    console: Console
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __call__(self, host: str, event: events.Event) -> None:
         line = f'{{"schema":{events.SCHEMA},"host":{json.dumps(host)},{events.to_line(event)[1:]}'
         with self._lock:
-            self._console.file.write(line + "\n")
-            self._console.file.flush()
+            self.console.file.write(line + "\n")
+            self.console.file.flush()
 
 
 class PlainLines:
@@ -86,13 +86,13 @@ class PlainLines:
                 self._console.print(Text(f"{plain(host)}: {one_line(words)}"), soft_wrap=True)
 
 
+@dataclass
 class Plans:
     """Plans as text; a plan that another host has already shown is only referenced."""
 
-    def __init__(self, *, diff: bool, whole: bool = False) -> None:
-        self._diff = diff
-        self._whole = whole
-        self._shown: dict[tuple[events.PlannedChange, ...], str] = {}
+    diff: bool
+    whole: bool = False
+    _shown: dict[tuple[events.PlannedChange, ...], str] = field(default_factory=dict, init=False)
 
     def text(self, host: str, changes: tuple[events.PlannedChange, ...]) -> Text:
         """Return the plan of one host."""
@@ -104,11 +104,11 @@ class Plans:
         lines = [Text(f"{plain(host)}: {counted(len(changes), 'change')}", "bold")]
         for number, change in enumerate(changes, 1):
             lines.append(Text(f"  {number:2}. {one_line(change.summary)}"))
-            if self._diff and change.diff_in_short and not self._whole:
+            if self.diff and change.diff_in_short and not self.whole:
                 lines += [Text(f"      {line}", "dim") for line in plain(change.diff_in_short).splitlines()]
                 length = counted(change.diff.count("\n") + 1, "line")
                 lines.append(Text(f"      {length} of diff: add -v to see them", "dim"))
-            elif self._diff and change.diff:
+            elif self.diff and change.diff:
                 styled = ((line, _DIFF_STYLES.get(line[:1], "dim")) for line in plain(change.diff).splitlines())
                 lines += [Text.assemble("      ", line) for line in styled]
         return Text("\n").join(lines)

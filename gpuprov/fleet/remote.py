@@ -35,8 +35,7 @@ class TooMuchError(Exception):
 class LateInput:
     """Writes to a running command's stdin, after what it got at its start; silently nothing before and after it."""
 
-    def __init__(self) -> None:
-        self.channel: Any = None
+    channel: Any = None
 
     def __call__(self, data: bytes) -> None:
         with contextlib.suppress(OSError, EOFError):

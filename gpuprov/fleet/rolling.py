@@ -25,7 +25,7 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.history import moment
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
-from gpuprov.protocol.events import ChangeStarted, Event, Finished, Kept, Note, Planned, RolledBack, Sink
+from gpuprov.protocol.events import ChangeStarted, Finished, Kept, Note, Planned, RolledBack, Sink
 from gpuprov.protocol.imex import split_problem
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import counted, plain
@@ -372,18 +372,11 @@ class Rolling:
             self._drain_now, self._begun = replace(self.left, after=self._after or self.left.after), time.monotonic()
             self.keep(self._drain_now)
             sink(Note(f"drained by an earlier run since {self.left.since}"))
-        plans: list[bool] = []
-
-        def look(event: Event) -> None:
-            if isinstance(event, Planned):
-                plans.append(event.disturbs or any(change.disturbs for change in event.changes))
-            if request.check:
-                sink(event)
-
-        looked = carry_out(replace(request, check=True, diff=request.diff and request.check), look)
-        disturbs = any(plans)
+        plans = Kept(Planned, sink) if request.check else Kept(Planned)
+        looked = carry_out(replace(request, check=True, diff=request.diff and request.check), plans)
+        disturbs = any(plan.disturbs or any(change.disturbs for change in plan.changes) for plan in plans.events)
         # The doctor's look ends with what it has found.
-        if looked.exit_code != ExitCode.DONE and not (request.fix and plans):
+        if looked.exit_code != ExitCode.DONE and not (request.fix and plans.events):
             return looked
         if request.check:
             if disturbs:

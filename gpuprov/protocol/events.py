@@ -292,16 +292,16 @@ class Kept(Generic[T]):
         self.sink(event)
 
 
+@dataclass
 class EventReader:
     """Reads the lines of one run on one host, which is not trusted.
 
     `finished`: the last event, once it came. `strays`: the last lines that were no events.
     """
 
-    def __init__(self) -> None:
-        self.finished: Finished | None = None
-        self.strays: collections.deque[str] = collections.deque(maxlen=_MOST_STRAYS)
-        self._seen: collections.Counter[type[Any]] = collections.Counter()
+    finished: Finished | None = None
+    strays: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_MOST_STRAYS))
+    _seen: collections.Counter[type[Any]] = field(default_factory=collections.Counter)
 
     def __call__(self, line: str) -> Event | None:
         """Return the event of a line, None for any other line (a login banner, an unknown event).
