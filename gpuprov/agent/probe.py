@@ -185,7 +185,7 @@ def account_problem(done: Completed, user: str = "") -> Problem | None:
             "the account's shell ends at once and runs nothing, as /bin/false does",
             "\n".join(["exit code 1, no output", *done.stderr.strip().splitlines()[-4:]]),
             f"on the host: getent passwd {name}; as root: usermod -s /bin/sh {name}; or {_OTHER_USER}",
-        )  # fmt: skip
+        )
     return found
 
 

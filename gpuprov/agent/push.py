@@ -61,7 +61,7 @@ def unfinished_problem(
             "sudo on the host refuses this command, or it ended without a word",
             "exit code 1, no output: Ansible leaves out sudo's `Sorry, user … is not allowed to execute …`",
             "on the host, as the user of ansible_user: sudo -l shows what it may run",
-        )  # fmt: skip
+        )
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
             "the host's Python lacks a part of its standard library", ending(done, ended=ended),

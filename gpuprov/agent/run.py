@@ -174,8 +174,8 @@ def _facts(run: RunContext) -> Finished:
             run.note(f"left out, because only root may read it: {', '.join(left_out)}", "warning")
     except PermissionError as error:
         raise UsageError(
-            "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts",
-        ) from None  # fmt: skip
+            "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts"
+        ) from None
     return Finished(int(ExitCode.DONE), versions=versions_of(facts))
 
 
@@ -200,9 +200,8 @@ def _accept(run: RunContext) -> Finished:
     if type(minutes) is not int or not 1 <= minutes <= MOST_MINUTES:
         raise UsageError(f"accept takes 1 to {MOST_MINUTES} minutes", f"{minutes!r:.80}", "give another number")
     return accept(
-        run.system, run.spec, run.sink, minutes,
-        lambda tests: verify(run.system, run.spec, run.sink, tests=tests).good,
-    )  # fmt: skip
+        run.system, run.spec, run.sink, minutes, lambda tests: verify(run.system, run.spec, run.sink, tests=tests).good
+    )
 
 
 def _verify(run: RunContext) -> Finished:

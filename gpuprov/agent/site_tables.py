@@ -86,7 +86,7 @@ def _site_table(name: str, place: str, sha256: str, proxy: Proxy) -> tuple[Any, 
             f"the table of {name.replace('_', ' ')} is not the one that was asked for",
             f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_{name}_sha256 is {sha256}",
             "get the file again, or correct the digest",
-        )  # fmt: skip
+        )
     if name != tables.MIG_CONFIGS:
         return _parsed(content, masked(place)), masked(place)
     import yaml  # of no use on hosts

@@ -37,10 +37,10 @@ _NOTHING = {"rollback": "there is no run to roll back", "uninstall": "there is n
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log", "/var/log/gpuprov-mps")
 # Engine → the template that prints runtime, restart policy, whether devices are requested, and name of a container.
 _USES = {
-    "docker": "{{.HostConfig.Runtime}} {{or .HostConfig.RestartPolicy.Name \"no\"}} "
-              "{{if .HostConfig.DeviceRequests}}gpus{{else}}-{{end}} {{.Name}}",
+    "docker": '{{.HostConfig.Runtime}} {{or .HostConfig.RestartPolicy.Name "no"}} '
+    "{{if .HostConfig.DeviceRequests}}gpus{{else}}-{{end}} {{.Name}}",
     "podman": "{{.OCIRuntime}} - - {{.Name}}",
-}  # fmt: skip
+}
 _STOPPED = ("--all", "--filter", "status=exited", "--filter", "status=created")
 _DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"

@@ -49,8 +49,7 @@ def bundle() -> None:
               help="A trusted .run file on this machine.")  # fmt: skip
 @click.option("--cuda-file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="A trusted .run file of the CUDA toolkit; give its version by -e gpuprov_cuda=…")  # fmt: skip
-@click.option("--fabric-manager", is_flag=True,
-              help="Add NVIDIA's fabric manager, for hosts with NVSwitches.")  # fmt: skip
+@click.option("--fabric-manager", is_flag=True, help="Add NVIDIA's fabric manager, for hosts with NVSwitches.")
 @click.option("--kernel", "kernels", metavar="RELEASE", multiple=True,
               help="Add headers and a compiler for this kernel (`uname -r`); repeatable.")  # fmt: skip
 @click.option("--package", "packages", metavar="NAME", multiple=True, help="Add a package; repeatable.")

@@ -379,9 +379,8 @@ def kubernetes() -> None:
 @click.option("--no-test-pod", is_flag=True, help="Leave out the pod that runs nvidia-smi -L.")
 @click.option("--json", "as_json", is_flag=True, help="Print a List as JSON.")
 def manifest(
-    mode: str, strategy: str, namespace: str, mig: str, selectors: tuple[str, ...],
-    no_test_pod: bool, as_json: bool,
-) -> None:  # fmt: skip
+    mode: str, strategy: str, namespace: str, mig: str, selectors: tuple[str, ...], no_test_pod: bool, as_json: bool
+) -> None:
     """Print YAML for a cluster whose nodes gpuprov provisions. Comments say what to type.
 
     docs/kubernetes.md has the whole way, and the GPU operator's.

@@ -206,7 +206,7 @@ def _require_local_call_to_make_sense(options: Options) -> None:
             f"running as user id {os.geteuid()}",
             f"run it with sudo: sudo gpuprov {options.command}"
             + ("" if program.one_file else "; or name other hosts with --hosts INVENTORY"),
-        )  # fmt: skip
+        )
     if options.command in _NEEDS_ROOT:
         lift_memory_limit(ADDRESSES)
 

@@ -99,8 +99,8 @@ def require_files(words: Sequence[str]) -> None:
             continue
         if not path.is_file():
             raise UsageError(
-                f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}", EXTRA_VARS_HINT,
-            )  # fmt: skip
+                f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}", EXTRA_VARS_HINT
+            )
         try:
             path.read_text("utf-8")
         except UnicodeDecodeError as error:
@@ -294,9 +294,8 @@ def _load(
     hosts = manager.get_hosts()
     if not hosts:
         raise UsageError(
-            f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "",
-            ask_ansible(sources[0]),
-        )  # fmt: skip
+            f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "", ask_ansible(sources[0])
+        )
 
     def read(name: str, heeded: Sequence[str] = ()) -> Mapping[str, Any]:
         values = variables.get_vars(host=manager.get_host(name))

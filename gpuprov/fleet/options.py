@@ -273,4 +273,4 @@ def require_whole_program(what: str) -> None:
             "this is the one-file program, which serves the machine it runs on: it has no Ansible and no SSH",
             f"on a machine with Python 3.11 or later: pip install gpuprov-{__version__}-py3-none-any.whl (of the same "
             "release), or `make setup` in a clone; then run the same command there",
-        )  # fmt: skip
+        )

@@ -92,7 +92,7 @@ def render(run: Run, before: Run | None = None) -> str:
         rows=rows,
         step_counts=_step_counts,
         others=others,
-    )  # fmt: skip
+    )
 
 
 def _duration(seconds: float) -> str:

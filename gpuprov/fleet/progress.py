@@ -154,7 +154,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
         self._lock = threading.Lock()
         self._live = Live(
             console=console, get_renderable=self._table, refresh_per_second=8, transient=True, redirect_stderr=False
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> LiveTable:
         self._live.start(refresh=True)

@@ -424,8 +424,8 @@ def write_page(run: Run, path: str) -> None:
         Path(path).expanduser().write_text(render(run, history.before(run)), "utf-8", "replace")
     except OSError as error:
         raise UsageError(
-            f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere",
-        ) from None  # fmt: skip
+            f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere"
+        ) from None
 
 
 def write_metrics(run: Run, path: str, ended: float) -> None:

@@ -21,9 +21,7 @@ from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec_fields import PREFIX, TextOrList, choice, flag, number, or_empty, several, text
 
 # Those that some driver branch of today serves; models.json knows their device ids.
-GENERATIONS = (
-    "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin",
-)  # fmt: skip
+GENERATIONS = ("maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin")
 HOST, IMAGE = "host", "image"
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
@@ -241,8 +239,8 @@ def _finite(name: str, value: Any, origin: str) -> Any:
         plain = value if isinstance(value, (set, frozenset)) else as_json(value)
     except RecursionError:
         raise UsageError(
-            f"{PREFIX}{name} is nested too deep, or holds itself", origin, "look for an anchor (&name, *name) in it",
-        ) from None  # fmt: skip
+            f"{PREFIX}{name} is nested too deep, or holds itself", origin, "look for an anchor (&name, *name) in it"
+        ) from None
     if has_long_number(plain):
         raise UsageError(f"{PREFIX}{name} has a number of more than 64 bits", origin, f"correct {PREFIX}{name}")
     return plain
