@@ -254,11 +254,8 @@ def _result(job: Job, request: Request, work: Work) -> dict[str, Any]:
         too_late.cancel()
         os.waitpid(worker, 0)
         if read.finished is None:
-            raise GpuprovError(
-                "the agent ended without a result",
-                "the job's process was killed, or the host went down",
-                "run the same task again; it resumes that run",
-            )
+            seen = "the job's process was killed, or the host went down"
+            raise GpuprovError("the agent ended without a result", seen, "run the same task again; it resumes that run")
     except GpuprovError as error:
         return failure(error).answer({})
     return task_result(job.command, events).answer(job.local_facts)

@@ -81,11 +81,8 @@ def install(run: RunContext) -> Finished:
     """Bring the host to the spec. Raises GpuprovError or Stopped; the journal then says what was done."""
     forget_resume(run.system)
     if run.request.require_drained and undo_disturbs(run.system, CHANGE_KINDS):
-        raise GpuprovError(
-            "the host is not drained, and to undo what an earlier run was cut off in disturbs containers",
-            "",
-            "run the same command again: it drains the host first",
-        )
+        what = "the host is not drained, and to undo what an earlier run was cut off in disturbs containers"
+        raise GpuprovError(what, "", "run the same command again: it drains the host first")
     interrupted = resume_run(run.system, CHANGE_KINDS, run.sink)
     with run.system.interruptible(run.stop_requested):
         run = _resolved(run)
@@ -287,11 +284,8 @@ def require_drained(run: RunContext, changes: Sequence[StepChange], lost: Sequen
     """Raise GpuprovError if the plan disturbs containers of a host that the caller has not drained for it."""
     disturbing = [*(item.change.summary() for item in changes if item.change.disturbs), *lost]
     if run.request.require_drained and disturbing:
-        raise GpuprovError(
-            "the host is not drained, and what is left to do disturbs containers",
-            "\n".join(disturbing),
-            "run the same command again: it drains the host first",
-        )
+        what = "the host is not drained, and what is left to do disturbs containers"
+        raise GpuprovError(what, "\n".join(disturbing), "run the same command again: it drains the host first")
 
 
 def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
@@ -330,11 +324,9 @@ def _require_settled(plan: Plan) -> None:
     if plan.problems:
         raise GpuprovError.several(plan.problems)
     if plan.changes:
-        raise GpuprovError(
-            "the host did not settle: after all changes were made, some are still wanted",
-            "\n".join(item.change.summary() for item in plan.changes),
-            "something on the host undoes them (another tool that manages it?); find it, then run this again",
-        )
+        seen = "\n".join(item.change.summary() for item in plan.changes)
+        step = "something on the host undoes them (another tool that manages it?); find it, then run this again"
+        raise GpuprovError("the host did not settle: after all changes were made, some are still wanted", seen, step)
 
 
 def versions_of(facts: HostFacts) -> dict[str, str]:

@@ -72,11 +72,9 @@ def unproven_note(name: str, other: str) -> str:
 def same_machine_problem(name: str, other: str, machine: str) -> Problem:
     """Return the error for the second of two names."""
     parts = machine.split()
-    return Problem(
-        f"{name} is the same machine as {other}: two runs would get in each other's way",
-        f"machine id {parts[0]} and boot id {parts[1]} are the same on both",
-        f"take {name} or {other} out of the inventory, or leave one out: --limit 'all:!{name}'",
-    )
+    seen = f"machine id {parts[0]} and boot id {parts[1]} are the same on both"
+    step = f"take {name} or {other} out of the inventory, or leave one out: --limit 'all:!{name}'"
+    return Problem(f"{name} is the same machine as {other}: two runs would get in each other's way", seen, step)
 
 
 def claim_in(folder: Path, name: str, machine: str) -> str:
@@ -181,11 +179,9 @@ def account_problem(done: Completed, user: str = "") -> Problem | None:
     found = _found("login", f"{done.stderr}\n{done.stdout}", user)
     name = user if _NAME.fullmatch(user) else "USER"
     if found is None and not done.stdout.strip() and done.returncode == 1:
-        return Problem(
-            "the account's shell ends at once and runs nothing, as /bin/false does",
-            "\n".join(["exit code 1, no output", *done.stderr.strip().splitlines()[-4:]]),
-            f"on the host: getent passwd {name}; as root: usermod -s /bin/sh {name}; or {_OTHER_USER}",
-        )
+        seen = "\n".join(["exit code 1, no output", *done.stderr.strip().splitlines()[-4:]])
+        step = f"on the host: getent passwd {name}; as root: usermod -s /bin/sh {name}; or {_OTHER_USER}"
+        return Problem("the account's shell ends at once and runs nothing, as /bin/false does", seen, step)
     return found
 
 
@@ -211,11 +207,9 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
     if probe.uid == 0:
         return None
     if not become:
-        return Problem(
-            "gpuprov needs root on the host, and ansible_become is false",
-            f"logged in with user id {probe.uid}",
-            "set ansible_become to true, or ansible_user to root",
-        )
+        seen = f"logged in with user id {probe.uid}"
+        step = "set ansible_become to true, or ansible_user to root"
+        return Problem("gpuprov needs root on the host, and ansible_become is false", seen, step)
     if probe.sudo_code == 127:
         return Problem(
             "there is no sudo on the host, and we are not root there",

@@ -47,11 +47,9 @@ def unfinished_problem(
     `by_ansible`: Ansible dropped the line in which sudo names the refused command.
     """
     if lost:
-        return Problem(
-            "the connection to the host dropped during the run",
-            done.stderr.strip().rpartition("\n")[2],
-            "the agent on the host continues; run the same command again to get its result",
-        )
+        seen = done.stderr.strip().rpartition("\n")[2]
+        next_step = "the agent on the host continues; run the same command again to get its result"
+        return Problem("the connection to the host dropped during the run", seen, next_step)
     # If the connection itself becomes root, as Ansible's does, sudo's refusal replaces the agent's events.
     refused = sudo_problem("\n".join((done.stderr, *strays))) if done.returncode == 1 else None
     if refused is not None:
@@ -67,10 +65,8 @@ def unfinished_problem(
             "the host's Python lacks a part of its standard library", ending(done, ended=ended),
             "install the distribution's full package python3 (on Debian and Ubuntu, python3-minimal is not enough)",
         )  # fmt: skip
-    return Problem(
-        "the agent ended without a result", ending(done, strays, ended=ended),
-        "run the same command again; it resumes that run",
-    )  # fmt: skip
+    step = "run the same command again; it resumes that run"
+    return Problem("the agent ended without a result", ending(done, strays, ended=ended), step)
 
 
 def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tuple[Problem, bool]:

@@ -89,11 +89,9 @@ class _MadeChanges:
 
 def _as_root(run: RunContext) -> RunContext:
     if run.system.user_id() != 0:
-        raise UsageError(
-            f"gpuprov {run.request.command} must run as root",
-            f"this process has user id {run.system.user_id()}",
-            "put sudo before it; for remote hosts set ansible_become: true",
-        )
+        seen = f"this process has user id {run.system.user_id()}"
+        step = "put sudo before it; for remote hosts set ansible_become: true"
+        raise UsageError(f"gpuprov {run.request.command} must run as root", seen, step)
     reach_local_docker(run.system)
     return run
 

@@ -74,19 +74,15 @@ def for_request(spec: HostSpec) -> dict[str, Any]:
 def _site_table(name: str, place: str, sha256: str, proxy: Proxy) -> tuple[Any, str]:
     """Return a site's table and its place for messages; it is read once for all hosts."""
     if not sha256:
-        raise UsageError(
-            f"gpuprov_{name} has no digest", masked(place),
-            f"set gpuprov_{name}_sha256 (sha256sum FILE, of a file that you trust)",
-        )  # fmt: skip
+        step = f"set gpuprov_{name}_sha256 (sha256sum FILE, of a file that you trust)"
+        raise UsageError(f"gpuprov_{name} has no digest", masked(place), step)
     system = System()
     system.proxy = proxy
     content = fetch_small(system, f"file://{place}" if place.startswith("/") else place)
     if sha256_of(content) != sha256:
-        raise UsageError(
-            f"the table of {name.replace('_', ' ')} is not the one that was asked for",
-            f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_{name}_sha256 is {sha256}",
-            "get the file again, or correct the digest",
-        )
+        seen = f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_{name}_sha256 is {sha256}"
+        next_step = "get the file again, or correct the digest"
+        raise UsageError(f"the table of {name.replace('_', ' ')} is not the one that was asked for", seen, next_step)
     if name != tables.MIG_CONFIGS:
         return _parsed(content, masked(place)), masked(place)
     import yaml  # of no use on hosts

@@ -125,11 +125,9 @@ def uninstall(run: RunContext) -> Finished:
     system.remove_tree(CACHE_DIRECTORY)
     system.remove_tree(STATE_DIRECTORY)
     if different:
-        raise GpuprovError(
-            "everything is undone, but not all is as it was before gpuprov's first run",
-            "\n".join(different),
-            "something on the host changed it since (a package's own scripts?); look at it and put it right by hand",
-        )
+        seen = "\n".join(different)
+        step = "something on the host changed it since (a package's own scripts?); look at it and put it right by hand"
+        raise GpuprovError("everything is undone, but not all is as it was before gpuprov's first run", seen, step)
     undone = f"{counted(removal.count, 'change')} undone: the host is as before gpuprov's first run"
     return Finished(
         int(ExitCode.DONE), changed=removal.count, summary=undone if removal.count else _NOTHING["uninstall"]

@@ -118,8 +118,6 @@ def _proxy(system: System, spec: dict[str, Any]) -> str:
 def _write(system: System, path: str, text: str) -> None:
     """Write the metrics atomically and without following links: other users may write into that folder."""
     if system.status(parent_of(path)) is None:
-        raise GpuprovError(
-            f"there is no folder {parent_of(path)} for the metrics", f"gpuprov_watch_metrics is {path}",
-            f"mkdir -p {parent_of(path)}",
-        )  # fmt: skip
+        seen = f"gpuprov_watch_metrics is {path}"
+        raise GpuprovError(f"there is no folder {parent_of(path)} for the metrics", seen, f"mkdir -p {parent_of(path)}")
     write_whole(system.path(parent_of(path)) / path.rpartition("/")[2], text.encode(), 0o644, (0, 0))

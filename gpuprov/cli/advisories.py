@@ -74,10 +74,8 @@ def update(source: str, sha256: str) -> None:
         if not fresh:
             return
     if not fresh:
-        raise UsageError(
-            f"{source} has no advisory on NVIDIA's driver or container toolkit for Linux", "",
-            "name CSAF documents, such as 2026/5861/5861.json"
-        )  # fmt: skip
+        step = "name CSAF documents, such as 2026/5861/5861.json"
+        raise UsageError(f"{source} has no advisory on NVIDIA's driver or container toolkit for Linux", "", step)
     found = merged(known, fresh)
     path = save_table(ADVISORIES, table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
     say(f"{path}: {counted(len(set(found)), 'advisory', 'advisories')}, new: {len(set(found) - set(known))}")
@@ -89,7 +87,7 @@ def _read(name: str, content: bytes) -> tuple[tuple[Advisory, ...], dict[str, An
         data: Any = json.loads(content)
     except (ValueError, RecursionError):
         data = None
-    if not isinstance(data, dict) or is_csaf(data) or not {"rows", "problems"} & {*data}:
+    if not isinstance(data, dict) or not {"rows", "problems"} & {*data}:
         return parse_csaf(content, name), None
     own = data if "problems" in data else data.get("known_problems")
     if own is not None:
@@ -130,10 +128,8 @@ def _digest_in(text: str, origin: str) -> str:
 def _checked(name: str, content: bytes, sha256: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if sha256 and found != sha256.lower():
-        raise GpuprovError(
-            f"the advisory {name} is not the one that was asked for, so nothing was changed",
-            f"its SHA-256 is {found}, expected {sha256}", "get it again, or correct the digest",
-        )  # fmt: skip
+        what = f"the advisory {name} is not the one that was asked for, so nothing was changed"
+        raise GpuprovError(what, f"its SHA-256 is {found}, expected {sha256}", "get it again, or correct the digest")
     return content
 
 
@@ -182,11 +178,6 @@ def _shown(*, as_json: bool) -> str:
     return "\n".join((*shown, "", summary + hint, "", *broken, "", of_problems))
 
 
-def is_csaf(data: Any) -> bool:
-    """Say whether JSON is a CSAF document: the folders of bulletins have records of single CVEs beside it."""
-    return isinstance(data, dict) and isinstance(data.get("document"), dict) and "csaf_version" in data["document"]
-
-
 def parse_csaf(content: bytes, origin: str) -> tuple[Advisory, ...]:
     """Return the advisories of a document; none if it is about other products.
 
@@ -194,9 +185,11 @@ def parse_csaf(content: bytes, origin: str) -> tuple[Advisory, ...]:
     """
     try:
         data = json.loads(content)
-        if not is_csaf(data):
+        # The folders of bulletins have records of single CVEs beside it.
+        document = data.get("document") if isinstance(data, dict) else None
+        if not isinstance(document, dict) or "csaf_version" not in document:
             raise ValueError("it is no CSAF document")
-        tracking = data["document"]["tracking"]
+        tracking = document["tracking"]
         published = str(tracking["current_release_date"])[:10]
         bulletin = f"{str(tracking['initial_release_date'])[:4]}/{tracking['id']}"
         found: dict[tuple[str, str, str], list[tuple[str, float, str]]] = {}
@@ -208,10 +201,8 @@ def parse_csaf(content: bytes, origin: str) -> tuple[Advisory, ...]:
                 found.setdefault(key, []).append((fixed_in, score, str(one["cve"])))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        raise GpuprovError(
-            f"the advisory {origin} can't be read, so nothing was changed", reason[:200],
-            "get the document again: it is malformed or cut off",
-        ) from None  # fmt: skip
+        step = "get the document again: it is malformed or cut off"
+        raise GpuprovError(f"the advisory {origin} can't be read, so nothing was changed", reason[:200], step) from None
     # Of each product and branch the first series that the bulletin has.
     chosen: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
     for product, branch, series in sorted(found, key=lambda key: _SERIES.index(key[2]) if key[2] else 0):

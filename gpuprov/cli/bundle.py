@@ -55,14 +55,9 @@ def bundle() -> None:
 @click.option("--package", "packages", metavar="NAME", multiple=True, help="Add a package; repeatable.")
 @click.option("--image", "images", metavar="IMAGE", multiple=True,
               help="Add a container image, pulled if docker here lacks it; repeatable.")  # fmt: skip
-@click.option(
-    "--source",
-    "sources",
-    metavar="LINE",
-    multiple=True,
-    help="Use this instead of the distribution's servers: a line of sources.list, or 'URL KEY-URL FINGERPRINT' for "
-    "dnf and zypper; repeatable.",
-)
+@click.option("--source", "sources", metavar="LINE", multiple=True, help="Use this instead of the distribution's "
+              "servers: a line of sources.list, or 'URL KEY-URL FINGERPRINT' for dnf and zypper; repeatable."
+              )  # fmt: skip
 @text_option("--mirror", metavar="URL", help="The mirror of Debian or Ubuntu. Default: the one of this machine's apt.")
 @text_option("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
 @named_options(*INVENTORY_FIELDS, hosts="Add what these hosts' variables ask for.")

@@ -98,12 +98,8 @@ def install(reboot: str | None, **options: Any) -> None:
               "host's files; with --kubernetes, ubuntu:22.04.")  # fmt: skip
 @text_option("--torch-image", metavar="IMAGE", help="Also check PyTorch in this image.")
 @text_option("--tensorflow-image", metavar="IMAGE", help="Also check TensorFlow in this image.")
-@click.option(
-    "--kubernetes",
-    "on_kubernetes",
-    is_flag=True,
-    help="Verify a cluster's nodes with a pod on each, by your own kubectl.",
-)
+@click.option("--kubernetes", "on_kubernetes", is_flag=True,
+              help="Verify a cluster's nodes with a pod on each, by your own kubectl.")  # fmt: skip
 @text_option("--context", metavar="NAME", help="With --kubernetes: the kubeconfig's context.")
 @text_option("--kubeconfig", metavar="FILE", type=FILE, help="With --kubernetes: the kubeconfig.")
 @text_option("--namespace", metavar="NAME", help="With --kubernetes: the pods' namespace. Default: default.")
@@ -369,13 +365,8 @@ def kubernetes() -> None:
 @text_option("--namespace", metavar="NAME", help="Default: kube-system, or dra-driver-nvidia-gpu.")
 @click.option("--mig", type=click.Choice(["none", "single", "mixed"]), default="none", show_default=True,
               help="How MIG devices become resources.")  # fmt: skip
-@click.option(
-    "--node-selector",
-    "selectors",
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Nodes for the device plugin. Default: nvidia.com/gpu.present=true, or Node Feature Discovery's.",
-)
+@click.option("--node-selector", "selectors", metavar="KEY=VALUE", multiple=True, help="Nodes for the device plugin. "
+              "Default: nvidia.com/gpu.present=true, or Node Feature Discovery's.")  # fmt: skip
 @click.option("--no-test-pod", is_flag=True, help="Leave out the pod that runs nvidia-smi -L.")
 @click.option("--json", "as_json", is_flag=True, help="Print a List as JSON.")
 def manifest(

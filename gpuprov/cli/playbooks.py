@@ -48,11 +48,8 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
 
     playbooks = folder / "playbooks"
     if playbooks.is_symlink() or (playbooks.exists() and not (playbooks / _AGENT).is_file()):
-        raise UsageError(
-            f"{playbooks} exists and was not written by gpuprov",
-            f"it is a link, or lacks {_AGENT}",
-            "name another folder",
-        )
+        step = "name another folder"
+        raise UsageError(f"{playbooks} exists and was not written by gpuprov", f"it is a link, or lacks {_AGENT}", step)
     written = [playbooks]
     with os_errors(f"the playbooks can't be written into {folder}"):
         source = _source()
@@ -80,8 +77,5 @@ def _source() -> Path:
     for path in importlib.metadata.files("gpuprov") or ():
         if path.parts[-2:] == ("playbooks", "site.yml"):
             return Path(str(path.locate())).resolve().parents[1]
-    raise GpuprovError(
-        "this installation of gpuprov has no playbooks",
-        f"gpuprov is in {clone}",
-        "pip install --force-reinstall gpuprov",
-    )
+    step = "pip install --force-reinstall gpuprov"
+    raise GpuprovError("this installation of gpuprov has no playbooks", f"gpuprov is in {clone}", step)

@@ -29,10 +29,8 @@ def explain(name: str, *, as_json: bool) -> str:
     cause = known.get(name)
     if cause is None:
         near = difflib.get_close_matches(name, known, 3)
-        raise UsageError(
-            f"the doctor has no cause {name!r}", f"similar names: {', '.join(near)}" if near else "",
-            f"gpuprov doctor --explain {near[0]}" if near else "choose a name from docs/doctor.md",
-        )  # fmt: skip
+        step = f"gpuprov doctor --explain {near[0]}" if near else "choose a name from docs/doctor.md"
+        raise UsageError(f"the doctor has no cause {name!r}", f"similar names: {', '.join(near)}" if near else "", step)
     if as_json:
         return json.dumps(cause, ensure_ascii=False)
     rows = (

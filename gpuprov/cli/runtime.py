@@ -66,14 +66,8 @@ def runtime() -> None:
 @click.option("--config-mode", "mode", type=click.Choice(["config-file", "config", "hook", "oci-hook"]),
               default="config-file", show_default=True,
               help="With hook: write an OCI hook for podman and CRI-O instead of a runtime.")  # fmt: skip
-@click.option(
-    "--hook-path",
-    "--oci-hook-path",
-    "hook_file",
-    type=FILE,
-    default="",
-    help="Where the OCI hook goes. Default: /usr/share/containers/oci/hooks.d/oci-nvidia-hook.json.",
-)
+@click.option("--hook-path", "--oci-hook-path", "hook_file", type=FILE, default="", help="Where the OCI hook goes. "
+              "Default: /usr/share/containers/oci/hooks.d/oci-nvidia-hook.json.")  # fmt: skip
 @click.option("--nvidia-runtime-hook-path", "hook_program", type=FILE, default="",
               help="The hook's program. Default: nvidia-container-runtime-hook, else the bundled one.")  # fmt: skip
 @click.option("--nvidia-runtime-name", "name", metavar="NAME", default="nvidia", show_default=True,

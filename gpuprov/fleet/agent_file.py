@@ -37,10 +37,8 @@ def build_agent(cache: Path | None = None) -> Agent:
             builder = runpy.run_path(f"{released.parents[2]}/tools/zipapps.py")
             content = builder["agent"](cache or Path(_CACHE).expanduser())
     except OSError as error:
-        raise GpuprovError(
-            "the agent can't be built: this gpuprov has neither an agent nor its sources", str(error),
-            "pip install a release's wheel, or run gpuprov in a clone",
-        ) from None  # fmt: skip
+        what = "the agent can't be built: this gpuprov has neither an agent nor its sources"
+        raise GpuprovError(what, str(error), "pip install a release's wheel, or run gpuprov in a clone") from None
     return Agent(content, hashlib.sha256(content).hexdigest())
 
 

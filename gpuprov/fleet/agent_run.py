@@ -87,10 +87,8 @@ def _upload(connection: Connection, agent: Agent) -> None:
     command = f"sh -c {shlex.quote(push.STORE)} sh {agent.digest}"
     done = remote.run(connection, command, agent.content, timeout=_PATIENCE)
     if not done.ok:
-        raise GpuprovError(
-            "the agent cannot be stored on the host", _ending(done),
-            "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?",
-        )  # fmt: skip
+        step = "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?"
+        raise GpuprovError("the agent cannot be stored on the host", _ending(done), step)
 
 
 def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink) -> str:
@@ -130,10 +128,8 @@ def _bootstrap(host: RemoteSystem, request: Request) -> None:
     command, stdin = ("sh", "-c", probe.bootstrap_script(host.probe)), (probe.bootstrap_input(request.spec),)
     done = host.as_root(command, stdin, output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
-        raise GpuprovError(
-            "Python cannot be installed on the host", _ending(done, output[-5:]),
-            "correct the host's package repositories, or install Python ≥ 3.9 by hand",
-        )  # fmt: skip
+        step = "correct the host's package repositories, or install Python ≥ 3.9 by hand"
+        raise GpuprovError("Python cannot be installed on the host", _ending(done, output[-5:]), step)
 
 
 class RemoteSystem(System):
@@ -246,10 +242,8 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
             "--host-timeout waits longer",
         )  # fmt: skip
     if done.returncode == remote.TOO_MUCH:
-        return Problem(
-            "the host sends no events but a flood", last_line,
-            "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass",
-        )  # fmt: skip
+        step = "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass"
+        return Problem("the host sends no events but a flood", last_line, step)
     return push.unfinished_problem(
         done, strays, lost=done.returncode == remote.CONNECTION_LOST, ended=_ENDS.get(done.returncode, "")
     )

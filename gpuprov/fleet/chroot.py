@@ -122,10 +122,8 @@ def run_in_root(
 def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovError:
     foreign = next((line for line in done.stderr.splitlines() if "Exec format error" in line), "")
     if done.returncode == _NO_PYTHON and foreign:
-        return GpuprovError(
-            f"the programs in {root} are of another architecture than this machine's", foreign,
-            "build the image on a machine of its own architecture",
-        )  # fmt: skip
+        what = f"the programs in {root} are of another architecture than this machine's"
+        return GpuprovError(what, foreign, "build the image on a machine of its own architecture")
     if done.returncode == _NO_PYTHON:
         return GpuprovError(
             "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later",
@@ -133,11 +131,9 @@ def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovE
             f"install it there (chroot {root} apt-get install python3)",
         )
     output = "\n".join(strays[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
-    return GpuprovError(
-        f"the run in {root} did not come to its end",
-        f"exit code {done.returncode}: {output or 'no output'}",
-        "is it of this machine's architecture, and may this process mount (root, CAP_SYS_ADMIN)?",
-    )
+    seen = f"exit code {done.returncode}: {output or 'no output'}"
+    step = "is it of this machine's architecture, and may this process mount (root, CAP_SYS_ADMIN)?"
+    return GpuprovError(f"the run in {root} did not come to its end", seen, step)
 
 
 def _examined(root: str) -> str:
@@ -148,15 +144,11 @@ def _examined(root: str) -> str:
     own = not wrong and Path(path).samefile("/")
     if own or wrong:
         seen = "it is this machine's own" if own else f"no directory: {', '.join(wrong)}"
-        raise UsageError(
-            f"{root} is no root file system of an image", seen,
-            "mount the image and name its root: --root /mnt/image; for this machine's own disk: --image",
-        )  # fmt: skip
+        step = "mount the image and name its root: --root /mnt/image; for this machine's own disk: --image"
+        raise UsageError(f"{root} is no root file system of an image", seen, step)
     if pid := _running_in(path):
-        raise UsageError(
-            f"a system runs from {root}, and an image loses its identity (machine-id, SSH host keys)",
-            f"process {pid} is its first process", "stop that container first: ps -fp " + pid,
-        )  # fmt: skip
+        what = f"a system runs from {root}, and an image loses its identity (machine-id, SSH host keys)"
+        raise UsageError(what, f"process {pid} is its first process", "stop that container first: ps -fp " + pid)
     return path
 
 
@@ -185,10 +177,8 @@ def _locked(path: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise GpuprovError(
-                f"another gpuprov run works in {path}", f"it holds {_LOCKS}/{name}",
-                f"wait for its end, or look for it: fuser -v {_LOCKS}/{name}",
-            ) from None  # fmt: skip
+            step = f"wait for its end, or look for it: fuser -v {_LOCKS}/{name}"
+            raise GpuprovError(f"another gpuprov run works in {path}", f"it holds {_LOCKS}/{name}", step) from None
         os.set_inheritable(handle, True)
         yield
     finally:

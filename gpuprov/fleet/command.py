@@ -161,10 +161,8 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
     path = str(Path(options.bundle).absolute())
     if not Path(path).is_file():
-        raise UsageError(
-            f"there is no bundle {options.bundle}", f"{path}: no such file",
-            "name the file that `gpuprov bundle create` wrote",
-        )  # fmt: skip
+        step = "name the file that `gpuprov bundle create` wrote"
+        raise UsageError(f"there is no bundle {options.bundle}", f"{path}: no such file", step)
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 

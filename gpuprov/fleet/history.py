@@ -122,11 +122,8 @@ def load(identifier: str = "") -> Run:
     known = identifiers()
     found = [name for name in known if name.startswith(identifier)]
     if not known:
-        raise UsageError(
-            "no run is kept here",
-            f"{state_folder()} holds none",
-            "each run of install, verify, doctor, facts, rollback and uninstall is",
-        )
+        step = "each run of install, verify, doctor, facts, rollback and uninstall is"
+        raise UsageError("no run is kept here", f"{state_folder()} holds none", step)
     if not found or (identifier and identifier not in found and len(found) > 1):
         what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"
         raise UsageError(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")

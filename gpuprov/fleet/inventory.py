@@ -104,10 +104,8 @@ def require_files(words: Sequence[str]) -> None:
         try:
             path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{word[1:]} is not text in UTF-8, so it has no variables", str(error),
-                f"write it as YAML, or move it away: mv {word[1:]} {word[1:]}.old",
-            ) from None  # fmt: skip
+            step = f"write it as YAML, or move it away: mv {word[1:]} {word[1:]}.old"
+            raise UsageError(f"{word[1:]} is not text in UTF-8, so it has no variables", str(error), step) from None
         except OSError as error:
             raise from_os_error(f"{word[1:]} can't be read", error) from None
 
@@ -359,11 +357,8 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
                 resolved[str(name)] = template(value)
             except ansible_error() as error:
                 if name.startswith(PREFIX) or name in _HEEDED:
-                    raise UsageError(
-                        f"{host}: the template in {name} does not resolve",
-                        explained(error),
-                        f"correct {name} in the inventory",
-                    ) from None
+                    what = f"{host}: the template in {name} does not resolve"
+                    raise UsageError(what, explained(error), f"correct {name} in the inventory") from None
     if wrong := [name for name, value in resolved.items() if has_long_number(value)]:
         raise UsageError(f"{host}: {wrong[0]} has a number of more than 64 bits", "", f"correct {wrong[0]}")
     return resolved

@@ -249,11 +249,9 @@ def _asked(what: str, *, wanted: bool) -> str:
         return str(click.prompt(what, hide_input=True, err=True))
     line = sys.stdin.readline() if sys.stdin else ""
     if not line:
-        raise UsageError(
-            f"there is nobody to ask for the {what}",
-            "no terminal, and nothing more on standard input",
-            "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault",
-        )
+        seen = "no terminal, and nothing more on standard input"
+        step = "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault"
+        raise UsageError(f"there is nobody to ask for the {what}", seen, step)
     return line.rstrip("\n")
 
 

@@ -9,8 +9,9 @@ import collections
 import itertools
 import math
 import pkgutil
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -198,21 +199,17 @@ def _grid(results: Sequence[HostResult]) -> dict[str, Any]:
         kinds = [_STATES[result.word], *(states.get(name, "none") for name in checks),
                  *(_step_state(result, step) for step in steps)]  # fmt: skip
         reason = f": {result.reason}" if result.exit_code != ExitCode.DONE and result.reason else ""
-        by_rack[racks(result.host)].append((result.host, f"{result.word}{reason}", _paths(kinds)))
+        by_rack[racks[result.host]].append((result.host, f"{result.word}{reason}", _paths(kinds)))
     size = "few" if len(results) <= _FEW_HOSTS else "some" if len(results) <= _SOME_HOSTS else "many"
     return {"names": names, "size": size, "height": _SQUARE * len(names), "racks": list(by_rack.items())}
 
 
-def _racks(hosts: Sequence[str]) -> Callable[[str], str]:
-    """Return what names a host's rack: `r12-` of r12-gpu3; nothing for all where names do not tell of racks."""
-
-    def rack(host: str) -> str:
-        label, dash, _ = host.partition("-")
-        return label if dash and any(map(str.isdecimal, label)) else ""
-
-    sizes = collections.Counter(map(rack, hosts))
-    named_by_rack = len(sizes) > 1 and "" not in sizes and len(sizes) * 3 <= len(hosts)
-    return rack if named_by_rack else lambda host: ""
+def _racks(hosts: Sequence[str]) -> dict[str, str]:
+    """Return host → its rack: r12 of r12-gpu3; nothing for all where names do not tell of racks."""
+    racks = {host: host.partition("-")[0] if re.match(r"[^-]*\d[^-]*-", host) else "" for host in hosts}
+    names = set(racks.values())
+    named_by_rack = len(names) > 1 and "" not in names and len(names) * 3 <= len(hosts)
+    return racks if named_by_rack else dict.fromkeys(hosts, "")
 
 
 def _paths(kinds: Sequence[str]) -> list[tuple[str, str]]:

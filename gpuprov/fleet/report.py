@@ -16,16 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.agent.result import (
-    MADE,
-    PENDING,
-    HostResult,
-    fact,
-    hosts_by_vulnerability,
-    machines,
-    metrics_text,
-    overall_exit_code,
-)
+from gpuprov.agent.result import MADE, PENDING, HostResult, fact, hosts_by_vulnerability, machines, metrics_text
 from gpuprov.agent.site_tables import user_table
 from gpuprov.core.files import write_whole
 from gpuprov.fleet import history
@@ -88,7 +79,7 @@ def print_report(console: Console, run: Run, next_command: str = "", *, verbose:
         parts.append(table(results))
     if len(results) == 1 and results[0].made:
         parts.append(_durations(results[0]))
-    if len(results) > 1 and (command != "facts" or overall_exit_code(results) != ExitCode.DONE):
+    if len(results) > 1 and (command != "facts" or any(one.exit_code != ExitCode.DONE for one in results)):
         short = len(results) > _MOST_ROWS and not verbose
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += _drains_table(results, verbose=verbose)

@@ -224,10 +224,8 @@ def require_safe_hosts(commands: HostCommands, targets: Sequence[HostTarget]) ->
     for option, words in (("--before-host", commands.before), ("--after-host", commands.after)):
         named = {name for word in words for name in _PLACE.findall(word)}
         if words and not named and len(targets) > 1:
-            raise UsageError(
-                f"{option} is the same for all {counted(len(targets), 'host')}", shlex.join(words),
-                "put {host} where the name of the host belongs",
-            )  # fmt: skip
+            step = "put {host} where the name of the host belongs"
+            raise UsageError(f"{option} is the same for all {counted(len(targets), 'host')}", shlex.join(words), step)
         for target in targets:
             for name in sorted(named):
                 value = _values(target)[name]

@@ -267,10 +267,8 @@ def _proxy_problem(hop: Connection, settings: SshSettings, error: Exception) -> 
     if transport is not None and transport.remote_version:
         ended, output = "broke the connection", output or str(error)
     seen = [f"ProxyCommand {hop.gateway}", *[line for line in output.splitlines() if line.strip()][-4:]]
-    return Problem(
-        f"{hop.host} port {hop.port} cannot be reached: its ProxyCommand {ended}", "\n".join(seen),
-        f"try it by hand: {hop.gateway} < /dev/null",
-    )  # fmt: skip
+    step = f"try it by hand: {hop.gateway} < /dev/null"
+    return Problem(f"{hop.host} port {hop.port} cannot be reached: its ProxyCommand {ended}", "\n".join(seen), step)
 
 
 def _end_of(process: subprocess.Popen[bytes], settings: SshSettings) -> tuple[str, str]:
@@ -310,10 +308,8 @@ def _handshake_problem(
 
 
 def _silence(place: str, what: str, settings: SshSettings) -> Problem:
-    return Problem(
-        f"{place} does not answer", f"{what} within {settings.connect_timeout:g} s",
-        "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer",
-    )  # fmt: skip
+    step = "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer"
+    return Problem(f"{place} does not answer", f"{what} within {settings.connect_timeout:g} s", step)
 
 
 def _authentication_problem(target: HostTarget, hop: Connection, error: Exception) -> Problem:

@@ -104,10 +104,8 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
     """Return the lines of `ssh -G` that are heeded; without ssh, or a name for this user, the options themselves."""
     if shutil.which("ssh") is None or not _home():
         if file not in ("", "none") or os.path.isfile(os.path.expanduser(_USER_FILE)):  # noqa: PTH111, PTH113
-            raise UsageError(
-                "the SSH configuration can't be read: ssh, which does that, is missing, or this user has no name",
-                file or _USER_FILE, "install the OpenSSH client (package openssh-client)",
-            )  # fmt: skip
+            what = "the SSH configuration can't be read: ssh, which does that, is missing, or this user has no name"
+            raise UsageError(what, file or _USER_FILE, "install the OpenSSH client (package openssh-client)")
         return tuple(f"{keyword} {value}" for keyword, value in options)
     path = file if file in ("", "none") else str(Path(file).expanduser().absolute())
     named = ("-F", path) if path else ()

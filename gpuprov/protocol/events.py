@@ -326,10 +326,8 @@ class EventReader:
 
 def no_agent_sends(evidence: str) -> GpuprovError:
     """Return the error for data from a host that is not what an agent sends."""
-    return GpuprovError(
-        "the host sends what gpuprov's agent never sends", plain(evidence)[:500],
-        "do not trust this host before you know why: look at its Python, its shell and its root account",
-    )  # fmt: skip
+    step = "do not trust this host before you know why: look at its Python, its shell and its root account"
+    return GpuprovError("the host sends what gpuprov's agent never sends", plain(evidence)[:500], step)
 
 
 def from_line(line: str) -> Event | None:
