@@ -43,6 +43,10 @@ class RunContext:
         """Tell the user one sentence."""
         self.sink(Note(message, level))
 
+    def tell(self, message: str, _done: int = 0, _total: int = 0) -> None:
+        """Tell the user of progress."""
+        self.note(message)
+
 
 def devices_to_lose(run: RunContext) -> tuple[str, ...]:
     """Report the running containers whose devices systemd does not know; return those that lose them by a change."""

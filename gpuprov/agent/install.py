@@ -91,8 +91,7 @@ def install(run: RunContext) -> Finished:
         plan = _announced_plan(run, facts, lost)
         if _needs_package_manager(plan):
             # Before the first change: a run that fails here has changed nothing.
-            holder = facts.package_manager.lock_holder
-            wait_until_free(run.system, lambda message, *_: run.note(message), holder)
+            wait_until_free(run.system, run.tell, facts.package_manager.lock_holder)
     end = _Progress(0, facts, plan)
     if plan.changes:
         keep_devices(run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Callable, Union
+from typing import Union
 
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.install import begin_reboot, leave_resume
@@ -224,7 +224,7 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
         _reset(run, wanted)
     except GpuprovError as error:
         problems = error.problems
-        start_all_again(system, _tell(run))
+        start_all_again(system, run.tell)
     else:
         run.sink(ChangeDone(STEP, round(system.now() - begun, 3)))
     found = _prove(run)
@@ -234,7 +234,7 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
         found = _load(run, found)
     verdict = health.verdict_of(found)
     if verdict != "unfit":
-        start_all_again(system, _tell(run))
+        start_all_again(system, run.tell)
     elif not problems and wanted.users.containers:
         names = " ".join(wanted.users.containers)
         problems = (Problem(f"stopped for the reset, and not started again: {names}", "", f"docker start {names}"),)
@@ -243,14 +243,10 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
     return Result(found, problems)
 
 
-def _tell(run: RunContext) -> Callable[[str, int, int], None]:
-    return lambda message, done, total: run.note(message)
-
-
 def _reset(run: RunContext, wanted: Repair) -> None:
     """End the users that the plan has named, and reset the GPUs. Raises GpuprovError if that is not possible."""
     system, users = run.system, wanted.users
-    running_driver.stop_users(system, Unloading(units=users.units, containers=users.containers), _tell(run))
+    running_driver.stop_users(system, Unloading(units=users.units, containers=users.containers), run.tell)
     named = {(one.pid, one.command) for one in users.processes}
     pids = [str(one.pid) for one in gather_holders(system, minors=wanted.minors) if (one.pid, one.command) in named]
     if pids:
@@ -274,7 +270,7 @@ def _reset(run: RunContext, wanted: Repair) -> None:
             system.run(("tee", _KMSG), stdin=f"<5>gpuprov: gpu reset (PCI:{health.bus_of(address)})\n".encode())
     # A reset removes the MIG devices.
     DivideGpus.undo(system, {"before": layout}, None)
-    start_again(system, _tell(run))
+    start_again(system, run.tell)
     # A reset forgets it where no nvidia-persistenced keeps it.
     lasting = [gpu["pci/pci_bus_id"] for gpu in wanted.gpus if gpu.get("persistence_mode") == "Enabled"]
     if lasting:
@@ -387,7 +383,7 @@ def settle(run: RunContext) -> Record | None:
     over = record.action == REBOOT and record.boot_id != gather_reboot(system).boot_id
     if not over:
         run.note(f"an earlier run was cut off in a {record.action} of {counted(len(record.gpus), 'GPU')}", "warning")
-    start_all_again(system, _tell(run))
+    start_all_again(system, run.tell)
     _wait_for_fabric(system)
     found = health.judge(health.read(system, run.sink))
     record = replace(record, after=found, outcome=health.verdict_of(found))
