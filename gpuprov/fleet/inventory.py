@@ -7,6 +7,7 @@ import of it stands inside a function, and extra variables (-e) that need no Ans
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -169,7 +170,19 @@ def _is_plain(value: object) -> bool:
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
 _PYTHON = re.compile(r"[A-Za-z0-9/._+-]*")
 _ADDRESS = re.compile(r"[\w.:%-]+")
-_TRUE = frozenset((True, 1, "true", "yes", "on", "1", "y", "t"))
+_TRUE = frozenset(("true", "yes", "on", "1", "y", "t"))
+# How to reach a host, and the variables that say it: of several the first that has a value.
+_VARIABLES = {
+    "address": ("ansible_host", "ansible_ssh_host"), "port": ("ansible_port", "ansible_ssh_port"),
+    "user": ("ansible_user", "ansible_ssh_user"), "connection": ("ansible_connection",),
+    "identity_file": ("ansible_ssh_private_key_file", "ansible_private_key_file"),
+    "password": ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password"),
+    "become_user": ("ansible_become_user",), "become_method": ("ansible_become_method",),
+    "become_password": ("ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
+    "python": ("ansible_python_interpreter",),
+}  # fmt: skip
+_ARGUMENTS = ("ansible_ssh_extra_args", "ansible_ssh_common_args")
+_HEEDED = {*itertools.chain(*_VARIABLES.values()), *_ARGUMENTS, "ansible_become"}
 
 
 def read_inventory(
@@ -386,7 +399,7 @@ def _targets(
     problems: list[Mistake] = []
     for name, values in hosts:
         try:
-            arguments = _ssh_arguments(values)
+            arguments = parse_ssh_arguments(" ".join(str(values[one]) for one in _ARGUMENTS if values.get(one)))
             targets.append(target_from_variables(name, values, arguments))
             warnings += [f"{name}: {warning}" for warning in arguments.warnings]
         except GpuprovError as error:
@@ -399,20 +412,20 @@ def _targets(
 def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
     """Return the host described by resolved inventory variables. Raises GpuprovError (exit code 2)."""
     arguments = arguments or SshArguments()
-    become_user = _first(values, "ansible_become_user") or "root"
-    method = _first(values, "ansible_become_method") or "sudo"
+    given = {
+        what: next((str(values[one]) for one in names if values.get(one) not in (None, "")), "")
+        for what, names in _VARIABLES.items()
+    }
+    become_user, method = given["become_user"] or "root", given["become_method"] or "sudo"
     if become_user != "root" or method.rsplit(".", 1)[-1] != "sudo":
         raise UsageError(
             f"gpuprov becomes root by sudo, not {become_user} by {method}", "ansible_become_user, _method",
             "take both out of the inventory, or set them to root and sudo",
         )  # fmt: skip
-    address = _first(values, "ansible_host", "ansible_ssh_host") or name
-    port = _first(values, "ansible_port", "ansible_ssh_port")
-    user = _first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER")
-    connection = _first(values, "ansible_connection") or "ssh"
+    address, port, connection = given["address"] or name, given["port"], given["connection"] or "ssh"
+    user = given["user"] or _configured("DEFAULT_REMOTE_USER")
     known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
-    python = _first(values, "ansible_python_interpreter")
-    python = "" if python.startswith("auto") else python
+    python = "" if given["python"].startswith("auto") else given["python"]
     is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     for text, is_valid, what, next_step in (
         # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
@@ -433,39 +446,15 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         address=address,
         port=int(port) if port else None,
         user=user,
-        identity_file=_first(values, "ansible_ssh_private_key_file", "ansible_private_key_file")
-        or _configured("DEFAULT_PRIVATE_KEY_FILE"),
+        identity_file=given["identity_file"] or _configured("DEFAULT_PRIVATE_KEY_FILE"),
         ssh_options=arguments.options,
         ssh_config_file=arguments.config_file,
-        password=_first(values, "ansible_password", "ansible_ssh_pass", "ansible_ssh_password"),
+        password=given["password"],
         become=str(values.get("ansible_become", True)).lower() in _TRUE,
-        become_password=_first(values, "ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
+        become_password=given["become_password"],
         connection=known,
         python=python,
     )
-
-
-_HEEDED = frozenset(
-    ("ansible_host", "ansible_ssh_host", "ansible_port", "ansible_ssh_port", "ansible_user", "ansible_ssh_user",
-     "ansible_ssh_private_key_file", "ansible_private_key_file", "ansible_password", "ansible_ssh_pass",
-     "ansible_ssh_password", "ansible_become", "ansible_become_user", "ansible_become_method",
-     "ansible_become_password", "ansible_become_pass", "ansible_sudo_pass", "ansible_connection",
-     "ansible_python_interpreter", "ansible_ssh_common_args", "ansible_ssh_extra_args")
-)  # fmt: skip
-
-
-def _ssh_arguments(values: Mapping[str, Any]) -> SshArguments:
-    text = " ".join(filter(None, (_first(values, "ansible_ssh_extra_args"), _first(values, "ansible_ssh_common_args"))))
-    try:
-        return parse_ssh_arguments(text)
-    except ValueError as error:
-        raise UsageError(
-            "ansible_ssh_common_args is no list of arguments", f"{error}: {text}", "close what is quoted, as in a shell"
-        ) from None
-
-
-def _first(values: Mapping[str, Any], *names: str) -> str:
-    return next((str(values[name]) for name in names if values.get(name) not in (None, "")), "")
 
 
 def _configured(name: str) -> str:

@@ -51,11 +51,15 @@ class SshArguments:
 
 
 def parse_ssh_arguments(text: str) -> SshArguments:
-    """Return what a line of arguments for ssh(1) asks for. Raises ValueError where quotes do not close."""
+    """Return what a line of arguments for ssh(1) asks for. Raises UsageError where quotes do not close."""
     options: list[tuple[str, str]] = []
     warnings: list[str] = []
     config_file = ""
-    words = iter(shlex.split(text))
+    try:
+        words = iter(shlex.split(text))
+    except ValueError as error:
+        what = "ansible_ssh_common_args is no list of arguments"
+        raise UsageError(what, f"{error}: {text}", "close what is quoted, as in a shell") from None
     for word in words:
         # `-oX=y` and `-o X=y` are the same.
         takes_value = word[:2] in ("-o", "-F", *_FLAGS_WITH_KEYWORD)
