@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from gpuprov.fleet.options import options_of, pairs, run
+from gpuprov.cli import run
+from gpuprov.fleet.options import options_of, pairs
 from gpuprov.fleet.standard_streams import show
 from gpuprov.protocol.errors import ExitCode, UsageError
 

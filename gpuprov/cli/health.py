@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from gpuprov.fleet.options import options_of, run
+from gpuprov.cli import run
+from gpuprov.fleet.options import options_of
 from gpuprov.fleet.standard_streams import say
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import HealthFound, Kept

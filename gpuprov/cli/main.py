@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from gpuprov import __version__
-from gpuprov.cli import reference
+from gpuprov.cli import reference, run
 from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
@@ -36,7 +36,6 @@ from gpuprov.fleet.options import (
     options_of,
     pairs,
     require_whole_program,
-    run,
     text_option,
 )
 from gpuprov.fleet.standard_streams import say, say_text

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -226,16 +226,6 @@ def made_options(command: str, options: dict[str, Any], **others: Any) -> Option
         "become_password": _asked("sudo password", wanted=options.pop("ask_become_pass")),
     }
     return Options(command, **others, **passwords, **options)
-
-
-def run(
-    command: str, options: dict[str, Any], *, arguments: Mapping[str, Any] | None = None, **overrides: str | None
-) -> NoReturn:
-    """Carry a click command out, and exit with its code; overrides that are not empty win over the inventory."""
-    from gpuprov.fleet.command import run_command
-
-    wanted = tuple((name, value) for name, value in overrides.items() if value)
-    raise SystemExit(int(run_command(made_options(command, options, arguments=arguments or {}, overrides=wanted))))
 
 
 def _asked(what: str, *, wanted: bool) -> str:

@@ -285,7 +285,7 @@ class Fleet:
         self, batch: Batch, failed: list[str], target: HostTarget, request: Request, sink: HostSink
     ) -> HostResult:
         """Run one host of a batch, of which others `failed`; after too many failures no further host starts."""
-        result = self._one(target, request, sink)
+        result = self._one(target, functools.partial(self.run_host, request), sink)
         self._to_change.pop(target.name, None)
         if result.begun and result.has_failed and len(target.spec.imex_nodes) > 1 and request.changes_the_host:
             result = self._fail_domain(target, result)
@@ -343,7 +343,7 @@ class Fleet:
         yield
         keeper.end()
 
-    def _one(self, target: HostTarget, request: Request, sink: HostSink) -> HostResult:
+    def _one(self, target: HostTarget, run_host: Callable[[HostTarget, Sink], None], sink: HostSink) -> HostResult:
         domain, left = target.spec.imex_nodes, target.name in self._left
         problem = self._no_start(target)
         if problem is None and self._window is not None and not left and domain not in self._begun:
@@ -358,7 +358,7 @@ class Fleet:
         begun = time.monotonic()
         events(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
         try:
-            self.run_host(request, target, events)
+            run_host(target, events)
         except GpuprovError as error:
             # What breaks after the second Ctrl-C breaks because of it; a drain that was cut says so itself.
             drain = self._drains.get(target.name)
