@@ -46,6 +46,7 @@ _SHORT_DIFF = 12
 _OTHER_WAYS = {"distribution": "the distribution's own driver", "packages": "the driver in NVIDIA's repository"}
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
+# What resumes a run after a reboot.
 UNIT = "gpuprov-resume.service"
 _REQUEST = f"{STATE_DIRECTORY}/resume.json"
 # Time for the last event to reach the controller before the host goes down.

@@ -49,12 +49,8 @@ def machine_of(text: str) -> str:
 def local_machine(system: System) -> str:
     """Return the identity of this machine."""
     namespace = system.status(_NAMESPACE)
-    parts = (
-        system.read_text(_MACHINE_ID) or "",
-        system.read_text(_BOOT_ID) or "",
-        namespace.target if namespace else "",
-    )
-    return machine_of(" ".join(parts))
+    parts = (system.read_text(_MACHINE_ID), system.read_text(_BOOT_ID), namespace and namespace.target)
+    return machine_of(" ".join(part or "" for part in parts))
 
 
 def local_host_keys(system: System) -> frozenset[str]:

@@ -19,6 +19,7 @@ _PLACE = re.compile(
 _LONGEST = 4000
 _ANY_HOST = "HOST"
 _MOST_EVIDENCE = 3
+# The versions that come before all others.
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
 _NONE = "none"
 _OF_GPU = re.compile(r"([0-9]{1,3}): ([\w.+, -]+)")
@@ -29,6 +30,7 @@ DRAIN_STATES = {
     "drained": ("still drained", "bold yellow"),
     "undrained": ("undrained", "green"),
 }
+# The name of a host: what is before its number, the number, and what is after it.
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,9})(\D*)", re.DOTALL)
 _SHORTEST_ROW = 3
 

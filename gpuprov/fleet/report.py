@@ -45,9 +45,11 @@ _MOST_SIDE_BY_SIDE = 8
 _MOST_ROWS = 50  # of one host each; beyond that only -v shows them all
 _MOST_NAMED = 5
 _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
+# After the installation of this machine.
 _TO_TRY = """
 docker run --rm --gpus all ubuntu nvidia-smi
 docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all ubuntu nvidia-smi"""
+# What `--json` says of a host, and the columns of the table of facts.
 _SUMMARISED = (
     "host", "exit_code", "changed", "seconds", "summary", "problems", "versions", "same_as", "drain", "rolled_back",
     "choice",

@@ -38,12 +38,13 @@ _WITHOUT = "correct it; or set gpuprov_imex: off for it, or leave its domain out
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252}\Z")
 _PLACE = re.compile(r"\{([A-Za-z_]+)\}")
 _PLACES = ("host", "address")
+# Of a command's output: the last lines are those that say why.
 _KEPT_LINES = 5
 _LONGEST_LINE = 300
-# Of each output: the last lines are those that say why.
 _MOST_OUTPUT = 1 << 18
 # Carries a request out on the host; relays every event but the last one, which it returns.
 CarryOut = Callable[[Request, Sink], Finished]
+# What became of a rollback.
 _OUTCOMES: dict[RolledBack, str] = {
     "verified": "the host was rolled back, and verify is green", "failed": "the host could not be rolled back",
     "not-verified": "the host was rolled back, but verify fails after it too",
