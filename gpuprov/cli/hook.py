@@ -142,23 +142,25 @@ def _lines(found: dict[str, Any]) -> list[str]:
     edits = found["edits"]
     nodes = [node["path"] for node in edits.get("deviceNodes", ())]
     files = [one["containerPath"] for one in edits.get("mounts", ())]
-    lines = _decision_lines(found, ", ".join(found["requirements"]), nodes, files, edits.get("links", ()))
+    labels = {"imex_channels": "IMEX channels", "mig_config": "MIG config", "mig_monitor": "MIG monitor"}
+    asked = [(label, found[name]) for name, label in labels.items() if found[name]]
+    paths = nodes, files, edits.get("links", ())
+    lines = _decision_lines(found, ", ".join(found["requirements"]), *paths, asked)
     return [*lines, f"refused        {found['error']}"] if found["error"] else lines
 
 
 def _decision_lines(
-    found: dict[str, Any], requirements: str, nodes: Sequence[str], files: Sequence[str], links: Sequence[str]
-) -> list[str]:
-    """Return what was asked for, and what was given."""
-    labels = {"imex_channels": "IMEX channels", "mig_config": "MIG config", "mig_monitor": "MIG monitor"}
-    others = ((label, found[name]) for name, label in labels.items() if found.get(name))
+    found: dict[str, Any], requirements: str, nodes: Sequence[str], files: Sequence[str], links: Sequence[str],
+    asked: Sequence[tuple[str, Any]] = (),
+) -> list[str]:  # fmt: skip
+    """Return what was asked for, with what else is `asked` (label and value), and what was given."""
     return [
         f"devices        {', '.join(one for one in found['devices'] if one) or 'none: the driver files alone'}",
         f"capabilities   {', '.join(found['capabilities']) or 'none'}",
         f"requirements   {requirements or 'none'}",
         f"privileged     {'yes' if found['privileged'] else 'no'}",
         f"legacy image   {'yes' if found['legacy'] else 'no'}",
-        *(f"{label:15}{', '.join(value) if isinstance(value, list) else value}" for label, value in others),
+        *(f"{label:15}{', '.join(value) if isinstance(value, list) else value}" for label, value in asked),
         *(f"device         {path}" for path in nodes),
         *(f"file           {path}" for path in files),
         *(f"link           {' <- '.join(link.split('::'))}" for link in links),

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from gpuprov.cli.hook import hook
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.runtime_hook import record
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.main import prepare
 
@@ -209,3 +210,27 @@ def test_a_volume_over_the_loaders_cache_is_told_and_refused_only_with_compatibi
             "/etc/ld.so.cache stays as it is: it is in the volume at /etc, and nothing is written into volumes"
             in (found["decisions"])
         )
+
+
+def test_the_kept_decision_of_a_running_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FOLDER", str(tmp_path / "run/containers"))
+    decided = {
+        "way": "hook", "legacy": False, "privileged": False, "devices": ["0"], "capabilities": ["utility"],
+        "requirements": 1, "imex_channels": ["0"], "mig_config": True, "mig_monitor": False,
+        "nodes": ["/dev/nvidia0"], "files": ["/usr/bin/nvidia-smi"], "links": ["libcuda.so.1::/usr/lib/libcuda.so"],
+        "decisions": ["devices are named by NVIDIA_VISIBLE_DEVICES"],
+    }  # fmt: skip
+    record.keep("web", str(tmp_path), decided)
+    done = CliRunner().invoke(hook, ["explain", "--bundle", str(tmp_path)], catch_exceptions=False)
+    assert done.output.splitlines() == [
+        "container      web, started with GPUs by the hook",
+        "devices        0",
+        "capabilities   utility",
+        "requirements   1 satisfied",
+        "privileged     no",
+        "legacy image   no",
+        "device         /dev/nvidia0",
+        "file           /usr/bin/nvidia-smi",
+        "link           libcuda.so.1 <- /usr/lib/libcuda.so",
+        "because        devices are named by NVIDIA_VISIBLE_DEVICES",
+    ]
