@@ -51,23 +51,6 @@ def connected(
 
     Raises GpuprovError, exit code 4, if the host is unreachable or either side refuses the other.
     """
-    connection = make_connection(target, settings)
-    made(connection)
-    try:
-        with explained(target, connection, settings):
-            connection.open()
-            # A dead connection breaks after a minute instead of hanging until TCP gives up.
-            connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
-            if hasattr(connection.transport.sock, "setsockopt"):
-                sock = connection.transport.sock
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
-        yield connection
-    finally:
-        close(connection)
-
-
-def make_connection(target: HostTarget, settings: SshSettings) -> Connection:
-    """Return the connection, not yet open, with its jump hosts as gateways."""
     from fabric import Config, Connection
 
     # paramiko's own log would print tracebacks between the lines of a table; its exceptions have the reasons.
@@ -84,7 +67,18 @@ def make_connection(target: HostTarget, settings: SshSettings) -> Connection:
         gateway=_gateway(config, target.address, settings), connect_timeout=settings.connect_timeout,
     )  # fmt: skip
     _check_key(connection, settings)
-    return connection
+    made(connection)
+    try:
+        with explained(target, connection, settings):
+            connection.open()
+            # A dead connection breaks after a minute instead of hanging until TCP gives up.
+            connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
+            if hasattr(connection.transport.sock, "setsockopt"):
+                sock = connection.transport.sock
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
+        yield connection
+    finally:
+        close(connection)
 
 
 def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
