@@ -6,6 +6,7 @@ every container start, and Python's JSON parser is the fastest.
 
 from __future__ import annotations
 
+import functools
 import json
 import posixpath
 import re
@@ -342,25 +343,22 @@ _CONTAINER_ARGUMENTS = ("createContainer", "startContainer")
 def with_root(specification: Specification, source: str, target: str, *, relative_to: str = "host") -> Specification:
     """Return the specification with paths below `source` moved below `target`, for the `host` or the `container`."""
     on_host = relative_to == "host"
-
-    def moved(path: str) -> str:
-        return _moved(path, source, target)
-
-    def node(one: DeviceNode) -> DeviceNode:
-        return _with_host_path(one, moved(one.host_path or one.path)) if on_host else replace(one, path=moved(one.path))
-
-    def mount(one: Mount) -> Mount:
-        path = moved(one.host_path if on_host else one.container_path)
-        return replace(one, host_path=path) if on_host else replace(one, container_path=path)
+    moved = functools.partial(_moved, source=source, target=target)
 
     def hook(one: Hook) -> Hook:
         path = moved(one.path) if (one.name in _CONTAINER_PATH) is not on_host else one.path
-        words = tuple("::".join(moved(part) for part in word.split("::")) for word in one.args)
+        words = tuple("::".join(map(moved, word.split("::"))) for word in one.args)
         return replace(one, path=path, args=words if (one.name in _CONTAINER_ARGUMENTS) is not on_host else one.args)
 
     def change(edits: Edits) -> Edits:
-        nodes, mounts, hooks = map(node, edits.device_nodes), map(mount, edits.mounts), map(hook, edits.hooks)
-        return replace(edits, device_nodes=tuple(nodes), mounts=tuple(mounts), hooks=tuple(hooks))
+        if on_host:
+            nodes = [_with_host_path(one, moved(one.host_path or one.path)) for one in edits.device_nodes]
+            mounts = [replace(one, host_path=moved(one.host_path)) for one in edits.mounts]
+        else:
+            nodes = [replace(one, path=moved(one.path)) for one in edits.device_nodes]
+            mounts = [replace(one, container_path=moved(one.container_path)) for one in edits.mounts]
+        hooks = tuple(map(hook, edits.hooks))
+        return replace(edits, device_nodes=tuple(nodes), mounts=tuple(mounts), hooks=hooks)
 
     return _edited(specification, change)
 

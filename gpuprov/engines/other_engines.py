@@ -97,12 +97,9 @@ def _gather(system: System, name: str) -> EngineFacts:
     program = system.which(engine.program) or next(filter(system.exists, engine.places), None)
     if program is None:
         return EngineFacts()
-    paths = [engine.main]
-    if engine.drop_in:
-        paths += _in_folder(system, parent_of(engine.drop_in))
-    paths += filter(None, (engine.rendered, *engine.templates.values()))
-    for drop_in in engine.drop_ins.values():
-        paths += _in_folder(system, parent_of(drop_in))
+    paths = [engine.main, *filter(None, (engine.rendered, *engine.templates.values()))]
+    for folder in sorted({parent_of(one) for one in (engine.drop_in, *engine.drop_ins.values()) if one}):
+        paths += [f"{folder}/{file}" for file in system.list_directory(folder)]
     version = ""
     if name == "containerd":
         # Imported here: most hosts name no such engine, and the TOML editor costs as much as all of their facts.
@@ -118,10 +115,6 @@ def _gather(system: System, name: str) -> EngineFacts:
     # Of several units the running one counts, because server and agent differ.
     active = (unit for unit in engine.units if units.is_active(system, unit)) if len(engine.units) > 1 else iter(())
     return EngineFacts(program, version, files, next(active, engine.unit), _running(system, engine))
-
-
-def _in_folder(system: System, folder: str) -> list[str]:
-    return [f"{folder}/{file}" for file in system.list_directory(folder)]
 
 
 def _running(system: System, engine: KnownEngine) -> CriStatus | None:
