@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
-from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+
+if TYPE_CHECKING:
+    from gpuprov.engines.other_engines import EngineFacts
 
 NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 
@@ -67,15 +69,8 @@ class Configuration:
     reload_command: str = ""
 
 
-class Reader(Protocol):
-    """The source for an engine's edits: a System, or the facts gathered from one."""
-
-    def exists(self, path: str) -> bool: ...
-    def read_bytes(self, path: str) -> bytes | None: ...
-    def list_directory(self, path: str) -> tuple[str, ...]: ...
-    def which(self, program: str) -> str | None: ...
-    def run(self, argv: Sequence[str], *, timeout: float = 60) -> Completed: ...
-
+# The source for an engine's edits: a System, or the facts gathered from one.
+Reader = Union[System, "EngineFacts"]
 
 # -- tables ----------------------------------------------------------------------------------------------------------
 
