@@ -69,10 +69,7 @@ class System:
             return None
 
     def read_foreign(self, path: str, size: int) -> str:
-        """Return the text of a small file that any user may have made, "" for anything else.
-
-        Links are not followed, and an unreadable file (FUSE, a network) is not an error.
-        """
+        """Return the text of a small file that any user may have made, "" for anything else; follows no link."""
         return files.read_foreign(self.path(path), size)
 
     def read_text(self, path: str) -> str | None:
@@ -111,10 +108,7 @@ class System:
         return self._seen(path, lambda: files.status_of(self.path(path)))
 
     def device_number(self, path: str) -> tuple[int, int] | None:
-        """Return major and minor of the character device at `path`, links followed, None for another file.
-
-        Raises OSError. Never blocks, even on another user's file system.
-        """
+        """Return major and minor of the character device at `path`, links followed, None for another file."""
         # The links of /proc/PID/fd lead to open files, which their names may not.
         return files.device_number(self.path(path if self.root == Path("/") else self.real_path(path)))
 
@@ -303,10 +297,7 @@ class System:
         files.append_whole(self.path(path), content)
 
     def sync(self) -> None:
-        """Wait until everything written by any program is on disk. Raises OSError on a write error.
-
-        Each file system separately (syncfs(2)): sync(2) waits for all of them, even for a network one that hangs.
-        """
+        """Wait until everything written by any program is on disk. Raises OSError on a write error."""
         files.sync_file_systems(map(self.path, _WRITTEN_PLACES))
 
     def open_private(self, path: str) -> TextIO:

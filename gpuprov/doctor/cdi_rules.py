@@ -9,7 +9,7 @@ import shlex
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.docker_rules import in_daemon
-from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING, remove, restart, steps
+from gpuprov.doctor.finding import CERTAIN, FILES, LIKELY, STEPS, UNITS, WARNING, Remedy
 from gpuprov.doctor.rules import Seen, conditions, rule
 from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, HostSnapshot, host_paths
 from gpuprov.engines.docker import cdi_of
@@ -18,7 +18,7 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 # NVIDIA's toolkit has this unit since 1.18.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
-_OURS = (steps("cdi"),)
+_OURS = (Remedy(STEPS, ("cdi",)),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
@@ -75,7 +75,7 @@ def cdi_names_absent_files(x: HostSnapshot) -> Seen | None:
         absent = [f"{path}:{line}: {named}" for named, line in host_paths(text) if named in x.absent]
         if absent:
             step = _correction(x, path)
-            removal = (remove(path),) if step == f"rm {shlex.quote(path)}" else ()
+            removal = (Remedy(FILES, (path,)),) if step == f"rm {shlex.quote(path)}" else ()
             ours = _OURS if path == PATH else removal
             return Seen(*absent[:4], path=path, number=len(absent), next_step=step, remedies=ours)
     return None
@@ -112,7 +112,7 @@ def cdi_conflict(x: HostSnapshot) -> Seen | None:
         if kind and both:
             mine, device = path if path != PATH else other, f"{kind}={both[0]}"
             return Seen(f"{other}: {device}", f"{path}: {device}", device=device, next_step=f"rm {shlex.quote(mine)}",
-                        remedies=(remove(mine),))  # fmt: skip
+                        remedies=(Remedy(FILES, (mine,)),))  # fmt: skip
         seen.setdefault((folder, kind), (path, names))
     return None
 
@@ -134,7 +134,8 @@ def cdi_covered(x: HostSnapshot) -> Seen | None:
     lacks = ", ".join(sorted(there - known)) if known else ""
     effect, sure = (f"lacks the GPUs {lacks}", LIKELY) if lacks else ("is not kept up to date", WARNING)
     step = f"rm {shlex.quote(later)}"
-    return Seen(later, PATH, path=later, effect=effect, next_step=step, confidence=sure, remedies=(remove(later),))
+    removal = Remedy(FILES, (later,))
+    return Seen(later, PATH, path=later, effect=effect, next_step=step, confidence=sure, remedies=(removal,))
 
 
 @rule
@@ -148,9 +149,10 @@ def cdi_off_in_docker(x: HostSnapshot) -> Seen | None:
         return None
     by_hand = f'{commands.edit_docker(x)}; {commands.restart_docker(x)}  # "features": {{"cdi": true}}'
     off, waits = cdi.switched_off, cdi.waits_for_containers
+    by_gpuprov = Remedy(STEPS, ("docker",)) if cdi.is_to_be_set else Remedy(UNITS, ("docker.service",))
     return Seen(
         cdi.why_off, f"docker info: no CDISpecDirs, docker {docker.version}",
         next_step=by_hand if off else commands.gpuprov_install(x) if cdi.is_to_be_set else commands.restart_docker(x),
         confidence=WARNING if waits else LIKELY,
-        remedies=() if off or waits else (steps("docker"),) if cdi.is_to_be_set else (restart("docker.service"),),
+        remedies=() if off or waits else (by_gpuprov,),
     )  # fmt: skip

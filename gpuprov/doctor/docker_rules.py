@@ -6,7 +6,7 @@ import re
 import shlex
 
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING, Finding, finding_of, restart, steps
+from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, UNITS, WARNING, Finding, Remedy, finding_of
 from gpuprov.doctor.rules import Seen, conditions, rule
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.engines import docker as engine
@@ -27,7 +27,7 @@ _AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|nam
 conditions({
     "docker-masked": lambda x: x.host.docker.unit.load == "masked" and finding_of(engine.MASKED),
     "docker-unit-changed": lambda x: x.host.docker.active and x.host.docker.unit.is_outdated
-        and finding_of(engine.outdated(x.host.docker), CERTAIN, (restart(_UNIT),), commands.restart_docker(x)),
+        and finding_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
     "docker-is-podman": lambda x: "podman-docker" in x.host.packages.installed
         and "package podman-docker is installed",
     "docker-rootless": lambda x: x.rootless and Seen(x.rootless[0], user=x.rootless[0].split("/")[3]),
@@ -220,7 +220,9 @@ def hook_missing(x: HostSnapshot) -> Seen | None:
     # Not the package that has the runtime, nvidia-container-toolkit-base.
     if package in x.host.packages.installed:
         return Seen(seen, again=commands.reinstall_packages(x, package))
-    return Seen(seen, again=commands.gpuprov_install(x), remedies=(steps("toolkit"), restart(_UNIT)))
+    return Seen(
+        seen, again=commands.gpuprov_install(x), remedies=(Remedy(STEPS, ("toolkit",)), Remedy(UNITS, (_UNIT,)))
+    )
 
 
 @rule

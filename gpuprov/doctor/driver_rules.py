@@ -10,7 +10,7 @@ from gpuprov.cdi.files import CACHE
 from gpuprov.checks.smi import exits, per_gpu
 from gpuprov.core.commands import first_match
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy, finding_of, remove
+from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy, finding_of
 from gpuprov.doctor.rules import Condition, Seen, conditions, quoted, reported, rule
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import distribution, fabric_manager, generations
@@ -156,7 +156,7 @@ def _removal(x: HostSnapshot) -> tuple[Remedy, ...]:
     ours = (one for one in x.host.hiding if not (one.package or one.is_configured or one.foreign))
     files = [one.removable for one in ours if one.removable]
     whole = len(files) == len(x.host.hiding)
-    return (remove(*(path for paths in files for path in paths)), LOADER_CACHE) if whole else ()
+    return (Remedy(FILES, tuple(path for paths in files for path in paths)), LOADER_CACHE) if whole else ()
 
 
 def _together(steps: list[str]) -> str:

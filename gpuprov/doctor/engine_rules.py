@@ -11,7 +11,7 @@ from typing import Any
 from gpuprov import toolkit
 from gpuprov.checks.cuda.survey import renew_command
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING, Finding, finding_of, restart
+from gpuprov.doctor.finding import CERTAIN, LIKELY, UNITS, WARNING, Finding, Remedy, finding_of
 from gpuprov.doctor.rules import Seen, conditions, rule
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.engines.known import ENGINES as KNOWN
@@ -67,7 +67,8 @@ def engine_down(x: HostSnapshot) -> Seen | None:
         if facts.program and unit is not None and unit.active in ("failed", "inactive"):
             return Seen(
                 f"systemctl show {name_of_unit}: {unit.active}, {unit.result}", name=name, unit=name_of_unit,
-                restart=restart_command(name, facts), remedies=() if KNOWN[name].cluster else (restart(name_of_unit),),
+                restart=restart_command(name, facts),
+                remedies=() if KNOWN[name].cluster else (Remedy(UNITS, (name_of_unit,)),),
             )  # fmt: skip
     return None
 
@@ -109,7 +110,8 @@ def engine_not_restarted(x: HostSnapshot) -> Seen | None:
     kept = kept_running(x.host.engines, x.host.kubernetes, x.spec)
     for name, facts in x.host.engines.items():
         if facts.running is not None and facts.has_not_read_its_files and found.get(name) == Registration():
-            sure, ours = (WARNING, ()) if name in kept else (CERTAIN, (restart(facts.unit or KNOWN[name].unit),))
+            restart = Remedy(UNITS, (facts.unit or KNOWN[name].unit,))
+            sure, ours = (WARNING, ()) if name in kept else (CERTAIN, (restart,))
             seen = f"CRI Status at {KNOWN[name].socket}: handlers {', '.join(facts.running.handlers)}"
             step = restart_command(name, facts)
             return Seen(seen, name=name, next_step=step, confidence=sure, remedies=ours)

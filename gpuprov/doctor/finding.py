@@ -46,21 +46,6 @@ INSTALL = Remedy(WHOLE)
 LOADER_CACHE = Remedy(CACHE)
 
 
-def steps(*names: str) -> Remedy:
-    """Return the remedy that runs these steps of an installation's plan."""
-    return Remedy(STEPS, names)
-
-
-def restart(unit: str) -> Remedy:
-    """Return the remedy that restarts a unit."""
-    return Remedy(UNITS, (unit,))
-
-
-def remove(*paths: str) -> Remedy:
-    """Return the remedy that removes files."""
-    return Remedy(FILES, paths)
-
-
 @dataclass(frozen=True)
 class Finding:
     """One cause found on a host. `evidence`: a file with its line, or a command with its output.

@@ -10,7 +10,7 @@ from gpuprov import __version__, toolkit
 from gpuprov.core.system import sha256_of
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.docker_rules import in_daemon, in_file
-from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING, Finding, Remedy, finding_of, steps
+from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, WARNING, Finding, Remedy, finding_of
 from gpuprov.doctor.rules import Seen, conditions, quoted, rule
 from gpuprov.doctor.snapshot import OPERATORS_RUNTIME, HostSnapshot, lines_that_match
 from gpuprov.engines.known import NVIDIA_RUNTIME
@@ -27,7 +27,7 @@ from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
-_OURS = (steps("toolkit"),)
+_OURS = (Remedy(STEPS, ("toolkit",)),)
 _TOOLKITS = {LAUNCHER_PATH, NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk", OPERATORS_RUNTIME}
 
 
@@ -59,7 +59,7 @@ conditions({
 
 
 def _with_python(x: HostSnapshot) -> tuple[Remedy, ...]:
-    return (steps("toolkit", "boot"),) if x.host.interpreter.path else ()
+    return (Remedy(STEPS, ("toolkit", "boot")),) if x.host.interpreter.path else ()
 
 
 @rule
