@@ -14,7 +14,7 @@ from gpuprov.facts.kernels import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
 from gpuprov.plan.migration import VARIABLE
 from gpuprov.plan.preflight import LIST_GPUS
-from gpuprov.protocol.models import generation_of
+from gpuprov.protocol.models import generation_of, model_of
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RESTART_DOCKER = "systemctl restart docker"
@@ -154,6 +154,14 @@ def firmware_setup(x: HostSnapshot) -> str:
     if x.host.kernel.secure_boot == "no-efi":
         return "systemctl reboot  # and in the firmware's setup:"
     return "systemctl reboot --firmware-setup  #"
+
+
+def module_options(x: HostSnapshot) -> str:
+    """Return what to add to a step for models that an option of the proprietary module helps; "" for others."""
+    known = (model_of(one) for one in x.host.gpu_device_ids if x.module.license == "NVIDIA")
+    options = dict.fromkeys(option for model in known if model for option in model.options)
+    line = f"options {x.module.name} {' '.join(options)}"
+    return f"; each time: '{line}' in /etc/modprobe.d, then a reboot" if options else ""
 
 
 def same_versions(x: HostSnapshot) -> str:

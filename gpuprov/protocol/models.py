@@ -48,7 +48,8 @@ class Model:
 
     `mig`: it can be divided. `coherent_memory`: the driver has a mode for memory that it shares with the processor.
     `confidential`: it has a mode for confidential computing. `links`: its NVLinks where all of them are in use.
-    `virtual`: device ids of subsystems that tell a virtual GPU, which NVIDIA's GRID driver serves.
+    `virtual`: device ids of subsystems that tell a virtual GPU, which NVIDIA's GRID driver serves. `options`: options
+    of the proprietary module nvidia that are known to help.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Model:
     confidential: bool = False
     links: int = 0
     virtual: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ KERNEL_ROWS = (
         log("NVRM: Xid (PCI:0000:17:00): 119, pid=1, name=x, Timeout after 6s of waiting for RPC response "
             "from GPU0 GSP!"),
         "119", "--gpu-reset"),
+    # A T4, whose proprietary module can do without GSP.
+    Row("gsp-timeout",
+        lambda x: log("NVRM: Xid (PCI:0000:17:00): 119, pid=1, name=x, Timeout after 6s of waiting for RPC response "
+                      "from GPU0 GSP!")(gpu_ids("1eb8")(x)),
+        "119", "'options nvidia NVreg_EnableGpuFirmware=0' in /etc/modprobe.d, then a reboot"),
     # Cyridd/cmpunlocker's report.
     Row("init-failed", log("[   21.091872] NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:894)"),
         "(0x22:0x56:894)", "nvidia-bug-report.sh", LIKELY),
