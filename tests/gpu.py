@@ -31,6 +31,7 @@ from gpuprov.checks.cuda_checks import command
 from gpuprov.checks.health import examine
 from gpuprov.checks.outcome import Failed as OutcomeFailed
 from gpuprov.core.system import System
+from gpuprov.facts.boot import gather_boot
 from gpuprov.facts.gpus import gather_imex
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol import tables
@@ -301,7 +302,6 @@ def lacking(system: System) -> dict[str, str]:
     """Return a check of `gpuprov verify` → why this machine can't make it, "" if it can."""
     ids = {gpu.device_id for gpu in gather_gpus(system)}
     virtual = re.search("Virtualization Mode *: VGPU", system.run(("nvidia-smi", "-q"), timeout=_SECONDS).stdout)
-    encrypted = any(map(system.exists, ("/dev/sev-guest", "/dev/tdx_guest")))
     modules = {"rdma": "nvidia_peermem", "gdrcopy": "gdrdrv", "storage": "nvidia_fs"}
     missing = {f"GPUDirect {kind}": f"the module {name} is not loaded" for kind, name in modules.items()
                if not system.exists(f"/sys/module/{name}")}  # fmt: skip
@@ -310,7 +310,9 @@ def lacking(system: System) -> dict[str, str]:
         "coherent memory": "" if coherent else "no GPU of a Grace host",
         "vGPU licence": "" if virtual else "no virtual GPU",
         "MPS": "" if system.exists("/run/gpuprov-mps/control") else "gpuprov-mps.service does not run",
-        "confidential computing": "" if encrypted else "no virtual machine with encrypted memory",
+        "confidential computing": ""
+        if gather_boot(system).confidential
+        else "no guest with encrypted memory",
         "IMEX": "" if gather_imex(system).active else "nvidia-imex does not run: no rack, or no domain",
         **{f"GPUDirect {kind}": missing.get(f"GPUDirect {kind}", "") for kind in modules},
     }

@@ -83,12 +83,13 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
     units, paths = [boot.NODES, boot.REFRESH, boot.WATCH, boot.SOCKETS], [boot.UDEV_RULES, boot.USERS, boot.ROOT]
     # In a system container, the kernel modules and the GPU modes belong to the host.
     # A copy of an image may have no GPU: loading modules would then fail the unit. The nodes' unit loads them instead.
-    if facts.kernel.takes_modules and not facts.kernel.container and facts.image is None:
+    machine = not facts.kernel.container and facts.image is None
+    if facts.kernel.takes_modules and machine:
         paths.append(boot.MODULES)
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         units.append(boot.MIG)
-    encrypted = facts.boot.confidential and facts.image is None and spec.confidential_ready == "auto"
+    encrypted = machine and facts.boot.confidential and spec.confidential_ready == "auto"
     asked = {boot.GPUDIRECT: spec.gpudirect, boot.MPS: spec.mps, boot.CONFIDENTIAL: encrypted}
     units += (name for name, is_asked in asked.items() if is_asked)
     if spec.serve:

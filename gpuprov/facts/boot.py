@@ -35,6 +35,7 @@ MPS_PROGRAM = "/usr/bin/nvidia-cuda-mps-control"
 MARK = "# By gpuprov"
 # Linux, Documentation/virt/coco: the devices of a guest with AMD SEV-SNP, and with Intel TDX.
 _ENCRYPTED = ("/dev/sev-guest", "/dev/tdx_guest")
+_VENDOR = "/sys/class/dmi/id/sys_vendor"
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
 _PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
 STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, CONFIDENTIAL, GPUDIRECT, MPS, SSH_KEYS, SERVE_SOCKET)
@@ -79,7 +80,22 @@ def gather_boot(system: System) -> BootFacts:
     links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
     packaged = any(system.exists(path) for path in _PACKAGED)
     ssh_keygen = system.exists(SSH_KEYGEN) and system.exists("/etc/ssh")
-    return BootFacts(links, packaged, ssh_keygen, any(map(system.exists, _ENCRYPTED)), system.exists(MPS_PROGRAM))
+    return BootFacts(links, packaged, ssh_keygen, _is_encrypted(system), system.exists(MPS_PROGRAM))
+
+
+def _is_encrypted(system: System) -> bool:
+    """Say whether this is a guest with encrypted memory. Azure's lack the devices: Hyper-V's isolation tells.
+
+    systemd knows it from 254 on. The kernel prints it: 2 is SNP, 3 TDX (arch/x86/kernel/cpu/mshyperv.c).
+    """
+    if any(map(system.exists, _ENCRYPTED)):
+        return True
+    if (system.read_text(_VENDOR) or "").strip() != "Microsoft Corporation":
+        return False
+    if system.run(("systemd-detect-virt", "--cvm")).stdout.strip() in ("sev-snp", "tdx"):
+        return True
+    log = system.run(("journalctl", "--dmesg", "--boot", "--no-pager", "--output=cat"), timeout=60).stdout
+    return re.search(r"Hyper-V: Isolation Config: .*Group B 0x[0-9a-f]*[23]$", log, re.MULTILINE) is not None
 
 
 def is_ours(content: bytes) -> bool:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.root
 ABSENT = {
     "coherent memory": "no GPU of a Grace host", "vGPU licence": "no virtual GPU",
     "MPS": "gpuprov-mps.service does not run", "IMEX": "nvidia-imex does not run: no rack, or no domain",
-    "confidential computing": "no virtual machine with encrypted memory",
+    "confidential computing": "no guest with encrypted memory",
     "GPUDirect rdma": "the module nvidia_peermem is not loaded", "GPUDirect gdrcopy": "the module gdrdrv is not loaded",
     "GPUDirect storage": "the module nvidia_fs is not loaded",
 }  # fmt: skip

@@ -231,6 +231,25 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
     assert check()[1] == ""
 
 
+@pytest.mark.parametrize(
+    ("vendor", "detected", "log", "found"),
+    [
+        ("Microsoft Corporation", "sev-snp\n", "", True), ("Microsoft Corporation", "tdx\n", "", True),
+        ("Microsoft Corporation", "", "Hyper-V: Isolation Config: Group A 0x1, Group B 0xba2\n", True),
+        ("Microsoft Corporation", "none\n", "Hyper-V: Isolation Config: Group A 0x1, Group B 0x21\n", False),
+        ("Microsoft Corporation", "", "", False), ("QEMU", "sev-snp\n", "", False),
+    ],
+)  # fmt: skip
+def test_azures_confidential_guests_are_known_by_hyper_v(
+    host: Rdma, vendor: str, detected: str, log: str, found: bool
+) -> None:
+    host.path("/sys/class/dmi/id").mkdir(parents=True, exist_ok=True)
+    host.path("/sys/class/dmi/id/sys_vendor").write_text(f"{vendor}\n")
+    for program, answer in (("systemd-detect-virt", detected), ("journalctl", log)):
+        host.answers[program] = Completed((program,), 0 if answer else 1, answer)
+    assert boot.gather_boot(host).confidential is found
+
+
 def test_verify_is_content_where_the_driver_knows_no_confidential_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
