@@ -18,13 +18,18 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.no_change import Cost, cost, median, seconds_by_step
+from benchmarks.no_change import Cost, cost, median
 from tests.lab import Host, HostRequest
 from tests.lab.fixtures import GPUPROV, Site, running
 
 _HOST = "first"
 _INSTALL, _SCRIPT = "gpuprov install", "plain script"
+# What others do: the package manager, the server with the file, NVIDIA's installer.
+_OTHERS = frozenset(("repositories", "packages", "download", "driver"))
+# Seconds that NVIDIA's installer 550.163.01 took with DKMS on Debian 12 and two cores, recorded with the real file.
+_NVIDIAS_INSTALLER = 115.0
 # The files that gpuprov puts on a host have its name in their paths, all but these two.
 _OTHER_FILES = ("etc/docker/daemon.json", "usr/bin/nvidia-container-runtime-hook")
 # Standard input is an archive of the files; $1 is the address of the driver's .run, $2 its SHA-256; packages follow.
@@ -106,6 +111,13 @@ def _measure(commands: dict[str, tuple[str, ...]], site: Site, rounds: int) -> N
     for step in steps[_INSTALL][0]:
         columns = (statistics.median(one.get(step, 0.0) for one in steps[name]) for name in (_SCRIPT, _INSTALL))
         print(f"{step:30}{next(columns):16.2f}{next(columns):17.2f}")
+    rows = [
+        {**one, "rest": sum(value for step, value in one.items() if step not in _OTHERS)} for one in steps[_INSTALL]
+    ]
+    own, installer = (statistics.median(one[name] for one in rows) for name in ("rest", "driver"))
+    real = median(costs[_INSTALL], lambda one: one.wall) - installer + _NVIDIAS_INSTALLER
+    print(f"gpuprov without {', '.join(sorted(_OTHERS))}: {own:.2f} s, {100 * own / real:.1f} % of a run in which the "
+          f"installer takes {_NVIDIAS_INSTALLER:g} s")  # fmt: skip
 
 
 def _measured(command: tuple[str, ...], host: Host) -> tuple[Cost, dict[str, float]]:
@@ -118,7 +130,19 @@ def _measured(command: tuple[str, ...], host: Host) -> tuple[Cost, dict[str, flo
     if marks:
         pairs = zip(marks, marks[1:])
         return taken, {name: float(end) - float(begun) for (begun, _), (end, name) in pairs}
-    return taken, seconds_by_step([json.loads(line) for line in lines])
+    return taken, _seconds_by_step([json.loads(line) for line in lines])
+
+
+def _seconds_by_step(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Return step → seconds of its changes in the events of a run."""
+    steps: dict[str, str] = {}
+    taken: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        if event["event"] == "Planned":
+            steps |= {change["key"]: change["step"] for change in event["changes"]}
+        elif event["event"] == "ChangeDone":
+            taken[steps[event["key"]]] += event["seconds"]
+    return dict(taken)
 
 
 if __name__ == "__main__":

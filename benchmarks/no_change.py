@@ -1,16 +1,15 @@
-"""What a run costs on lab hosts, from bare and where nothing changes, by both ways, beside one bare SSH command.
+"""What a run that changes nothing costs on lab hosts by both ways, beside one bare SSH command.
 
     python -m benchmarks.no_change [--hosts 8] [--rounds 3]
 
-Boots hosts of its own and installs them: of this first run it tells where the time went, in the steps' own words. Then
-come the runs that change nothing. Beside the wall time, which this machine's other work makes longer, stands CPU time,
-which it doesn't: the controller's (its children included) and one host's (its control group's), idle time taken off.
+Boots hosts of its own and installs them first. Beside the wall time, which this machine's other work makes longer,
+stands CPU time, which it doesn't: the controller's (its children included) and one host's (its control group's), idle
+time taken off.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +29,6 @@ from tests.lab.fixtures import Site, running
 _BIN = Path(sys.executable).parent
 _INSTALL = "gpuprov install"
 _SITE = "site.yml without verify"
-# What others do in a first run: the package manager, the server with the file, NVIDIA's installer.
-_OTHERS = frozenset(("repositories", "packages", "download", "driver"))
-# Seconds that NVIDIA's installer 550.163.01 took with DKMS on Debian 12 and two cores, recorded with the real file.
-_NVIDIAS_INSTALLER = 115.0
 
 
 @dataclass(frozen=True)
@@ -57,48 +51,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as folder, running(requests, Path(folder)) as site:
         for name in names:
             site.fresh(name)
-        _first_runs(site, names)
+        subprocess.run((_BIN / "gpuprov", "install", "--hosts", site.inventory(*names)), check=True)
         _no_change(site, names[:1], given.rounds, verify=False)
         _no_change(site, names, given.rounds, verify=True)
-
-
-def _first_runs(site: Site, names: list[str]) -> None:
-    """Install one host alone and tell its steps; then all others at once."""
-    begun = time.perf_counter()
-    events = _events("install", "--hosts", str(site.inventory(names[0])))
-    wall = time.perf_counter() - begun
-    steps = seconds_by_step(events)
-    print(f"first run on one host: {wall:.1f} s")
-    for step, seconds in steps.items():
-        print(f"  {step:20}{seconds:8.2f} s{100 * seconds / wall:8.1f} %")
-    own = wall - sum(seconds for step, seconds in steps.items() if step in _OTHERS)
-    print(f"  {'all but ' + ', '.join(sorted(_OTHERS)):60}{own:6.2f} s{100 * own / wall:8.1f} %")
-    real = wall - steps["driver"] + _NVIDIAS_INSTALLER
-    label = f"the same, with {_NVIDIAS_INSTALLER:g} s for NVIDIA's own installer"
-    print(f"  {label:60}{own:6.2f} s{100 * own / real:8.1f} %")
-    if len(names) > 1:
-        begun = time.perf_counter()
-        _events("install", "--hosts", str(site.inventory(*names[1:])))
-        print(f"first run on {len(names) - 1} hosts at once: {time.perf_counter() - begun:.1f} s")
-
-
-def _events(*words: str) -> list[dict[str, object]]:
-    done = subprocess.run((_BIN / "gpuprov", *words, "--json"), check=True, stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def seconds_by_step(events: list[dict[str, object]]) -> dict[str, float]:
-    """Return step → seconds of its changes in the events of one host's run."""
-    steps: dict[object, str] = {}
-    taken: defaultdict[str, float] = defaultdict(float)
-    for event in events:
-        if event.get("event") == "Planned":
-            changes = event["changes"]
-            assert isinstance(changes, list)
-            steps |= {change["key"]: change["step"] for change in changes}
-        elif event.get("event") == "ChangeDone":
-            taken[steps[event["key"]]] += float(str(event["seconds"]))
-    return dict(taken)
 
 
 def _no_change(site: Site, names: list[str], rounds: int, *, verify: bool) -> None:
