@@ -12,13 +12,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
-from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
-from gpuprov.core.journal import new_journal
 from gpuprov.core.system import System
-from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.protocol.events import Event
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.gpg import gpg_home
 from tests.integration.loopback import served
@@ -105,19 +100,3 @@ def site_server(folder: Path) -> Iterator[SiteServer]:
         for name in ("http_proxy", "HTTP_PROXY"):
             patch.delenv(name, raising=False)
         yield SiteServer(folder / "www", gnupg, url)
-
-
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
-def as_a_run(host: System, *changes: Change) -> None:
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, ignore)
-    journal.end("done")
-
-
-def undo_last(host: System) -> None:
-    last = last_undoable_run(host)
-    assert last is not None
-    undo_runs(host, (last,), CHANGE_KINDS, ignore)

@@ -29,19 +29,10 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.apt_host import plan_repositories
 from tests.clock import has_ended
-from tests.integration.apt_chroot import (
-    NEEDS,
-    RELEASES,
-    ChrootHost,
-    SiteServer,
-    as_a_run,
-    chroot_host,
-    ignore,
-    site_server,
-    undo_last,
-)
+from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.repository import sign
 from tests.lab.shell import wait_for
+from tests.runs import as_a_run, ignore, undo_last
 
 pytestmark = NEEDS
 # A script that says that it runs, and waits as long as a file is there.

@@ -31,9 +31,10 @@ from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
 from tests.integration.rpm_repositories import manager as manager_on
 from tests.integration.rpm_repositories import plan_repositories as plan_rpm_repositories
 from tests.lab.rpm_repository import RpmPackage
+from tests.runs import ignore
 from tests.unit.ask import finished
 from tests.unit.fake_host import FakeHost, Tree
-from tests.unit.test_laws import FOREIGN, ignore, install, spec
+from tests.unit.test_laws import FOREIGN, install, spec
 
 __all__ = ["repository", "spec", "template"]
 pytestmark = pytest.mark.root

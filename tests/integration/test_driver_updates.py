@@ -21,18 +21,9 @@ from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.spec import HostSpec
 from tests.apt_host import plan_repositories
-from tests.integration.apt_chroot import (
-    NEEDS,
-    RELEASES,
-    ChrootHost,
-    SiteServer,
-    as_a_run,
-    chroot_host,
-    ignore,
-    site_server,
-    undo_last,
-)
+from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.sources import copy_network_configuration
+from tests.runs import as_a_run, ignore, undo_last
 
 pytestmark = NEEDS
 _OLD, _NEW = "580.178.04-1", "580.200.01-1"

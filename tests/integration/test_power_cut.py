@@ -27,9 +27,10 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 from tests.disk import FILE_SYSTEMS, MEMORY, Disk
 from tests.read_once import read_once
+from tests.runs import ignore
 from tests.unit.ask import finished
 from tests.unit.fake_host import FakeHost, Tree
-from tests.unit.test_laws import FOREIGN, ignore, install, spec
+from tests.unit.test_laws import FOREIGN, install, spec
 
 __all__ = ["spec"]
 pytestmark = pytest.mark.root

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
-from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.journal import read_runs
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.kernel import questions
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream, InstallDriverRpms
@@ -30,13 +29,14 @@ from gpuprov.packages import managers
 from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
-from gpuprov.plan.steps import CHANGE_KINDS, make_plan
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.verify import verify
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
+from tests.runs import as_a_run, undo_last
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 _KERNEL, _NEXT = "5.14.0-427.13.1", "5.14.0-427.20.1"
@@ -308,9 +308,7 @@ class Upgrade:
 
     def run(self) -> None:
         """Make the changes, as a run does."""
-        journal = new_journal(self.host, "install")
-        apply_changes(self.changes, self.host, journal, ignore)
-        journal.end("done")
+        as_a_run(self.host, *self.changes)
 
     def sentences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what a rollback says: that it restores the driver, and that it can't."""
@@ -321,9 +319,7 @@ class Upgrade:
         )
 
     def roll_back(self) -> None:
-        last = last_undoable_run(self.host)
-        assert last is not None
-        undo_runs(self.host, (last,), CHANGE_KINDS, ignore)
+        undo_last(self.host)
 
     def is_as_before(self) -> bool:
         return self.before == installed(self.host)
@@ -331,10 +327,6 @@ class Upgrade:
 
 def installed(host: RpmHost) -> set[str]:
     return {*host.run(("rpm", "-qa")).stdout.split(), host.read_text("/etc/zypp/locks") or ""}
-
-
-def ignore(event: Event) -> None:
-    """Nobody watches."""
 
 
 @pytest.fixture

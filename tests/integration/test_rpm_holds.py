@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, undo_runs
-from gpuprov.core.changes import Change
+from gpuprov.core.apply import apply_changes, resume_run
 from gpuprov.core.journal import new_journal
 from gpuprov.driver.packaged import ChangeDriverRpms
 from gpuprov.facts.host import HostFacts, gather
@@ -38,6 +37,7 @@ from tests.integration.rpm_repositories import (
     template,
 )
 from tests.lab.rpm_repository import RpmPackage
+from tests.runs import as_a_run, undo_last
 from tests.simgpu import debian
 
 __all__ = ["repository", "template"]
@@ -129,21 +129,9 @@ def settle(host: RpmHost, **more: Any) -> list[str]:
     (step,) = (step for step in STEPS if step.name == "packages")
     spec = HostSpec(driver="preinstalled", docker="preinstalled", **more)
     changes = step.plan(PlanContext(with_docker(host), spec))
-    run(host, *changes)
+    as_a_run(host, *changes)
     assert step.plan(PlanContext(with_docker(host), spec)) == ()
     return [change.summary() for change in changes]
-
-
-def run(host: RpmHost, *changes: Change) -> None:
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, lambda event: None)
-    journal.end("done")
-
-
-def undo_last(host: RpmHost) -> None:
-    last = last_undoable_run(host)
-    assert last is not None
-    undo_runs(host, (last,), CHANGE_KINDS, lambda event: None)
 
 
 def versions(host: RpmHost) -> list[str]:
@@ -187,7 +175,9 @@ def test_the_drivers_packages_move_as_one_set(
         "\ntype: package\nmatch_type: glob\ncase_sensitive: on\nsolvable_name: bash\n\n" if how is ZYPPER else "bash\n"
     )
     host.write(place, others.encode())
-    run(host, RefreshRpmIndex(how), InstallRpmPackages(how, tuple(f"{name}={old}" for name in (*_DRIVER, "bystander"))))
+    as_a_run(
+        host, RefreshRpmIndex(how), InstallRpmPackages(how, tuple(f"{name}={old}" for name in (*_DRIVER, "bystander")))
+    )
     hold = f"hold the driver's packages at this version ({', '.join(_DRIVER)})"
     assert settle(host, hold_pinned=False) == [hold]
     if how is DNF:
@@ -213,9 +203,9 @@ def test_the_drivers_packages_move_as_one_set(
         locks, held = gather(host).packages, host.read_text(place)
         off = lift(locks.locks, locks.driver_held)
         with pytest.raises(GpuprovError, match="the driver's packages are of"):
-            run(host, ChangeDriverRpms(DNF, ("nvidia-driver-cuda",), lift=off, wanted="999"))
+            as_a_run(host, ChangeDriverRpms(DNF, ("nvidia-driver-cuda",), lift=off, wanted="999"))
         assert host.read_text(place) == held
-        run(host, ChangeDriverRpms(DNF, ("nvidia-driver-cuda",), lift=off, wanted="580"))
+        as_a_run(host, ChangeDriverRpms(DNF, ("nvidia-driver-cuda",), lift=off, wanted="580"))
         settle(host)
         assert versions(host) == [new] * 4 and gather(host).packages.driver_held == _DRIVER
         for _ in range(3):
@@ -238,7 +228,7 @@ def test_a_killed_upgrade_of_the_driver_leaves_its_hold_to_the_next_run(
     for version in ("580.1", "580.2"):
         repository.add(RpmPackage("libnvidia-ml", version))
     configure(host, repository.spec)
-    run(host, RefreshRpmIndex(manager(host)), InstallRpmPackages(manager(host), ("libnvidia-ml=580.1",)))
+    as_a_run(host, RefreshRpmIndex(manager(host)), InstallRpmPackages(manager(host), ("libnvidia-ml=580.1",)))
     settle(host)
     place = gather(host).packages.locks.path
     held = host.read_text(place)

@@ -17,9 +17,10 @@ from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, configure
-from tests.integration.test_rpm_holds import converge, run, undo_last, with_docker
+from tests.integration.test_rpm_holds import converge, with_docker
 from tests.lab.nvidia_toolkit import NAMES, RPM_REQUIRES
 from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
+from tests.runs import as_a_run, undo_last
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 _OLD, _NEW = "1.17.8", "1.18.1"
@@ -63,7 +64,7 @@ def test_all_four_of_the_version_that_is_asked_for_then_of_another(
     shutil.copytree(mirror, host.path("/opt/mirror"))
     configure(host, wanted(mirror))
     for version in (f"{_OLD}-1", f"{_NEW}-1"):
-        run(host, *PlanContext(with_docker(host), wanted(mirror, version)).package_changes)
+        as_a_run(host, *PlanContext(with_docker(host), wanted(mirror, version)).package_changes)
         assert versions(host) == {version}
     undo_last(host)
     assert versions(host) == {f"{_OLD}-1"}

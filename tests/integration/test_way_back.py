@@ -19,16 +19,8 @@ from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.plan.steps import CHANGE_KINDS
 from tests import simgpu
 from tests.apt_host import plan_repositories
-from tests.integration.apt_chroot import (
-    NEEDS,
-    RELEASES,
-    ChrootHost,
-    SiteServer,
-    as_a_run,
-    chroot_host,
-    site_server,
-    undo_last,
-)
+from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.runs import as_a_run, undo_last
 
 pytestmark = NEEDS
 _OLD, _NEW = "550.163.01-1", "580.178.04-1"

@@ -12,8 +12,7 @@ import pytest
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle_create.recipe import RunFile, Wanted, make_recipe
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
-from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.journal import read_runs
 from gpuprov.core.places import KEPT_PACKAGES
 from gpuprov.core.retention import prune
 from gpuprov.core.system import System
@@ -28,6 +27,7 @@ from tests.integration.apt_chroot import chroot_host, site_server
 from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
+from tests.runs import as_a_run, undo_last
 
 pytestmark = [
     pytest.mark.root,
@@ -94,9 +94,7 @@ def install(host: System, used: OpenBundle, version: str, *, keep_driver: bool) 
     changes = PlanContext(facts(host, used), spec(version)).package_changes
     said = tuple(sentence for change in changes for sentence in change.way_back(host))
     with with_bundle.unpacked(host, used, changes, keep_driver=keep_driver):
-        journal = new_journal(host, "install")
-        apply_changes(changes, host, journal, lambda event: None)
-        journal.end("done")
+        as_a_run(host, *changes)
     prune(host, CHANGE_KINDS, keep_driver=keep_driver)
     return said
 
@@ -123,9 +121,7 @@ def test_a_rollback_restores_packages_of_a_former_bundle(tmp_path: Path, distro:
         kind = CHANGE_KINDS[entry.kind]
         restored = kind.restores(host, entry.before, entry.outcome)
         lost = kind.irreversible(host, entry.before, entry.outcome, ())
-        last = last_undoable_run(host)
-        assert last is not None
-        undo_runs(host, (last,), CHANGE_KINDS, lambda event: None)
+        undo_last(host)
         if keep_driver:
             assert said.startswith("way back: the driver's packages, by version (")
             assert restored[0].startswith("restores the driver's packages (") and lost == ()

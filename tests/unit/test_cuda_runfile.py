@@ -12,7 +12,6 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.core.apply import last_undoable_run, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, cuda_toolkit
@@ -22,12 +21,12 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
-from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
+from tests.runs import undo_last
 from tests.simgpu.cuda_run import build_cuda_run
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
@@ -91,9 +90,7 @@ def test_it_is_installed_linked_and_on_peoples_paths_once(host: CudaHost) -> Non
 def test_a_roll_back_leaves_nothing_of_it(host: CudaHost) -> None:
     before = host.tree()
     install(host, spec(host))
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
+    undo_last(host)
     left = {path for path in {*before, *host.tree()} if before.get(path) != host.tree().get(path)}
     # Folders that the installer made for its menu entry.
     assert left <= {"/usr/share/applications", "/etc/ld.so.conf.d"}
@@ -110,9 +107,7 @@ def test_another_version_takes_the_link_and_a_roll_back_gives_it_back(host: Cuda
     change.apply(host, lambda *words: None)
     assert gather(host).cuda.link == PREFIX
     LinkCudaToolkit.undo(host, before, {})
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
+    undo_last(host)
     assert (gather(host).cuda.link, list(gather(host).cuda.toolkits)) == (PREFIX, [PREFIX])
 
 

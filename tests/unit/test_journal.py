@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run, undo_runs
+from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Stopped
-from gpuprov.protocol.events import Event
+from tests.runs import as_a_run, ignore, undo_last
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,6 @@ def system(tmp_path: Path) -> System:
     return System(str(tmp_path))
 
 
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     files = (path for path in root.rglob("*") if "var/lib/gpuprov" not in str(path))
     return {
@@ -60,13 +56,9 @@ def test_roll_back_gives_back_every_byte_and_mode(system: System, tmp_path: Path
     (tmp_path / "old").write_bytes(b"old\xff")
     (tmp_path / "old").chmod(0o604)
     before = snapshot(tmp_path)
-    journal = new_journal(system, "install")
-    apply_changes([WriteFile("/old", b"new"), WriteFile("/a/b/new", b"x", 0o755)], system, journal, ignore)
-    journal.end("done")
+    as_a_run(system, WriteFile("/old", b"new"), WriteFile("/a/b/new", b"x", 0o755))
     assert snapshot(tmp_path) != before
-    run = last_undoable_run(system)
-    assert run is not None
-    assert undo_runs(system, (run,), KINDS, ignore) == 2
+    assert undo_last(system, KINDS) == 2
     assert {name: value for name, value in snapshot(tmp_path).items() if not name.startswith("var")} == before
     assert last_undoable_run(system) is None
 
@@ -89,9 +81,7 @@ def test_a_bug_is_not_taken_for_a_failure(system: System) -> None:
 
 def test_killed_at_any_journal_line_the_next_run_takes_it_up(system: System, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
-    journal = new_journal(system, "install")
-    apply_changes([WriteFile("/file", b"new"), WriteFile("/other", b"x")], system, journal, ignore)
-    journal.end("done")
+    journal = as_a_run(system, WriteFile("/file", b"new"), WriteFile("/other", b"x"))
     path = tmp_path / journal.path.lstrip("/")
     text = path.read_text()
     lines = text.splitlines(keepends=True)
@@ -120,9 +110,7 @@ def test_a_run_that_was_cut_off_and_taken_up_rolls_back_to_before_its_first_part
     assert journal is not None
     apply_changes([WriteFile("/file", b"new")], system, journal, ignore)
     journal.end("done")
-    run = last_undoable_run(system)
-    assert run is not None
-    undo_runs(system, (run,), KINDS, ignore)
+    undo_last(system, KINDS)
     assert (tmp_path / "file").read_bytes() == b"old"
 
 

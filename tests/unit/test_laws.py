@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
-from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.journal import read_runs
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
 from gpuprov.plan.context import PlanContext
@@ -27,6 +26,7 @@ from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
+from tests.runs import as_a_run, ignore, undo_last
 from tests.unit.ask import ask, finished
 from tests.unit.fake_host import PYTHON, FakeHost, write_runfile
 
@@ -90,10 +90,6 @@ def host(tmp_path: Path) -> FakeHost:
     return made
 
 
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
 @dataclass(frozen=True)
 class Applied:
     """What a step did: the keys it planned and those that the journal says were done."""
@@ -106,9 +102,7 @@ def apply_step(host: System, spec: HostSpec, name: str) -> Applied:
     """Plan one step and carry it out, as a run of its own."""
     step = next(step for step in STEPS if step.name == name)
     changes = step.plan(PlanContext(gather(host), spec))
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, ignore)
-    journal.end("done")
+    as_a_run(host, *changes)
     entries = read_runs(host)[-1].entries
     planned = tuple(change.key for change in changes)
     return Applied(planned, tuple(entry.key for entry in entries if entry.state == "done"))
@@ -188,9 +182,7 @@ def test_undo_gives_back_every_byte_owner_and_mode(host: FakeHost, spec: HostSpe
     bring_up_to(host, spec, name)
     tree, installed, loaded, _ = host.state()
     apply_step(host, spec, name)
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, ignore)
+    undo_last(host)
     after, installed_after, loaded_after, _ = host.state()
     log = {"/var/log/nvidia-installer.log"}
     assert {path: after.get(path) for path in {*tree, *after} - log if after.get(path) != tree.get(path)} == {}

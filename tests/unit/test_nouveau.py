@@ -13,7 +13,7 @@ import pytest
 from gpuprov.boot import reboot
 from gpuprov.checks import features
 from gpuprov.checks.outcome import Failed
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
+from gpuprov.core.apply import apply_changes
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal
@@ -32,9 +32,9 @@ from gpuprov.facts.kernels import (
 from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
-from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from tests.runs import undo_last
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -75,9 +75,7 @@ def test_blacklist_and_initramfs_then_nothing(host: FakeHost) -> None:
 def test_undo_gives_back_the_files_and_the_image(host: FakeHost) -> None:
     before = host.tree()
     apply(host, nouveau.plan(source_of(gather(host), spec())))
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
+    undo_last(host)
     assert host.tree() == before
 
 
@@ -186,9 +184,7 @@ def test_coherent_memory_is_an_option_of_the_module_in_every_initramfs(host: Fak
     assert "+options nvidia NVreg_CoherentGPUMemoryMode=numa" in other.diff(host)
     apply(host, nouveau.plan(source_of(gather(host), asks(""))))
     assert not host.exists(MODULE_OPTIONS), "no longer asked for"
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
+    undo_last(host)
     assert host.exists(MODULE_OPTIONS), "and given back"
     assert {*before} < {*host.tree()}
 

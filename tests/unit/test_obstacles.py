@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpuprov import toolkit
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.changes import SetMode, file_diff, text_diff
 from gpuprov.core.journal import new_journal
 from gpuprov.core.lock import other_run
@@ -20,12 +19,13 @@ from gpuprov.doctor.gather import runs_now
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
-from gpuprov.plan.steps import CHANGE_KINDS, make_plan
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.events import CheckDone, Event, PlannedChange
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.verify import verify
 from tests import simgpu
+from tests.runs import as_a_run, ignore, undo_last
 from tests.triplet import TRIPLET
 from tests.unit.ask import ask
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
@@ -58,10 +58,6 @@ def hide(host: DoctorHost) -> str:
     shutil.copy("/lib64/ld-linux-x86-64.so.2", host.root / "usr/lib64/")
     subprocess.run(("/sbin/ldconfig", "-r", str(host.root)), check=True, capture_output=True, timeout=60)
     return "/usr/local/lib/libnvidia-ml.so.1"
-
-
-def ignore(event: Event) -> None:
-    """Nobody watches."""
 
 
 def facts_for(host: DoctorHost, spec: HostSpec) -> HostFacts:
@@ -164,13 +160,9 @@ def test_closed_modes_are_set_and_come_back(host: DoctorHost) -> None:
     plan = make_plan(gather(host), SPEC)
     changes = [item.change for item in plan.changes]
     assert SetMode("/etc/cdi", 0o755) in changes and SetMode("/dev/nvidia0", 0o666) in changes
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, ignore)
-    journal.end("done")
+    as_a_run(host, *changes)
     assert make_plan(gather(host), SPEC).changes == ()
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, ignore)
+    undo_last(host)
     after = host.tree()
     assert [path for path in {*before, *after} if before.get(path) != after.get(path) and "/runs" not in path] == []
 

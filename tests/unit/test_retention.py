@@ -11,15 +11,16 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core import retention
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
-from gpuprov.core.changes import Change, WriteFile
-from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Journal, new_journal, pruned_numbers, read_runs
+from gpuprov.core.apply import undo_runs
+from gpuprov.core.changes import WriteFile
+from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, pruned_numbers, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY, KEPT_PACKAGES
 from gpuprov.core.retention import BOUNDS, JOURNALS, Bound, prune
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event
 from gpuprov.protocol.request import Request
+from tests.runs import as_a_run, ignore, undo_last
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
@@ -42,18 +43,6 @@ def host(tmp_path: Path) -> Still:
     return Still(tmp_path)
 
 
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
-def run(host: FakeHost, *changes: Change, end: str = "done") -> Journal:
-    journal = new_journal(host, "install")
-    apply_changes(changes, host, journal, ignore)
-    if end:
-        journal.end(end)
-    return journal
-
-
 def journals(host: FakeHost) -> list[str]:
     return [name for name in host.list_directory(RUNS_DIRECTORY) if name.endswith(".jsonl")]
 
@@ -66,7 +55,7 @@ def undo_all(host: FakeHost) -> None:
 def test_a_thousand_runs_keep_the_newest_and_the_first_state(host: Still, tmp_path: Path) -> None:
     (tmp_path / "etc/one").write_text("before gpuprov")
     for number in range(1000):
-        run(host, WriteFile("/etc/one", str(number).encode()))
+        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
         if number % 50 == 49:
             prune(host, CHANGE_KINDS)
     # The first run alone has the first state.
@@ -74,9 +63,7 @@ def test_a_thousand_runs_keep_the_newest_and_the_first_state(host: Still, tmp_pa
     assert journals(host)[:2] == ["0001.jsonl", "0901.jsonl"]
     assert len(pruned_numbers(host)) == 899
     assert host.read_text(PRUNED) == "[[2, 900]]"
-    last = last_undoable_run(host)
-    assert last is not None
-    undo_runs(host, (last,), CHANGE_KINDS, ignore)
+    undo_last(host)
     assert (tmp_path / "etc/one").read_text() == "998"
     undo_all(host)
     assert (tmp_path / "etc/one").read_text() == "before gpuprov"
@@ -110,7 +97,7 @@ def test_packages_of_drivers_have_a_bound_in_bytes(host: Still, gigabytes: int, 
 def test_journals_of_a_large_size_are_fewer(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "JOURNALS", retention.Bound(RUNS_DIRECTORY, JOURNALS.names, 100, 10_000))
     for number in range(30):
-        run(host, WriteFile("/etc/one", f"{number}".encode() * 700))
+        as_a_run(host, WriteFile("/etc/one", f"{number}".encode() * 700))
     prune(host, CHANGE_KINDS)
     sizes = [host.path(f"{RUNS_DIRECTORY}/{name}").stat().st_size for name in journals(host)]
     assert 2 <= len(sizes) < 15
@@ -120,18 +107,18 @@ def test_journals_of_a_large_size_are_fewer(host: Still, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "add",
     [
-        lambda host: run(host, WriteFile("/etc/two", b"another file")),
-        lambda host: run(host, WriteFile("/etc/one", b"of an open run"), end=""),
-        lambda host: run(host).begin("write /etc/one", "WriteFile", {"path": "/etc/one"}),
-        lambda host: run(host).begin("x", "Unknown", {}),
+        lambda host: as_a_run(host, WriteFile("/etc/two", b"another file")),
+        lambda host: as_a_run(host, WriteFile("/etc/one", b"of an open run"), end=""),
+        lambda host: as_a_run(host).begin("write /etc/one", "WriteFile", {"path": "/etc/one"}),
+        lambda host: as_a_run(host).begin("x", "Unknown", {}),
     ],
     ids=["of another file", "open", "interrupted", "of an unknown kind"],
 )
 def test_a_journal_that_an_undo_needs_stays(host: Still, add: Callable[[FakeHost], object]) -> None:
-    run(host, WriteFile("/etc/one", b"first"))
+    as_a_run(host, WriteFile("/etc/one", b"first"))
     add(host)
     for number in range(2 * JOURNALS.number):
-        run(host, WriteFile("/etc/one", str(number).encode()))
+        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
     prune(host, CHANGE_KINDS)
     assert journals(host)[:2] == ["0001.jsonl", "0002.jsonl"]
     assert len(journals(host)) == JOURNALS.number + 2
@@ -140,16 +127,16 @@ def test_a_journal_that_an_undo_needs_stays(host: Still, add: Callable[[FakeHost
 def test_the_last_run_that_wrote_a_file_stays(host: Still) -> None:
     """It shows whether somebody changed the file since."""
     for number in range(3):
-        run(host, WriteFile("/etc/one", str(number).encode()))
+        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
     for number in range(2 * JOURNALS.number):
-        run(host, WriteFile("/etc/two", str(number).encode()))
+        as_a_run(host, WriteFile("/etc/two", str(number).encode()))
     prune(host, CHANGE_KINDS)
     assert journals(host)[:3] == ["0001.jsonl", "0003.jsonl", "0004.jsonl"]
 
 
 def test_undone_runs_go_and_no_journal_counts_as_lost(host: Still) -> None:
     for number in range(2 * JOURNALS.number):
-        journal = run(host, WriteFile("/etc/one", str(number).encode()))
+        journal = as_a_run(host, WriteFile("/etc/one", str(number).encode()))
         journal.undone(1)
         journal.end("rolled-back")
     prune(host, CHANGE_KINDS)
@@ -161,7 +148,7 @@ def test_undone_runs_go_and_no_journal_counts_as_lost(host: Still) -> None:
 
 def test_a_kill_between_note_and_removal_loses_nothing(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(2 * JOURNALS.number):
-        run(host, WriteFile("/etc/one", str(number).encode()))
+        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
 
     def killed(path: str) -> None:
         raise KeyboardInterrupt
@@ -258,7 +245,7 @@ def test_no_link_is_followed_and_only_files_of_root_go(host: Still, tmp_path: Pa
 
 def test_a_folder_that_cannot_be_written_fails_no_run(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(2 * JOURNALS.number):
-        run(host, WriteFile("/etc/one", str(number).encode()))
+        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
     (host.root / CACHE_DIRECTORY[1:]).mkdir(parents=True)
     for number in range(9):
         (host.root / CACHE_DIRECTORY[1:] / f"{number}.run").write_text("x")

@@ -27,6 +27,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Stopped
 from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
+from tests.runs import as_a_run, ignore
 from tests.unit.loaded_host import NEW, LoadedHost, install
 
 MARK = "/half"
@@ -113,10 +114,6 @@ def system(tmp_path: Path) -> Recording:
     return Recording(tmp_path)
 
 
-def ignore(event: Event) -> None:
-    """Nobody watches."""
-
-
 # -- what is on the disk before the journal says so ------------------------------------------------------------------
 
 
@@ -128,9 +125,7 @@ def test_what_a_change_did_is_on_the_disk_before_the_journal_calls_it_done(syste
 
 
 def test_what_an_undoing_did_is_on_the_disk_before_the_journal_calls_it_undone(system: Recording) -> None:
-    journal = new_journal(system, "install")
-    apply_changes([Half()], system, journal, ignore)
-    journal.end("done")
+    as_a_run(system, Half())
     system.noted.clear()
     assert undo_runs(system, read_runs(system), KINDS, ignore) == 1
     assert system.noted == [f"remove {MARK}", "sync", "undone", "end"]
@@ -325,9 +320,7 @@ def test_the_journal_keeps_what_a_change_returned_and_the_digest_of_what_it_wrot
 
 def two_runs(system: System) -> None:
     for name in ("/a", "/b"):
-        journal = new_journal(system, "install")
-        apply_changes([WriteFile(name, b"1"), WriteFile(f"{name}2", b"2")], system, journal, ignore)
-        journal.end("done")
+        as_a_run(system, WriteFile(name, b"1"), WriteFile(f"{name}2", b"2"))
 
 
 def test_several_runs_are_undone_in_the_order_given_and_counted_as_one(system: Recording) -> None:

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core.apply import last_undoable_run, undo_runs
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.running_driver import StartContainers, Unloading, parse_containers, stop_users, unload
 from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.facts.driver import GpuHolder, gather_holders, mapped_devices, parse_cgroup
-from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import ChangeDone, Planned
+from tests.runs import undo_last
 from tests.unit.loaded_host import CONTAINER, DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
 pytestmark = pytest.mark.root
@@ -338,8 +337,6 @@ def test_and_where_that_fails_a_reboot_is_asked_for(host: LoadedHost) -> None:
 def test_a_roll_back_takes_the_driver_out_of_the_kernel_if_nobody_uses_it(host: LoadedHost, in_use: bool) -> None:
     install(host)
     host.kernel_holds = in_use
-    run = last_undoable_run(host)
-    assert run is not None
-    undo_runs(host, (run,), CHANGE_KINDS, lambda event: None)
+    undo_last(host)
     assert host.units == {PERSISTENCED, DCGM}
     assert loaded(host) == (NEW if in_use else "", "")

@@ -15,20 +15,18 @@ import pytest
 from gpuprov.boot import watch
 from gpuprov.checks import features
 from gpuprov.checks.outcome import Failed
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
 from gpuprov.core.commands import Completed
-from gpuprov.core.journal import new_journal
 from gpuprov.driver import fabric_manager, generations, vgpu
 from gpuprov.facts.gpus import GRIDD, GRIDD_CONFIG, GRIDD_TEMPLATE, TOKEN, FabricFacts
 from gpuprov.facts.host import gather
 from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
-from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.secrets import hidden, secret_forms, secret_free
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from tests.runs import as_a_run, undo_last
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_ansible_task import PLAYBOOKS, loaded
 
@@ -94,9 +92,7 @@ def spec(**licence: Any) -> HostSpec:
 
 
 def applied(guest: Guest, wanted: HostSpec) -> None:
-    journal = new_journal(guest, "install")
-    apply_changes(vgpu.plan(source_of(gather(guest), wanted)), guest, journal, lambda event: None)
-    journal.end("done")
+    as_a_run(guest, *vgpu.plan(source_of(gather(guest), wanted)))
 
 
 @pytest.mark.parametrize(("licence", "lines"), [
@@ -155,9 +151,7 @@ def test_a_wrong_licence_is_refused_without_showing_the_token() -> None:
 def test_undo_restores_the_configuration_and_removes_the_token(guest: Guest) -> None:
     before = guest.tree()
     applied(guest, spec(feature=1, token=SECRET))
-    run = last_undoable_run(guest)
-    assert run is not None
-    undo_runs(guest, (run,), CHANGE_KINDS, lambda event: None)
+    undo_last(guest)
     assert guest.tree() == before and guest.states == set()
     applied(guest, spec(token=SECRET))
     applied(guest, spec(token="new"))
