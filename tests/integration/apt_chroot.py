@@ -16,11 +16,11 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.gpg import gpg_home
-from tests.integration.loopback import served
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.shell import run
+from tests.loopback import served
 
 NEEDS = [pytest.mark.root, pytest.mark.needs("mmdebstrap")]
 # apt 2.2, 2.6 and 3.0.

@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from gpuprov.protocol.events import (
     Started,
     to_line,
 )
+from tests.loopback import free_port
 
 Process = asyncssh.SSHServerProcess[bytes]
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
@@ -269,7 +269,7 @@ def _delay_what_arrives(latency: float) -> None:
 async def _serve(folder: Path, hosts: Sequence[Host], latency: float) -> None:
     by_address = {host.address: host for host in hosts}
     identity, server_key, other_key = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(3))
-    port = _free_port()
+    port = free_port()
     if latency:
         _delay_what_arrives(latency)
 
@@ -321,12 +321,6 @@ def _write_files(
         "gpuprov_driver_version=550.163.01",
     )  # fmt: skip
     (folder / "inventory.ini").write_text("\n".join(("[gpu]", *lines, "[gpu:vars]", *common)) + "\n")
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

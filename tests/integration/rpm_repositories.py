@@ -16,9 +16,9 @@ from gpuprov.packages.dnf import DNF
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.spec import HostSpec, SiteRepository
-from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import RpmPackage, build_package, build_rpm_repository, index, sign_package
+from tests.loopback import served
 
 NEEDS = [pytest.mark.root, pytest.mark.needs("dnf", "zypper", "rpmbuild", "createrepo_c")]
 # os-release → its package manager.

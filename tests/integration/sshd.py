@@ -16,6 +16,7 @@ import pytest
 
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.protocol.spec import HostSpec
+from tests.loopback import free_port
 
 SSHD = "/usr/sbin/sshd"
 PASSWORD = "correct horse"
@@ -102,7 +103,7 @@ def server() -> Iterator[Server]:
 def _serving(folder: Path, path: str) -> Iterator[Server]:
     if not Path(SSHD).exists() or shutil.which("sudo") is None:
         raise RuntimeError("these tests need a real sshd and sudo: apt-get install openssh-server sudo")
-    server = Server(folder, _free_port())
+    server = Server(folder, free_port())
     _prepare(server, path)
     binds = " && ".join(f"mount --bind {folder}/{name} /{name}" for name in _BOUND)
     with (folder / "sshd.log").open("wb") as log:
@@ -148,12 +149,6 @@ def _prepare(server: Server, path: str) -> None:
         f"Banner {folder}/banner",
     )  # fmt: skip
     (folder / "sshd_config").write_text("\n".join(settings) + "\n")
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _wait_for(server: Server, process: subprocess.Popen[bytes]) -> None:

@@ -19,7 +19,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.apt_host import plan_repositories
 from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
-from tests.integration.loopback import LOGIN_IN_URL, LoginHandler, served
+from tests.loopback import LOGIN_IN_URL, LoginHandler, served
 from tests.unit.ask import ask
 
 pytestmark = [pytest.mark.slow, *NEEDS]

@@ -18,7 +18,6 @@ from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, SiteRepository, parse_spec
-from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     NEEDS,
@@ -34,6 +33,7 @@ from tests.integration.rpm_repositories import (
     template,
 )
 from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
+from tests.loopback import served
 
 __all__ = ["host", "repository", "stranger", "template"]
 pytestmark = NEEDS

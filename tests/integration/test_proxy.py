@@ -22,7 +22,6 @@ from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.apt_host import plan_repositories
 from tests.integration import rpm_repositories
 from tests.integration.apt_chroot import chroot_host
-from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.test_ansible import play, recap
 from tests.integration.test_repos import AptHost
@@ -39,6 +38,7 @@ from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.rpm_repository import TOOLS, build_rpm_repository
 from tests.lab.shell import run
+from tests.loopback import served
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tinyproxy")]
 

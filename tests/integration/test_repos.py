@@ -25,9 +25,9 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from gpuprov.repos import AptRepository
 from tests.apt_host import plan_repositories
-from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run
+from tests.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("apt-get")]
 

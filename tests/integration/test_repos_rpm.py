@@ -23,7 +23,6 @@ from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.repos import RpmRepository
-from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     HOSTS,
@@ -42,6 +41,7 @@ from tests.integration.rpm_repositories import (
     template,
 )
 from tests.lab.rpm_repository import TOOLS, RpmPackage, index, sign_index, sign_package
+from tests.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served
 
 __all__ = ["host", "repository", "stranger", "template"]
 pytestmark = NEEDS

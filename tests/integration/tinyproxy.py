@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.loopback import QuietHandler
+from tests.loopback import QuietHandler, free_port
 
 # ENCODED: as a URL may have it.
 USER, PASSWORD, ENCODED = "robot", "s3cret-Word.1", "s3cret-Word%2E1"
@@ -85,6 +85,4 @@ def _wait_until_it_listens(process: subprocess.Popen[bytes], address: str, port:
 
 def unused_address() -> str:
     """Return an address on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"

@@ -11,13 +11,13 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.lab.shell import LabError, wait_for
 from tests.lab.vm_image import build_image
+from tests.loopback import free_port
 
 
 class Vm:
@@ -32,7 +32,7 @@ class Vm:
     def __init__(self, cache: Path, directory: Path, tell: Callable[[str], None] = lambda message: None) -> None:
         self.image = self.build(cache, tell)
         self.directory = directory
-        self.port = _free_port()
+        self.port = free_port()
         self.key = self.image / "key"
         self.known_hosts = directory / "known_hosts"
         self._process: subprocess.Popen[bytes] | None = None
@@ -146,9 +146,3 @@ def vm_disk(name: str, path: Path, order: int, *, snapshot: bool = True) -> tupl
     """Return qemu's options for a disk; with `snapshot` its changes end with the process."""
     drive = f"file={path},if=none,id={name},format=raw,cache=unsafe,snapshot={'on' if snapshot else 'off'}"
     return ("-drive", drive, "-device", f"virtio-blk-pci,drive={name},bootindex={order}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -7,16 +7,16 @@ import hashlib
 import re
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from gpuprov.core.download import fetch
 from gpuprov.core.system import System
+from tests.loopback import Quiet, serving
 
 CONTENT = bytes(range(256)) * 12_000  # 3 MB, so that it comes in several pieces
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -44,7 +44,7 @@ class Site:
     url: str = ""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet, BaseHTTPRequestHandler):
     site: Site
 
     def do_GET(self) -> None:
@@ -92,21 +92,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
-        pass
-
 
 @pytest.fixture
 def site() -> Iterator[Site]:
     made = Site()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("SiteHandler", (Handler,), {"site": made}))
-    made.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(type("SiteHandler", (Handler,), {"site": made})) as made.url:
+        yield made
 
 
 class Impatient(System):

@@ -8,7 +8,6 @@ import http.server
 import socket
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
+from tests.loopback import Quiet, free_port, serving
 from tests.unit.download_server import (
     CONTENT,
     DIGEST,
@@ -140,13 +140,6 @@ def test_an_answer_without_the_file_is_told(
     assert evidence in problem.evidence and next_step in problem.next_step
     assert len(site.asked) == (4 if status == 503 else 1)
     assert names(system) == ()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(
@@ -349,43 +342,31 @@ def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) ->
 
 
 def test_a_length_of_thousands_of_digits_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Endless(http.server.BaseHTTPRequestHandler):
+    class Endless(Quiet, http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", "9" * 5000)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(GpuprovError, match="can't be reached"):
-            fetch(system, f"http://127.0.0.1:{server.server_port}/", "/a", sha256=DIGEST, tell=lambda *_: None)
-        server.shutdown()
+    with serving(Endless) as url, pytest.raises(GpuprovError, match="can't be reached"):
+        fetch(system, f"{url}/", "/a", sha256=DIGEST, tell=lambda *_: None)
 
 
 def test_a_server_that_compresses_all_it_sends_is_understood(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Compressing(http.server.BaseHTTPRequestHandler):
+    class Compressing(Quiet, http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Encoding", "gzip")
             self.end_headers()
             self.wfile.write(gzip.compress(b"580.95.05 580.95.05/NVIDIA-Linux-x86_64-580.95.05.run\n"))
 
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Compressing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = fetch_small(system, f"http://127.0.0.1:{server.server_port}/latest.txt")
-        server.shutdown()
-    assert found.startswith(b"580.95.05 ")
+    with serving(Compressing) as url:
+        assert fetch_small(system, f"{url}/latest.txt").startswith(b"580.95.05 ")
 
 
-class Redirecting(http.server.BaseHTTPRequestHandler):
+class Redirecting(Quiet, http.server.BaseHTTPRequestHandler):
     """Leads every question elsewhere."""
 
     target = ""
@@ -397,9 +378,6 @@ class Redirecting(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     do_HEAD = do_GET  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
@@ -414,11 +392,8 @@ def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     handler = type("Handler", (Redirecting,), {})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield handler, f"https://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(handler, context) as url:
+        yield handler, url
 
 
 def test_a_redirect_from_https_to_http_is_refused(

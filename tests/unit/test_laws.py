@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +23,7 @@ from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
+from tests.loopback import served
 from tests.runs import as_a_run, ignore, undo_last
 from tests.unit.ask import ask, finished
 from tests.unit.fake_host import PYTHON, FakeHost, write_runfile
@@ -59,10 +57,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
         fingerprint = build_repository(folder / "apt", home)
     run_file = folder / "driver.run"
     write_runfile(run_file)
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with served(folder) as url:
         repository = {"name": "site", "uri": f"{url}/apt", "key_url": f"{url}/apt/key.asc"}
         yield parse_spec(
             {
@@ -74,7 +69,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
                 "migrate_nvidia_docker": True,
             }
         )
-        server.shutdown()
 
 
 @pytest.fixture

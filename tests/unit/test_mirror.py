@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from tests.loopback import serving
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
@@ -94,11 +94,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for version in ("550.54.14", "550.163.01"):
         (folder / version).mkdir()
     (folder / "latest.txt").write_text(LATEST_TXT)
-    handler = functools.partial(_Handler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield Served(f"http://127.0.0.1:{running.server_port}", _Handler.asked)
-        running.shutdown()
+    with serving(functools.partial(_Handler, directory=str(folder))) as url:
+        yield Served(url, _Handler.asked)
 
 
 def spec(version: str, url: str, **more: str) -> HostSpec:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import errno
-import functools
 import hashlib
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from gpuprov.protocol.events import Event, Finished, Note, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.loopback import served
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost, write_runfile
 
@@ -79,11 +77,8 @@ def _sha256(path: Path) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Site(tmp_path, f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
+    with served(tmp_path) as url:
+        yield Site(tmp_path, url)
     tables.use({})
 
 
