@@ -122,48 +122,18 @@ class RunFile(DriverSource):
                     "/proc/driver/nvidia/version",
                     f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
                 )
-            return
-        managed = facts.running is not None and facts.running.display_manager
-        stops = managed and self.spec.stop_display_manager
-        if facts.kernel.takes_modules and not self.is_installed and facts.displays and not stops:
-            yield Problem(
-                "an X server is running, and the driver's installer refuses to work under it",
-                "; ".join(facts.displays),
-                "stop the display manager (systemctl isolate multi-user.target), then run the same command again; or "
-                "set gpuprov_stop_display_manager: true",
-            )
 
     def _file_problems(self) -> Iterator[Problem]:
         facts, version = self.facts, self.spec.driver_version
-        if not version:
-            yield Problem(
-                "which driver version to install is not said",
-                "gpuprov_driver_url is set and gpuprov_driver_version is not"
-                if self.spec.driver_url
-                else "no release of the driver is known here",
-                "set gpuprov_driver_version: the version in the name of the file",
-            )
-        elif version.isdecimal():
-            yield Problem(
-                f"no release of branch {version} is known",
-                f"known branches: {', '.join(tables.branches())}",
-                "set gpuprov_driver_version to one of these, or to a full version in quotes",
-            )
-        elif facts.driver_packaged:
-            yield Problem(
-                "the driver on this host comes from packages; a .run over them would break both",
-                f"package {facts.driver_packaged} is installed",
-                "keep it: gpuprov_driver: preinstalled; or remove it first: "
-                f"{facts.package_manager.commands.remove} '*nvidia*'",
-            )
-        else:
-            if self.brings_modules:
-                # By the list in the file if that is available; by its PCI id a GPU that the list does not know.
-                ids, served, asked = facts.gpu_device_ids, facts.served, self.spec.kernel_module_type
-                yield from generations.listed_problems(ids, served, asked)
-                yield from generations.problems([one for one in ids if one not in served], version, asked)
-            if self.installs:
-                yield from (*self._download_problems(), *running_driver.problems(self))
+        if "." not in version or facts.driver_packaged:
+            return  # plan/refusals.py has the problem
+        if self.brings_modules:
+            # By the list in the file if that is available; by its PCI id a GPU that the list does not know.
+            ids, served, asked = facts.gpu_device_ids, facts.served, self.spec.kernel_module_type
+            yield from generations.listed_problems(ids, served, asked)
+            yield from generations.problems([one for one in ids if one not in served], version, asked)
+        if self.installs:
+            yield from (*self._download_problems(), *running_driver.problems(self))
 
     def _download_problems(self) -> Iterator[Problem]:
         # A digest beside the file comes over the same channel.

@@ -238,27 +238,9 @@ def _is_there(host: Host, file: WriteFile) -> bool:
     return found is not None and (found.content, found.mode) == (file.content, file.mode)
 
 
-def problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Problem, ...]:
-    """Return what gpuprov can't correct in the repositories of the host or the user."""
+def problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> Iterator[Problem]:
+    """Yield what gpuprov can't correct in the repositories of the host or the user."""
     wanted, conflicts = _wanted(host, spec, extra)
-    return (*_problems_of_any(wanted), *(one for one in conflicts if isinstance(one, Problem)))
-
-
-def _wanted(
-    host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...]
-) -> tuple[Sequence[Repository], Sequence[Change | Problem]]:
-    """Return the repositories that a host needs, and the conflicts with its own: corrected, or problems."""
-    if isinstance(host.package_manager, RpmManager):
-        rpm = rpm_repositories(host.package_manager, spec, host.architecture, extra)
-        return rpm, list(_rpm_conflicts(host.package_manager, host, rpm))
-    apt = apt_repositories(spec, host.architecture, extra)
-    return apt, [
-        one for path, file in sources.foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)
-    ]
-
-
-def _problems_of_any(wanted: Sequence[Repository]) -> Iterator[Problem]:
-    """Yield what is wrong with repositories of any package manager."""
     for one in wanted:
         if reason := _WITHDRAWN.get(one.key_fingerprint):
             what, seen = f"the key of repository {one.name} is withdrawn", f"{one.key_fingerprint}: {reason}"
@@ -273,6 +255,20 @@ def _problems_of_any(wanted: Sequence[Repository]) -> Iterator[Problem]:
                 f"the login in the URL of repository {one.name} can't be given to the package manager", masked(one.uri),
                 "use USER:PASSWORD, each of letters, digits and !%&()*+,-./:;<=>?@^_~; or a mirror that needs no login",
             )  # fmt: skip
+    yield from (one for one in conflicts if isinstance(one, Problem))
+
+
+def _wanted(
+    host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...]
+) -> tuple[Sequence[Repository], Sequence[Change | Problem]]:
+    """Return the repositories that a host needs, and the conflicts with its own: corrected, or problems."""
+    if isinstance(host.package_manager, RpmManager):
+        rpm = rpm_repositories(host.package_manager, spec, host.architecture, extra)
+        return rpm, list(_rpm_conflicts(host.package_manager, host, rpm))
+    apt = apt_repositories(spec, host.architecture, extra)
+    return apt, [
+        one for path, file in sources.foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)
+    ]
 
 
 def _apt_conflicts(

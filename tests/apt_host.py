@@ -30,4 +30,4 @@ def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architectur
 
 
 def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
-    return repos.problems(AptHost(files, architecture), spec)
+    return tuple(repos.problems(AptHost(files, architecture), spec))

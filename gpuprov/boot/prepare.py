@@ -123,11 +123,15 @@ def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
     """
     steps = []
     for index, text in layout:
-        profiles = text[4:] if text.startswith("all-") else mig.largest_first(text.split(","))
-        make = ":" if text == ENABLED else f"nvidia-smi mig -i {index} -cgi {profiles} -C"
-        # The first must succeed; the others repeat until there is no room left.
-        more = f" && while {make}; do :; done" if text.startswith("all-") else ""
-        steps.append(f"nvidia-smi -i {index} -mig 1 && {make}{more}")
+        make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
+        if text == ENABLED:
+            make = ":"
+        elif text.startswith("all-"):
+            # The first must succeed; the others repeat until there is no room left.
+            make = f"{make} && while {make}; do :; done"
+        else:
+            make = f"nvidia-smi mig -i {index} -cgi {mig.largest_first(text.split(','))} -C"
+        steps.append(f"nvidia-smi -i {index} -mig 1 && {make}")
     return {"steps": "; ".join(steps), "seconds": str(120 + 60 * len(layout))}
 
 

@@ -21,7 +21,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, REPOSITORY_KEY
 from gpuprov.core.system import System
 from gpuprov.packages.keys import fingerprints
-from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.words import counted
 
 _SECONDS = 300
@@ -56,7 +56,7 @@ def opened(
     try:
         file = system.open(path)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise from_os_error(f"the bundle {path} can't be read", error, "check the path") from None
     with file:
         try:
             bundle = OpenBundle(file, read_contents(file))
@@ -83,10 +83,6 @@ def opened(
         yield bundle
 
 
-def _unreadable(path: str, error: OSError) -> GpuprovError:
-    return GpuprovError(f"the bundle {path} can't be read", str(error), "check the path")
-
-
 def checked(path: str, key: str = "", progress: Progress = lambda done, total: None) -> Contents:
     """Return the content of a bundle. Raises GpuprovError if anything is wrong, with exit code 2 for a wrong `key`."""
     system = System()
@@ -105,7 +101,7 @@ def digest_once(path: str, key: str, folder: Path) -> str:
     try:
         found = Path(path).stat()
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise from_os_error(f"the bundle {path} can't be read", error, "check the path") from None
     name = hashlib.sha256(repr((path, found.st_mtime_ns, found.st_size, key)).encode()).hexdigest()[:16]
     with (folder / f"bundle-{name}").open("a+") as known:
         fcntl.flock(known, fcntl.LOCK_EX)

@@ -125,7 +125,15 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
     Raises GpuprovError (exit code 2) for a bad line.
     """
     if lines:
-        return tuple(_parsed(number, line) for number, line in enumerate(lines, 1))
+        sources = []
+        for number, line in enumerate(lines, 1):
+            uri, *words = line.split() or [""]
+            keys = tuple(zip(words[::2], words[1::2]))
+            sound = all(_KEY.fullmatch(url) and re.fullmatch(r"[0-9A-F]{40}", fingerprint) for url, fingerprint in keys)
+            if not re.match(r"(https?|file)://", uri) or not keys or len(words) % 2 or not sound:
+                raise UsageError("this is no source of packages for dnf", line, f"write {_FORM}")
+            sources.append(RpmSource(f"source-{number}", uri, keys))
+        return tuple(sources)
     major = version.partition(".")[0]
     key = vendor_key(distribution, version)
     if key is None:
@@ -134,20 +142,11 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
             "its repositories need a subscription, or packages in it are signed by several keys",
             f"name each repository, or your mirror of it: {_FORM}",
         )
-    words = {"version": version, "major": major, "arch": architecture}
+    filled = {"version": version, "major": major, "arch": architecture}
     return tuple(
-        RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**words)}", (key,))
+        RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**filled)}", (key,))
         for number, folder in enumerate(ARCHIVES[distribution].folders, 1)
     )
-
-
-def _parsed(number: int, line: str) -> RpmSource:
-    uri, *words = line.split() or [""]
-    keys = tuple(zip(words[::2], words[1::2]))
-    sound = all(_KEY.fullmatch(url) and re.fullmatch(r"[0-9A-F]{40}", fingerprint) for url, fingerprint in keys)
-    if not re.match(r"(https?|file)://", uri) or not keys or len(words) % 2 or not sound:
-        raise UsageError("this is no source of packages for dnf", line, f"write {_FORM}")
-    return RpmSource(f"source-{number}", uri, keys)
 
 
 # -- what hosts need -------------------------------------------------------------------------------------------------
@@ -243,11 +242,16 @@ def make_recipe(wanted: Wanted, specs: Sequence[HostSpec]) -> Recipe:
         known = ", ".join(DEBIAN_ARCHITECTURES)
         raise UsageError(f"the architecture {wanted.architecture} is not supported", "", f"supported are: {known}")
     driver, cuda_run = _driver(wanted, specs), _cuda(specs)
+    packages = _packages(row, wanted, specs)
+    if wanted.fabric_manager and not driver.version:
+        raise UsageError("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
+    if wanted.fabric_manager:
+        packages |= {*fabric_manager.packages(driver.version, manager_of(row), FabricFacts())}
     return Recipe(
         distribution=row.id,
         version=_version(row, wanted),
         architecture=wanted.architecture,
-        packages=tuple(sorted({*_packages(row, wanted, specs), *_fabric_manager(row, wanted, driver.version)})),
+        packages=tuple(sorted(packages)),
         kernels=tuple(sorted(set(wanted.kernels))),
         driver=driver,
         cuda=cuda_run,
@@ -367,15 +371,6 @@ def _dkms(row: Distribution, wanted: Wanted, spec: HostSpec) -> ExtraRepository 
     if not (wanted.kernels and row.dkms_from and spec.epel):
         return None
     return dkms_repository(row, _version(row, wanted), wanted.architecture, spec)
-
-
-def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str, ...]:
-    """Return the package of the fabric manager of exactly the driver's version, if requested."""
-    if not wanted.fabric_manager:
-        return ()
-    if not driver:
-        raise UsageError("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
-    return fabric_manager.packages(driver, manager_of(row), FabricFacts())
 
 
 def _imex(row: Distribution, spec: HostSpec) -> tuple[str, ...]:

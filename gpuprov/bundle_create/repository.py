@@ -26,7 +26,6 @@ from gpuprov.packages.interface import reporter
 from gpuprov.packages.keys import InstallKey, armored, fetch_pinned_key, fingerprints, key_ids
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
-from gpuprov.repos import AptRepository
 
 # plan/preflight.py rejects hosts with an earlier clock, so no signature is in a host's future.
 SIGNED_AT = 1767225600
@@ -130,7 +129,13 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     for folder in ("lists/partial", "archives/partial", "none", "keys"):
         system.make_directory(f"{root}/{folder}", 0o700)
     system.write(f"{root}/status", b"")
-    sources = [*recipe.sources, *(_site_source(to, one, root) for one in recipe.repositories)]
+    sources = [*recipe.sources]
+    for one in recipe.repositories:
+        key = f"{root}/keys/{one.name}.gpg"
+        InstallKey(key, one.key_url, one.key_fingerprint).apply(system, to.tell)
+        to.places[f"keys/{one.name}.gpg"] = key
+        words = one.suite if one.suite.endswith("/") else f"{one.suite} {one.components or 'main'}"
+        sources.append(f"deb [arch={one.architecture} signed-by={key}] {one.uri} {words}")
     archive = ARCHIVES[recipe.distribution]
     if any(archive.keyring in line for line in recipe.sources) and not system.exists(archive.keyring):
         raise GpuprovError(
@@ -146,15 +151,6 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     text = text.format(root=root, architecture=recipe.debian_architecture)
     system.write(f"{root}/apt.conf", (text + passed).encode())
     return {"APT_CONFIG": f"{root}/apt.conf", **system.proxy.environment}
-
-
-def _site_source(to: Collection, one: AptRepository, root: str) -> str:
-    """Fetch a repository's key, compare its fingerprint, and return the repository as a line for apt."""
-    key = f"{root}/keys/{one.name}.gpg"
-    InstallKey(key, one.key_url, one.key_fingerprint).apply(to.system, to.tell)
-    to.places[f"keys/{one.name}.gpg"] = key
-    words = one.suite if one.suite.endswith("/") else f"{one.suite} {one.components or 'main'}"
-    return f"deb [arch={one.architecture} signed-by={key}] {one.uri} {words}"
 
 
 def _deb(system: System, place: str, places: dict[str, str]) -> tuple[BundlePackage, str]:

@@ -58,7 +58,16 @@ class Installation:
         found = ["--tmpdir", temporary, "--silent", "--no-questions", "--ui=none", f"--log-file-name={log}"]
         if self.kernel_modules:
             found += ["--dkms"] if dkms and self.knows("--dkms") else []
-            found += self._module_arguments()
+            if self.module_type != "auto" and self.knows("--kernel-module-type"):
+                found.append(f"--kernel-module-type={self.module_type}")
+            elif self.module_type == "open" and not self.knows("-m=kernel-open"):
+                raise GpuprovError(
+                    f"driver {self.version} has no open kernel modules",
+                    "they came with 470.42.01 (data-centre GPUs, 515 for all)",
+                    "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version",
+                )
+            elif self.module_type == "open":
+                found.append("-m=kernel-open")
             if self.signing_key and self.signing_certificate:
                 found += [f"--module-signing-secret-key={self.signing_key}"]
                 found += [f"--module-signing-public-key={self.signing_certificate}"]
@@ -74,19 +83,6 @@ class Installation:
     def knows(self, option: str) -> bool:
         """Say whether the installer of this version knows an option."""
         return knows(self.version, option)
-
-    def _module_arguments(self) -> list[str]:
-        if self.module_type != "auto" and self.knows("--kernel-module-type"):
-            return [f"--kernel-module-type={self.module_type}"]
-        if self.module_type != "open":
-            return []
-        if self.knows("-m=kernel-open"):
-            return ["-m=kernel-open"]
-        raise GpuprovError(
-            f"driver {self.version} has no open kernel modules",
-            "they came with 470.42.01 (data-centre GPUs, 515 for all)",
-            "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version",
-        )
 
 
 @dataclass(frozen=True)

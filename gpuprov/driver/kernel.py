@@ -149,7 +149,7 @@ _REPOSITORY_FILES = re.compile(r"/etc/(yum\.repos\.d|zypp/repos\.d)/(?!gpuprov-)
 def dkms_packages(driver: DriverSource) -> tuple[str, ...]:
     """Return DKMS if it is installed, or to be installed, from a repository besides the distribution's."""
     facts = driver.facts
-    if not _needs_dkms(driver):
+    if not needs_dkms(driver):
         return ()
     if facts.bundle is not None:
         has_it = any(one.name == known_repositories.DKMS for one in facts.bundle.manifest.packages)
@@ -164,51 +164,24 @@ def dkms_source(driver: DriverSource) -> distros.ExtraRepository | None:
     A repository that gpuprov added stays, for DKMS's updates.
     """
     facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
-    if not spec.epel or not _needs_dkms(driver) or _has_dkms_source(facts):
+    if not spec.epel or not needs_dkms(driver) or _has_dkms_source(facts):
         return None
     found = known_repositories.dkms_repository(row, facts.os.version, facts.architecture, spec)
     ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
     return found if ours or known_repositories.DKMS not in facts.packages.installed else None
 
 
-def dkms_problems(driver: DriverSource) -> tuple[Problem, ...]:
-    """Return why DKMS is unavailable although the driver's packages depend on it, or a named mirror can't be used."""
-    facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
-    if facts.bundle is not None or not _needs_dkms(driver) or dkms_packages(driver):
-        return ()
-    if not spec.epel:
-        here = f"{row.name} {row.version}"
-        what = f"NVIDIA's packages for {here} need DKMS, which is in {row.dkms_from}, and gpuprov_epel is false"
-        seen = "dkms is not installed, and no enabled repository of the host is one that has it"
-        step = (
-            "set gpuprov_epel: true (only dkms comes from there); or gpuprov_driver: runfile, which needs no DKMS; or "
-            "install dkms by hand"
-        )
-        return (Problem(what, seen, step),) if driver.depends_on_dkms else ()
-    if not (driver.depends_on_dkms or spec.epel_repository):
-        return ()
-    return (
-        Problem(
-            f"this gpuprov does not know the key of {row.dkms_from} for {row.name} {facts.os.version}",
-            f"no public source that tells its fingerprint was found; {row.dkms_from} has dkms",
-            f"enable {row.dkms_from} by hand (SUSE: SUSEConnect --product PackageHub/{facts.os.version}/"
-            f"{facts.architecture}); or set gpuprov_epel_repository, and gpuprov_epel_key_fingerprint to what "
-            "gpg --show-keys says of its key, fetched in a way that you trust",
-        ),
-    )
-
-
 def dkms_note(driver: DriverSource) -> str:
     """Return a warning if the next kernel would have no driver, or ""."""
     row = driver.facts.distribution
-    if not driver.has_installer or not _needs_dkms(driver) or dkms_packages(driver):
+    if not driver.has_installer or not needs_dkms(driver) or dkms_packages(driver):
         return ""
     other = f"enable {row.dkms_from}, or set gpuprov_epel_repository"
     how = other if driver.spec.epel else "leave gpuprov_epel at true"
     return f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, or {how}"
 
 
-def _needs_dkms(driver: DriverSource) -> bool:
+def needs_dkms(driver: DriverSource) -> bool:
     """Say whether modules are built here that DKMS must also build for later kernels.
 
     NVIDIA's packages for SUSE contain modules without DKMS. A site that names dkms among its packages has a source for
@@ -241,7 +214,7 @@ def plan_image(driver: DriverSource) -> tuple[Change, ...]:
     if image is None or not driver.compiles:
         return ()
     coming = driver.installs or not driver.facts.driver_installed_version
-    kernels = tuple(one.release for one in image.kernels) if coming else image.without_module
+    kernels = tuple(one.release for one in image.kernels if coming or not one.module)
     return (BuildModules(kernels),) if kernels else ()
 
 

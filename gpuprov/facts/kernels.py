@@ -222,11 +222,6 @@ class ImageFacts:
     identity: tuple[str, ...] = ()
     signing_keys: tuple[str, ...] = ()
 
-    @property
-    def without_module(self) -> tuple[str, ...]:
-        """The kernels that have no NVIDIA module yet."""
-        return tuple(kernel.release for kernel in self.kernels if not kernel.module)
-
 
 def newest_kernel(system: System) -> str:
     """Return the release of the newest kernel that is installed, nothing if there is none."""

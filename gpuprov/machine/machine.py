@@ -18,6 +18,7 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 _LARGE_PAGES = re.compile(r"[-+]64kb?\b")
 # Linux, Documentation/admin-guide/LSM/apparmor.rst.
 _APPARMOR = "/sys/module/apparmor/parameters/enabled"
+_CONTAINER_MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,9 @@ def gather_kernel(system: System) -> Kernel:
     modules = system.read_text("/proc/modules")
     disabled = (system.read_text("/proc/sys/kernel/modules_disabled") or "0").strip() == "1"
     version = (system.read_text("/proc/version") or "").lower()
+    # systemd records the container manager as process 1; docker and podman leave marker files.
+    markers = (manager for path, manager in _CONTAINER_MARKS.items() if system.exists(path))
+    container = (system.read_text("/run/systemd/container") or "").strip() or next(markers, "")
     return Kernel(
         release=system.kernel_release(),
         command_line=(system.read_text("/proc/cmdline") or "").strip(),
@@ -133,18 +137,14 @@ def gather_kernel(system: System) -> Kernel:
         modules_disabled=disabled,
         loaded_modules=tuple(sorted(line.split()[0] for line in (modules or "").splitlines() if line.strip())),
         secure_boot=parse_secure_boot(system.read_bytes(_SECURE_BOOT), efi=system.exists("/sys/firmware/efi")),
-        container=_container(system),
+        container=container,
         wsl="microsoft" in version,
         apparmor=(system.read_text(_APPARMOR) or "").strip() == "Y",
-        trusts_nvidia=has_key_of("NVIDIA", system.read_text("/proc/keys") or ""),
+        # /proc/keys (proc(5)): an asymmetric key whose description has this name.
+        trusts_nvidia=re.search(r" asymmetri +[^\n]*\bNVIDIA\b", system.read_text("/proc/keys") or "") is not None,
         page_size=system.page_size(),
         machine=(system.read_text("/sys/class/dmi/id/product_name") or "").strip(),
     )
-
-
-def has_key_of(owner: str, keys: str) -> bool:
-    """Say whether /proc/keys (proc(5)) lists an asymmetric key whose description has this name."""
-    return re.search(rf" asymmetri +[^\n]*\b{owner}\b", keys) is not None
 
 
 def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:
@@ -152,15 +152,6 @@ def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:
     if not efi:
         return "no-efi"
     return "enabled" if variable is not None and variable[4:5] == b"\x01" else "disabled"
-
-
-def _container(system: System) -> str:
-    """Return the container manager: systemd records it as process 1; docker and podman leave marker files."""
-    named = (system.read_text("/run/systemd/container") or "").strip()
-    if named:
-        return named
-    markers = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
-    return next((manager for path, manager in markers if system.exists(path)), "")
 
 
 # An X server writes its process id, in eleven characters (Xserver, os/utils.c).

@@ -334,23 +334,21 @@ def dns_problem(system: System, manager: str, files: Mapping[str, FileFact]) -> 
 
 def _names(manager: str, files: Mapping[str, FileFact]) -> tuple[str, ...]:
     """Return the hosts of all enabled sources; none if one needs no network, or can't be read."""
+    found: list[str] = []
     try:
-        urls = [urlsplit(url) for url in _urls(manager, files)]
+        for path, file in files.items():
+            if manager == "apt" and _APT_SOURCE.fullmatch(path):
+                found += (entry.uri for entry in entries(path, text_of(file)))
+            elif manager != "apt" and _REPO_FILE.fullmatch(path):
+                sections = (section for _, section in repo_sections(text_of(file)))
+                texts = (one.get(key, "") for one in sections for key in ("baseurl", "mirrorlist", "metalink"))
+                found += (word for text in texts for word in re.split(r"[\s,]+", text) if word)
+        urls = [urlsplit(url) for url in found]
     except (ValueError, configparser.Error):
         return ()
     if any(url.scheme not in ("http", "https") or "$" in url.netloc or not url.hostname for url in urls):
         return ()
     return tuple(dict.fromkeys(url.hostname for url in urls if url.hostname))
-
-
-def _urls(manager: str, files: Mapping[str, FileFact]) -> Iterator[str]:
-    for path, file in files.items():
-        if manager == "apt" and _APT_SOURCE.fullmatch(path):
-            yield from (entry.uri for entry in entries(path, text_of(file)))
-        elif manager != "apt" and _REPO_FILE.fullmatch(path):
-            for _, section in repo_sections(text_of(file)):
-                texts = (section.get(key, "") for key in ("baseurl", "mirrorlist", "metalink"))
-                yield from (word for text in texts for word in re.split(r"[\s,]+", text) if word)
 
 
 def _has_proxy(system: System) -> bool:

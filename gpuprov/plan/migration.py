@@ -57,15 +57,13 @@ def _package_user(facts: HostFacts, spec: HostSpec) -> str:
             return f"{name} is held; apt-mark unhold {name}"
     if PLUGIN in names and (why := _plugin_user(facts, spec)):
         return why
-    # NVIDIA's current toolkit has programs of the same names, which take over.
-    return _program_user(facts) if spec.toolkit == "bundled" else ""
-
-
-def _program_user(facts: HostFacts) -> str:
-    """Return who uses the programs of the packages, and how to end that; "" if nobody does."""
-    if names := facts.leftovers.running:
-        return f"{', '.join(names)} runs with it; {stop_command(names)}, then run the same command again"
-    for path, programs in facts.leftovers.users.items():
+    if spec.toolkit != "bundled":
+        # NVIDIA's current toolkit has programs of the same names, which take over.
+        return ""
+    if found.running:
+        running = ", ".join(found.running)
+        return f"{running} runs with it; {stop_command(found.running)}, then run the same command again"
+    for path, programs in found.users.items():
         engine = next((one for folder, one in _ENGINE_OF.items() if path.startswith(f"{folder}/")), "")
         if engine not in facts.engines or any(not _USUAL.fullmatch(program) for program in programs):
             return f"{path} names {programs[0]}; {engine and f'gpuprov_engines: [{engine}], or '}edit {path}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gpuprov.driver import dcgm
+from gpuprov.driver import dcgm, kernel
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.boot import MPS_PROGRAM
 from gpuprov.facts.host import HostFacts
@@ -22,8 +22,8 @@ _WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
 def refusals(driver: DriverSource) -> Iterator[Problem]:
     """Yield a problem for each row whose option is asked for and whose condition holds."""
     facts, spec = driver.facts, driver.spec
-    holds = {**_of_driver(driver), **_of_images(driver), **_of_docker(facts, spec)}
-    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "spec": spec}
+    holds = {**_of_driver(driver), **_of_modules(driver), **_of_images(driver), **_of_docker(facts, spec)}
+    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "facts": facts, "spec": spec}
     for row in tables.packaged("options_needs")["refusals"]:
         if getattr(spec, row.get("option", "driver")) and (evidence := holds[row["when"]]):
             seen = row.get("seen", "{evidence}").format(evidence=evidence, **words)
@@ -53,6 +53,23 @@ def _of_driver(driver: DriverSource) -> Mapping[str, object]:
         "no DCGM": not spec.dcgm,
         "unknown packages of DCGM": not dcgm.wanted_packages(driver),
         "no version of CUDA": not spec.cuda,
+    }
+
+
+def _of_modules(driver: DriverSource) -> Mapping[str, object]:
+    facts, spec, version = driver.facts, driver.spec, driver.spec.driver_version
+    no_release = "gpuprov_driver_url is set and gpuprov_driver_version is not" if spec.driver_url else (
+        "no release of the driver is known here")  # fmt: skip
+    stops = facts.running is not None and facts.running.display_manager and spec.stop_display_manager
+    builds = facts.kernel.takes_modules and driver.brings_modules and not driver.is_installed
+    lacks_dkms = facts.bundle is None and kernel.needs_dkms(driver) and not kernel.dkms_packages(driver)
+    return {
+        "no release": driver.has_installer and not version and no_release,
+        "unknown branch": driver.has_installer and version.isdecimal() and ", ".join(tables.branches()),
+        ".run over packages": driver.has_installer and "." in version and facts.driver_packaged,
+        "X server": driver.has_installer and builds and not stops and "; ".join(facts.displays),
+        "DKMS refused": lacks_dkms and not spec.epel and driver.depends_on_dkms,
+        "key of DKMS not known": lacks_dkms and spec.epel and (driver.depends_on_dkms or spec.epel_repository),
     }
 
 

@@ -38,12 +38,11 @@ def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
-    """Return which packages are missing but may not be installed."""
-    facts, kernels = driver.facts, kernel.dkms_problems(driver)
+    """Return why the archive of past kernels is not possible, if it is requested and needed."""
+    facts = driver.facts
     if facts.bundle or not _needs_archive(driver):
-        return kernels
-    archive = known_repositories.archive_problems(facts.distribution, facts.kernel.release, facts.architecture)
-    return (*archive, *kernels)
+        return ()
+    return known_repositories.archive_problems(facts.distribution, facts.kernel.release, facts.architecture)
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:

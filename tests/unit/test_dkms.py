@@ -10,7 +10,8 @@ from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.bundle_create.recipe import Wanted, make_recipe
 from gpuprov.bundle_create.repository import _source_text
 from gpuprov.core.changes import FileFact, WriteFile
-from gpuprov.driver.kernel import dkms_note, dkms_packages, dkms_problems, dkms_source
+from gpuprov.driver.kernel import dkms_note, dkms_packages, dkms_source
+from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.machine import OperatingSystem
@@ -20,7 +21,9 @@ from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
+from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import make_plan
+from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.repos import rpm_repositories
 from tests.unit.fake_host import FakeHost
@@ -171,23 +174,27 @@ def test_a_repository_that_was_added_stays_with_what_it_gave(debian: HostFacts) 
     assert any("gpuprov-epel.repo" in one and "no longer asked for" in one for one in gone)
 
 
+def dkms_problems(driver: DriverSource) -> list[Problem]:
+    return [one for one in refusals(driver) if "DKMS" in one.what or "the key of" in one.what]
+
+
 def test_epel_forbidden_is_a_refusal_where_dkms_is_needed(debian: HostFacts) -> None:
     facts, spec = host(debian), replace(PACKAGES, epel=False)
     (problem,) = dkms_problems(source_of(facts, spec))
     assert problem in make_plan(facts, spec).problems
     assert problem.what == "NVIDIA's packages for Rocky Linux 9 need DKMS, which is in EPEL, and gpuprov_epel is false"
     assert "gpuprov_epel: true" in problem.next_step and "gpuprov_driver: runfile" in problem.next_step
-    assert dkms_problems(source_of(host(debian, "rocky", "9.5", "dkms"), spec)) == ()
-    assert dkms_problems(source_of(host(debian, files="[epel]\nbaseurl=x\n"), spec)) == ()
+    assert dkms_problems(source_of(host(debian, "rocky", "9.5", "dkms"), spec)) == []
+    assert dkms_problems(source_of(host(debian, files="[epel]\nbaseurl=x\n"), spec)) == []
     # The .run builds without it, and the plan says what that means.
-    assert dkms_problems(source_of(facts, replace(RUNFILE, epel=False))) == ()
+    assert dkms_problems(source_of(facts, replace(RUNFILE, epel=False))) == []
     assert "EPEL has" in dkms_note(source_of(facts, replace(RUNFILE, epel=False)))
     assert dkms_note(source_of(facts, RUNFILE)) == ""
 
 
 def test_an_unknown_key_is_told_with_the_way_to_set_it(debian: HostFacts) -> None:
     facts = host(debian, "sles", "16.0")
-    assert "PackageHub has" in dkms_note(source_of(facts, RUNFILE)) and dkms_problems(source_of(facts, RUNFILE)) == ()
+    assert "PackageHub has" in dkms_note(source_of(facts, RUNFILE)) and dkms_problems(source_of(facts, RUNFILE)) == []
     (problem,) = dkms_problems(source_of(facts, replace(RUNFILE, epel_repository="http://mirror")))
     assert "does not know the key of PackageHub" in problem.what
     assert "gpuprov_epel_key_fingerprint" in problem.next_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact
+from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, kernel, precompiled
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.machine import has_key_of
+from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import Offers
@@ -219,15 +221,18 @@ def test_secure_boot_wants_nvidias_key_enrolled_for_nvidias_modules(metal: HostF
     assert problems(ten) == ()
 
 
-def test_the_kernels_list_of_keys() -> None:
+def test_the_kernels_list_of_keys(tmp_path: Path) -> None:
+    def trusts_nvidia(keys: str) -> bool:
+        (tmp_path / "proc").mkdir(exist_ok=True)
+        (tmp_path / "proc/keys").write_text(keys)
+        return gather_kernel(System(str(tmp_path))).trusts_nvidia
+
     ours = (
         "1f5e1f3c I------     1 perm 1f030000     0     0 asymmetri Debian Secure Boot CA: 6cceff: X509.rsa b41e1e []\n"
     )
-    assert not has_key_of("NVIDIA", ours)
-    assert not has_key_of("NVIDIA", "2a I--- 1 perm 3f 0 0 user NVIDIA: 8\n")
-    assert has_key_of(
-        "NVIDIA", ours + "2b I------     1 perm 1f030000     0     0 asymmetri NVIDIA 2019: 9c: X509 []\n"
-    )
+    assert not trusts_nvidia(ours)
+    assert not trusts_nvidia("2a I--- 1 perm 3f 0 0 user NVIDIA: 8\n")
+    assert trusts_nvidia(ours + "2b I------     1 perm 1f030000     0     0 asymmetri NVIDIA 2019: 9c: X509 []\n")
 
 
 _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"

@@ -64,7 +64,7 @@ def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    return repos.problems(facts, spec)
+    return tuple(repos.problems(facts, spec))
 
 
 def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:

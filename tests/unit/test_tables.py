@@ -305,7 +305,7 @@ def test_every_refusal_has_a_condition_and_texts_that_can_be_filled_in(tmp_path:
                "cuda_url": "/cuda.run", "mig_layout": ["disabled"], "vgpu": {}}  # fmt: skip
     driver = source_of(facts, parse_spec(options))
     assert any("gpuprov_cuda does not say" in one.what for one in refusals(driver))
-    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "spec": driver.spec}
+    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "facts": facts, "spec": driver.spec}
     for row in tables.packaged("options_needs")["refusals"]:
         assert getattr(driver.spec, row.get("option", "driver")), "the condition was looked up"
         for text in (row["what"], row.get("seen", ""), row["next"]):
