@@ -24,7 +24,6 @@ from gpuprov.machine.machine import gather_os
 from gpuprov.packages.managers import manager_of
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.secrets import masked
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
 # The file that it writes before it stops because of nouveau.
@@ -133,16 +132,9 @@ class RunFile(DriverSource):
             yield from generations.listed_problems(ids, served, asked)
             yield from generations.problems([one for one in ids if one not in served], version, asked)
         if self.installs:
-            yield from (*self._download_problems(), *running_driver.problems(self))
+            yield from (*self._room_problems(), *running_driver.problems(self))
 
-    def _download_problems(self) -> Iterator[Problem]:
-        # A digest beside the file comes over the same channel.
-        if self.url.startswith("http:") and not self.sha256:
-            yield Problem(
-                "the driver comes over http and its SHA-256 is not known, so the download could not be trusted",
-                masked(self.spec.driver_url),
-                "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust), or use https",
-            )
+    def _room_problems(self) -> Iterator[Problem]:
 
         # NVIDIA's own file has a known size; another file is checked after its download.
         for place, needed in _ROOM.items():

@@ -310,9 +310,7 @@ def lacking(system: System) -> dict[str, str]:
         "coherent memory": "" if coherent else "no GPU of a Grace host",
         "vGPU licence": "" if virtual else "no virtual GPU",
         "MPS": "" if system.exists("/run/gpuprov-mps/control") else "gpuprov-mps.service does not run",
-        "confidential computing": ""
-        if gather_boot(system).confidential
-        else "no guest with encrypted memory",
+        "confidential computing": "" if gather_boot(system).confidential else "no guest with encrypted memory",
         "IMEX": "" if gather_imex(system).active else "nvidia-imex does not run: no rack, or no domain",
         **{f"GPUDirect {kind}": missing.get(f"GPUDirect {kind}", "") for kind in modules},
     }

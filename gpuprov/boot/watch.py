@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +25,14 @@ from gpuprov.core.system import System, sha256_of
 from gpuprov.core.units import daemon_reload, systemctl
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import LINK, OFF, PROGRAM, SERVICE, SERVICE_FILE, STAMP, STORED, TIMER, TIMER_FILE, stored
-from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 
 # Random delay, so that the hosts of a fleet do not all query a mirror at once.
 _DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}
 _LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
 # What the service sees of its own (PrivateTmp=), or cannot write (ProtectSystem=full, ProtectHome=).
-_NOT_ITS = ("/tmp/", "/var/tmp/", "/etc/", "/usr/", "/boot/", "/efi/", "/home/", "/root/", "/run/user/")
+UNWRITABLE = ("/tmp/", "/var/tmp/", "/etc/", "/usr/", "/boot/", "/efi/", "/home/", "/root/", "/run/user/")
 # What says how a run goes, not what the host shall be; and what holds a licence's token.
 _OF_A_RUN = ("reboot", "lock_timeout", "vgpu")
 
@@ -64,35 +63,12 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
                      facts.watch.agent),)  # fmt: skip
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> Iterator[Problem]:
-    """Yield what prevents a watch: a missing folder for the metrics, or credentials that would have to be stored."""
-    if spec.watch == OFF or facts.image is not None:
-        return
-    folder, seen = parent_of(spec.watch_metrics), f"gpuprov_watch_metrics is {spec.watch_metrics}"
-    if folder not in facts.watch.folders:
-        step = "install prometheus-node-exporter, name another file with gpuprov_watch_metrics, or: mkdir -p " + folder
-        yield Problem(f"there is no folder {folder} for the metrics of gpuprov_watch", seen, step)
-    if spec.watch_metrics.startswith(_NOT_ITS):
-        what = f"the service of gpuprov_watch can't write metrics into {folder}"
-        seen = f"{seen}; of /tmp it has its own; /etc, /usr, /home are read-only"
-        yield Problem(what, seen, "name a file below /var/lib with gpuprov_watch_metrics")
-    if not facts.watch.agent and not facts.watch.program:
-        seen = facts.watch.agent_path or "no file of the agent is named"
-        step = "run gpuprov install from the controller: --hosts INVENTORY"
-        yield Problem("the program of gpuprov_watch is not at hand", seen, step)
-    named = [name for name, value in spec_to_json(spec).items() if name != "proxy" and _has_login(value)]
-    named += ["driver_releases"] if _has_login(dict(facts.watch.extra)) else []
-    if named:
-        what = "gpuprov_watch can't store a specification with a password in a URL"
-        step = "take the login from the URL (a mirror that knows the host by its address), or set gpuprov_watch: off"
-        yield Problem(what, f"in {', '.join(f'gpuprov_{name}' for name in named)}", step)
-
-
-def _has_login(value: Any) -> bool:
+def has_login(value: Any) -> bool:
+    """Say whether a URL in a value has a login."""
     if isinstance(value, dict):
-        return any(map(_has_login, value.values()))
+        return any(map(has_login, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(map(_has_login, value))
+        return any(map(has_login, value))
     return isinstance(value, str) and _LOGIN_IN_URL.search(value) is not None
 
 

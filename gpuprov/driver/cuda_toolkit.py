@@ -18,8 +18,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, version_in
 from gpuprov.facts.host import HostFacts
-from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 
 LINK = "/usr/local/cuda"
@@ -34,7 +33,7 @@ _TEMPORARY = f"{CACHE_DIRECTORY}/cuda"
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
     """Return the CUDA toolkit as a package, if requested from there."""
-    return (_package(spec),) if spec.cuda and not spec.cuda_url else ()
+    return (package_of(spec),) if spec.cuda and not spec.cuda_url else ()
 
 
 def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -52,39 +51,14 @@ def prefix_of(version: str) -> str:
     return f"{LINK}-{version}"
 
 
-def _installs(facts: HostFacts, spec: HostSpec) -> bool:
+def installs(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether the toolkit's .run is to be installed."""
     is_installed = facts.cuda.toolkits.get(prefix_of(spec.cuda), "").startswith(f"{spec.cuda}.")
     return bool(spec.cuda and spec.cuda_url) and not is_installed
 
 
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what prevents the installation of the toolkit's .run."""
-    found, seen = [], "gpuprov_cuda_url is set"
-    if not _installs(facts, spec):
-        return ()
-    if place_of(spec.cuda_url) != spec.cuda_url and not spec.cuda_sha256:
-        what = "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted"
-        found.append(Problem(what, seen, "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust)"))
-    if _package(spec) in facts.packages.installed:
-        what = f"CUDA {spec.cuda} on this host comes from packages; a .run over them would break both"
-        found.append(Problem(what, seen, "leave gpuprov_cuda_url out, or purge the packages first"))
-    manifest = facts.bundle.manifest if facts.bundle is not None else None
-    # With a bundle, nothing else is fetched.
-    if manifest is not None and place_of(spec.cuda_url) != spec.cuda_url:
-        what = "the bundle does not hold the .run of the CUDA toolkit that is asked for"
-        seen = f"it holds {manifest.cuda_version or 'none'}, asked for is {spec.cuda} from {masked(spec.cuda_url)}"
-        words = f"gpuprov bundle create -e gpuprov_cuda={spec.cuda} --cuda-file FILE …"
-        found.append(Problem(what, seen, f"{words}; or copy it to the host and set gpuprov_cuda_url to its path"))
-    elif manifest is not None and takes_from_bundle(spec):
-        held = manifest.file(manifest.cuda_file).sha256
-        if spec.cuda_sha256 != held:
-            what = "the bundle's CUDA toolkit is not the one that is pinned"
-            seen = f"{manifest.cuda_file} has SHA-256 {held}, gpuprov_cuda_sha256 is {spec.cuda_sha256}"
-            found.append(Problem(what, seen, "correct one of the two"))
-    return tuple(found)
-
-
-def _package(spec: HostSpec) -> str:
+def package_of(spec: HostSpec) -> str:
+    """Return the name of the toolkit's package."""
     return f"cuda-toolkit-{spec.cuda.replace('.', '-')}"
 
 
@@ -100,7 +74,7 @@ def from_bundle(spec: HostSpec, manifest: Manifest) -> HostSpec:
     """
     if not manifest.cuda_file or spec.cuda != manifest.cuda_version or spec.cuda_url.startswith("/"):
         return spec
-    if not spec.cuda_url and _package(spec) in {one.name for one in manifest.packages}:
+    if not spec.cuda_url and package_of(spec) in {one.name for one in manifest.packages}:
         return spec
     sha256 = spec.cuda_sha256 or manifest.file(manifest.cuda_file).sha256
     return replace(spec, cuda_url=f"{FOLDER}/{manifest.cuda_file}", cuda_sha256=sha256)
@@ -108,20 +82,20 @@ def from_bundle(spec: HostSpec, manifest: Manifest) -> HostSpec:
 
 def unpacks(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether the file has to be unpacked from a bundle."""
-    return takes_from_bundle(spec) and _installs(facts, spec)
+    return takes_from_bundle(spec) and installs(facts, spec)
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the download of the file; empty if it exists or is not needed."""
     url, path = spec.cuda_url, place_of(spec.cuda_url)
-    if not _installs(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
+    if not installs(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
         return ()
     return (FetchRunfile(url, path, spec.cuda_sha256),)
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the installation of the toolkit, or of the link to it, if needed."""
-    if _installs(facts, spec):
+    if installs(facts, spec):
         return (InstallCudaToolkit(spec.cuda, place_of(spec.cuda_url), spec.cuda_sha256),)
     prefix = prefix_of(spec.cuda)
     links = bool(spec.cuda and spec.cuda_url) and facts.cuda.link != prefix

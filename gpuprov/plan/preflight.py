@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpuprov import driver_run, repos, toolkit
-from gpuprov.boot import nvidia_docker, reboot, watch
+from gpuprov.boot import nvidia_docker, reboot
 from gpuprov.core.changes import Change
 from gpuprov.driver import cuda_repository, cuda_toolkit, dcgm, fabric_manager, gpudirect, imex, kernel, mig
 from gpuprov.driver.packaged import fits
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.machine.machine import MACHINES, MachineKind
 from gpuprov.packages import sources
@@ -61,7 +60,6 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
         or _bundle_problems(context)
         or (
             *host_problems(facts),
-            *_python_problems(facts),
             *_hiding_problems(facts),
             *kernel.problems(driver),
             *kernel.offer_problems(driver),
@@ -70,7 +68,6 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *_security_problems(driver),
             *_known_problems(driver),
             *cuda_repository.problems(facts, spec),
-            *cuda_toolkit.problems(facts, spec),
             *fabric_manager.plan_problems(driver),
             *imex.problems(driver),
             *dcgm.problems(driver),
@@ -82,7 +79,6 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *(docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
               if spec.docker != "none" else ()),
             *other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime),
-            *watch.problems(facts, spec),
         )
     )  # fmt: skip
 
@@ -132,25 +128,6 @@ def host_problems(facts: HostFacts) -> Iterator[Problem]:
             + ("before this gpuprov was made" if early else "more than fifteen years after this gpuprov was made"),
             "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
         )
-
-
-def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """The container runtime and the boot units run as root: on which Python, a user must not decide."""
-    if facts.interpreter.path:
-        return ()
-    installed, commands = packages_of_pythons(facts.packages.installed), facts.package_manager.commands
-    get = (
-        f"{commands.reinstall} {' '.join(installed)}"
-        if installed
-        else f"{commands.install} {facts.distribution.pythons[0]}"
-    )
-    return (
-        Problem(
-            "no Python on this host can run the container runtime: it must be 3.9 or later, and only root may write it",
-            "\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin",
-            f"install the distribution's own: {get}",
-        ),
-    )
 
 
 def _hiding_problems(facts: HostFacts) -> tuple[Problem, ...]:

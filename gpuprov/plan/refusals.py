@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gpuprov.driver import dcgm, kernel
+from gpuprov.boot.watch import UNWRITABLE, has_login
+from gpuprov.core.changes import parent_of
+from gpuprov.driver import cuda_toolkit, dcgm, kernel
+from gpuprov.driver.run_files import place_of
 from gpuprov.driver.source import DriverSource
+from gpuprov.driver_run import RunFile
 from gpuprov.facts.boot import MPS_PROGRAM
 from gpuprov.facts.host import HostFacts
+from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.facts.leftovers import PLUGIN
 from gpuprov.facts.watch import OFF
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.models import model_of, name_of
-from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.spec import HostSpec, spec_to_json
 
 # Generations used in machines with NVSwitches (HGX and DGX A100, H100, B200, …).
 _WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
@@ -22,12 +28,19 @@ _WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
 def refusals(driver: DriverSource) -> Iterator[Problem]:
     """Yield a problem for each row whose option is asked for and whose condition holds."""
     facts, spec = driver.facts, driver.spec
-    holds = {**_of_driver(driver), **_of_modules(driver), **_of_images(driver), **_of_docker(facts, spec)}
-    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "facts": facts, "spec": spec}
+    holds = {**_of_driver(driver), **_of_modules(driver), **_of_images(driver)}
+    holds |= {**_of_cuda(facts, spec), **_of_docker(facts, spec), **_of_host(facts, spec)}
+    commands = facts.package_manager.commands
+    pythons = packages_of_pythons(facts.packages.installed)
+    install = f"{commands.install} {facts.distribution.pythons[0]}"
+    words = {
+        "row": facts.distribution, "commands": commands, "facts": facts, "spec": spec,
+        "get_python": f"{commands.reinstall} {' '.join(pythons)}" if pythons else install,
+    }  # fmt: skip
     for row in tables.packaged("options_needs")["refusals"]:
         if getattr(spec, row.get("option", "driver")) and (evidence := holds[row["when"]]):
-            seen = row.get("seen", "{evidence}").format(evidence=evidence, **words)
-            yield Problem(row["what"].format(**words), seen, row["next"].format(**words))
+            texts = (row["what"], row.get("seen", "{evidence}"), row["next"])
+            yield Problem(*(text.format(evidence=evidence, **words) for text in texts))
 
 
 def _of_driver(driver: DriverSource) -> Mapping[str, object]:
@@ -52,7 +65,25 @@ def _of_driver(driver: DriverSource) -> Mapping[str, object]:
         "precompiled, not from packages": spec.kernel_modules == "precompiled" and not is_packaged,
         "no DCGM": not spec.dcgm,
         "unknown packages of DCGM": not dcgm.wanted_packages(driver),
+    }
+
+
+def _of_cuda(facts: HostFacts, spec: HostSpec) -> Mapping[str, object]:
+    installs, is_remote = cuda_toolkit.installs(facts, spec), place_of(spec.cuda_url) != spec.cuda_url
+    manifest = facts.bundle.manifest if facts.bundle is not None and installs else None
+    has = f"it holds {manifest.cuda_version or 'none'}" if manifest is not None else ""
+    other = ""
+    if manifest is not None and cuda_toolkit.takes_from_bundle(spec):
+        held = manifest.file(manifest.cuda_file).sha256
+        seen = f"{manifest.cuda_file} has SHA-256 {held}, gpuprov_cuda_sha256 is {spec.cuda_sha256}"
+        other = seen if held != spec.cuda_sha256 else ""
+    return {
         "no version of CUDA": not spec.cuda,
+        "untrusted CUDA": installs and is_remote and not spec.cuda_sha256,
+        "CUDA from packages": installs and cuda_toolkit.package_of(spec) in facts.packages.installed,
+        # With a bundle, nothing else is fetched.
+        "no CUDA in the bundle": has and is_remote and f"{has}, asked for is {spec.cuda} from {masked(spec.cuda_url)}",
+        "other CUDA in the bundle": other,
     }
 
 
@@ -62,12 +93,14 @@ def _of_modules(driver: DriverSource) -> Mapping[str, object]:
         "no release of the driver is known here")  # fmt: skip
     stops = facts.running is not None and facts.running.display_manager and spec.stop_display_manager
     builds = facts.kernel.takes_modules and driver.brings_modules and not driver.is_installed
+    url = driver.url if isinstance(driver, RunFile) and driver.installs and not driver.sha256 else ""
     lacks_dkms = facts.bundle is None and kernel.needs_dkms(driver) and not kernel.dkms_packages(driver)
     return {
         "no release": driver.has_installer and not version and no_release,
         "unknown branch": driver.has_installer and version.isdecimal() and ", ".join(tables.branches()),
         ".run over packages": driver.has_installer and "." in version and facts.driver_packaged,
         "X server": driver.has_installer and builds and not stops and "; ".join(facts.displays),
+        "untrusted download": url.startswith("http:") and not facts.driver_packaged and "." in version and masked(url),
         "DKMS refused": lacks_dkms and not spec.epel and driver.depends_on_dkms,
         "key of DKMS not known": lacks_dkms and spec.epel and (driver.depends_on_dkms or spec.epel_repository),
     }
@@ -85,6 +118,24 @@ def _of_images(driver: DriverSource) -> Mapping[str, object]:
         "kind of modules not known": driver.installs_modules and is_unknown,
         "switches not known": spec.fabric_manager == "auto" and may_have_switches and ", ".join(spec.image_gpus),
         "watch": spec.watch != OFF,
+    }
+
+
+def _of_host(facts: HostFacts, spec: HostSpec) -> Mapping[str, object]:
+    watch, folder = facts.watch, parent_of(spec.watch_metrics)
+    watches = spec.watch != OFF and facts.image is None
+    named = [name for name, value in spec_to_json(spec).items() if name != "proxy" and has_login(value)]
+    named += ["driver_releases"] if has_login(dict(watch.extra)) else []
+    return {
+        "no Python": not facts.interpreter.path
+        and ("\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin"),
+        "no folder for metrics": watches and folder not in watch.folders and folder,
+        "closed folder for metrics": watches and spec.watch_metrics.startswith(UNWRITABLE) and folder,
+        "no program to watch": watches
+        and not watch.agent
+        and not watch.program
+        and (watch.agent_path or "no file of the agent is named"),
+        "login to store": watches and ", ".join(f"gpuprov_{name}" for name in named),
     }
 
 

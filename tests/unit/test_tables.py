@@ -302,10 +302,11 @@ def test_another_file_is_refused(data: object) -> None:
 def test_every_refusal_has_a_condition_and_texts_that_can_be_filled_in(tmp_path: Path) -> None:
     facts = gather(FakeHost(tmp_path / "root", gpus=1, metal=True))
     options = {"coherent_memory": "driver", "gpudirect": ["rdma"], "dcgm": "true", "dcgm_exporter": "true",
-               "cuda_url": "/cuda.run", "mig_layout": ["disabled"], "vgpu": {}}  # fmt: skip
+               "cuda_url": "/cuda.run", "mig_layout": ["disabled"], "vgpu": {}, "mps": "true"}  # fmt: skip
     driver = source_of(facts, parse_spec(options))
     assert any("gpuprov_cuda does not say" in one.what for one in refusals(driver))
-    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "facts": facts, "spec": driver.spec}
+    words = {"row": facts.distribution, "commands": facts.package_manager.commands, "facts": facts, "spec": driver.spec,
+             "get_python": "apt-get install python3"}  # fmt: skip
     for row in tables.packaged("options_needs")["refusals"]:
         assert getattr(driver.spec, row.get("option", "driver")), "the condition was looked up"
         for text in (row["what"], row.get("seen", ""), row["next"]):

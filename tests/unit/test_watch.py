@@ -18,6 +18,8 @@ from gpuprov.core.system import sha256_of
 from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.host import gather
 from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
+from gpuprov.plan.context import source_of
+from gpuprov.plan.refusals import refusals
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished, Planned
 from gpuprov.protocol.request import Request
@@ -134,7 +136,7 @@ def test_a_login_in_a_sites_table_is_not_stored(host: DoctorHost) -> None:
     tables = {"driver-releases": {"source": "https://me:opensesame@mirror.example.org/releases.json"}}
     facts = gather(host)
     facts = replace(facts, watch=replace(facts.watch, agent="1", extra={"tables": tables}))
-    (problem,) = (one for one in boot_watch.problems(facts, DAILY) if "password" in one.what)
+    (problem,) = (one for one in refusals(source_of(facts, DAILY)) if "password" in one.what)
     assert problem.evidence == "in gpuprov_driver_releases"
 
 
