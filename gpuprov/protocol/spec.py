@@ -130,7 +130,7 @@ class HostSpec:
     toolkit_channel: str = choice("stable", "experimental")
     toolkit_repository: str = text(check.HTTP_URL, default="https://nvidia.github.io/libnvidia-container")
     toolkit_key_fingerprint: str = text(check.FINGERPRINT, default="C95B321B61E88C1809C4F759DDCAE044F796ECB0")
-    cuda: str = text(validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"))
+    cuda: str = text(check.form(r"\d{2}\.\d", "is not a CUDA version such as 12.4"))
     cuda_url: str = text(check.URL_OR_PATH)
     cuda_sha256: str = text(check.SHA256)
     cuda_repository: str = text(check.HTTP_URL, default="https://developer.download.nvidia.com/compute/cuda/repos")
@@ -151,7 +151,7 @@ class HostSpec:
     watch: str = choice("off", "hourly", "daily", "weekly")
     watch_metrics: str = text(
         check.PATH,
-        validate.Regexp(r".*/[^/]+\.prom\Z", error="does not end with .prom, so node_exporter would not read it"),
+        check.form(r".*/[^/]+\.prom", "does not end with .prom, so node_exporter would not read it"),
         validate.Length(min=1),
         default="/var/lib/prometheus/node-exporter/gpuprov.prom",
     )

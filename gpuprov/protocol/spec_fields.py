@@ -16,66 +16,60 @@ from gpuprov.protocol.secrets import masked
 
 PREFIX = "gpuprov_"
 
-VERSION = validate.Regexp(
-    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z|recommended\Z",
-    error=f"is not a driver version such as 580.178.04, nor a branch ({', '.join(tables.branches())}), nor latest or "
+
+def form(pattern: str, error: str) -> validate.Regexp:
+    """Return the check of a text that the pattern matches as a whole."""
+    return validate.Regexp(rf"(?:{pattern})\Z", error=error)
+
+
+VERSION = form(
+    r"\d{3,4}(\.\d{1,4}){0,3}|latest|recommended",
+    f"is not a driver version such as 580.178.04, nor a branch ({', '.join(tables.branches())}), nor latest or "
     "recommended",
 )
-SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
-URL_OR_PATH = validate.Regexp(
-    r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
-    error="is neither a URL (http, https, file) nor an absolute path",
+SHA256 = form(r"[0-9a-f]{64}", "is not a SHA-256 digest (64 hexadecimal digits, lower case)")
+URL_OR_PATH = form(
+    r"(https?|file)://[^\s'\"`$;|&<>\\]+|/[^\s'\"`$;|&<>\\]*",
+    "is neither a URL (http, https, file) nor an absolute path",
 )
-PATH = validate.Regexp(r"/[A-Za-z0-9._/+@-]*\Z", error="is not an absolute path (letters, digits and ._/+@- alone)")
-HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
+PATH = form(r"/[A-Za-z0-9._/+@-]*", "is not an absolute path (letters, digits and ._/+@- alone)")
+HTTP_URL = form(r"https?://[^\s'\"`$;|&<>\\]+", "is not an http or https URL")
 # What a URL's user and password may be without percent-encoding, less what a shell or a configuration file might read.
 _LOGIN = r"[A-Za-z0-9._~!*+=%-]+"
-PROXY = validate.Regexp(
-    rf"https?://({_LOGIN}(:{_LOGIN})?@)?([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:]+\])(:\d{{1,5}})?/?\Z",
-    error="is not a proxy's URL such as http://USER:PASSWORD@proxy.example.org:3128 (percent-encode other characters "
+PROXY = form(
+    rf"https?://({_LOGIN}(:{_LOGIN})?@)?([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:]+\])(:\d{{1,5}})?/?",
+    "is not a proxy's URL such as http://USER:PASSWORD@proxy.example.org:3128 (percent-encode other characters "
     "than letters, digits and ._~!*+=- in user and password)",
 )
-NO_PROXY = validate.Regexp(
-    r"[A-Za-z0-9.*:/_\[\]-]+(,[A-Za-z0-9.*:/_\[\]-]+)*\Z",
-    error="is not a list of hosts with commas between, such as localhost,10.0.0.0/8,.example.org",
+NO_PROXY = form(
+    r"[A-Za-z0-9.*:/_\[\]-]+(,[A-Za-z0-9.*:/_\[\]-]+)*",
+    "is not a list of hosts with commas between, such as localhost,10.0.0.0/8,.example.org",
 )
-NAME = validate.Regexp(r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'")
-PACKAGE = validate.Regexp(
-    r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
+NAME = form(r"[a-z0-9][a-z0-9_.-]{0,63}", "is not a name of small letters, digits, '.', '_' and '-'")
+PACKAGE = form(r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?", "is not a package name")
+PACKAGE_VERSION = form(r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*", "is not the version of a package, such as 1.19.1-1")
+FINGERPRINT = form(r"[0-9A-F]{40}|[0-9A-F]{64}", "is not a full key fingerprint (40 hexadecimal digits, capitals)")
+MIG_LAYOUT = form(
+    r"disabled|all-\d+g\.\d+gb(\+[a-z.]+)?|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*",
+    "is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
 )
-PACKAGE_VERSION = validate.Regexp(
-    r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*\Z", error="is not the version of a package, such as 1.19.1-1"
-)
-FINGERPRINT = validate.Regexp(
-    r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
-)
-MIG_LAYOUT = validate.Regexp(
-    r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
-    error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
-)
-MIG_CONFIG = validate.Regexp(
-    r"[A-Za-z0-9][A-Za-z0-9+_.-]{0,63}\Z", error="is not a name of letters, digits, '+', '.', '_' and '-'"
-)
-IMEX_NODE = validate.Regexp(
-    r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?( [A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252})?\Z",
-    error="is not an address, or an address and a host's name, such as '10.0.0.1 gpu1'",
+MIG_CONFIG = form(r"[A-Za-z0-9][A-Za-z0-9+_.-]{0,63}", "is not a name of letters, digits, '+', '.', '_' and '-'")
+IMEX_NODE = form(
+    r"[0-9A-Fa-f.:]+(%[A-Za-z0-9._-]+)?( [A-Za-z0-9_][A-Za-z0-9_.:%-]{0,252})?",
+    "is not an address, or an address and a host's name, such as '10.0.0.1 gpu1'",
 )
 # Not those that are gpuprov's: the list of nodes, the quorum, and how the unit runs.
-IMEX_SETTING = validate.Regexp(
-    r"(?!(IMEX_NODE_CONFIG_FILE|IMEX_WAIT_FOR_QUORUM|DAEMONIZE)=)[A-Z][A-Z0-9_]{1,63}=[A-Za-z0-9._/:@%+-]*\Z",
-    error="is not KEY=VALUE as in nvidia-imex's config.cfg; list of nodes and quorum have options of their own",
+IMEX_SETTING = form(
+    r"(?!(IMEX_NODE_CONFIG_FILE|IMEX_WAIT_FOR_QUORUM|DAEMONIZE)=)[A-Z][A-Z0-9_]{1,63}=[A-Za-z0-9._/:@%+-]*",
+    "is not KEY=VALUE as in nvidia-imex's config.cfg; list of nodes and quorum have options of their own",
 )
-IMAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference")
-LINE = validate.Regexp(r"[^\x00-\x1f\x7f-\x9f]{0,4000}\Z", error="is not one line of at most 4000 characters")
-TOKEN = validate.Regexp(r"[A-Za-z0-9._=-]{1,32000}\Z", error="is not the content of a client configuration token")
-SERVER = validate.Regexp(
-    r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d{1,5})?\Z", error="is not a host name or address, with or without :PORT"
-)
-MPS_MEMORY = validate.Regexp(
-    r"\d{1,3}=\d{1,9}[GM](,\d{1,3}=\d{1,9}[GM])*\Z", error="is not a list of limits by GPU, such as 0=10G,1=512M"
-)
+IMAGE = form(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "is not an image reference")
+LINE = form(r"[^\x00-\x1f\x7f-\x9f]{0,4000}", "is not one line of at most 4000 characters")
+TOKEN = form(r"[A-Za-z0-9._=-]{1,32000}", "is not the content of a client configuration token")
+SERVER = form(r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d{1,5})?", "is not a host name or address, with or without :PORT")
+MPS_MEMORY = form(r"\d{1,3}=\d{1,9}[GM](,\d{1,3}=\d{1,9}[GM])*", "is not a list of limits by GPU, such as 0=10G,1=512M")
 ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
-WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
+WORDS = form(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*", "is not a list of plain words")
 # Not even a wrong value of these is printed.
 _SECRET = ("proxy", "vgpu")
 _NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect",
