@@ -24,7 +24,7 @@ from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
 from gpuprov.facts.driver import version_difference
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric, gather_imex
-from gpuprov.facts.host import gather_software, manager_on
+from gpuprov.facts.host import manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.machine.machine import gather_kernel, gather_os
@@ -80,7 +80,7 @@ def verify(
 
 def installed_versions(system: System) -> dict[str, str]:
     """Return the versions of the installed driver and of NVIDIA's toolkit, as a run tells them; empty for none."""
-    toolkit_version = gather_software(system, gather_os(system)).installed.get(TOOLKIT_PACKAGE, "")
+    toolkit_version = manager_on(system).gather(system).installed.get(TOOLKIT_PACKAGE, "")
     return {"driver": discover(system).library_version, "toolkit": toolkit_version}
 
 
@@ -187,8 +187,7 @@ def _next_kernel(system: System) -> Values:
     kernel = newest(gather_kernels(system), running)
     if kernel is None:
         return f"none but {running} is installed", ""
-    os = gather_os(system)
-    installed, row = gather_software(system, os).installed, distribution_of(os)
+    installed, row = manager_on(system).gather(system).installed, distribution_of(gather_os(system))
     missing = next_kernel_headers(row, running, installed)
     headers = kernel_headers(row, kernel.release)
     # Debian's packages call it nvidia-current.

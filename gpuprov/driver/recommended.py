@@ -19,8 +19,8 @@ from gpuprov.core.journal import last_choice
 from gpuprov.core.system import System
 from gpuprov.driver import generations, run_files
 from gpuprov.driver.run_files import INCOMPLETE_MARK
-from gpuprov.facts.host import driver_package, gather_software
-from gpuprov.machine.machine import gather_kernel, gather_os
+from gpuprov.facts.host import driver_package, manager_on
+from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus, own_ids
 from gpuprov.protocol import known_problems, tables
 from gpuprov.protocol.advisories import DRIVER, updated, vulnerabilities
@@ -93,7 +93,8 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
     there = "" if system.exists(INCOMPLETE_MARK) else driver.library_version
     other = "" if kept or upgrade else fleet.get(models, "")
     is_known = bool(other) and other in (on_mirror() if spec.driver_mirror else known)
-    if is_known and version_numbers(other) >= version_numbers(there) and _is_sound(ids, other, spec, breaks):
+    is_no_older = is_known and version_numbers(other) >= version_numbers(there)
+    if is_no_older and _is_sound(ids, other, spec) and not breaks(other):
         kept = Choice(RUNFILE, other, f"as other hosts with these GPUs have, {_serves(ids)}{_ANOTHER}", is_new=True)
     floor = kept.version if kept is not None else there
     no_modules = kernel.container if spec.kernel_modules == "auto" else spec.kernel_modules == "none"
@@ -133,17 +134,14 @@ def _kept(system: System, spec: HostSpec, ids: Sequence[str], driver: DriverFact
         return Choice(RUNFILE, installed, "installed by an earlier run")
     if not _is_sound(ids, installed, spec):
         return None
-    if driver_package(gather_software(system, gather_os(system))):
+    if driver_package(manager_on(system).gather(system)):
         return Choice(PREINSTALLED, "", f"driver {installed} is there from packages, {_serves(ids)}")
     return Choice(RUNFILE, installed, f"it is there, {_serves(ids)}")
 
 
-def _is_sound(
-    ids: Sequence[str], version: str, spec: HostSpec, breaks: Callable[[str], bool] = lambda version: False
-) -> bool:
-    """Say whether a release serves the GPUs, has no known holes, and is not known to break."""
-    problems = generations.problems(ids, version, spec.kernel_module_type)
-    return not (problems or vulnerabilities(DRIVER, version) or breaks(version))
+def _is_sound(ids: Sequence[str], version: str, spec: HostSpec) -> bool:
+    """Say whether a release serves the GPUs and has no known holes."""
+    return not (generations.problems(ids, version, spec.kernel_module_type) or vulnerabilities(DRIVER, version))
 
 
 def recommend(

@@ -191,7 +191,9 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     `engines`: the engines besides docker to look at.
     """
     os = gather_os(system)
-    packages = gather_software(system, os)
+    # The distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora.
+    manager = manager_of(distribution_of(os))
+    packages = manager.gather(system)
     driver = discover(system)
     files = gather_files(system)
     interpreter = gather_interpreter(system, _deployed_python(files))
@@ -232,7 +234,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),
         kinds=gather_kinds(system, os, kernel),
-        leftovers=gather_leftovers(system, packages, docker, manager_of(distribution_of(os))),
+        leftovers=gather_leftovers(system, packages, docker, manager),
     )
 
 
@@ -260,11 +262,6 @@ def _deployed_python(files: Mapping[str, FileFact]) -> str:
     launcher, unit = files.get(deploy.LAUNCHER_PATH), files.get(f"{boot.UNITS}/{boot.NODES}")
     named = deploy.python_of(launcher.content) if launcher else ""
     return named or (boot.python_of(unit.content) if unit else "")
-
-
-def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
-    """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
-    return manager_of(distribution_of(os)).gather(system)
 
 
 def manager_on(system: System) -> PackageManager:

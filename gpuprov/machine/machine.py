@@ -130,13 +130,14 @@ def gather_kernel(system: System) -> Kernel:
     # systemd records the container manager as process 1; docker and podman leave marker files.
     markers = (manager for path, manager in _CONTAINER_MARKS.items() if system.exists(path))
     container = (system.read_text("/run/systemd/container") or "").strip() or next(markers, "")
+    secure_boot = "enabled" if (system.read_bytes(_SECURE_BOOT) or b"")[4:5] == b"\x01" else "disabled"
     return Kernel(
         release=system.kernel_release(),
         command_line=(system.read_text("/proc/cmdline") or "").strip(),
         takes_modules=modules is not None and not disabled,
         modules_disabled=disabled,
         loaded_modules=tuple(sorted(line.split()[0] for line in (modules or "").splitlines() if line.strip())),
-        secure_boot=parse_secure_boot(system.read_bytes(_SECURE_BOOT), efi=system.exists("/sys/firmware/efi")),
+        secure_boot=secure_boot if system.exists("/sys/firmware/efi") else "no-efi",
         container=container,
         wsl="microsoft" in version,
         apparmor=(system.read_text(_APPARMOR) or "").strip() == "Y",
@@ -145,13 +146,6 @@ def gather_kernel(system: System) -> Kernel:
         page_size=system.page_size(),
         machine=(system.read_text("/sys/class/dmi/id/product_name") or "").strip(),
     )
-
-
-def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:
-    """Return enabled, disabled or no-efi from the content of the efivars file."""
-    if not efi:
-        return "no-efi"
-    return "enabled" if variable is not None and variable[4:5] == b"\x01" else "disabled"
 
 
 # An X server writes its process id, in eleven characters (Xserver, os/utils.c).

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packages.failures import Advice
-from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import SERVERS, packaged, rows, server
 
@@ -87,16 +86,6 @@ def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[Ex
         ExtraRepository(f"past-{uri.split('/')[-4].lower()}", uri, *key, signed_metadata=False)
         for uri in uris
     )
-
-
-def archive_problems(row: Distribution, kernel: str, architecture: str) -> tuple[Problem, ...]:
-    """Return why gpuprov_kernel_archive is not possible on this host, if it is requested."""
-    if past_releases(row, kernel, architecture):
-        return ()
-    said = advice(row, kernel, architecture)
-    what = f"{row.name} has no archive of past kernels that gpuprov could add"
-    step = f"leave it out; {said.next_step}" if said else "leave gpuprov_kernel_archive out"
-    return (Problem(what, f"gpuprov_kernel_archive is true, the kernel is {kernel}", step),)
 
 
 def _found(row: Distribution, kernel: str, architecture: str) -> tuple[_Archive, dict[str, str]] | None:

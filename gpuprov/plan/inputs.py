@@ -20,7 +20,7 @@ from gpuprov.driver_run import RunFile
 from gpuprov.engines import docker_proxy, other_engines
 from gpuprov.engines.docker_unit import UNIT
 from gpuprov.facts.gpus import FabricFacts, gather_fabric, gather_mig
-from gpuprov.facts.host import HostFacts, driver_package, gather, gather_software
+from gpuprov.facts.host import HostFacts, driver_package, gather, manager_on
 from gpuprov.facts.kernels import ImageFacts, gather_identity, gather_kernels, gather_signing_keys, kernel_to_come
 from gpuprov.facts.leftovers import with_docker
 from gpuprov.machine.distros import distribution_of
@@ -52,14 +52,14 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
                 driver_url=f"{FOLDER}/{manifest.driver_file}",
                 driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
             )
-    os = gather_os(system)
-    spec = distribution.as_packages(distribution_of(os), spec)
+    row = distribution_of(gather_os(system))
+    spec = distribution.as_packages(row, spec)
     ids = generations.ids_of(spec.image_gpus) or own_ids(gather_gpus(system))
     # NVIDIA's packages of the branch that this host's GPUs need; most GPUs need none.
     if spec.driver != "packages" or not generations.last_branch(ids):
         return spec
-    installed = discover(system).library_version if driver_package(gather_software(system, os)) else ""
-    return cuda_repository.with_branch(distribution_of(os), ids, installed, spec)
+    installed = discover(system).library_version if driver_package(manager_on(system).gather(system)) else ""
+    return cuda_repository.with_branch(row, ids, installed, spec)
 
 
 def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:

@@ -39,10 +39,13 @@ def extra_repositories(driver: DriverSource) -> tuple[ExtraRepository, ...]:
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return why the archive of past kernels is not possible, if it is requested and needed."""
-    facts = driver.facts
-    if facts.bundle or not _needs_archive(driver):
+    facts, row, kernel_release = driver.facts, driver.facts.distribution, driver.facts.kernel.release
+    if facts.bundle or not _needs_archive(driver) or past_releases(driver):
         return ()
-    return known_repositories.archive_problems(facts.distribution, facts.kernel.release, facts.architecture)
+    said = known_repositories.advice(row, kernel_release, facts.architecture)
+    what = f"{row.name} has no archive of past kernels that gpuprov could add"
+    step = f"leave it out; {said.next_step}" if said else "leave gpuprov_kernel_archive out"
+    return (Problem(what, f"gpuprov_kernel_archive is true, the kernel is {kernel_release}", step),)
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:

@@ -12,7 +12,7 @@ from gpuprov.agent.run import run_request
 from gpuprov.core import files
 from gpuprov.core.system import System
 from gpuprov.facts.host import facts_to_json, gather
-from gpuprov.machine.machine import gather_kernel, gather_os, parse_secure_boot
+from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import Event, FactsGathered, Note
@@ -121,8 +121,13 @@ def test_modules_are_named_and_sorted(tmp_path: Path) -> None:
         (b"", True, "disabled"),
     ],
 )
-def test_secure_boot(variable: bytes | None, efi: bool, state: str) -> None:
-    assert parse_secure_boot(variable, efi=efi) == state
+def test_secure_boot(tmp_path: Path, variable: bytes | None, efi: bool, state: str) -> None:
+    if efi:
+        (tmp_path / "sys/firmware/efi/efivars").mkdir(parents=True)
+    if variable is not None:
+        name = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+        (tmp_path / f"sys/firmware/efi/efivars/{name}").write_bytes(variable)
+    assert gather_kernel(System(str(tmp_path))).secure_boot == state
 
 
 def test_wsl_is_known_by_its_kernel(tmp_path: Path) -> None:
