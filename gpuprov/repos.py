@@ -11,13 +11,13 @@ import configparser
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, Protocol, Union
+from typing import Callable, Union
 
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
-from gpuprov.machine.distros import Distribution, ExtraRepository, own_driver
+from gpuprov.facts.host import HostFacts
+from gpuprov.machine.distros import ExtraRepository, own_driver
 from gpuprov.packages import sources
-from gpuprov.packages.interface import PackageFacts, PackageManager
-from gpuprov.packages.keys import InstallKey, InstallRpmKey, armored, dearmored, fingerprints
+from gpuprov.packages.keys import RPM_KEYS, InstallKey, InstallRpmKey, armored, dearmored, fingerprints
 from gpuprov.packages.retired import REPOSITORY
 from gpuprov.packages.rpm import RpmManager
 from gpuprov.protocol.errors import GpuprovError, Problem
@@ -26,7 +26,6 @@ from gpuprov.protocol.spec import HostSpec, SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 _LOGINS = "/etc/apt/auth.conf.d"
-RPM_KEYS = "/etc/pki/rpm-gpg"
 _RPM_KEY = f"{RPM_KEYS}/RPM-GPG-KEY-{sources.OURS}"
 # Debian's name of an architecture, from `uname -m`.
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -35,21 +34,6 @@ DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
 # What apt_auth.conf(5), and the .repo files of dnf and zypper, take without quotes.
 _LOGIN = re.compile(r"[A-Za-z0-9!%&()*+,./:;<=>?@^_~-]+")
-
-
-class Host(Protocol):
-    """The facts about a host that its repositories depend on."""
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def distribution(self) -> Distribution: ...
-    @property
-    def files(self) -> Mapping[str, FileFact]: ...
-    @property
-    def packages(self) -> PackageFacts: ...
-    @property
-    def package_manager(self) -> PackageManager: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +79,7 @@ class AptRepository:
     def key(self) -> Change:
         return InstallKey(self.key_path, self.key_url, self.key_fingerprint)
 
-    def has_key(self, host: Host) -> bool:
+    def has_key(self, host: HostFacts) -> bool:
         """Say whether its key is there. Armored, it would be in a form that apt does not read from this file."""
         return _is_key(host.files.get(self.key_path), self.key_fingerprint, dearmored)
 
@@ -146,7 +130,7 @@ class RpmRepository:
     def key(self) -> Change:
         return InstallRpmKey(self.key_path, self.key_url, self.key_fingerprint)
 
-    def has_key(self, host: Host) -> bool:
+    def has_key(self, host: HostFacts) -> bool:
         is_trusted = self.key_fingerprint in host.packages.trusted_keys
         return is_trusted and _is_key(host.files.get(self.key_path), self.key_fingerprint, armored)
 
@@ -208,7 +192,7 @@ def _toolkit_channels(spec: HostSpec, folder: str) -> Iterator[ExtraRepository]:
             yield ExtraRepository(own_name, uri, f"{base}/gpgkey", spec.toolkit_key_fingerprint)
 
 
-def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
+def plan(host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> tuple[Change, ...]:
     """Return the keys and sources to write on a host, and the conflicting ones to remove."""
     wanted, conflicts = _wanted(host, spec, extra)
     own = own_driver(host.distribution) if spec.driver == "distribution" else None
@@ -233,12 +217,12 @@ def plan(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) ->
     return (*changes, *(RemoveFile(path, "no longer asked for") for path in old))
 
 
-def _is_there(host: Host, file: WriteFile) -> bool:
+def _is_there(host: HostFacts, file: WriteFile) -> bool:
     found = host.files.get(file.path)
     return found is not None and (found.content, found.mode) == (file.content, file.mode)
 
 
-def problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> Iterator[Problem]:
+def problems(host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> Iterator[Problem]:
     """Yield what gpuprov can't correct in the repositories of the host or the user."""
     wanted, conflicts = _wanted(host, spec, extra)
     for one in wanted:
@@ -259,7 +243,7 @@ def problems(host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
 
 
 def _wanted(
-    host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...]
+    host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...]
 ) -> tuple[Sequence[Repository], Sequence[Change | Problem]]:
     """Return the repositories that a host needs, and the conflicts with its own: corrected, or problems."""
     if isinstance(host.package_manager, RpmManager):
@@ -324,7 +308,7 @@ def _plain_apt(uri: str, architecture: str) -> str:
     return split_login(uri)[0].replace("$(ARCH)", architecture).rstrip("/")
 
 
-def _rpm_conflicts(manager: RpmManager, host: Host, wanted: Sequence[RpmRepository]) -> Iterator[Change | Problem]:
+def _rpm_conflicts(manager: RpmManager, host: HostFacts, wanted: Sequence[RpmRepository]) -> Iterator[Change | Problem]:
     """Yield the removal of each file that defines the `wanted` repositories again, problems for one with others too."""
     ours = {_plain_rpm(one.uri, host.architecture): masked(one.uri) for one in wanted}
     pattern = re.compile(rf"{manager.repository_directory}/(?!{sources.OURS})[^/]+\.repo")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from gpuprov import repos
 from gpuprov.core.changes import Change, FileFact
+from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import UNKNOWN, Distribution
 from gpuprov.packages.apt import APT
 from gpuprov.packages.interface import PackageFacts, PackageManager
@@ -16,7 +18,7 @@ from gpuprov.protocol.spec import HostSpec
 
 @dataclass(frozen=True)
 class AptHost:
-    """The facts that repositories depend on (gpuprov.repos.Host)."""
+    """Those of HostFacts that repositories depend on."""
 
     files: Mapping[str, FileFact]
     architecture: str
@@ -26,8 +28,8 @@ class AptHost:
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
-    return repos.plan(AptHost(files, architecture), spec)
+    return repos.plan(cast("HostFacts", AptHost(files, architecture)), spec)
 
 
 def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
-    return tuple(repos.problems(AptHost(files, architecture), spec))
+    return tuple(repos.problems(cast("HostFacts", AptHost(files, architecture)), spec))

@@ -308,17 +308,11 @@ def run(servers: Sequence[Server], idle_seconds: float = float("inf")) -> None:
     """Serve until no request has arrived for that long."""
     last = time.monotonic()
     while time.monotonic() - last < idle_seconds:
-        for one in select.select([one for one in servers if len(one.busy) < MOST_AT_ONCE], (), (), _TICK_SECONDS)[0]:
+        # While a server has no room, a connection waits in the kernel's queue.
+        accepting = [one for one in servers if len(one.busy) < MOST_AT_ONCE]
+        for one in select.select(accepting, (), (), _TICK_SECONDS)[0]:
             one.handle_request()
             last = time.monotonic()
-
-
-def handed_over() -> list[socket.socket]:
-    """Return the sockets that systemd passes, none without socket activation."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
-        return []
-    count = int(os.environ.get("LISTEN_FDS", "0"))
-    return [socket.socket(fileno=number) for number in range(_FIRST_HANDED_OVER, _FIRST_HANDED_OVER + count)]
 
 
 def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[socket.socket]:
@@ -345,7 +339,10 @@ def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[
 
 def serve(system: System) -> str:
     """Serve on systemd's sockets, or on own ones, until Ctrl-C; return why it ended."""
-    answers, sockets = Answers(lambda: gpu_report(system, int(system.now()))), handed_over()
+    answers = Answers(lambda: gpu_report(system, int(system.now())))
+    # The sockets that systemd passes; none without socket activation.
+    count = int(os.environ.get("LISTEN_FDS", "0")) if os.environ.get("LISTEN_PID") == str(os.getpid()) else 0
+    sockets = [socket.socket(fileno=number) for number in range(_FIRST_HANDED_OVER, _FIRST_HANDED_OVER + count)]
     if sockets:
         run([Server(one, answers) for one in sockets], _IDLE_SECONDS)
         return "stopped: no request for a while"

@@ -254,7 +254,17 @@ def keep(system: System, path: str, former: Installation, *, content: bool, repl
     system.write(RECORD, f"{json.dumps(asdict(former))}\n".encode(), mode=0o600, owner=(0, 0))
     try:
         if content:
-            _keep_file(system, path, former)
+            system.make_directory(KEPT, 0o700)
+        if content and path.startswith(f"{CACHE_DIRECTORY}/"):
+            system.rename(path, former.kept_path)
+        elif content:
+            system.remove(former.kept_path)
+            # A user could replace a file elsewhere: the digest of the copy counts.
+            copied = ("cp", "--reflink=auto", "--no-preserve=all", "--", path, former.kept_path)
+            system.require(copied, f"{path} can't be copied", timeout=600)
+            if system.sha256(former.kept_path) != former.sha256:
+                what = f"{path} has changed since it was installed"
+                raise GpuprovError(what, "", "put it in a folder that only root can write, install again")
         stay = {former.kept_path, f"{KEPT}/{replaces}.run"} if content else set()
         # An interrupted installation that is repeated replaces itself, or nothing: the driver before it was removed.
         repeated = replaces == former.version or (content and not replaces)
@@ -266,20 +276,6 @@ def keep(system: System, path: str, former: Installation, *, content: bool, repl
         tell(f"the driver's file is not kept: {told.problems[0]}", 0, 0)
         with contextlib.suppress(OSError):
             system.remove(former.kept_path)
-
-
-def _keep_file(system: System, path: str, former: Installation) -> None:
-    system.make_directory(KEPT, 0o700)
-    if path.startswith(f"{CACHE_DIRECTORY}/"):
-        system.rename(path, former.kept_path)
-        return
-    system.remove(former.kept_path)
-    # A user could replace a file elsewhere: the digest of the copy counts.
-    copied = ("cp", "--reflink=auto", "--no-preserve=all", "--", path, former.kept_path)
-    system.require(copied, f"{path} can't be copied", timeout=600)
-    if system.sha256(former.kept_path) != former.sha256:
-        what = f"{path} has changed since it was installed"
-        raise GpuprovError(what, "", "put it in a folder that only root can write, install again")
 
 
 # -- undoing an installation -------------------------------------------------------------------------------------------

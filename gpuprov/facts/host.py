@@ -32,11 +32,11 @@ from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, ga
 from gpuprov.machine.pci import PciGpu, gather_gpus, own_ids
 from gpuprov.packages import retired
 from gpuprov.packages.interface import PackageFacts, PackageManager
+from gpuprov.packages.keys import RPM_KEYS
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.sources import PinnedOut
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.models import model_of, name_of
-from gpuprov.repos import RPM_KEYS
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 

@@ -25,6 +25,7 @@ from gpuprov.protocol.words import counted
 _PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
 # Below FOLDER: a bundle's own key, and where a key lies while rpm imports it.
 BUNDLE_KEY = f"{FOLDER}/key.asc"
+RPM_KEYS = "/etc/pki/rpm-gpg"
 _TAKEN = f"{FOLDER}/trusted"
 _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
 _ARMOR = re.compile(

@@ -86,6 +86,7 @@ class RpmManager(interface.PackageManager):
     old_fabric_manager = "nvidia-fabric-manager"
 
     lock_holder = staticmethod(rpm_lock_holder)
+    hold_driver = staticmethod(rpm_locks.plan_driver)
 
     @property
     def bundle_options(self) -> tuple[str, ...]:
@@ -234,9 +235,6 @@ class RpmManager(interface.PackageManager):
                 changes += [RefreshRpmIndex(self, words), install]
                 lift = ()
         return (*changes, *hold)
-
-    def hold_driver(self, packages: interface.PackageFacts, hold: bool, coming: bool) -> tuple[Change, ...]:
-        return rpm_locks.plan_driver(packages, hold=hold, coming=coming)
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...]) -> Change:
         return RemoveRpms(self, names, keep)

@@ -129,7 +129,7 @@ def lift(facts: interface.LockFacts, names: Iterable[str]) -> tuple[HoldRpmPacka
     return (HoldRpmPackages(facts.tool, facts.path, (), found),) if found else ()
 
 
-def plan_driver(packages: interface.PackageFacts, *, hold: bool, coming: bool) -> tuple[HoldRpmPackages, ...]:
+def plan_driver(packages: interface.PackageFacts, hold: bool, coming: bool) -> tuple[HoldRpmPackages, ...]:
     """Return the change that holds the driver's packages, or releases those that gpuprov holds."""
     facts = packages.locks
     if not facts.tool or not hold:
