@@ -105,46 +105,40 @@ class RunFile(DriverSource):
     # -- problems ----------------------------------------------------------------------------------------------------
 
     def problems(self) -> tuple[Problem, ...]:
-        return (*self._kernel_problems(), *self._file_problems())
+        return tuple(self._problems())
 
-    def _kernel_problems(self) -> Iterator[Problem]:
-        """Yield what of the kernel, or of a display on it, the installer refuses."""
-        facts = self.facts
-        if not self.brings_modules:
-            # Libraries and kernel must match, in a container too, or NVML and CUDA fail (NVML error 18).
-            loaded, version = facts.driver_loaded_version, self.spec.driver_version
-            if facts.image is None and not loaded:
-                yield self.not_loaded_problem(f"driver {version}" if version else "the driver")
-            elif facts.image is None and version not in ("", loaded):
-                yield Problem(
-                    f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
-                    "/proc/driver/nvidia/version",
-                    f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
-                )
-
-    def _file_problems(self) -> Iterator[Problem]:
-        facts, version = self.facts, self.spec.driver_version
+    def _problems(self) -> Iterator[Problem]:
+        facts, spec, version = self.facts, self.spec, self.spec.driver_version
+        # Libraries and kernel must match, in a container too, or NVML and CUDA fail (NVML error 18).
+        loaded, is_outside = facts.driver_loaded_version, not self.brings_modules and facts.image is None
+        if is_outside and not loaded:
+            yield self.not_loaded_problem(f"driver {version}" if version else "the driver")
+        elif is_outside and version not in ("", loaded):
+            yield Problem(
+                f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
+                "/proc/driver/nvidia/version",
+                f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
+            )
         if "." not in version or facts.driver_packaged:
             return  # plan/refusals.py has the problem
         if self.brings_modules:
             # By the list in the file if that is available; by its PCI id a GPU that the list does not know.
-            ids, served, asked = facts.gpu_device_ids, facts.served, self.spec.kernel_module_type
-            yield from generations.listed_problems(ids, served, asked)
-            yield from generations.problems([one for one in ids if one not in served], version, asked)
-        if self.installs:
-            yield from (*self._room_problems(), *running_driver.problems(self))
-
-    def _room_problems(self) -> Iterator[Problem]:
-
+            ids, served = facts.gpu_device_ids, facts.served
+            yield from generations.listed_problems(ids, served, spec.kernel_module_type)
+            unlisted = [one for one in ids if one not in served]
+            yield from generations.problems(unlisted, version, spec.kernel_module_type)
+        if not self.installs:
+            return
         # NVIDIA's own file has a known size; another file is checked after its download.
-        for place, needed in _ROOM.items():
-            free = self.facts.free_bytes.get(place, needed)
-            if not self.spec.driver_url and free < needed:
+        for place, needed in _ROOM.items() if not spec.driver_url else ():
+            free = facts.free_bytes.get(place, needed)
+            if free < needed:
                 yield Problem(
                     f"not enough room on the file system of {place} for the driver",
                     f"{free // 2**20} MiB free, {needed // 2**20} MiB needed",
                     f"make room: df -h {place}",
                 )
+        yield from running_driver.problems(self)
 
     # -- installation ------------------------------------------------------------------------------------------------
 

@@ -200,10 +200,6 @@ class Recipe:
     cuda: RunFile = RunFile()
     images: tuple[str, ...] = ()
 
-    @property
-    def debian_architecture(self) -> str:
-        return DEBIAN_ARCHITECTURES[self.architecture]
-
     def inputs(self) -> dict[str, Any]:
         """Return what the bundle is made from, for its manifest, without passwords in addresses."""
         return {

@@ -26,6 +26,7 @@ from gpuprov.packages.interface import reporter
 from gpuprov.packages.keys import InstallKey, armored, fetch_pinned_key, fingerprints, key_ids
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
+from gpuprov.repos import DEBIAN_ARCHITECTURES
 
 # plan/preflight.py rejects hosts with an earlier clock, so no signature is in a host's future.
 SIGNED_AT = 1767225600
@@ -148,7 +149,7 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     system.write(f"{root}/sources.list", "".join(f"{line}\n" for line in lines).encode())
     text = (pkgutil.get_data("gpuprov.bundle_create", "apt.conf.template") or b"").decode()
     passed = "".join(f"{found[0]}\n" for found in _PASSED.finditer(system.run(("apt-config", "dump")).stdout))
-    text = text.format(root=root, architecture=recipe.debian_architecture)
+    text = text.format(root=root, architecture=DEBIAN_ARCHITECTURES[recipe.architecture])
     system.write(f"{root}/apt.conf", (text + passed).encode())
     return {"APT_CONFIG": f"{root}/apt.conf", **system.proxy.environment}
 
@@ -175,7 +176,8 @@ def _write_index(to: Collection, stanzas: list[str], key: RepositoryKey) -> None
     date = time.strftime("%a, %d %b %Y %H:%M:%S UTC", time.gmtime(SIGNED_AT))
     release = (
         f"Origin: gpuprov\nLabel: gpuprov bundle\nSuite: {recipe.distribution}-{recipe.version}\nDate: {date}\n"
-        f"Architectures: {recipe.debian_architecture}\nSHA256:\n {sha256_of(packages)} {len(packages)} Packages\n"
+        f"Architectures: {DEBIAN_ARCHITECTURES[recipe.architecture]}\n"
+        f"SHA256:\n {sha256_of(packages)} {len(packages)} Packages\n"
     )
     system.write(f"{work}/Packages", packages)
     system.write(f"{work}/Release", release.encode())

@@ -85,7 +85,16 @@ def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Probl
     branches = tuple(problem for one in found if (problem := _branch_problem(*one, version)))
     gpus = [(device_id, row.name + " GPUs", row.modules) for device_id, row in found]
     kinds = _kind_problems(gpus, asked, "by their generation")
-    return (*branches, *(kinds or _version_problems(module_type(device_ids, version, asked), version)))
+    kind = "" if kinds else module_type(device_ids, version, asked)
+    if kind == "open" and version_numbers(version) < _OPEN_SINCE:
+        what = f"driver {version} has no open kernel modules for these GPUs"
+        step = f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}"
+        return (*branches, Problem(what, "they came with 515.43.04", step))
+    if kind == "proprietary" and version_numbers(version) >= _OPEN_ONLY_SINCE:
+        what = f"driver {version} has no proprietary kernel modules any more"
+        step = f"set {wanted_version(LONG_TERM_BRANCH)}, or gpuprov_kernel_module_type: open where the GPUs can"
+        return (*branches, Problem(what, "620 was the first branch without", step))
+    return (*branches, *kinds)
 
 
 def _branch_problem(device_id: str, row: Generation, version: str) -> Problem | None:
@@ -99,17 +108,6 @@ def _branch_problem(device_id: str, row: Generation, version: str) -> Problem | 
         step = f"set {wanted_version(max(row.oldest, int(LONG_TERM_BRANCH)))}"
         return Problem(what, f"{seen}: {row.oldest} is the first branch for it", step)
     return None
-
-
-def _version_problems(kind: str, version: str) -> tuple[Problem, ...]:
-    if kind == "open" and version_numbers(version) < _OPEN_SINCE:
-        what = f"driver {version} has no open kernel modules for these GPUs"
-        return (Problem(what, "they came with 515.43.04", f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}"),)
-    if kind == "proprietary" and version_numbers(version) >= _OPEN_ONLY_SINCE:
-        what = f"driver {version} has no proprietary kernel modules any more"
-        step = f"set {wanted_version(LONG_TERM_BRANCH)}, or gpuprov_kernel_module_type: open where the GPUs can"
-        return (Problem(what, "620 was the first branch without", step),)
-    return ()
 
 
 def _kind_problems(gpus: Sequence[tuple[str, str, str]], asked: str, source: str) -> tuple[Problem, ...]:

@@ -352,12 +352,10 @@ class ChangeDriverRpms(ChangeDriver, InstallDriverRpms):
 def restoring(changes: Sequence[Change], installed: Iterable[str]) -> tuple[Change, ...]:
     """Return the changes, where an installation that replaces packages of driver or toolkit restores them."""
     ours = {name for name in installed if _products((name,))}
-
-    def restores(change: Change) -> bool:
-        return any(name.partition("=")[0] in ours for name in getattr(change, "names", ()))
-
     kinds = {InstallRpmPackages: InstallDriverRpms, InstallPackages: InstallDriverPackages}
-    return tuple(kinds[type(one)](**vars(one)) if type(one) in kinds and restores(one) else one for one in changes)
+    names = ({name.partition("=")[0] for name in getattr(one, "names", ())} for one in changes)
+    return tuple(kinds[type(one)](**vars(one)) if type(one) in kinds and ours & replaced else one
+                 for one, replaced in zip(changes, names))  # fmt: skip
 
 
 def _rpm_manager(system: System) -> RpmManager:

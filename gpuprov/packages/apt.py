@@ -77,9 +77,6 @@ class Apt(interface.PackageManager):
     def version_names(self, version: str) -> set[str]:
         return {version}
 
-    def bundled_versions(self, version: str, architecture: str) -> set[str]:
-        return {version}
-
     def typed(self, name: str) -> str:
         return shlex.quote(name)
 

@@ -107,17 +107,14 @@ def gather_packages(system: System) -> PackageFacts:
 
 def missing(packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
     """Return those of `names` (`NAME[:ARCHITECTURE][=VERSION]`) that are not installed, or not in that version."""
-    return tuple(dict.fromkeys(name for name in names if not _is_installed(packages, name)))
-
-
-def _is_installed(packages: PackageFacts, name: str) -> bool:
-    plain, _, version = name.partition("=")
-    plain = own_name(packages, plain)
-    found = packages.installed.get(plain)
-    if found is None:
-        return not version and plain in packages.provided
-    # A version may be a pattern, as apt takes them (apt-get(8)): "550.163.01-*".
-    return version == "" or fnmatchcase(found, version)
+    found = []
+    for name in names:
+        plain, _, version = name.partition("=")
+        plain = own_name(packages, plain)
+        # A version may be a pattern, as apt takes them (apt-get(8)): "550.163.01-*".
+        is_there = plain in packages.installed and fnmatchcase(packages.installed[plain], version or "*")
+        found += [] if is_there or (not version and plain in packages.provided) else [name]
+    return tuple(dict.fromkeys(found))
 
 
 def own_name(packages: PackageFacts, name: str) -> str:

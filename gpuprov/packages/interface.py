@@ -220,6 +220,7 @@ class PackageManager(Protocol):
 
     def bundled_versions(self, version: str, architecture: str) -> set[str]:
         """Return the same forms for a package in a bundle."""
+        return self.version_names(version)
 
     def typed(self, name: str) -> str:
         """Return `NAME=VERSION` in the syntax of the command line."""

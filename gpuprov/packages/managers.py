@@ -35,12 +35,12 @@ class Offers:
 
     def lacking(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of `names` (`NAME` or `NAME=VERSION`) that no repository has; none if the query failed."""
-        manager = manager_of(None, self.manager)
-
-        def has(name: str, _: str, version: str) -> bool:
-            return any(not version or version in manager.version_names(one) for one in self.found.get(name, ()))
-
-        return () if self.problems else tuple(wanted for wanted in names if not has(*wanted.partition("=")))
+        manager, lacking = manager_of(None, self.manager), []
+        for wanted in names if not self.problems else ():
+            name, _, version = wanted.partition("=")
+            if not any(not version or version in manager.version_names(one) for one in self.found.get(name, ())):
+                lacking.append(wanted)
+        return tuple(lacking)
 
 
 def ask(system: System, manager: PackageManager, names: Sequence[str], planned: Sequence[Change]) -> Offers:

@@ -60,7 +60,10 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
         or _bundle_problems(context)
         or (
             *host_problems(facts),
-            *_hiding_problems(facts),
+            # Behind another library, no installation makes programs load the driver's: each run would repeat it.
+            *(Problem(f"the loader takes another library than the driver's: {one.what}", one.reason,
+                      one.way_out(facts.package_manager.commands))
+              for one in facts.hiding if not one.is_by_environment),
             *kernel.problems(driver),
             *kernel.offer_problems(driver),
             *reboot.problems(driver),
@@ -89,7 +92,8 @@ def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
               *gpudirect.packages(driver))  # fmt: skip
     names = facts.package_manager.missing(facts.packages, wanted)
     installs_cuda = cuda_toolkit.unpacks(facts, spec)
-    return with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=installs_cuda)
+    found = with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=installs_cuda)
+    return tuple(found)
 
 
 def _machine_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -128,16 +132,6 @@ def host_problems(facts: HostFacts) -> Iterator[Problem]:
             + ("before this gpuprov was made" if early else "more than fifteen years after this gpuprov was made"),
             "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
         )
-
-
-def _hiding_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """Behind another library, no installation makes programs load the driver's: each run would repeat it in vain."""
-    commands = facts.package_manager.commands
-    return tuple(
-        Problem(f"the loader takes another library than the driver's: {one.what}", one.reason, one.way_out(commands))
-        for one in facts.hiding
-        if not one.is_by_environment
-    )
 
 
 def read_only_problems(facts: HostFacts, changes: Iterable[Change]) -> tuple[Problem, ...]:

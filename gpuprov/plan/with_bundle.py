@@ -53,45 +53,45 @@ def gather(system: System, manifest: Manifest, engine: str = "docker") -> Bundle
 
 def problems(
     facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], *, installs_driver: bool, installs_cuda: bool = False
-) -> tuple[Problem, ...]:
-    """Return why the bundle can't serve this host. `packages`: those to be installed."""
+) -> Iterator[Problem]:
+    """Yield why the bundle can't serve this host. `packages`: those to be installed."""
     if facts.bundle is None:
-        return ()
+        return
     manifest = facts.bundle.manifest
     fits = manifest.version in ("*", facts.os.version) or facts.os.version.startswith(f"{manifest.version}.")
     if not fits or (manifest.distribution, manifest.architecture) != (facts.os.id, facts.architecture):
-        return (
-            Problem(
-                f"the bundle is for {manifest.target}, this host is another",
-                f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version}; uname -m: {facts.architecture}",
-                f"make one: gpuprov bundle create --distro {facts.os.id}-{facts.os.version} "
-                f"--arch {facts.architecture} …",
-            ),
+        yield Problem(
+            f"the bundle is for {manifest.target}, this host is another",
+            f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version}; uname -m: {facts.architecture}",
+            f"make one: gpuprov bundle create --distro {facts.os.id}-{facts.os.version} --arch {facts.architecture} …",
+        )
+        return
+    if installs_driver and (wrong := _driver_problem(manifest, spec)):
+        yield wrong
+    if lacking := _package_problem(manifest, packages, facts.kernel.release):
+        yield lacking
+    if manifest.images and image_engine(spec) == "podman" and "podman" not in facts.engines:
+        yield Problem(
+            "the bundle holds images, and this host has neither docker nor podman to take them",
+            ", ".join(one.reference for one in manifest.images),
+            "make one without --image for such hosts; or add gpuprov_packages: [podman]",
         )
     images = any(one.reference not in facts.bundle.loaded_images for one in manifest.images)
     needed = {"packages": bool(packages), "driver": installs_driver, "cuda": installs_cuda, "images": images}
-    found = (
-        _driver_problem(manifest, spec) if installs_driver else None,
-        _package_problem(manifest, packages, facts.kernel.release),
-        _image_problem(facts, manifest, spec),
-        _room_problem(facts, manifest, [part for part, is_needed in needed.items() if is_needed]),
-    )
-    return tuple(one for one in found if one is not None)
+    # Unpacking needs room in addition to the bundle itself.
+    need = sum(one.size for one in _files_of(manifest, (part for part, is_needed in needed.items() if is_needed)))
+    free = facts.free_bytes.get(CACHE_DIRECTORY, need)
+    if free < need:
+        yield Problem(
+            "not enough room to unpack the bundle",
+            f"{free // 2**20} MiB free on the file system of {CACHE_DIRECTORY}, {need // 2**20} MiB needed",
+            f"make room: df -h {CACHE_DIRECTORY}",
+        )
 
 
 def image_engine(spec: HostSpec) -> str:
     """Return the engine that gets the images of a bundle."""
     return "podman" if spec.docker == "none" else "docker"
-
-
-def _image_problem(facts: HostFacts, manifest: Manifest, spec: HostSpec) -> Problem | None:
-    if not manifest.images or image_engine(spec) == "docker" or "podman" in facts.engines:
-        return None
-    return Problem(
-        "the bundle holds images, and this host has neither docker nor podman to take them",
-        ", ".join(one.reference for one in manifest.images),
-        "make one without --image for such hosts; or add gpuprov_packages: [podman]",
-    )
 
 
 def _driver_problem(manifest: Manifest, spec: HostSpec) -> Problem | None:
@@ -145,19 +145,6 @@ def _files_of(manifest: Manifest, parts: Iterable[str]) -> list[BundleFile]:
     """Return the files of a bundle that belong to these parts."""
     folders = tuple(folder for part in parts for folder in _FOLDERS[part])
     return [one for one in manifest.files if one.path.startswith(folders)]
-
-
-def _room_problem(facts: HostFacts, manifest: Manifest, parts: Iterable[str]) -> Problem | None:
-    """Unpacking needs room in addition to the bundle itself."""
-    need = sum(one.size for one in _files_of(manifest, parts))
-    free = facts.free_bytes.get(CACHE_DIRECTORY, need)
-    if free >= need:
-        return None
-    return Problem(
-        "not enough room to unpack the bundle",
-        f"{free // 2**20} MiB free on the file system of {CACHE_DIRECTORY}, {need // 2**20} MiB needed",
-        f"make room: df -h {CACHE_DIRECTORY}",
-    )
 
 
 @contextlib.contextmanager
