@@ -193,7 +193,7 @@ class _InstallInstead(InstallDriverPackages):
 
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
-        gone = tuple(f"package {name} is not restored" for name in before["instead"])
+        gone = tuple(f"package {name} is not restored" for name in before.get("instead", ()))
         gone = () if _words(system, _former(system, before, outcome)) else gone
         return (*gone, *super().irreversible(system, before, outcome, earlier))
 
@@ -237,17 +237,14 @@ class ChangeDriver(Change):
 
 
 @dataclass(frozen=True)
-class ChangeDriverPackages(ChangeDriver, InstallDriverPackages):
+class ChangeDriverPackages(ChangeDriver, _InstallInstead):
     """Do it with apt, whose preferences are already set."""
 
     wanted: str = ""
 
-    def _gone(self) -> tuple[str, ...]:
-        """Return the packages that apt must remove, in apt's syntax (apt-get(8): with a trailing dash)."""
-        return ()
-
     def _install(self, system: System, tell: Tell) -> None:
-        words = ("install", "--allow-downgrades", "--", *self.names, *self._gone())
+        # apt-get(8): a trailing dash removes a package.
+        words = ("install", "--allow-downgrades", "--", *self.names, *(f"{name}-" for name in self.instead))
         # A branch's packages may replace those of another; nothing else may be removed for them.
         asked = dpkg.run_apt(system, ("--simulate", *words), tell, options=self.options)
         strangers = foreign_removals(asked.stdout)
@@ -265,14 +262,11 @@ class ChangeDriverPackages(ChangeDriver, InstallDriverPackages):
 
 
 @dataclass(frozen=True)
-class SwitchBranch(_InstallInstead, ChangeDriverPackages):
+class SwitchBranch(ChangeDriverPackages):
     """Do the same if each branch has separate packages: those of `instead` are removed."""
 
     def summary(self) -> str:
         return f"{super().summary()}; remove {', '.join(self.instead)}" if self.instead else super().summary()
-
-    def _gone(self) -> tuple[str, ...]:
-        return tuple(f"{name}-" for name in self.instead)
 
     def _install(self, system: System, tell: Tell) -> None:
         super()._install(system, tell)

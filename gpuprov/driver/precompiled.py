@@ -98,7 +98,8 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     kind = kind_of(facts, spec)
     if facts.distribution.package_manager == "zypper":
         kernel = _SUSE_KERNEL.fullmatch(facts.kernel.release)
-        return _suse_names(kernel["flavour"]) if kernel and kind == "open" else ()
+        groups = _suse_groups(kernel["flavour"]) if kernel and kind == "open" else []
+        return tuple(name for names in groups for name in names)
     running = _red_hat_kernel(facts)
     return (f"kmod-nvidia-{'open-' if kind == 'open' else ''}[0-9]*-{running}",) if running else ()
 
@@ -205,9 +206,9 @@ def _suse(facts: HostFacts, kind: str, packages: Mapping[str, Sequence[str]]) ->
     if kernel is None or kind != "open":
         return []
     base, found = kernel["base"].replace("-", "_"), []
-    versions = {name: [*map(_upstream, packages.get(name, ()))] for name in _suse_names(kernel["flavour"])}
-    for group in _SUSE:
-        prefer, module, utils = _suse_group(group, kernel["flavour"])
+    groups = _suse_groups(kernel["flavour"])
+    versions = {name: [*map(_upstream, packages.get(name, ()))] for names in groups for name in names}
+    for prefer, module, utils in groups:
         for version in versions[module]:
             built = _KMP_VERSION.fullmatch(version)
             if built is None or not re.match(rf"{re.escape(base)}(\.|$)", built["kernel"]):
@@ -219,14 +220,12 @@ def _suse(facts: HostFacts, kind: str, packages: Mapping[str, Sequence[str]]) ->
     return found
 
 
-def _suse_names(flavour: str) -> tuple[str, ...]:
-    return tuple(name for group in _SUSE for name in _suse_group(group, flavour))
-
-
-def _suse_group(group: str, flavour: str) -> tuple[str, str, str]:
-    """Return the package that chooses open modules, the modules' package and that of the libraries."""
-    module = f"nvidia-open-driver-{group}-signed-cuda-kmp-{flavour}"
-    return _SUSE[group], module, f"nvidia-compute-utils-{group}"
+def _suse_groups(flavour: str) -> list[tuple[str, str, str]]:
+    """Return the packages of each group: what chooses open modules, the modules, the libraries."""
+    return [
+        (prefer, f"nvidia-open-driver-{group}-signed-cuda-kmp-{flavour}", f"nvidia-compute-utils-{group}")
+        for group, prefer in _SUSE.items()
+    ]
 
 
 def _upstream(version: str) -> str:

@@ -132,7 +132,17 @@ class InstallPackages(interface.PackageInstallation):
         left: Mapping[str, Any] = before.get("left", {})
         # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
         options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
-        purge(system, added, tuple(left), options)
+        dpkg.repair(system, tell_nobody, options, required=False)
+        gone, _ = _removable(system, added)
+        # Those of `left` are only removed: they had configuration.
+        for verb, configured in (("purge", False), ("remove", True)):
+            if names := [name for name in gone if (name in left) is configured]:
+                done = dpkg.run_apt(system, (*_STATUS_ALONE, verb, "--", *names), tell_nobody)
+                # If the script of a package that is not ours fails, apt-get fails too, although it removed ours.
+                listed = listed_under(FAILED, f"{done.stderr}\n{done.stdout}")
+                failed = {name.partition(":")[0] for name in listed}
+                if not failed or failed & {*names} or {*names} & present(system).keys():
+                    finish_apt(done, f"{', '.join(names)} could not be removed")
         for image in (one for name in added for one in left.get(name, ())):
             restore_path(system, image)
         here = present(system)
@@ -259,20 +269,6 @@ def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
         elif len(words) >= 2 and words[-1] != "obsolete":
             found.setdefault(name, []).append((words[0], words[1]))
     return {package: tuple(files) for package, files in found.items()}
-
-
-def purge(system: System, added: Sequence[str], left: Sequence[str], options: tuple[str, ...] = ()) -> None:
-    """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
-    dpkg.repair(system, tell_nobody, options, required=False)
-    gone, _ = _removable(system, added)
-    for verb, configured in (("purge", False), ("remove", True)):
-        if names := [name for name in gone if (name in left) is configured]:
-            done = dpkg.run_apt(system, (*_STATUS_ALONE, verb, "--", *names), tell_nobody)
-            # If the script of a package that is not ours fails, apt-get fails too, although it removed ours.
-            listed = listed_under(FAILED, f"{done.stderr}\n{done.stdout}")
-            failed = {name.partition(":")[0] for name in listed}
-            if not failed or failed & {*names} or {*names} & present(system).keys():
-                finish_apt(done, f"{', '.join(names)} could not be removed")
 
 
 def _removable(system: System, added: Sequence[str]) -> tuple[Sequence[str], Mapping[str, tuple[str, ...]]]:
