@@ -89,7 +89,10 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return installation, files and start of IMEX, or the end of its unit; to be done after the driver."""
     facts, spec, mode, names = driver.facts, driver.spec, _mode(driver), wanted_packages(driver)
     wanted = Installation(names, facts.bundle, unfiltered_repository=fabric_manager.REPOSITORY)
-    installed = (*_removal(driver), *facts.package_manager.plan_installation(facts.packages, wanted)) if names else ()
+    unmask = (UnmaskImex(),) if facts.imex.masked else ()
+    installed = (
+        (*unmask, *_removal(driver), *facts.package_manager.plan_installation(facts.packages, wanted)) if names else ()
+    )
     if mode == _SERVICE:
         run = RunImex(wanted_version(driver), spec.imex_nodes, _settings(spec))
         there = {path: found.content for path in IMEX_FILES if (found := facts.files.get(path))}
@@ -183,6 +186,16 @@ class RunImex(_UnitChange):
         # With a quorum it waits for other nodes, without a limit.
         if trouble and not gather_imex(system).active:
             raise GpuprovError(f"{IMEX_UNIT} does not start", f"{trouble}\n{log_of(system, IMEX_UNIT)}".strip(), _LOOK)
+
+
+class UnmaskImex(_UnitChange):
+    """Unmask IMEX's unit, so that scripts of its package can enable it."""
+
+    def summary(self) -> str:
+        return f"unmask {IMEX_UNIT} for its package"
+
+    def apply(self, system: System, tell: Tell) -> None:
+        system.require(("systemctl", "unmask", IMEX_UNIT), f"{IMEX_UNIT} can't be unmasked", _LOOK)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,14 @@ def test_a_domain_comes_loses_a_node_and_is_upgraded_as_one(
     verified = gpuprov("verify", "--hosts", new, "--limit", "twin")
     assert verified.returncode == 0 and "IMEX domain" in verified.stdout, verified.stdout
 
+    # Kubernetes' DRA driver runs its own: nothing starts the unit.
+    new.write_text(new.read_text().replace("gpuprov_imex: service", "gpuprov_imex: dra"))
+    gpuprov_succeeds("install", "--hosts", new, timeout=600)
+    for host in hosts.values():
+        assert host.ssh(_STATE).stdout.split() == ["inactive", "masked", "IMEX", "version", "is:", DRIVER]
+
     gpuprov_succeeds("uninstall", "--hosts", new, timeout=600)
-    left = "ls -d /etc/nvidia-imex /etc/modprobe.d/gpuprov-imex.conf /dev/nvidia-caps-imex-channels 2>/dev/null || true"
+    left = "ls -d /etc/nvidia-imex /etc/systemd/system/nvidia-imex.service /etc/modprobe.d/gpuprov-imex.conf "
+    left += "/dev/nvidia-caps-imex-channels 2>/dev/null || true"
     for host in hosts.values():
         assert host.ssh(f"{left}; dpkg-query -W 'nvidia-imex*' 2>/dev/null || true").stdout == ""

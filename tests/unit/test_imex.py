@@ -392,6 +392,16 @@ def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(domain
     assert summaries[-2].startswith(f"install nvidia-imex={VERSION}-*") and summaries[-1] == RUN
 
 
+def test_an_upgrade_unmasks_the_unit_before_the_packages_scripts(domain: list[Node]) -> None:
+    node = domain[0]
+    install(node, spec(imex="dra"))
+    facts = gather(node)
+    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    found = [one.summary() for one in imex.plan(source_of(newer, spec(imex="dra")))]
+    assert (found[0], found[-1]) == (f"unmask {UNIT} for its package", MASK)
+    assert any(one.startswith("remove nvidia-imex-550") for one in found[1:-1])
+
+
 def test_a_rollback_over_branches_starts_the_former_imex(domain: list[Node]) -> None:
     node = domain[0]
     install(node, of_domain())
