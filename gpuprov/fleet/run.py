@@ -307,11 +307,12 @@ class Fleet:
         """Start no further host of this one's IMEX domain; return the result with what its failure means to it."""
         if self._failed_domains.get(target.spec.imex_nodes) in result.problems:
             return result
-        domain, step = target.spec.imex_domain, f"correct what {target.name} names, then: {self.again}"
-        unlike = f"the IMEX domain {domain or '(without a name)'} may have different drivers or lists"
-        stop = Problem(f"not run: {target.name} of its IMEX domain {domain} failed", result.reason, step)
+        domain = f"the IMEX domain {target.spec.imex_domain}".rstrip()
+        step = f"correct what {target.name} names, then: {self.again}"
+        stop = Problem(f"not run: {target.name} of {domain} failed", result.reason, step)
         self._failed_domains.setdefault(target.spec.imex_nodes, stop)
-        return replace(result, problems=(*result.problems, Problem(unlike, f"{target.name} failed", step)))
+        divided = Problem(f"{domain} may have different drivers or lists now", f"{target.name} failed", step)
+        return replace(result, problems=(*result.problems, divided))
 
     def _no_start(self, target: HostTarget) -> Problem | None:
         """Return why this host may not begin. Its IMEX domain, once begun, is changed as a whole unless Ctrl-C came."""

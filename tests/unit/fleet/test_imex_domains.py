@@ -257,7 +257,7 @@ def test_hosts_of_a_domain_that_has_failed_do_not_begin(monkeypatch: pytest.Monk
     assert [result.word for result in results] == ["done", "done", "failed", "failed" if drains else "done", "not run"]
     assert sorted(ran) == ["a-1", "a-2", "b-1", *([] if drains else ["b-2"])]
     stop = results[4].problems[0]
-    assert (stop.what, stop.evidence) == ("not run: b-1 of its IMEX domain b failed", "dpkg is locked")
+    assert (stop.what, stop.evidence) == ("not run: b-1 of the IMEX domain b failed", "dpkg is locked")
     assert not drains or results[3].problems == (stop,)
     assert all(
         one.problems[-1].next_step == "correct what b-1 names, then: gpuprov x" for one in (results[2], results[4])
