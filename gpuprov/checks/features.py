@@ -29,9 +29,9 @@ def checks(system: System, spec: HostSpec) -> Iterator[tuple[str, Callable[[], V
 def check(system: System, row: Row, asked: Any) -> Values:
     """Run the row's command until its output matches `expect` and not `never`, at most `wait` seconds.
 
-    `unasked` replaces `expect` where the option is not set: what an earlier driver left says little of this host.
+    `by_default` replaces `expect` where the option is not set: what an earlier driver left says little of this host.
     """
-    expect: str = row["expect" if asked or "unasked" not in row else "unasked"]
+    expect: str = row["expect" if asked or "by_default" not in row else "by_default"]
     until = system.now() + row.get("wait", 0)
     while True:
         done = system.run(row["argv"], timeout=_SECONDS)
