@@ -6,8 +6,8 @@ import re
 import shlex
 
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, UNITS, WARNING, Finding, Remedy, finding_of
-from gpuprov.doctor.rules import Seen, conditions, rule
+from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, UNITS, WARNING, Remedy
+from gpuprov.doctor.rules import Seen, conditions, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.engines import docker as engine
 from gpuprov.engines.docker_config import parse_config
@@ -25,17 +25,17 @@ _OTHER_ENGINES = {
 }  # fmt: skip
 _AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
 conditions({
-    "docker-masked": lambda x: x.host.docker.unit.load == "masked" and finding_of(engine.MASKED),
+    "docker-masked": lambda x: x.host.docker.unit.load == "masked" and seen_of(engine.MASKED),
     "docker-unit-changed": lambda x: x.host.docker.active and x.host.docker.unit.is_outdated
-        and finding_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
+        and seen_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
     "docker-is-podman": lambda x: "podman-docker" in x.host.packages.installed
         and "package podman-docker is installed",
     "docker-rootless": lambda x: x.rootless and Seen(x.rootless[0], user=x.rootless[0].split("/")[3]),
     "docker-snap": lambda x: x.host.docker.snap
-        and finding_of(engine.FROM_SNAP, next_step=f"snap remove docker; {commands.gpuprov_install(x)}"),
+        and seen_of(engine.FROM_SNAP, next_step=f"snap remove docker; {commands.gpuprov_install(x)}"),
     "docker-unreachable": lambda x: x.host.docker.installed and not x.host.docker.active
         and (unit := x.units.get(_UNIT)) is not None and unit.active == "active"
-        and finding_of(engine.unreachable(x.host.docker), LIKELY),
+        and seen_of(engine.unreachable(x.host.docker), LIKELY),
     # Of several drop-ins the last one counts.
     "hook-not-on-path": lambda x: (paths := re.findall(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit))
         and "/usr/bin" not in paths[-1].split(":") and f"systemctl cat docker: PATH={paths[-1]}",
@@ -85,14 +85,14 @@ def docker_missing(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def daemon_json_broken(x: HostSnapshot) -> Finding | Seen | None:
+def daemon_json_broken(x: HostSnapshot) -> Seen | None:
     facts, path = x.host.docker, x.host.docker.config_path
     wrong, said = _wrong(x), _refused(x)
     if not facts.installed or not (wrong or said or facts.config_kind) or _FLAGS_TWICE in said:
         return None
     if facts.config_kind:
         step = f"mv {shlex.quote(path)} {shlex.quote(f'{path}.old')}; {commands.start_docker(x)}"
-        return finding_of(engine.not_a_file(facts), CERTAIN if said else LIKELY, next_step=step)
+        return seen_of(engine.not_a_file(facts), "" if said else LIKELY, next_step=step)
     line = re.match(r"line (\d+)", wrong[0].evidence) if wrong else None
     first = f"${{EDITOR:-vi}} {f'+{line[1]} ' if line else ''}{shlex.quote(path)}"
     ours = [f"{path}:{line[1] if line else '1'}: {wrong[0].evidence}"] if wrong else []

@@ -10,8 +10,8 @@ from gpuprov.cdi.files import CACHE
 from gpuprov.checks.smi import exits, per_gpu
 from gpuprov.core.commands import first_match
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy, finding_of
-from gpuprov.doctor.rules import Condition, Seen, conditions, quoted, reported, rule
+from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy
+from gpuprov.doctor.rules import Condition, Seen, conditions, quoted, reported, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import distribution, fabric_manager, generations
 from gpuprov.driver.run_files import INCOMPLETE_MARK
@@ -45,7 +45,7 @@ conditions({
                                        else f"ls {CACHE}: No such file or directory"),
     "fabric-hidden": lambda x: not x.host.kernel.container and x.spec.fabric_manager == "auto"
         and bool(x.host.fabric.hidden) and (problem := fabric_manager.fault(x.host.fabric, "")) is not None
-        and finding_of(problem),
+        and seen_of(problem),
 })  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from gpuprov import toolkit
 from gpuprov.checks.cuda.survey import renew_command
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, LIKELY, UNITS, WARNING, Finding, Remedy, finding_of
-from gpuprov.doctor.rules import Seen, conditions, rule
+from gpuprov.doctor.finding import CERTAIN, LIKELY, UNITS, WARNING, Remedy
+from gpuprov.doctor.rules import Seen, conditions, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET, KUBELET_CONFIG, OF_THE_HOST, own_engines
@@ -50,13 +50,13 @@ def registered(x: HostSnapshot) -> Mapping[str, Registration]:
 
 
 @rule
-def engine_unreadable(x: HostSnapshot) -> Finding | None:
+def engine_unreadable(x: HostSnapshot) -> Seen | None:
     problem = next((one.problem for one in registered(x).values() if one.problem is not None), None)
     if problem is None:
         return None
     file = re.match(r"/\S+", problem.what)
     correct = f"${{EDITOR:-vi}} {shlex.quote(file[0])}; gpuprov install" if file else "gpuprov install --check"
-    return finding_of(problem, next_step=f"{correct}  # {problem.next_step}")
+    return seen_of(problem, next_step=f"{correct}  # {problem.next_step}")
 
 
 @rule

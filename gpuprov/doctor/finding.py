@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuprov.doctor.snapshot import HostSnapshot
-from gpuprov.protocol.errors import Problem
 
 # The confidence of a finding. A warning (`aside` in JSON) prevents no container from using its GPUs now.
 CERTAIN, LIKELY, POSSIBLE, WARNING = CONFIDENCES = ("certain", "likely", "possible", "aside")
@@ -58,10 +57,3 @@ class Finding:
     next_step: str
     confidence: str = CERTAIN
     remedies: tuple[Remedy, ...] = ()
-
-
-def finding_of(
-    problem: Problem, confidence: str = CERTAIN, remedies: tuple[Remedy, ...] = (), next_step: str = ""
-) -> Finding:
-    """Return the finding of a trouble that install or verify names too, in the same words."""
-    return Finding(problem.what, problem.evidence, next_step or problem.next_step, confidence, remedies)

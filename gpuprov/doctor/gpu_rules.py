@@ -7,11 +7,10 @@ docs.nvidia.com/deploy/xid-errors (the numbers), Linux, kernel/module (refusals)
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import LIKELY, WARNING, Finding, finding_of
-from gpuprov.doctor.rules import Seen, conditions, quoted, rule
+from gpuprov.doctor.finding import LIKELY, WARNING
+from gpuprov.doctor.rules import Seen, conditions, quoted, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_in_log, lines_that_match
 from gpuprov.driver import generations, nouveau
 from gpuprov.machine.pci import FOR_GUESTS
@@ -22,7 +21,7 @@ _IN_WSL = ("/dev/dxg", "/usr/lib/wsl/lib/libcuda.so.1")
 conditions({
     "wsl-without-gpu": lambda x: x.host.kernel.wsl and [
         f"ls {path}: No such file or directory" for path in _IN_WSL if path not in x.there][:1],
-    "gpus-lost": lambda x: finding_of(x.gpus_lost) if x.gpus_lost else None,
+    "gpus-lost": lambda x: x.gpus_lost is not None and seen_of(x.gpus_lost),
     "gpu-nouveau": lambda x: (
             bound := [(one.split()[1], one.rpartition(" ")[2]) for one in nouveau.bound(x.host.gpus)])
         and Seen(*(f"/sys/bus/pci/devices/{bus}/driver: {driver}" for bus, driver in bound), driver=bound[0][1]),
@@ -44,14 +43,13 @@ def wsl_with_driver(x: HostSnapshot) -> Seen | str | None:
 
 
 @rule
-def no_gpu(x: HostSnapshot) -> Finding | None:
+def no_gpu(x: HostSnapshot) -> Seen | None:
     # Tegra's GPU is not on a PCI bus.
     if x.host.gpus or x.host.kernel.wsl or x.driver.gpus or "/dev/nvmap" in x.there:
         return None
     step = preflight.NO_GPU.next_step.replace(preflight.LIST_GPUS, commands.list_gpus(x))
-    found = finding_of(preflight.NO_GPU, next_step=step)
-    inside = x.host.kernel.container
-    return replace(found, what=f"{found.what} (inside {inside})") if inside else found
+    inside = f" (inside {x.host.kernel.container})" if x.host.kernel.container else ""
+    return Seen(preflight.NO_GPU.evidence, meaning=f"{preflight.NO_GPU.what}{inside}", next_step=step)
 
 
 @rule
@@ -89,7 +87,7 @@ def gpu_excluded(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def gpu_too_old_or_new(x: HostSnapshot) -> Finding | None:
+def gpu_too_old_or_new(x: HostSnapshot) -> Seen | None:
     version = x.driver.kernel_version or x.driver.library_version or x.module.version
     if not version or x.serves_all:
         return None
@@ -103,7 +101,7 @@ def gpu_too_old_or_new(x: HostSnapshot) -> Finding | None:
         step = f"gpuprov install -e {name}={value.strip(chr(34))}"
     else:
         step = f"{commands.list_gpus(x)}  # {step}"
-    return finding_of(problem, LIKELY, next_step=step)
+    return seen_of(problem, LIKELY, next_step=step)
 
 
 @rule

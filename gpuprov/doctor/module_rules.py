@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from gpuprov.cdi.discover import missing_nodes
 from gpuprov.core.commands import Failure, first_match
 from gpuprov.doctor import suggested_commands as commands
-from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Remedy, finding_of
-from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, rule
+from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Remedy
+from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, rule, seen_of
 from gpuprov.doctor.snapshot import KEYS, HostSnapshot, lines_that_match
 from gpuprov.driver.kernel import no_modules
 from gpuprov.driver.precompiled import module_package
@@ -45,7 +45,7 @@ def _is_unbuilt(x: HostSnapshot) -> bool:
 conditions({
     "driver-outside": lambda x: bool(x.host.kernel.container) and not x.driver.kernel_version
         and "cat /proc/driver/nvidia/version: No such file or directory",
-    "modules-disabled": lambda x: _not_loaded(x) and not x.host.kernel.takes_modules and finding_of(no_modules(x.host)),
+    "modules-disabled": lambda x: _not_loaded(x) and not x.host.kernel.takes_modules and seen_of(no_modules(x.host)),
     "module-not-loaded": lambda x: _not_loaded(x) and _here(x)[1]
         and ["/proc/driver/nvidia/version is not there",
              f"modinfo {x.module.name}: {x.module.path}" if x.module.path

@@ -23,6 +23,7 @@ from gpuprov.doctor import suggested_commands
 from gpuprov.doctor.finding import CERTAIN, GPUS, LIKELY, WARNING, Finding, Remedy
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.protocol import tables
+from gpuprov.protocol.errors import Problem
 
 # In `follows`: a symptom, which follows from any other finding in its own area or an earlier one.
 ANY_ROOT = ("*",)
@@ -56,8 +57,16 @@ class Seen:
         self.meaning, self.next_step, self.confidence, self.remedies = meaning, next_step, confidence, remedies
 
 
+def seen_of(
+    problem: Problem, confidence: str = "", remedies: tuple[Remedy, ...] | None = None, next_step: str = ""
+) -> Seen:
+    """Return what is seen of a trouble that install or verify names too, in the same words."""
+    step = next_step or problem.next_step
+    return Seen(problem.evidence, meaning=problem.what, next_step=step, confidence=confidence, remedies=remedies)
+
+
 # What is false says that the trouble is not on this host; text and lines are the evidence.
-Condition = Callable[[HostSnapshot], Union[Finding, Seen, Sequence[Any], Literal[False], None]]
+Condition = Callable[[HostSnapshot], Union[Seen, Sequence[Any], Literal[False], None]]
 _C = TypeVar("_C", bound=Condition)
 _CONDITIONS: dict[str, Condition] = {}
 
@@ -102,15 +111,14 @@ def _look(row: Mapping[str, Any]) -> Callable[[HostSnapshot], Finding | None]:
 
     def look(x: HostSnapshot) -> Finding | None:
         found = condition(x)
-        if isinstance(found, Finding):
-            return found
         if not found:
             return None
         seen = found if isinstance(found, Seen) else Seen(*([found] if isinstance(found, str) else found))
         values = _Values(seen.values, x=x, edit="${EDITOR:-vi}")
         return Finding(
             seen.meaning or row["meaning"].format_map(values), seen.evidence,
-            seen.next_step or row["next_step"].format_map(values), seen.confidence or row.get("confidence", CERTAIN),
+            seen.next_step or row.get("next_step", "").format_map(values),
+            seen.confidence or row.get("confidence", CERTAIN),
             remedies if seen.remedies is None else seen.remedies,
         )  # fmt: skip
 

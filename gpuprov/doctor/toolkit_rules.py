@@ -10,8 +10,8 @@ from gpuprov import __version__, toolkit
 from gpuprov.core.system import sha256_of
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.docker_rules import in_daemon, in_file
-from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, WARNING, Finding, Remedy, finding_of
-from gpuprov.doctor.rules import Seen, conditions, quoted, rule
+from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, WARNING, Remedy
+from gpuprov.doctor.rules import Seen, conditions, quoted, rule, seen_of
 from gpuprov.doctor.snapshot import OPERATORS_RUNTIME, HostSnapshot, lines_that_match
 from gpuprov.engines.known import NVIDIA_RUNTIME
 from gpuprov.facts.interpreter import MISSING
@@ -46,7 +46,7 @@ conditions({
         and Seen(f"{x.host.interpreter.deployed}: {x.host.interpreter.fault}", remedies=_with_python(x)),
     "install-obstructed": lambda x: (
             problems := (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host)))
-        and finding_of(problems[0]),
+        and seen_of(problems[0]),
     "run-alive": lambda x: (found := re.search(r"pid (\d+): (gpuprov [\w-]+)", x.runs_now)) is not None
         and Seen(x.runs_now, pid=found[1], command=found[2]),
     "reboot-asked-for": lambda x: bool(x.host.reboot.asked_in) and x.host.reboot.asked_in == x.host.reboot.boot_id
@@ -79,14 +79,14 @@ def runtime_missing(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def runtime_files_missing(x: HostSnapshot) -> Finding | Seen | None:
+def runtime_files_missing(x: HostSnapshot) -> Seen | None:
     if LAUNCHER_PATH not in x.there:
         return None
     change = next(iter(toolkit.plan_runtime(x.host, HostSpec())), None)
     if not isinstance(change, toolkit.InstallRuntime):
         return None
     if x.installed is not None and x.installed.fault is not None:
-        return finding_of(x.installed.fault, WARNING)
+        return seen_of(x.installed.fault, WARNING, ())
     # What the host should have is what its own gpuprov wrote; another version has other files.
     wrote = x.installed.files if x.installed is not None else {}
     missing = [path for path in wrote or (path for path, _, _ in change.files) if path not in x.host.files]

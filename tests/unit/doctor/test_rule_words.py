@@ -68,8 +68,8 @@ def _given(code: ast.AST) -> Iterator[set[str]]:
             found.append({str(word.arg) for word in call.keywords})
         elif name in _HELPERS:
             found += _given(_FUNCTIONS[name])
-    # Text and lines are evidence alone; a Finding has words of its own.
-    if "str" in of_type and ("def " in text or not found) and "finding_of" not in text:
+    # Text and lines are evidence alone.
+    if "str" in of_type and ("def " in text or not found):
         found.append(set())
     yield from ({*one, *later} for one in found)
 
