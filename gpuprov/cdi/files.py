@@ -112,10 +112,8 @@ def find_libraries(system: System, first: Sequence[str] = ()) -> tuple[tuple[Lib
 def _folders(system: System, first: Sequence[str], cached: Iterable[CachedLibrary]) -> dict[str, str]:
     """Return each folder with an NVML and the version there, in the loader's order, 64-bit ones first."""
     nvml = [one for one in cached if one.name == _NVML]
-    names = [
-        *first, *(_parent(one.path) for one in nvml if one.is_64_bit), *LIBRARY_DIRECTORIES,
-        *(_parent(one.path) for one in nvml if not one.is_64_bit), *_32_BIT_DIRECTORIES,
-    ]  # fmt: skip
+    ours, other = ([one.path.rpartition("/")[0] for one in nvml if one.is_64_bit is kind] for kind in (True, False))
+    names = [*first, *ours, *LIBRARY_DIRECTORIES, *other, *_32_BIT_DIRECTORIES]
     found: dict[str, str] = {}
     for name in names:
         real = system.real_path(f"{name}/{_NVML}")
@@ -211,10 +209,6 @@ def find_firmware(system: System, version: str) -> tuple[str, ...]:
 
 def _present(system: System, paths: Iterable[str]) -> tuple[DriverFile, ...]:
     return tuple(DriverFile(path, system.real_path(path)) for path in paths if system.exists(path))
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
 
 
 def soname(system: System, path: str) -> str:
