@@ -16,8 +16,8 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import knows_cdi
-from gpuprov.engines.known import ENGINES, RuntimeEntry, kubernetes_programs
-from gpuprov.engines.other_engines import EngineFacts, Registration
+from gpuprov.engines.known import ENGINES, EngineFacts, RuntimeEntry, kubernetes_programs
+from gpuprov.engines.other_engines import Registration
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 

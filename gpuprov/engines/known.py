@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
+from gpuprov.core.changes import parent_of
+from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
 
 if TYPE_CHECKING:
-    from gpuprov.engines.other_engines import EngineFacts
+    from gpuprov.engines.cri_status import CriStatus
 
 NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 
@@ -69,8 +71,44 @@ class Configuration:
     reload_command: str = ""
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """Facts of an engine on a host: its program (empty: not installed), its version output, path → file.
+
+    `unit`: the unit that runs it; `running`: its CRI status (None: no response). The edits are computed from these
+    facts as from a System: a file that was not gathered does not exist.
+    """
+
+    program: str = ""
+    version: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    unit: str = ""
+    running: CriStatus | None = None
+
+    @property
+    def has_not_read_its_files(self) -> bool:
+        """Whether it runs without knowing the runtime."""
+        return self.running is not None and RuntimeEntry().name not in self.running.handlers
+
+    def exists(self, path: str) -> bool:
+        return path in self.files
+
+    def read_bytes(self, path: str) -> bytes | None:
+        return self.files.get(path)
+
+    def list_directory(self, path: str) -> tuple[str, ...]:
+        return tuple(sorted(file.rpartition("/")[2] for file in self.files if parent_of(file) == path))
+
+    def which(self, program: str) -> str | None:
+        return self.program if program == self.program.rpartition("/")[2] else None
+
+    def run(self, argv: Sequence[str], *, timeout: float = 60) -> Completed:
+        asks_version = tuple(argv) == (self.program, "--version") and bool(self.version)
+        return Completed(tuple(argv), 0 if asks_version else NOT_FOUND, self.version if asks_version else "")
+
+
 # The source for an engine's edits: a System, or the facts gathered from one.
-Reader = Union[System, "EngineFacts"]
+Reader = Union[System, EngineFacts]
 
 # -- tables ----------------------------------------------------------------------------------------------------------
 

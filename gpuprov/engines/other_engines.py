@@ -7,60 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gpuprov.core import units
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
-from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.engines import known
-from gpuprov.engines.known import ENGINES, ConfigureRequest, FileEdit, KnownEngine, RuntimeEntry
+from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEdit, KnownEngine, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.engines.cri_status import CriStatus
 
-_HANDLER = RuntimeEntry().name
 # containerd 1.6 lacks CDI, and 2 enables it by default.
 _CDI_ON_REQUEST = re.compile(r"\bv?1\.7\.\d")
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """Facts of an engine on a host: its program (empty: not installed), its version output, path → file.
-
-    `unit`: the unit that runs it; `running`: its CRI status (None: no response). The edits are computed from these
-    facts as from a System (`Reader`): a file that was not gathered does not exist.
-    """
-
-    program: str = ""
-    version: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    unit: str = ""
-    running: CriStatus | None = None
-
-    @property
-    def has_not_read_its_files(self) -> bool:
-        """Whether it runs without knowing the runtime."""
-        return self.running is not None and _HANDLER not in self.running.handlers
-
-    def exists(self, path: str) -> bool:
-        return path in self.files
-
-    def read_bytes(self, path: str) -> bytes | None:
-        return self.files.get(path)
-
-    def list_directory(self, path: str) -> tuple[str, ...]:
-        return tuple(sorted(file.rpartition("/")[2] for file in self.files if parent_of(file) == path))
-
-    def which(self, program: str) -> str | None:
-        return self.program if program == self.program.rpartition("/")[2] else None
-
-    def run(self, argv: Sequence[str], *, timeout: float = 60) -> Completed:
-        asks_version = tuple(argv) == (self.program, "--version") and bool(self.version)
-        return Completed(tuple(argv), 0 if asks_version else NOT_FOUND, self.version if asks_version else "")
 
 
 def names(system: System, spec: HostSpec) -> tuple[str, ...]:

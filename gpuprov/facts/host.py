@@ -17,7 +17,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker_proxy, known
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.engines.known import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot, gpus, kernels
 from gpuprov.facts.boot import IN_USE_MARK, BootFacts, RebootFacts, gather_boot, gather_reboot

@@ -16,7 +16,7 @@ from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables,
 from gpuprov.cdi.discover import Gpu, MigDevice
 from gpuprov.cli.main import cli
 from gpuprov.core.system import System
-from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.engines.known import EngineFacts
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import PackageFacts

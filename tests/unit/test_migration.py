@@ -13,9 +13,8 @@ from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON, edited
-from gpuprov.engines.known import RuntimeEntry
+from gpuprov.engines.known import EngineFacts, RuntimeEntry
 from gpuprov.engines.nvidia_docker import RemoveFolder
-from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume
 from gpuprov.packages import retired

@@ -19,7 +19,8 @@ from gpuprov.driver.run_files import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
+from gpuprov.engines.known import EngineFacts
+from gpuprov.engines.other_engines import ConfigureEngine
 from gpuprov.facts.driver import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays

@@ -8,7 +8,8 @@ from typing import Any, Callable
 
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi, Unit
-from gpuprov.engines.other_engines import EngineFacts, registrations
+from gpuprov.engines.known import EngineFacts
+from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.driver import HidingLibrary
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.kernels import InstalledKernel

@@ -16,8 +16,8 @@ from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.engines.known import KUBELET_CONFIG
-from gpuprov.engines.other_engines import EngineFacts, registrations
+from gpuprov.engines.known import KUBELET_CONFIG, EngineFacts
+from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.leftovers import FOLDER, Leftovers, Volume
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from tests.keys import key_fingerprint, key_packet

@@ -12,10 +12,9 @@ from gpuprov.core.system import System
 from gpuprov.engines import known
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.cri_status import CriStatus
-from gpuprov.engines.known import ENGINES, ConfigureRequest, RuntimeEntry
+from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, RuntimeEntry
 from gpuprov.engines.other_engines import (
     ConfigureEngine,
-    EngineFacts,
     gather,
     kept_running,
     names,
