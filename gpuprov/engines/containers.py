@@ -53,9 +53,8 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
         raise GpuprovError(
             f"no decision is kept for {container}",
             f"{engine} knows it as {identifier}; {record.FOLDER} does not have it",
-            "it asked for no GPU, or the engine itself gave it devices by CDI: "
-            f"{engine} inspect {container}",
-        )  # fmt: skip
+            f"it asked for no GPU, or the engine itself gave it devices by CDI: {engine} inspect {container}",
+        )
     raise UsageError(
         f"there is no container {container} with GPUs on this host",
         f"kept in {record.FOLDER}: {', '.join(one[:12] for one in known) or 'none'}",

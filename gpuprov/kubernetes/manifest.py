@@ -50,9 +50,7 @@ class Manifest:
     def as_yaml(self) -> str:
         """Return the notes as comments, then one document for each object."""
         notes = "".join(f"# {line}".rstrip() + "\n" for line in self.notes)
-        return notes + yaml.safe_dump_all(
-            self.objects, explicit_start=True, sort_keys=False, default_flow_style=False
-        )  # fmt: skip
+        return notes + yaml.safe_dump_all(self.objects, explicit_start=True, sort_keys=False, default_flow_style=False)
 
     def as_json(self) -> str:
         """Return the objects as a List."""

@@ -184,7 +184,7 @@ def all_nodes(kubectl: Kubectl) -> tuple[Node, ...]:
 
 def verify_nodes(
     kubectl: Kubectl, chosen: Sequence[Chosen], wanted: Wanted, stopped: Callable[[], bool], sink: HostSink
-) -> tuple[HostResult, ...]:  # fmt: skip
+) -> tuple[HostResult, ...]:
     """Verify nodes, each with what its host lists if that was asked; return one result for each, in their order."""
     nodes = [NodeChecks(node, host, sink) for node, host in chosen]
     able = [one for one in nodes if one.offers()]
