@@ -25,7 +25,7 @@ from gpuprov.driver.running_driver import UNITS
 from gpuprov.facts.driver import gather_holders
 from gpuprov.protocol.codec import Name, WrongDataError, load, parse
 from gpuprov.protocol.errors import GpuprovError, Stopped
-from gpuprov.protocol.events import CheckDone, Event, Finished, GpuMeasured, HealthFound, Note, Sink
+from gpuprov.protocol.events import CheckDone, Finished, GpuMeasured, HealthFound, Kept, Note, Sink
 from gpuprov.protocol.spec import AcceptCommand, HostSpec
 from gpuprov.protocol.words import one_line
 
@@ -101,13 +101,8 @@ def accept(
     for line in plan(minutes, spec.accept_commands):
         sink(Note(line))
     _require_idle(system)
-    found: list[HealthFound] = []
-
-    def keep(event: Event) -> None:
-        if isinstance(event, HealthFound):
-            found.append(event)
-        sink(event)
-
+    keep = Kept(HealthFound, sink)
+    found = keep.events
     tests: list[EngineTest] = []
     if not verify(tests):
         keep(_host("verify", "containers do not see what the host has", "gpuprov verify", "gpuprov doctor"))

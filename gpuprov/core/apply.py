@@ -18,7 +18,7 @@ from gpuprov.core.journal import (
     unfinished_run,
 )
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error
+from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error, os_errors
 from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 
 Kinds = Mapping[str, type[Change]]
@@ -186,11 +186,9 @@ def last_undoable_run(system: System) -> Run | None:
 
 def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, before: Json | None = None) -> None:
     """Undo one change; `before` replaces the state that this change captured."""
-    try:
+    with os_errors(f"could not undo: {entry.key}"):
         kind_of(journal, entry, kinds).undo(system, before or entry.before, entry.outcome)
         system.sync()
-    except OSError as error:
-        raise from_os_error(f"could not undo: {entry.key}", error) from error
     journal.undone(entry.number)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from gpuprov import __version__
 from gpuprov.core.changes import Json, images_in
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, os_errors
 
 STATE_DIRECTORY = "/var/lib/gpuprov"
 RUNS_DIRECTORY = f"{STATE_DIRECTORY}/runs"
@@ -117,10 +117,8 @@ class Journal:
 
     def _add(self, record: dict[str, Any]) -> None:
         line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
-        try:
+        with os_errors(f"could not write the run's journal, {self.path}"):
             self._system.append(self.path, line)
-        except OSError as error:
-            raise from_os_error(f"could not write the run's journal, {self.path}", error) from error
 
 
 def journal_for(system: System, command: str, run_id: str) -> Journal:
@@ -136,12 +134,10 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
     numbers = [int(name[:-6]) for name in _journal_names(system)]
     path = f"{RUNS_DIRECTORY}/{max(numbers, default=0) + 1:04}.jsonl"
     first = (json.dumps({"run": command, "id": run_id, "format": FORMAT, "version": __version__}) + "\n").encode()
-    try:
+    with os_errors(f"could not begin the run's journal, {path}"):
         system.make_directory(RUNS_DIRECTORY, 0o700)
         # Captured states may hold secrets (a proxy's password in daemon.json): only root may read them.
         system.write(path, first, mode=0o600, owner=None)
-    except OSError as error:
-        raise from_os_error(f"could not begin the run's journal, {path}", error) from error
     return Journal(system, path)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, os_errors
 
 LOCK_PATH = "/run/gpuprov.lock"
 
@@ -40,10 +40,8 @@ def host_lock(
     installer) may still work: wait for its end, up to `wait_seconds`, because two at once would damage the host. Such
     commands inherit the lock, so it shows that they still run.
     """
-    try:
+    with os_errors(f"the lock {LOCK_PATH} can't be opened", f"ls -ld {LOCK_PATH}"):
         opened = system.open_private(LOCK_PATH)
-    except OSError as error:
-        raise from_os_error(f"the lock {LOCK_PATH} can't be opened", error, f"ls -ld {LOCK_PATH}") from None
     with opened as file:
         _acquire(system, file.fileno(), wait_seconds, tell)
         # Children inherit the descriptor and hold the lock as long as they live.
