@@ -379,11 +379,8 @@ def specification_of(system: System, mode: str) -> Specification:
     nodes = tuple(_nodes(system, places))
     if not nodes:
         looked = ", ".join(folder for folder, _ in places)
-        raise GpuprovError(
-            f"this host has nothing for {kind}",
-            f"no such device node in {looked}",
-            "load the kernel module that makes it; gpuprov doctor says what is missing",
-        )
+        step = "load the kernel module that makes it; gpuprov doctor says what is missing"
+        raise GpuprovError(f"this host has nothing for {kind}", f"no such device node in {looked}", step)
     mounts = tuple(Mount(path, path) for path in files if system.exists(path))
     if mode == "imex":
         devices = [Device(node.path.rpartition("channel")[2], Edits(device_nodes=(node,))) for node in nodes]

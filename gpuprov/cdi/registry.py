@@ -101,8 +101,6 @@ def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> 
         apply_edits(edited, merge_edits(parts), idmap=True)
     except (Refused, RecursionError) as refused:
         reason = "nested too deeply" if isinstance(refused, RecursionError) else str(refused)
-        raise GpuprovError(
-            "the devices can't be put into this configuration", reason,
-            "give a config.json as engines write it, such as that of `runc spec`",
-        ) from None  # fmt: skip
+        step = "give a config.json as engines write it, such as that of `runc spec`"
+        raise GpuprovError("the devices can't be put into this configuration", reason, step) from None
     return edited

@@ -201,9 +201,8 @@ class Containerd:
         archive = own.archive(reference, system.architecture())
         done = system.run((*_CTR, "images", "import", "-"), stdin=archive, timeout=_IMPORT_SECONDS)
         if not done.ok:
-            raise GpuprovError(
-                "containerd does not take the verification image", done.evidence(4), "systemctl status containerd"
-            )
+            seen = done.evidence(4)
+            raise GpuprovError("containerd does not take the verification image", seen, "systemctl status containerd")
         for old in (one for one in listed if f"/{REPOSITORY}:" in one):
             system.run((*_CTR, "images", "remove", old))
         return reference

@@ -52,9 +52,8 @@ def torch(test: EngineTest) -> Values:
     _require_all(test, found, f"torch.cuda.device_count() of {name}")
     error = found.error
     if error and not any(text in error for text in _BUSY):
-        raise Failed(
-            _reason(test, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
-        )
+        reason = _reason(test, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
+        raise Failed(reason)
     return _shown(test, found, name, cuda)
 
 

@@ -107,11 +107,9 @@ def lift_memory_limit(needed: int) -> None:
             break
     left = resource.getrlimit(resource.RLIMIT_AS)[0]
     if left != resource.RLIM_INFINITY and left < needed:
-        raise GpuprovError(
-            f"this login may use too little memory: gpuprov and its programs need {needed >> 10} KiB of addresses",
-            f"ulimit -v: {left >> 10}",
-            "raise the limit `as` in /etc/security/limits.conf or limits.d, log in again, then retry",
-        )
+        what = f"this login may use too little memory: gpuprov and its programs need {needed >> 10} KiB of addresses"
+        step = "raise the limit `as` in /etc/security/limits.conf or limits.d, log in again, then retry"
+        raise GpuprovError(what, f"ulimit -v: {left >> 10}", step)
 
 
 def run_command(

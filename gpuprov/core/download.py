@@ -39,15 +39,12 @@ def refuse_downgrade(response: requests.Response, *_: object, **__: object) -> N
         # Read as requests reads it: urlsplit() drops tabs, and requests would follow "ht\ttp:".
         scheme = urlsplit(target).scheme
     except ValueError as error:
-        raise GpuprovError(
-            f"{masked(response.url)} leads to something that is not a URL",
-            f"HTTP {response.status_code}, Location: {masked(target)}: {error}", "check the URL, and the server",
-        ) from None  # fmt: skip
+        seen = f"HTTP {response.status_code}, Location: {masked(target)}: {error}"
+        step = "check the URL, and the server"
+        raise GpuprovError(f"{masked(response.url)} leads to something that is not a URL", seen, step) from None
     if response.url.startswith("https:") and scheme == "http":
-        raise GpuprovError(
-            f"{masked(response.url)} leads from https to http",
-            f"HTTP {response.status_code}, Location: {masked(target)}", "use a URL that stays with https",
-        )  # fmt: skip
+        seen = f"HTTP {response.status_code}, Location: {masked(target)}"
+        raise GpuprovError(f"{masked(response.url)} leads from https to http", seen, "use a URL that stays with https")
 
 
 # Where a login's environment is set, root's with sudo too.
@@ -200,11 +197,9 @@ def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
         seen = start[:120].decode("utf-8", "replace").strip()
         what = f"{masked(url)} gave a web page instead of a file"
         raise GpuprovError(what, seen, "check the URL, and the proxy's log-in")
-    raise GpuprovError(
-        f"what {masked(url)} gave is not the file that was asked for",
-        f"its SHA-256 is {found}, expected {sha256}",
-        "correct the digest if it is wrong; else the mirror is damaged or hostile",
-    )
+    seen = f"its SHA-256 is {found}, expected {sha256}"
+    step = "correct the digest if it is wrong; else the mirror is damaged or hostile"
+    raise GpuprovError(f"what {masked(url)} gave is not the file that was asked for", seen, step)
 
 
 def fetch_small(system: System, url: str) -> bytes:
@@ -406,11 +401,9 @@ _HTTP_HINTS = {
 def _require_room(system: System, path: str, size: int, url: str) -> None:
     free = system.free_bytes(path)
     if size > free:
-        raise GpuprovError(
-            f"not enough room for {masked(url)}",
-            f"{size // 2**20} MiB to come, {free // 2**20} MiB free for {path}",
-            f"make room: {system.df(path.rpartition('/')[0])}",
-        )
+        seen = f"{size // 2**20} MiB to come, {free // 2**20} MiB free for {path}"
+        step = f"make room: {system.df(path.rpartition('/')[0])}"
+        raise GpuprovError(f"not enough room for {masked(url)}", seen, step)
 
 
 # An established connection was lost; a retry can't help: the name does not exist, the certificate is not trusted.

@@ -249,11 +249,9 @@ def _require_known_format(path: str, text: str) -> None:
     found, version = first.get("format", 1), first.get("version")
     if found not in range(1, FORMAT + 1):
         made = f"gpuprov {version}" if version else "the gpuprov version that made the earlier run"
-        raise GpuprovError(
-            "the journal of an earlier run has a format that this gpuprov can't read",
-            f"{path} has format {found!r}; this gpuprov ({__version__}) reads formats 1 to {FORMAT}",
-            f"run the command again with {made}, or a newer one",
-        )
+        seen = f"{path} has format {found!r}; this gpuprov ({__version__}) reads formats 1 to {FORMAT}"
+        step = f"run the command again with {made}, or a newer one"
+        raise GpuprovError("the journal of an earlier run has a format that this gpuprov can't read", seen, step)
 
 
 def _records(text: str) -> list[dict[str, Any]]:

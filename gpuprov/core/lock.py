@@ -88,18 +88,14 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
         others = {pid: f"{text} of user {uid}" for pid, (uid, text) in openers.items() if uid != 0}
         if others:
             # An earlier version left the lock file open to all: this process is no run of ours.
-            raise GpuprovError(
-                "a process that is not root's keeps this host locked",
-                f"{', '.join(others.values())} has {LOCK_PATH} open",
-                f"end it: kill {' '.join(map(str, others))}",
-            )
+            seen = f"{', '.join(others.values())} has {LOCK_PATH} open"
+            step = f"end it: kill {' '.join(map(str, others))}"
+            raise GpuprovError("a process that is not root's keeps this host locked", seen, step)
         left = ", ".join(text for _, text in openers.values()) or "a command"
         if system.now() > deadline:
-            raise GpuprovError(
-                "a command of an earlier, killed run still goes on",
-                f"{left}; waited {wait_seconds} s for its end",
-                "wait for it, then run the same command again",
-            )
+            seen = f"{left}; waited {wait_seconds} s for its end"
+            step = "wait for it, then run the same command again"
+            raise GpuprovError("a command of an earlier, killed run still goes on", seen, step)
         if not told:
             tell(f"waiting for what an earlier, killed run left running: {left}")
             told = True

@@ -196,17 +196,13 @@ def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: st
     dumped = toml.read_output(system, "containerd", dump) if request.from_command else None
     version = version_of(found, version_of(dumped, by_program) if dumped else by_program)
     if version == 1 and by_program >= 3:
-        raise GpuprovError(
-            f"{main} is of version 1, of which this containerd no longer reads runtimes",
-            said.stdout.strip() if said else "",
-            f"{program} --config {main} config migrate prints it in version 3; put that in its place",
-        )
+        seen = said.stdout.strip() if said else ""
+        step = f"{program} --config {main} config migrate prints it in version 3; put that in its place"
+        raise GpuprovError(f"{main} is of version 1, of which this containerd no longer reads runtimes", seen, step)
     if said and said.ok and by_program < version:
-        raise GpuprovError(
-            f"{main} is of version 3, which containerd knows from 2.0 on: 1.7 does not start, 1.6 ignores it",
-            said.stdout.strip(),
-            f"{program} config default prints one of version 2; put what is yours into it",
-        )
+        what = f"{main} is of version 3, which containerd knows from 2.0 on: 1.7 does not start, 1.6 ignores it"
+        step = f"{program} config default prints one of version 2; put what is yours into it"
+        raise GpuprovError(what, said.stdout.strip(), step)
     return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)
 
 
@@ -308,11 +304,9 @@ def rancher_configuration(system: Reader, request: ConfigureRequest) -> Configur
     name, known, runtime = request.engine, ENGINES[request.engine], request.runtime
     rendered_text = toml.read_text(system, known.rendered)
     if rendered_text is None and not request.config:
-        raise GpuprovError(
-            f"{name} has not written its containerd configuration yet, so nobody knows its version",
-            f"there is no {known.rendered}",
-            f"start {name} once, or name the template: --config {known.templates[3]}",
-        )
+        what = f"{name} has not written its containerd configuration yet, so nobody knows its version"
+        seen = f"there is no {known.rendered}"
+        raise GpuprovError(what, seen, f"start {name} once, or name the template: --config {known.templates[3]}")
     rendered = toml.read_toml(rendered_text or "", known.rendered)
     version = version_of(rendered, 3 if "v3" in request.config.rpartition("/")[2] else 2)
     source = plugin_table(rendered, version)

@@ -42,24 +42,18 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
     identifier, engine, runs = _identifier(system, container, known)
     if engine and not runs:
         # plain runc keeps the hook's file until the next start: it is not valid for a container that ended.
-        raise GpuprovError(
-            f"the container {container} does not run, and a decision is kept only while one does",
-            f"{engine} inspect {container}: State.Running is false",
-            f"{engine} start {container}, then run this command again",
-        )
+        what = f"the container {container} does not run, and a decision is kept only while one does"
+        seen = f"{engine} inspect {container}: State.Running is false"
+        raise GpuprovError(what, seen, f"{engine} start {container}, then run this command again")
     if identifier in known and (found := record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")):
         return found
     if engine:
-        raise GpuprovError(
-            f"no decision is kept for {container}",
-            f"{engine} knows it as {identifier}; {record.FOLDER} does not have it",
-            f"it asked for no GPU, or the engine itself gave it devices by CDI: {engine} inspect {container}",
-        )
-    raise UsageError(
-        f"there is no container {container} with GPUs on this host",
-        f"kept in {record.FOLDER}: {', '.join(one[:12] for one in known) or 'none'}",
-        "docker ps, or podman ps, shows names",
-    )
+        what = f"no decision is kept for {container}"
+        step = f"it asked for no GPU, or the engine itself gave it devices by CDI: {engine} inspect {container}"
+        raise GpuprovError(what, f"{engine} knows it as {identifier}; {record.FOLDER} does not have it", step)
+    seen = f"kept in {record.FOLDER}: {', '.join(one[:12] for one in known) or 'none'}"
+    step = "docker ps, or podman ps, shows names"
+    raise UsageError(f"there is no container {container} with GPUs on this host", seen, step)
 
 
 def decision_of_bundle(bundle: str) -> dict[str, Any] | None:

@@ -212,11 +212,9 @@ def not_a_file(facts: DockerFacts) -> Problem:
 def unreachable(facts: DockerFacts) -> Problem:
     """Return the problem of a docker that runs, by systemd, and does not answer its client."""
     info = f"docker {f'--host {shlex.quote(facts.address)} ' if facts.address else ''}info"
-    return Problem(
-        "docker runs, but does not answer: whether containers run is not known",
-        f"systemctl show {UNIT}: active\n{info}: {facts.error or 'no answer'}",
-        f"{info}; journalctl -u docker -n 50",
-    )
+    seen = f"systemctl show {UNIT}: active\n{info}: {facts.error or 'no answer'}"
+    step = f"{info}; journalctl -u docker -n 50"
+    return Problem("docker runs, but does not answer: whether containers run is not known", seen, step)
 
 
 def outdated(facts: DockerFacts) -> Problem:

@@ -117,11 +117,8 @@ class ReconfigureDocker(Change):
         finally:
             system.remove_tree(folder)
         if not done.ok:
-            raise GpuprovError(
-                f"dockerd refuses {self.path}; nothing was changed",
-                done.evidence(4),
-                f"correct what it names, then check: dockerd --validate --config-file {self.path}",
-            )
+            step = f"correct what it names, then check: dockerd --validate --config-file {self.path}"
+            raise GpuprovError(f"dockerd refuses {self.path}; nothing was changed", done.evidence(4), step)
 
     def _write(self, system: System, before: Json) -> None:
         mode = before["file"].get("mode", 0o644)
@@ -208,10 +205,9 @@ class ReconfigureDocker(Change):
             trouble = _run_again(system, image["path"])
             # Do not repeat the messages of a failed change.
             if trouble and not (is_same and outcome is None):
-                raise GpuprovError(
-                    f"docker does not come up with its old {image['path']}, which is back", trouble,
-                    "journalctl -u docker -n 50; fix what docker names, then run the same command again",
-                )  # fmt: skip
+                what = f"docker does not come up with its old {image['path']}, which is back"
+                step = "journalctl -u docker -n 50; fix what docker names, then run the same command again"
+                raise GpuprovError(what, trouble, step)
 
 
 def _runs_with_its_file(system: System) -> bool:

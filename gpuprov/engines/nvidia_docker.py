@@ -37,10 +37,8 @@ class RemoveVolume(Change):
         # Without --force: docker itself refuses a volume that a container has taken since.
         done = system.run(("docker", "volume", "rm", "--", self.name), timeout=_SECONDS)
         if not done.ok and "no such volume" not in done.stderr.lower():
-            raise GpuprovError(
-                f"docker can't remove volume {self.name}", done.evidence(4),
-                f"docker ps --all --filter volume={self.name}; then run the same command again",
-            )  # fmt: skip
+            step = f"docker ps --all --filter volume={self.name}; then run the same command again"
+            raise GpuprovError(f"docker can't remove volume {self.name}", done.evidence(4), step)
 
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
@@ -113,10 +111,9 @@ class RemoveFolder(Change):
 
     def apply(self, system: System, tell: Tell) -> None:
         if mounts := _mounts(system, self.path):
-            raise GpuprovError(
-                f"{self.path} is not removed: another file system is mounted in it", f"mounted: {', '.join(mounts)}",
-                f"umount {' '.join(map(shlex.quote, reversed(mounts)))}; then run the same command again",
-            )  # fmt: skip
+            seen = f"mounted: {', '.join(mounts)}"
+            step = f"umount {' '.join(map(shlex.quote, reversed(mounts)))}; then run the same command again"
+            raise GpuprovError(f"{self.path} is not removed: another file system is mounted in it", seen, step)
         # A link in its place stays.
         system.remove_tree(self.path)
 

@@ -211,11 +211,8 @@ class ConfigureEngine(Change):
             tell(f"restarting {unit}", 0, 0)
             if trouble := _restart(system, unit):
                 self.undo(system, before, None)
-                raise GpuprovError(
-                    f"{self.engine} failed to start with its new configuration; the old one is back",
-                    trouble,
-                    f"fix what {self.engine} names, then run the same command again",
-                )
+                what = f"{self.engine} failed to start with its new configuration; the old one is back"
+                raise GpuprovError(what, trouble, f"fix what {self.engine} names, then run the same command again")
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -211,11 +211,9 @@ def with_values(text: str | None, wanted: Mapping[str, Any], name: str, *, first
     except (GpuprovError, TOMLKitError, ValueError, TypeError):
         right = False
     if not right:
-        raise GpuprovError(
-            f"{name} can't be edited safely; it was left alone",
-            "one of its tables is written inline, or by dotted keys, and can't be added to line by line",
-            "write that table with a [header] of its own, or give another file with --drop-in-config",
-        )
+        seen = "one of its tables is written inline, or by dotted keys, and can't be added to line by line"
+        step = "write that table with a [header] of its own, or give another file with --drop-in-config"
+        raise GpuprovError(f"{name} can't be edited safely; it was left alone", seen, step)
     return changed
 
 

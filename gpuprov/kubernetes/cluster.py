@@ -44,10 +44,9 @@ class Kubectl:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise GpuprovError(
-                f"{doing}: the answer is invalid JSON", one_line(text[:_LONGEST_LINE]), "kubectl cluster-info",
-                exit_code=ExitCode.UNREACHABLE,
-            ) from None  # fmt: skip
+            what = f"{doing}: the answer is invalid JSON"
+            seen = one_line(text[:_LONGEST_LINE])
+            raise GpuprovError(what, seen, "kubectl cluster-info", exit_code=ExitCode.UNREACHABLE) from None
 
     def text(self, path: str, *, doing: str) -> str:
         """Return the content at a path of the API."""

@@ -74,10 +74,8 @@ def manifest(choice: Choice) -> Manifest:
 def require_namespace(name: str) -> None:
     """Raise GpuprovError (exit code 2) if this is not a valid namespace name (RFC 1123)."""
     if not _LABEL.fullmatch(name):
-        raise UsageError(
-            "this is no name of a namespace", f"--namespace {name[:100]}",
-            "use at most 63 lower-case letters, digits and hyphens, such as gpu-test",
-        )  # fmt: skip
+        step = "use at most 63 lower-case letters, digits and hyphens, such as gpu-test"
+        raise UsageError("this is no name of a namespace", f"--namespace {name[:100]}", step)
 
 
 def _plugin(choice: Choice, place: str) -> list[Object]:

@@ -263,8 +263,6 @@ def _no_plugin(node: Node) -> Problem:
 def _other_count(node: Node, host: tuple[str, ...]) -> Problem:
     has = f"the host has {len(host)}" + (f" for {node.replicas} pods each" if node.replicas > 1 else "")
     offered = (f"allocatable {name}: {count}" for name, count in node.offered.items())
-    return Problem(
-        f"the node offers {counted(node.count, 'GPU')}, and {has}",
-        "\n".join((*offered, f"nvidia-smi -L: {', '.join(host)}")),
-        "kubectl -n kube-system rollout restart ds/nvidia-device-plugin: it counts when it starts",
-    )
+    seen = "\n".join((*offered, f"nvidia-smi -L: {', '.join(host)}"))
+    step = "kubectl -n kube-system rollout restart ds/nvidia-device-plugin: it counts when it starts"
+    return Problem(f"the node offers {counted(node.count, 'GPU')}, and {has}", seen, step)

@@ -335,8 +335,6 @@ def _chosen(
 
 
 def _no_node(target: HostTarget, nodes: Sequence[Node]) -> GpuprovError:
-    return GpuprovError(
-        "no node of the cluster has the host's name or address",
-        f"{' '.join(filter(None, (target.name, target.address)))}; nodes: {listed(node.name for node in nodes)}",
-        "kubectl get nodes -o wide; join the host to the cluster, or leave it out with --limit",
-    )
+    seen = f"{' '.join(filter(None, (target.name, target.address)))}; nodes: {listed(node.name for node in nodes)}"
+    step = "kubectl get nodes -o wide; join the host to the cluster, or leave it out with --limit"
+    return GpuprovError("no node of the cluster has the host's name or address", seen, step)

@@ -127,11 +127,9 @@ def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
             if done.ok:
                 return engine, kind, _description(done.stdout)
             said.append(done.evidence())
-    raise UsageError(
-        f"there is no container or image {name} on this host",
-        "\n".join(said[:2]) or "neither docker nor podman is installed",
-        "docker ps, docker images show names; an image must be pulled before: docker pull IMAGE",
-    )
+    seen = "\n".join(said[:2]) or "neither docker nor podman is installed"
+    step = "docker ps, docker images show names; an image must be pulled before: docker pull IMAGE"
+    raise UsageError(f"there is no container or image {name} on this host", seen, step)
 
 
 def _description(text: str) -> Mapping[str, Any]:
