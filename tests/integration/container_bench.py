@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, render_json
 from tests.deployed import PYTHON, bundle_below, deploy_below, program
@@ -151,3 +154,10 @@ class Bench:
 
 def nodes(report: list[str]) -> list[str]:
     return [line for line in report if line.startswith("node ")]
+
+
+@pytest.fixture(params=["runc", "crun"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
+    yield made
+    made.delete()

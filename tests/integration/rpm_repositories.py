@@ -112,3 +112,9 @@ def install(host: RpmHost, *names: str) -> tuple[InstallRpmPackages, dict[str, l
     change = InstallRpmPackages(manager(host), names)
     before = dict(change.capture(host))
     return change, before, dict(change.apply(host, tell) or {})
+
+
+def tamper(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.container_bench import Bench, low_level_runtime
+from tests.integration.container_bench import Bench, bench, low_level_runtime
 
+__all__ = ["bench"]
 pytestmark = pytest.mark.root
 
 # The last key of the document gives the container another user.
 OTHER_USER = '{"user": {"uid": 4321, "gid": 0}}'
 KEYS = ("process", "PROCESS", "Process", "proce\u017fs")
-
-
-@pytest.fixture(params=["runc", "crun"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
-    yield made
-    made.delete()
 
 
 def spoil(bench: Bench, key: str, *environment: str) -> bytes:

@@ -7,22 +7,15 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.container_bench import LIBRARIES, NAME, Bench, low_level_runtime, nodes
+from tests.integration.container_bench import LIBRARIES, NAME, Bench, bench, nodes
 from tests.lab.shell import wait_for
 
+__all__ = ["bench"]
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture(params=["runc", "crun"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
-    yield made
-    made.delete()
 
 
 def test_a_container_gets_all_gpus_their_files_and_may_open_them(bench: Bench) -> None:

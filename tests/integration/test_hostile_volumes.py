@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,16 @@ from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
 from gpuprov.runtime_hook import deploy
-from tests.integration.container_bench import LIBRARIES, REPORT, Bench, low_level_runtime
+from tests.integration.container_bench import LIBRARIES, REPORT, Bench, bench
 from tests.integration.podman_store import podman_store
 from tests.integration.test_hostile_roots import state
 
+__all__ = ["bench"]
 pytestmark = pytest.mark.root
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
 # "" is the runtime, the rest are stages of the hook.
 WAYS = ["", "prestart", "createRuntime", "createContainer"]
 COMPAT = "usr/local/cuda/compat"
-
-
-@pytest.fixture(params=["runc", "crun"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
-    yield made
-    made.delete()
 
 
 @pytest.fixture

@@ -15,18 +15,12 @@ import pytest
 
 from gpuprov.runtime_hook import deploy, prestart
 from tests.crun import newer_crun
-from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime, nodes
+from tests.integration.container_bench import LIBRARIES, Bench, bench, nodes
 
+__all__ = ["bench"]
 pytestmark = pytest.mark.root
 _VERSION_2 = "umount -R /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec"
 ENXIO = "No such device or address"
-
-
-@pytest.fixture(params=["runc", "crun"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
-    yield made
-    made.delete()
 
 
 @pytest.fixture(params=[1, 2], ids=["cgroup v1", "cgroup v2"])

@@ -25,6 +25,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 from gpuprov.repos import AptRepository
 from tests.apt_host import plan_repositories
+from tests.integration.rpm_repositories import tamper
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run
 from tests.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
@@ -278,12 +279,6 @@ def test_a_repository_signed_by_another_key_is_refused(host: AptHost, repository
     configure(host, repository.spec)
     shutil.copy(stranger / "InRelease", repository.folder)
     assert "a repository is not signed with a key that this host trusts" in refusal(host)
-
-
-def tamper(path: Path, old: bytes, new: bytes) -> None:
-    content = path.read_bytes()
-    assert old in content
-    path.write_bytes(content.replace(old, new))
 
 
 def remove_signatures(repository: Repository) -> None:

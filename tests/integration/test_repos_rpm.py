@@ -37,6 +37,7 @@ from tests.integration.rpm_repositories import (
     refresh,
     repository,
     stranger,
+    tamper,
     tell,
     template,
 )
@@ -167,12 +168,6 @@ def test_a_second_definition_of_the_same_repository_is_removed(host: RpmHost, re
     configure(host, repository.spec)
     assert host.list_directory(place) == ("gpuprov-site.repo",)
     refresh(host)
-
-
-def tamper(path: Path, old: bytes, new: bytes) -> None:
-    content = path.read_bytes()
-    assert old in content
-    path.write_bytes(content.replace(old, new))
 
 
 def remove_signature(repository: Repository) -> None:

@@ -185,7 +185,7 @@ _OTHER_NODE = (
     "pid=$(docker inspect -f '{{.State.Pid}}' by-one); mknod /proc/$pid/root/n0 c 195 0; "
     "docker exec by-one /bin/cat /n0 2>&1"
 )
-_WAYS = {
+WAYS = {
     "by-hook": "docker run --gpus all",
     "by-one": "docker run --gpus device=1",
     "by-runtime": "docker run --runtime nvidia -e NVIDIA_VISIBLE_DEVICES=all",
@@ -195,10 +195,10 @@ _WAYS = {
 
 def opened(host: Host) -> dict[str, str]:
     """Return what each container gets when it opens a GPU's node."""
-    execs = ((name, words.split()[0]) for name, words in _WAYS.items())
+    execs = ((name, words.split()[0]) for name, words in WAYS.items())
     script = "; ".join(f"{engine} exec {name} /bin/cat /dev/nvidia1 2>&1 | tail -n 1" for name, engine in execs)
     said = host.ssh(script).stdout.splitlines()
-    return {name: line.rpartition(": ")[2] for name, line in zip(_WAYS, said)}
+    return {name: line.rpartition(": ")[2] for name, line in zip(WAYS, said)}
 
 
 @pytest.mark.parametrize("commit", ["57c247a", pytest.param("9c33d30", marks=pytest.mark.long)])
@@ -216,9 +216,9 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     inventory = site.inventory("main")
     install_by(trees[commit], inventory)
     host.ssh(CAT_IMAGE)
-    for name, words in _WAYS.items():
+    for name, words in WAYS.items():
         host.ssh(f"{words} --detach --network none --name {name} sleeper:1 /bin/sleep 3600")
-    every = dict.fromkeys(_WAYS, _OPENS)
+    every = dict.fromkeys(WAYS, _OPENS)
     assert opened(host) == every
     gpuprov_succeeds("verify", "--hosts", inventory)
     healthy = gpuprov_succeeds("doctor", "--hosts", inventory)
@@ -238,7 +238,7 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     assert opened(host) == every
     # And no other GPU than before.
     assert "Operation not permitted" in host.ssh(_OTHER_NODE, check=False).stdout
-    host.ssh(f"podman rm --force by-cdi; docker rm --force {' '.join(_WAYS)}; docker rmi sleeper:1", check=False)
+    host.ssh(f"podman rm --force by-cdi; docker rm --force {' '.join(WAYS)}; docker rmi sleeper:1", check=False)
     calls(site, "uninstall")
     assert differences(before[0], etc(host)) == set() and packages(host) == before[1]
     # podman leaves files of its own.

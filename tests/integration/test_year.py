@@ -19,7 +19,7 @@ import pytest
 from tests import simgpu
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files, in_memory
-from tests.integration.test_upgrade import CAT_IMAGE, PODMAN_CONF, install_by, outside, unpacked, with_driver
+from tests.integration.test_upgrade import CAT_IMAGE, PODMAN_CONF, WAYS, install_by, outside, unpacked, with_driver
 from tests.lab import cgroups
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 from tests.lab.host import Snapshot
@@ -27,12 +27,6 @@ from tests.lab.host import Snapshot
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
 _EARLIER = "57c247a"
 _OLD, _NEWER = "535.261.03", "580.105.08"
-_WAYS = {
-    "by-hook": "docker run --gpus all",
-    "by-one": "docker run --gpus device=1",
-    "by-runtime": "docker run --runtime nvidia -e NVIDIA_VISIBLE_DEVICES=all",
-    "by-cdi": "podman run --device nvidia.com/gpu=all",
-}
 # The driver's version and the GPUs' nodes that open in a container, or why it does not run. The simulated driver
 # answers an open with ENXIO, the device cgroup of another container with EPERM.
 _LOOK = r"""
@@ -90,7 +84,7 @@ class Year:
     def whole(self) -> dict[str, str]:
         """Return what containers have when they have all that they ask for, as `containers` returns it."""
         every = " ".join(f"nvidia{number}" for number in range(self.gpus))
-        return {name: f"{self.driver} {'nvidia1' if name == 'by-one' else every}" for name in _WAYS}
+        return {name: f"{self.driver} {'nvidia1' if name == 'by-one' else every}" for name in WAYS}
 
     def containers(self) -> dict[str, str]:
         lines = self.host.ssh("sh -s", stdin=_LOOK).stdout.splitlines()
@@ -189,7 +183,7 @@ def test_a_host_over_a_year(site: Site, tmp_path: Path, whole: bool) -> None:
     _equip(year)
     before = (etc(year.host), packages(year.host), files(year.host), in_memory(year.host))
     install_by(unpacked(_EARLIER, tmp_path), year.inventory)
-    for name, words in _WAYS.items():
+    for name, words in WAYS.items():
         year.host.ssh(f"{words} --detach --network none --restart always --name {name} sleeper:1 /bin/sleep 99999")
     for step in _STEPS:
         step.happens(year)
@@ -208,7 +202,7 @@ def test_a_host_over_a_year(site: Site, tmp_path: Path, whole: bool) -> None:
     assert year.state() == was
     assert year.containers() == year.whole()
 
-    year.host.ssh(f"podman rm --force --time 0 by-cdi; docker rm --force {' '.join(_WAYS)}", check=False)
+    year.host.ssh(f"podman rm --force --time 0 by-cdi; docker rm --force {' '.join(WAYS)}", check=False)
     year.call("uninstall")
     after = (etc(year.host), packages(year.host), files(year.host), in_memory(year.host))
     assert differences(before[0], after[0]) <= {"/usr/bin/docker"}
