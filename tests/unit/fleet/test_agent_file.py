@@ -69,26 +69,29 @@ def test_missing_home_directory_is_not_made(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
+def digest_with(packages: Path, *flags: str) -> str:
+    """Return the digest of the agent that a Python with these packages first, in their folder, builds."""
+    environment = {"PYTHONPATH": f"{packages}:{CLONE}", "HOME": str(packages)}
+    argv = (sys.executable, *flags, "-c", _DIGEST)
+    done = subprocess.run(argv, cwd=packages, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
 def test_the_packages_of_the_controller_change_nothing(tmp_path: Path, agent: Agent) -> None:
     """Another requests comes first on this controller's path, and its own packages are out of sight."""
     (tmp_path / "requests-99.0.dist-info").mkdir()
     (tmp_path / "requests-99.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: requests\nVersion: 99.0\n")
     (tmp_path / "requests").mkdir()
     (tmp_path / "requests/__init__.py").write_text("raise SystemExit('the packages of the controller were asked')")
-    environment = {"PYTHONPATH": f"{tmp_path}:{CLONE}", "HOME": str(tmp_path)}
-    argv = (sys.executable, "-S", "-c", _DIGEST)
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.stdout.strip(), done.stderr) == (agent.digest, "")
+    assert digest_with(tmp_path, "-S") == agent.digest
 
 
 def test_another_package_of_the_name_tools_is_not_run(tmp_path: Path, agent: Agent) -> None:
     for name in ("__init__", "zipapps"):
         (tmp_path / "tools").mkdir(exist_ok=True)
         (tmp_path / f"tools/{name}.py").write_text("raise SystemExit('a foreign package was run')")
-    environment = {"PYTHONPATH": f"{tmp_path}:{CLONE}", "HOME": str(tmp_path)}
-    argv = (sys.executable, "-c", _DIGEST)
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.stdout.strip(), done.stderr) == (agent.digest, "")
+    assert digest_with(tmp_path) == agent.digest
 
 
 def test_a_wheel_with_another_digest_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
