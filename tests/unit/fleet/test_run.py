@@ -306,12 +306,13 @@ def test_batch_with_too_many_failures_is_the_last() -> None:
     assert "2 of 3 hosts failed, at most 1 may" in results[5].problems[0].evidence
 
 
-def test_batch_with_as_many_failures_as_may_be_is_followed_by_the_next() -> None:
-    assert len(in_order(parse_rollout("3", "1"), failing="a")[0]) == 6
-
-
-def test_failures_of_one_batch_do_not_count_in_the_next() -> None:
-    assert len(in_order(parse_rollout("3", "1"), failing="ad")[0]) == 6
+@pytest.mark.parametrize(
+    ("rollout", "failing"),
+    [(parse_rollout("3", "1"), "a"), (parse_rollout("3", "1"), "ad"), (Rollout(), "abcdef")],
+    ids=["as many as may be", "one in each batch", "all, without a limit"],
+)
+def test_failures_within_the_limit_of_each_batch_stop_no_other_host(rollout: Rollout, failing: str) -> None:
+    assert len(in_order(rollout, failing=failing)[0]) == 6
 
 
 def test_batch_that_fails_as_a_whole_is_the_last() -> None:
@@ -322,10 +323,6 @@ def test_without_batches_too_many_failures_still_keep_hosts_from_beginning() -> 
     begun, results = in_order(parse_rollout(max_fail="1"), failing="abcdef", forks=1)
     assert begun == ["a", "b"]
     assert overall_exit_code(results) == ExitCode.FAILED
-
-
-def test_without_any_limit_all_hosts_run_whatever_fails() -> None:
-    assert len(in_order(Rollout(), failing="abcdef")[0]) == 6
 
 
 def test_canary_runs_first_and_results_keep_the_inventory_s_order() -> None:
