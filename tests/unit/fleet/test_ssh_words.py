@@ -344,16 +344,18 @@ def test_a_python_whose_package_is_there_is_installed_again(lines: str, what: st
     assert bootstrap_script(replace(probe, owners=())).endswith(f"; done; {others}")
 
 
+def with_dnf(folder: Path, body: str, script: str, given: bytes = b"") -> bytes:
+    """Run a script where dnf is this program alone; return what it prints."""
+    (folder / "dnf").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "dnf").chmod(0o755)
+    argv = ("/bin/sh", "-c", script)
+    return subprocess.run(argv, env={"PATH": str(folder)}, input=given, stdout=subprocess.PIPE, check=True).stdout
+
+
 def test_of_several_packages_the_first_that_a_repository_has_is_enough(tmp_path: Path) -> None:
-    program = tmp_path / "dnf"
-    program.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *python3.11) exit 0;; esac\nexit 1\n')
-    program.chmod(0o755)
     script = bootstrap_script(without_python("almalinux", "8.8"))
-    done = subprocess.run(
-        ("/bin/sh", "-c", script), env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0
-    assert done.stdout.splitlines() == ["-q -y install python3.12", "-q -y install python3.11"]
+    printed = with_dnf(tmp_path, 'echo "$@"\ncase "$*" in *python3.11) exit 0;; esac\nexit 1', script)
+    assert printed.splitlines() == [b"-q -y install python3.12", b"-q -y install python3.11"]
 
 
 @pytest.mark.parametrize(
@@ -381,14 +383,9 @@ def test_a_host_that_gpuprov_would_refuse_gets_no_python(
 
 
 def test_the_package_manager_that_installs_python_gets_the_proxy_by_standard_input(tmp_path: Path) -> None:
-    program = tmp_path / "dnf"
-    program.write_text('#!/bin/sh\necho "$https_proxy $no_proxy"\n')
-    program.chmod(0o755)
     script = bootstrap_script(without_python("rocky", "9.5"))
     given = bootstrap_input({"proxy": "http://robot:p%24s%22@proxy:3128", "no_proxy": "localhost,.example.org"})
     assert "robot" not in script
-    done = subprocess.run(
-        ("/bin/sh", "-c", script), env={"PATH": str(tmp_path)}, input=given, capture_output=True, check=True
-    )
-    assert done.stdout == b"http://robot:p%24s%22@proxy:3128 localhost,.example.org\n"
+    printed = with_dnf(tmp_path, 'echo "$https_proxy $no_proxy"', script, given)
+    assert printed == b"http://robot:p%24s%22@proxy:3128 localhost,.example.org\n"
     assert bootstrap_input({}) == b"\n"
