@@ -180,6 +180,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IllHost:
     return made
 
 
+def _opens_the_gpu(host: IllHost) -> None:
+    (host.root / "proc/900/fd/0").unlink()
+    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+
+
 def _doctor(host: IllHost, *allow: str, **more: Any) -> tuple[Finished, list[Event]]:
     spec = spec_to_json(HostSpec(driver="preinstalled", docker="preinstalled"))
     return ask(host, Request("doctor", spec, fix=True, allow=allow, **more))
@@ -200,8 +205,7 @@ def _holding(host: IllHost, pid: int, command: str, group: str) -> None:
 
 
 def test_everything_that_ends_is_named_then_stopped_and_runs_again(host: IllHost) -> None:
-    (host.root / "proc/900/fd/0").unlink()
-    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    _opens_the_gpu(host)
     _holding(host, 901, "python3 notebook.py", "/user.slice/user-1000.slice/session-3.scope")
     _, events = _doctor(host, "reset", check=True)
     (planned,) = _repairs(events)
@@ -299,8 +303,7 @@ def test_a_host_that_is_not_drained_is_left_alone(host: IllHost) -> None:
 
 def test_one_that_stays_unfit_gets_its_container_not_back(host: IllHost) -> None:
     host.cures = False
-    (host.root / "proc/900/fd/0").unlink()
-    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    _opens_the_gpu(host)
     finished, _ = _doctor(host, "reset")
     assert finished.exit_code == ExitCode.UNFIT
     assert finished.problems[0].next_step == "docker start job"
@@ -311,8 +314,7 @@ def test_one_that_stays_unfit_gets_its_container_not_back(host: IllHost) -> None
 def test_a_gpu_that_fails_under_load_after_its_reset_leaves_the_host_unfit(
     host: IllHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (host.root / "proc/900/fd/0").unlink()
-    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    _opens_the_gpu(host)
     wrong = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")
     running: list[set[str]] = []
 
@@ -376,8 +378,7 @@ def test_of_a_host_that_stays_unfit_100_records_are_kept(host: IllHost) -> None:
 
 def test_what_nvidia_smi_refuses_is_said_in_its_words_and_all_runs_again(host: IllHost) -> None:
     host.refusal = "Resetting GPU 00000000:1B:00.0 is not supported."
-    (host.root / "proc/900/fd/0").unlink()
-    (host.root / "proc/900/fd/0").symlink_to("/dev/nvidia0")
+    _opens_the_gpu(host)
     finished, _ = _doctor(host, "reset")
     assert finished.exit_code == ExitCode.UNFIT
     assert host.refusal in finished.problems[0].evidence
