@@ -224,20 +224,11 @@ def test_docker_has_no_drop_ins(tmp_path: Path) -> None:
 
 def test_hook_goes_where_it_is_asked_to(tmp_path: Path) -> None:
     path = tmp_path / "hooks.d/hook.json"
-    words = [
-        "--runtime",
-        "podman",
-        "--config-mode",
-        "hook",
-        "--hook-path",
-        path,
-        "--nvidia-runtime-hook-path",
-        "/opt/h",
-    ]
-    done = run(*words)
+    words = ("--config-mode", "hook", "--hook-path", path, "--nvidia-runtime-hook-path", "/opt/h")
+    done = run("--runtime", "podman", *words)
     assert json.loads(path.read_text())["hook"]["path"] == "/opt/h"
     assert "the next container reads this" in done.output
-    run(*words, "--unset")
+    run("--runtime", "podman", *words, "--unset")
     assert not path.exists()
 
 
