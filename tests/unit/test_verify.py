@@ -302,6 +302,11 @@ def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
          "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl"),
         ("void", (0, "/usr/bin/nvidia-smi\n", ""), "docker, no GPU", "got /usr/bin/nvidia-smi"),
         ("void", (127, "", "sh: not found"), "docker, no GPU", "exited 127: sh: not found"),
+        ("gpus", (125, "", 'could not select device driver "" with capabilities: [[gpu]].\n'), "docker run --gpus",
+         "systemctl restart docker"),
+        ("gpus", (0, only(REPORT, 1), ""), "docker run --gpus", f"the container sees {gpu(1).uuid}"),
+        ("gpus", (125, "", "OCI runtime create failed: gpuprov: there is no GPU 7"), "docker run --gpus",
+         "gpuprov: there is no GPU 7"),
     ],
 )  # fmt: skip
 def test_a_container_that_is_not_as_the_host(
@@ -312,22 +317,6 @@ def test_a_container_that_is_not_as_the_host(
     assert not good
     assert states(done) == {"ok": [name for name in NAMES if name != failed], "failed": [failed], "skipped": []}
     assert reason in done[failed].reason
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ((125, "", 'could not select device driver "" with capabilities: [[gpu]].\n'), "systemctl restart docker"),
-        ((0, only(REPORT, 1), ""), f"the container sees {gpu(1).uuid}"),
-        ((125, "", "OCI runtime create failed: gpuprov: there is no GPU 7"), "gpuprov: there is no GPU 7"),
-    ],
-)
-def test_gpus_by_dockers_own_flag(host: RecordedHost, answer: tuple[int, str, str], reason: str) -> None:
-    host.answers["gpus"] = answer
-    good, done = checks(host)
-    assert not good
-    assert states(done)["failed"] == ["docker run --gpus"]
-    assert reason in done["docker run --gpus"].reason
 
 
 def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
