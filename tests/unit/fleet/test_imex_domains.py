@@ -217,8 +217,11 @@ def test_a_domain_that_has_begun_goes_on_as_a_whole(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_hosts_of_a_domain_that_has_failed_do_not_begin(monkeypatch: pytest.MonkeyPatch, *, drains: bool) -> None:
+def test_hosts_of_a_domain_that_has_failed_do_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, drains: bool
+) -> None:
     """Domain b has two places while a-2 runs: b-1 fails, b-2 runs (or is only looked at), b-3 has not begun."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     ran, second, failed, over = list[str](), threading.Event(), threading.Event(), threading.Event()
 
     def run_here(fleet: Fleet, target: HostTarget, request: Request, sink: Sink) -> Finished:
