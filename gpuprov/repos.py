@@ -203,23 +203,17 @@ def plan(host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...] = (
     kept = set()
     for one in wanted:
         changes += [] if one.has_key(host) else [one.key()]
-        changes += [file for file in one.files() if not _is_there(host, file)]
+        changes += [change for file in one.files() for change in host.write(file.path, file.content, file.mode)]
         kept |= {one.key_path, *(file.path for file in one.files())}
     if components:
-        source = WriteFile(sources.COMPONENTS_PATH, components.encode())
-        changes += [] if _is_there(host, source) else [source]
-        kept.add(source.path)
+        changes += host.write(sources.COMPONENTS_PATH, components.encode())
+        kept.add(sources.COMPONENTS_PATH)
     changes += [one for one in conflicts if isinstance(one, Change)]
     places = tuple(f"{folder}/{sources.OURS}" for folder in (sources.SOURCES, _KEYRINGS, _LOGINS))
     if isinstance(host.package_manager, RpmManager):
         places = (f"{host.package_manager.repository_directory}/{sources.OURS}", _RPM_KEY)
     old = (path for path in host.files if path.startswith(places) and path not in kept)
     return (*changes, *(RemoveFile(path, "no longer asked for") for path in old))
-
-
-def _is_there(host: HostFacts, file: WriteFile) -> bool:
-    found = host.files.get(file.path)
-    return found is not None and (found.content, found.mode) == (file.content, file.mode)
 
 
 def problems(host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()) -> Iterator[Problem]:

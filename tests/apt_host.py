@@ -25,6 +25,7 @@ class AptHost:
     distribution: Distribution = UNKNOWN
     packages: PackageFacts = field(default_factory=lambda: PackageFacts("apt", {}))
     package_manager: PackageManager = APT
+    write = HostFacts.write
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gpuprov.bundle.manifest import Manifest
-from gpuprov.core.changes import Change, Json, Jsons, Tell, WriteFile, capture_path_itself, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path_itself, restore_path
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
@@ -40,10 +40,7 @@ def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the file that adds the CUDA toolkit's programs to users' PATH."""
     there = facts.files.get(PROFILE)
     path = PROFILE if there is None or there.content.startswith(_PROFILE_HEAD) else OTHER_PROFILE
-    found = facts.files.get(path)
-    if not spec.cuda or (found is not None and (found.content, found.mode) == (_PROFILE_TEXT, 0o644)):
-        return ()
-    return (WriteFile(path, _PROFILE_TEXT),)
+    return facts.write(path, _PROFILE_TEXT) if spec.cuda else ()
 
 
 def prefix_of(version: str) -> str:

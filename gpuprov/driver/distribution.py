@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gpuprov.core.changes import Change, WriteFile
+from gpuprov.core.changes import Change
 from gpuprov.driver import generations
 from gpuprov.driver.packaged import SwitchBranch, driver_version, fits
 from gpuprov.driver.packaged_source import PackagedDriver
@@ -352,9 +352,7 @@ class DistributionDriver(PackagedDriver):
         if own is None or not own.components:
             changes = super().plan_preparation()
         else:
-            text, there = PREFERENCES_TEXT.encode(), facts.files.get(PREFERENCES)
-            is_right = there is not None and (there.content, there.mode) == (text, 0o644)
-            changes = () if is_right else (WriteFile(PREFERENCES, text),)
+            changes = facts.write(PREFERENCES, PREFERENCES_TEXT.encode())
         if own is None or not own.repository_package:
             return changes
         installation = Installation((own.repository_package,), facts.bundle)

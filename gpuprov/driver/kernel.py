@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, RemoveFile, Tell, WriteFile
+from gpuprov.core.changes import Change, RemoveFile, Tell
 from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
@@ -70,11 +70,11 @@ def headers(driver: DriverSource) -> tuple[str, ...]:
 
 def plan_signing(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that makes DKMS sign with the user-supplied key, now and for later kernels (dkms(8))."""
-    spec, there = driver.spec, driver.facts.files.get(DKMS_SIGNING)
+    spec = driver.spec
     if not (spec.module_signing_key and spec.module_signing_certificate and driver.compiles):
-        return (RemoveFile(DKMS_SIGNING, "no longer asked for"),) if there else ()
+        return (RemoveFile(DKMS_SIGNING, "no longer asked for"),) if DKMS_SIGNING in driver.facts.files else ()
     text = f"mok_signing_key={spec.module_signing_key}\nmok_certificate={spec.module_signing_certificate}\n".encode()
-    return () if there and (there.content, there.mode) == (text, 0o644) else (WriteFile(DKMS_SIGNING, text),)
+    return driver.facts.write(DKMS_SIGNING, text)
 
 
 def prove_modules(system: System, version: str, *, dkms: bool) -> None:

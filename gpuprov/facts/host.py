@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.generate import other_specifications
-from gpuprov.core.changes import FileFact
+from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
 from gpuprov.engines import docker_proxy, known
@@ -157,6 +157,12 @@ class HostFacts:
     def package_manager(self) -> PackageManager:
         """The package manager that was found, else the distribution's."""
         return manager_of(self.distribution, self.packages.manager)
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> tuple[WriteFile, ...]:
+        """Return the change that writes a file; nothing if it is there with this content and mode."""
+        there = self.files.get(path)
+        is_right = there is not None and (there.content, there.mode) == (content, mode)
+        return () if is_right else (WriteFile(path, content, mode),)
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:

@@ -262,10 +262,10 @@ def driver_set(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name in names if DRIVER_PACKAGES.match(name) and not _NOT_HELD.match(name))
 
 
-def shortened(names: Sequence[str], most: int = 6) -> str:
-    """Return names for a sentence, the first ones if there are many."""
-    more = f" and {len(names) - most} more" if len(names) > most + 1 else ""
-    return ", ".join(names[:most] if more else names) + more
+def shortened(names: Sequence[str]) -> str:
+    """Return names for a sentence, the first six if there are more than seven."""
+    more = f" and {len(names) - 6} more" if len(names) > 7 else ""
+    return ", ".join(names[:6] if more else names) + more
 
 
 def pinned(names: Iterable[str]) -> tuple[str, ...]:
