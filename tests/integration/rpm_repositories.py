@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,23 +44,22 @@ class Repository:
         index(self.folder, self.gnupg)
 
 
-def build(folder: Path) -> Iterator[Path]:
-    """Build a repository in `www` and its key in `gnupg`; stop gpg's agent in the end."""
+def build(folder: Path) -> Path:
+    """Build a repository in `www` and its key in `gnupg`; return the folder."""
     build_rpm_repository(folder / "www", folder / "gnupg")
-    yield folder
-    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository that each test gets a copy of."""
-    yield from build(tmp_path_factory.mktemp("rpm"))
+    return build(tmp_path_factory.mktemp("rpm"))
 
 
 @pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the same content, with another key: its folder."""
-    yield from build(tmp_path_factory.mktemp("stranger"))
+    return build(tmp_path_factory.mktemp("stranger"))
 
 
 @pytest.fixture

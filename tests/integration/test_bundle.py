@@ -72,7 +72,7 @@ def create_words(site: Site, kernel: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("bundle")
     home = folder / "gnupg"
     fingerprint = signing_key(home, "ops@example.org")
@@ -84,8 +84,7 @@ def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]
         patch.setenv("DOCKER_HOST", docker.socket)
         done = gpuprov(*words, "--image", _IMAGE, "--sign", "ops@example.org", "-o", folder / "bundle.tar")
     assert done.returncode == 0, done.stdout
-    yield Made(folder / "bundle.tar", fingerprint, kernel, words)
-    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+    return Made(folder / "bundle.tar", fingerprint, kernel, words)
 
 
 def one_file() -> bytes:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,11 +26,10 @@ DEB = f"repository/{PACKAGE}_1.0_all.deb"
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     build_repository(folder / "www", folder / "gnupg")
-    yield folder / "www"
-    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+    return folder / "www"
 
 
 @pytest.fixture

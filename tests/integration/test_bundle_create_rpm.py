@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ UNSIGNED = RpmPackage("unsigned-tools")
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository: its packages are signed, but for one, and its metadata is."""
-    for folder in build(tmp_path_factory.mktemp("rpm")):
-        repository(folder).add(UNSIGNED, signed=False)
-        yield folder
+    folder = build(tmp_path_factory.mktemp("rpm"))
+    repository(folder).add(UNSIGNED, signed=False)
+    return folder
 
 
 def repository(folder: Path) -> Repository:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,8 @@ class Signer:
 
 
 @pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
-    home = tmp_path_factory.mktemp("gnupg")
-    yield Signer(home)
-    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    return Signer(tmp_path_factory.mktemp("gnupg"))
 
 
 def write(path: Path, key: bytes, signature: bytes, manifest: Manifest = MANIFEST) -> str:

@@ -6,8 +6,6 @@ The repository is laid out as NVIDIA's for RHEL 9: one repository, a stream of t
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +35,7 @@ _VERSIONS = {"570-open": "570.172.08", "580-open": "580.65.06"}
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[RpmHost]:
+def host(tmp_path: Path) -> RpmHost:
     """A Rocky Linux 9 that has the repository in /opt."""
     folder, gnupg = tmp_path / "cuda/rhel9/x86_64", tmp_path / "gnupg"
     packages = {stream: RpmPackage("nvidia-open", version) for stream, version in _VERSIONS.items()}
@@ -46,8 +44,7 @@ def host(tmp_path: Path) -> Iterator[RpmHost]:
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
     made = RpmHost(tmp_path / "host", "rocky-9.5", "dnf")
     shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
-    yield made
-    subprocess.run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=True)
+    return made
 
 
 def wanted(host: RpmHost, branch: str) -> HostSpec:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,7 +105,6 @@ def test_both_sets_of_repositories_answer(host: RpmHost, repository: Repository,
     configure(host, repository.spec)
     more, gnupg = tmp_path / "more", tmp_path / "more-keys"
     build_rpm_repository(more, gnupg, (RpmPackage("site-gpu-tools", "7.0"), RpmPackage("kernel-devel", "5.14.0")))
-    subprocess.run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=True)
     shutil.copytree(more, host.path("/opt/more"))
     fingerprint = (more / "fingerprint").read_text()
     second = SiteRepository("more", "file:///opt/more", "file:///opt/more/key.asc", fingerprint)
@@ -163,11 +160,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def dkms_mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def dkms_mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dkms")
     build_rpm_repository(folder / "www", folder / "gnupg", PACKAGES)
-    yield folder / "www"
-    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+    return folder / "www"
 
 
 def metal(host: RpmHost) -> HostFacts:

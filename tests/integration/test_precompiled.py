@@ -7,8 +7,7 @@ their names, versions and relations, and nothing inside.
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,8 @@ _STREAMS = {
 
 
 @pytest.fixture
-def gnupg(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "gnupg"
-    subprocess.run(("gpgconf", "--homedir", str(tmp_path / "gnupg"), "--kill", "all"), check=True)
+def gnupg(tmp_path: Path) -> Path:
+    return tmp_path / "gnupg"
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ from tests.integration.tinyproxy import (
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.rpm_repository import TOOLS, build_rpm_repository
-from tests.lab.shell import run
 from tests.loopback import served
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tinyproxy")]
@@ -76,13 +75,8 @@ def site_of(url: str, folder: Path) -> HostSpec:
     return HostSpec(repositories=(SiteRepository("site", url, f"{url}/key.asc", fingerprint),))
 
 
-def end_gpg(folder: Path) -> None:
-    run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"))
-
-
 def test_apt_reaches_its_repository_through_the_proxy(proxy: RunningProxy, tmp_path: Path) -> None:
     build_repository(tmp_path / "www", tmp_path / "gnupg")
-    end_gpg(tmp_path)
     with chroot_host("bookworm", tmp_path) as host, served(tmp_path / "www", BehindProxy) as url:
         # A host's own setting, of a proxy that is gone, does not count.
         host.write("/etc/apt/apt.conf", f'Acquire::http::Proxy "http://{unused_address()}";\n'.encode())
@@ -109,7 +103,6 @@ def test_dnf_and_zypper_reach_their_repository_through_the_proxy(
     proxy: RunningProxy, tmp_path: Path, name: str
 ) -> None:
     build_rpm_repository(tmp_path / "www", tmp_path / "gnupg")
-    end_gpg(tmp_path)
     host = RpmHost(tmp_path / "root", name, rpm_repositories.HOSTS[name])
     try:
         with served(tmp_path / "www", BehindProxy) as url:
@@ -125,7 +118,6 @@ def test_dnf_and_zypper_reach_their_repository_through_the_proxy(
 @pytest.mark.slow
 def test_a_bundle_is_made_through_the_proxy(proxy: RunningProxy, tmp_path: Path) -> None:
     build_repository(tmp_path / "www", tmp_path / "gnupg")
-    end_gpg(tmp_path)
     (tmp_path / "proxy.yml").write_text(f"gpuprov_proxy: {proxy.url}\ngpuprov_docker: preinstalled\n")
     with served(tmp_path / "www", BehindProxy) as url:
         source = f"deb [signed-by={tmp_path}/www/key.asc] {url} ./"

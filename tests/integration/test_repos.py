@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -81,24 +80,20 @@ class Repository:
         run(("gpg", "--homedir", str(self.gnupg), "--batch", "--yes", "--clearsign", "--output", target, source))
 
 
-def build(folder: Path) -> Iterator[Path]:
-    """Build a repository in `www` and its key in `gnupg`; stop gpg's agent in the end."""
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository that each test gets a copy of, in `www`, and its key in `gnupg`."""
+    folder = tmp_path_factory.mktemp("repository")
     build_repository(folder / "www", folder / "gnupg")
-    yield folder
-    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The repository that each test gets a copy of."""
-    yield from build(tmp_path_factory.mktemp("repository"))
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the same content, with another key: its folder."""
-    for folder in build(tmp_path_factory.mktemp("stranger")):
-        yield folder / "www"
+    folder = tmp_path_factory.mktemp("stranger")
+    build_repository(folder / "www", folder / "gnupg")
+    return folder / "www"
 
 
 @pytest.fixture

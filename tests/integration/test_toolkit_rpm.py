@@ -6,8 +6,6 @@ The packages are stand-ins with NVIDIA's names and dependencies, in a mirror lai
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ _OLD, _NEW = "1.17.8", "1.18.1"
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mirror")
     place = folder / "www/stable/rpm/x86_64"
     packages = tuple(
@@ -38,8 +36,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     # As NVIDIA's: the metadata alone are signed.
     build_rpm_repository(place, folder / "gnupg", packages, signed_packages=False)
     shutil.copy(place / "key.asc", folder / "www/gpgkey")
-    yield folder / "www"
-    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+    return folder / "www"
 
 
 def wanted(mirror: Path, version: str = "") -> HostSpec:
