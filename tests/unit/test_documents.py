@@ -16,6 +16,7 @@ from gpuprov.doctor.examine import RULES
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.events import CheckDone, Upgrade
+from gpuprov.protocol.spec import PLAY_VARIABLES
 from gpuprov.runtime_hook.settings import _KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
@@ -58,6 +59,12 @@ def test_the_reference_of_the_collection_is_its_own() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:list of )?dict \|.*each with (.*)\. \|$", text, re.MULTILINE))
     for name, kind in (("checks", CheckDone), ("upgrades", Upgrade), ("changes", Change)):
         assert set(re.findall(r"`(\w+)`", rows[name].partition(". ")[0])) == {one.name for one in fields(kind)}
+
+
+def test_every_playbook_and_variable_of_a_play_has_a_row() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \|", ansible_page.PAGE.read_text(), re.MULTILINE)
+    wanted = {path.name for path in (ROOT / "playbooks").glob("*.yml")} | PLAY_VARIABLES
+    assert sorted(wanted - {*rows}) == [], "name them in docs/ansible.md"
 
 
 def test_phrases_with_a_plainer_form_are_found_in_names_too() -> None:
