@@ -20,6 +20,7 @@ from gpuprov.cli.main import cli
 from gpuprov.cli.reference import as_text
 from gpuprov.fleet import command
 from gpuprov.fleet.options import Options
+from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.spec import option_names
 
@@ -415,7 +416,7 @@ def test_the_way_that_works_on_a_host_names_that_host(
 ) -> None:
     """As it was, it would have changed the machine at which it is typed."""
     ill = HostResult("lab-a", ExitCode.USAGE, problems=(Problem("no headers", "", "gpuprov install -e a=b"),))
-    monkeypatch.setattr(command, "_run", lambda *_: ((ill,), None))
+    monkeypatch.setattr(Fleet, "run", lambda *_: (ill,))
     command.run_command(Options(command_name, ("lab-a,",)))
     assert ("gpuprov install --hosts lab-a, --limit lab-a -e a=b" in capsys.readouterr().out) is whole
 

@@ -15,6 +15,7 @@ from gpuprov.agent.result import HostResult
 from gpuprov.fleet import accepted, command, report
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.options import Options
+from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import GpuMeasured, HealthFound
 
@@ -163,7 +164,7 @@ def test_a_key_that_can_not_sign_is_reported_before_the_run(monkeypatch: pytest.
         raise GpuprovError("gpg could not sign with KEY", "", "")
 
     monkeypatch.setattr("gpuprov.bundle_create.create.sign", refuse)
-    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(Fleet, "run", lambda *_: pytest.fail("it ran"))
     with pytest.raises(GpuprovError, match="could not sign"):
         command.run_command(Options("accept", sign="KEY"))
 
@@ -171,7 +172,7 @@ def test_a_key_that_can_not_sign_is_reported_before_the_run(monkeypatch: pytest.
 def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(command, "_run", lambda *_: ((HostResult("a", ExitCode.DONE, measured=gpus(0)),), None))
+    monkeypatch.setattr(Fleet, "run", lambda *_: (HostResult("a", ExitCode.DONE, measured=gpus(0)),))
     monkeypatch.setattr(command, "conclude", lambda *_: None)
     with pytest.raises(GpuprovError, match="the results are not kept"):
         command.run_command(Options("accept"))

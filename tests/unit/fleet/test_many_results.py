@@ -19,7 +19,6 @@ from rich.console import Console
 from gpuprov.agent.result import HostResult
 from gpuprov.checks.health import examine
 from gpuprov.cli.main import cli
-from gpuprov.fleet import command
 from gpuprov.fleet.grouping import causes, listed, shortened
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import print_report, summary, write_metrics
@@ -265,7 +264,7 @@ def test_drift_has_an_exit_code_for_those_who_ask(
     words: tuple[str, ...], result: HostResult, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "_run", lambda *_: ((result,), None))
+    monkeypatch.setattr("gpuprov.fleet.run.Fleet.run", lambda *_: (result,))
     path = tmp_path / "gpuprov.prom"
     done = CliRunner().invoke(cli, ["install", "--hosts", "gpu1,", *words, "--metrics", str(path)])
     assert done.exit_code == code, done.output
