@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.files import find_firmware, find_libraries, soname
 from gpuprov.cdi.generate import specification
 from gpuprov.core.system import System
+from gpuprov.facts.driver import damage
 from gpuprov.runtime_hook import driver_files
 from tests import simgpu
 from tests.unit.cdi.test_discover import DATA, mounts
@@ -242,3 +244,26 @@ def test_broken_bytes_never_break_the_reader(tmp_path: Path) -> None:
         for _ in range(chance.randrange(1, 6)):
             broken[chance.randrange(len(broken))] = chance.randrange(256)
         assert len(name_in(tmp_path, bytes(broken))) <= 128
+
+
+@pytest.mark.parametrize("page_size", [4096, 16384, 65536])
+def test_libraries_for_larger_pages_have_names_and_ends(tmp_path: Path, page_size: int) -> None:
+    """The linker aligns segments with the largest pages of an architecture: 64 KiB on arm64."""
+    folder, version = tmp_path / MULTIARCH[1:], VERSIONS[0]
+    folder.mkdir(parents=True)
+    for name in ("libnvidia-ml", "libcuda"):
+        library = folder / f"{name}.so.{version}"
+        options = f"-Wl,-soname,{name}.so.1,-z,max-page-size={page_size}"
+        argv = ("gcc", "-shared", "-fPIC", "-nostdlib", options, "-o", str(library), "-x", "c", "-")
+        subprocess.run(argv, input=b"int data = 1; int code(void) { return data; }", check=True)
+    headers = subprocess.run(("readelf", "-lW", str(library)), capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"LOAD .* (0x\w+)$", headers, re.MULTILINE)) == {hex(page_size)}
+    (folder / "libnvidia-ml.so.1").symlink_to(f"libnvidia-ml.so.{version}")
+    (tmp_path / "usr/bin").mkdir()
+    (tmp_path / "usr/bin/nvidia-smi").touch()
+    system = System(str(tmp_path))
+    driver = discover(system)
+    assert links(driver)[f"{MULTIARCH}/libcuda.so.1"] == f"libcuda.so.{version}"
+    assert damage(system, driver) == ""
+    library.write_bytes(library.read_bytes()[:-1])
+    assert "file too short" in damage(system, driver)
