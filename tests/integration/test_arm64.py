@@ -5,12 +5,14 @@ The tests are one story and stand in its order. A kernel with the driver is simu
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
 import shlex
 import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,25 +20,26 @@ from tests.integration.test_vm import Machine, machine_of
 from tests.lab.arm64 import DRIVER_PACKAGES, Arm64Vm
 from tests.lab.fixtures import gpuprov_succeeds
 from tests.lab.lab import CACHE
+from tests.lab.vm import Vm
 from tools.host_program import build
 
 pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.root, pytest.mark.timeout(3000)]
-_LIBRARIES = "/usr/lib/aarch64-linux-gnu"
-_PROGRAM = "python3 /root/gpuprov-host.pyz"
+LIBRARIES = "/usr/lib/aarch64-linux-gnu"
+PROGRAM = "python3 /root/gpuprov-host.pyz"
 # A root with what an image of this architecture has: busybox, the loader and the C library.
 _BUNDLE = f"""set -eu
 rm -rf /root/bundle
-mkdir -p /root/bundle/rootfs/bin /root/bundle/rootfs{_LIBRARIES} /root/bundle/rootfs/lib /root/bundle/rootfs/dev
+mkdir -p /root/bundle/rootfs/bin /root/bundle/rootfs{LIBRARIES} /root/bundle/rootfs/lib /root/bundle/rootfs/dev
 cd /root/bundle
 cp /bin/busybox rootfs/bin/
 for name in sh ls cat stat; do ln -sf busybox rootfs/bin/$name; done
 cp -L /lib/ld-linux-aarch64.so.1 rootfs/lib/
-for name in c m dl pthread rt; do cp -L {_LIBRARIES}/lib$name.so.[0-9]* rootfs{_LIBRARIES}/; done
+for name in c m dl pthread rt; do cp -L {LIBRARIES}/lib$name.so.[0-9]* rootfs{LIBRARIES}/; done
 runc spec
 mv config.json spec.json
 """
 # What a container says of itself: its nodes, what opening two gives, its libraries, and what nvidia-smi finds.
-_REPORT = f"""ls /dev | grep nvidia; ls {_LIBRARIES} | grep libcuda
+_REPORT = f"""ls /dev | grep nvidia; ls {LIBRARIES} | grep libcuda
 for n in 0 1; do mknod /made$n c 195 $n; (exec 3</made$n) 2>&1; done; nvidia-smi; echo code $?"""
 # Makes the container's configuration: of a request in its environment, by a hook where one is named.
 _CONFIGURE = """
@@ -60,9 +63,10 @@ cat /root/said"""
 _SETTINGS = "/etc/nvidia-container-runtime/config.toml"
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    vm = Arm64Vm(CACHE / "bases", tmp_path_factory.mktemp("arm64"))
+@contextlib.contextmanager
+def running(directory: Path, page_size: int) -> Iterator[Machine]:
+    """Boot the virtual machine with a kernel of this page size; give it the one-file program."""
+    vm = Arm64Vm(CACHE / "bases", directory, page_size=page_size)
     try:
         vm.start()
         vm.ssh("cat > /root/gpuprov-host.pyz", stdin=build())
@@ -72,10 +76,28 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         vm.kill()
 
 
-def test_the_agent_gathers_what_this_machine_is(machine: Machine) -> None:
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    with running(tmp_path_factory.mktemp("arm64"), 4096) as machine:
+        yield machine
+
+
+def check_facts(machine: Machine, page_size: int) -> None:
     done = gpuprov_succeeds("facts", "--hosts", machine.inventory, "--json", timeout=1800)
-    for name, value in (("architecture", '"aarch64"'), ("page_size", "4096"), ("device_id", '"2330"')):
-        assert re.search(rf'"{name}": ?{value}', done.stdout), done.stdout
+    for name, value in (("architecture", '"aarch64"'), ("page_size", page_size), ("device_id", '"2330"')):
+        assert re.search(rf'"{name}": ?{value}[,}}]', done.stdout), done.stdout
+
+
+def install_driver(vm: Vm) -> str:
+    """Install Debian's packages of the driver's libraries; return the version and the architecture."""
+    vm.ssh("apt-get -qq update", timeout=600)
+    names = " ".join(DRIVER_PACKAGES)
+    vm.ssh(f"DEBIAN_FRONTEND=noninteractive apt-get -qq --yes --no-install-recommends install {names}", timeout=1800)
+    return vm.ssh("dpkg-query --show --showformat='${Version} ${Architecture}' libcuda1").stdout
+
+
+def test_the_agent_gathers_what_this_machine_is(machine: Machine) -> None:
+    check_facts(machine, 4096)
 
 
 def test_without_the_drivers_libraries_nothing_is_planned(machine: Machine) -> None:
@@ -84,16 +106,11 @@ def test_without_the_drivers_libraries_nothing_is_planned(machine: Machine) -> N
 
 
 def test_debians_packages_for_arm64_are_what_is_discovered(machine: Machine) -> None:
-    machine.vm.ssh("apt-get -qq update", timeout=600)
-    names = " ".join(DRIVER_PACKAGES)
-    machine.vm.ssh(
-        f"DEBIAN_FRONTEND=noninteractive apt-get -qq --yes --no-install-recommends install {names}", timeout=1800
-    )
-    version = machine.vm.ssh("dpkg-query --show --showformat='${Version} ${Architecture}' libcuda1").stdout
+    version = install_driver(machine.vm)
     assert version.endswith(" arm64")
-    found = json.loads(machine.vm.ssh(f"{_PROGRAM} cdi generate --format json", timeout=600).stdout)
+    found = json.loads(machine.vm.ssh(f"{PROGRAM} cdi generate --format json", timeout=600).stdout)
     paths = {one["containerPath"] for one in found["containerEdits"]["mounts"]}
-    assert f"{_LIBRARIES}/libcuda.so.{version.partition('-')[0]}" in paths
+    assert f"{LIBRARIES}/libcuda.so.{version.partition('-')[0]}" in paths
     assert not [path for path in paths if "x86_64" in path]
 
 
@@ -107,7 +124,11 @@ def test_an_installation_and_a_second_run(machine: Machine) -> None:
 @pytest.mark.parametrize("low_level", ["runc", "crun"])
 @pytest.mark.parametrize("way", ["runtime", "hook", "cdi"])
 def test_a_container_gets_one_gpu(machine: Machine, way: str, low_level: str) -> None:
-    vm = machine.vm
+    check_one_gpu(machine.vm, way, low_level)
+
+
+def check_one_gpu(vm: Vm, way: str, low_level: str) -> None:
+    """Run a container that asks for the first GPU."""
     vm.ssh(_BUNDLE)
     request = "" if way == "cdi" else "NVIDIA_VISIBLE_DEVICES=0"
     vm.ssh(("python3", "/root/configure.py", _REPORT, _HOOK if way == "hook" else "", *([request] if request else [])))
@@ -136,12 +157,12 @@ def test_a_container_gets_one_gpu(machine: Machine, way: str, low_level: str) ->
 
 
 def test_the_one_file_program_removes_all_of_it(machine: Machine) -> None:
-    done = machine.vm.ssh(f"{_PROGRAM} uninstall", check=False, timeout=1800)
+    done = machine.vm.ssh(f"{PROGRAM} uninstall", check=False, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     left = machine.vm.ssh("ls /usr/bin/gpuprov-* /etc/cdi/nvidia.json /usr/lib/gpuprov 2>/dev/null", check=False).stdout
     assert left == ""
     # The driver is the machine's own.
-    assert machine.vm.ssh(f"ls {_LIBRARIES}/libcuda.so.1").stdout
+    assert machine.vm.ssh(f"ls {LIBRARIES}/libcuda.so.1").stdout
 
 
 def test_the_one_file_program_holds_nothing_of_one_architecture() -> None:

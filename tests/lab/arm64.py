@@ -1,4 +1,6 @@
-"""A virtual machine of another architecture: Debian 12 for arm64 with its own kernel, emulated by qemu.
+"""A virtual machine of another architecture: Debian 12 for arm64, emulated by qemu, with one of two kernels.
+
+The kernel has pages of 4 KiB (Debian's cloud kernel) or 16 KiB (from backports). The disk is the same.
 
 Nothing is configured under emulation: packages are unpacked, dpkg's database is written, and the few scripts that
 matter are done by hand. The driver's packages lie in a repository inside; apt and dpkg install them in the machine.
@@ -8,10 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import lzma
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tests.lab.prepare import simulated_gpu
 from tests.lab.shell import run
@@ -32,14 +35,20 @@ DRIVER_PACKAGES = (
     "libcuda1", "nvidia-smi", "nvidia-persistenced", "libnvcuvid1", "libnvidia-encode1", "libnvidia-opticalflow1",
     "libnvidia-cfg1", "nvidia-opencl-icd", "libnvidia-ml1",
 )  # fmt: skip
-# Of the disk: ext4 is built in. The rest is for the network and containers.
-_FIRST_MODULES = ("virtio_pci", "virtio_blk")
+# Debian has no kernel with pages of 64 KiB.
+_LARGE_PAGES_KERNEL = "linux-image-arm64-16k"
+_LARGE_PAGES_SUITE = f"{_SUITE}-backports"
+# Of the disk: one kernel or the other has some of them built in. The rest is for the network and containers.
+_FIRST_MODULES = ("ext4", "virtio_pci", "virtio_blk")
 _MODULES = (*_FIRST_MODULES, "virtio_net", "virtio_rng", "overlay", "autofs4", "configfs")
+# Soft-RoCE: an RDMA device on an Ethernet interface. Cloud kernels lack it.
+_RDMA_MODULES = ("rdma_rxe", "crc32_generic")
 _INIT = """#!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t devtmpfs devtmpfs /dev
-for module in {modules}; do /bin/busybox insmod /$module.ko; done
+for module in {modules}; do /bin/busybox insmod /$module; done
 /bin/busybox mount -t ext4 /dev/vda /root || exec /bin/busybox sh
+[ -d /root/{folder} ] || /bin/busybox cp -r /{folder} /root/lib/modules/
 /bin/busybox mount --move /dev /root/dev
 /bin/busybox umount /proc
 exec /bin/busybox switch_root /root /sbin/init
@@ -98,10 +107,17 @@ _COPIES = {
 
 
 class Arm64Vm(Vm):
-    """The virtual machine: as Vm, with a kernel and an initrd in place of a boot loader."""
+    """The virtual machine: as Vm, with a kernel and an initrd in place of a boot loader.
+
+    `page_size` is 4096 or 16384.
+    """
 
     boot_seconds = 600
     program = "qemu-system-aarch64"
+
+    def __init__(self, cache: Path, directory: Path, *, page_size: int = 4096) -> None:
+        super().__init__(cache, directory)
+        self.kernel = self.image / str(page_size)
 
     @staticmethod
     def build(cache: Path, tell: Callable[[str], None]) -> Path:
@@ -111,14 +127,14 @@ class Arm64Vm(Vm):
         return (
             # pauth-impdef: the architecture's own algorithm takes half of the emulator's time.
             "-M", "virt,gic-version=3", "-cpu", "max,pauth-impdef=on", "-accel", "tcg",
-            "-kernel", f"{self.image}/vmlinuz", "-initrd", f"{self.image}/initrd",
+            "-kernel", f"{self.kernel}/vmlinuz", "-initrd", f"{self.kernel}/initrd",
             "-append", "console=ttyAMA0 root=/dev/vda rw quiet mitigations=off apparmor=0",
             *vm_disk("disk", self.image / "disk", 0),
         )  # fmt: skip
 
 
 def image_path(cache: Path) -> Path:
-    """Return the folder with the disk, the kernel, the initrd and the keys, there or not."""
+    """Return the folder with the disk, the keys, and kernel and initrd by page size; it may not exist yet."""
     recipe = Path(__file__).read_bytes()
     return cache / f"arm64-{hashlib.sha256(recipe).hexdigest()[:12]}"
 
@@ -132,7 +148,7 @@ def build_image(cache: Path, tell: Callable[[str], None]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if place.exists():
             return place
-        tell("building the disk of an arm64 virtual machine (two minutes, once)")
+        tell("building the disk of an arm64 virtual machine (three minutes, once)")
         for stale in (*cache.glob("arm64-*"), cache / "building-arm64"):
             shutil.rmtree(stale, ignore_errors=True)
         half = cache / "building-arm64"
@@ -174,19 +190,29 @@ def _build(half: Path, result: Path) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         shutil.copy(result / f"{name}.pub", path)
     (result / "host_key").rename(root / "etc/ssh/ssh_host_ed25519_key")
-    _kernel(root, half, result)
+    large_pages = half / "large-pages"
+    large_pages.mkdir()
+    for deb in _download(half / "kernel", (_LARGE_PAGES_KERNEL,), status, _LARGE_PAGES_SUITE):
+        run(("dpkg-deb", "--extract", str(deb), str(large_pages)), timeout=_BUILD_SECONDS)
+    busybox = (root / "bin/busybox").read_bytes()
+    _kernel(root, busybox, result / "4096", _MODULES)
+    _kernel(large_pages, busybox, result / "16384", (*_MODULES, *_RDMA_MODULES))
     run(("truncate", "--size", _SIZE, str(result / "disk")))
     features = ("-O", "^has_journal", "-E", "lazy_itable_init=1")
     run(("mkfs.ext4", "-q", *features, "-d", str(root), str(result / "disk")), timeout=_BUILD_SECONDS)
 
 
-def _download(folder: Path, names: Sequence[str], installed: str) -> list[Path]:
-    """Return the packages of these names and all that they depend on, besides what is installed, fetched by apt."""
+def _download(folder: Path, names: Sequence[str], installed: str, suite: str = "") -> list[Path]:
+    """Fetch these packages and all that they depend on with apt, besides what is installed; return the files.
+
+    `suite` is used in addition to the release's own.
+    """
     for place in ("state/lists/partial", "cache/archives/partial", "none"):
         (folder / place).mkdir(parents=True)
     (folder / "state/status").write_text(installed)
     archive, security = mirrors()
-    suites = ((archive, _SUITE), (archive, f"{_SUITE}-updates"), (security, f"{_SUITE}-security"))
+    suites = [(archive, _SUITE), (archive, f"{_SUITE}-updates"), (security, f"{_SUITE}-security")]
+    suites += [(archive, suite)] if suite else []
     components = "main contrib non-free non-free-firmware"
     lines = (f"deb [signed-by={_KEYRING}] {uri} {name} {components}\n" for uri, name in suites)
     (folder / "debian.list").write_text("".join(lines))
@@ -250,24 +276,33 @@ def _by_hand(root: Path) -> None:
     run(compiled, check=False, timeout=_BUILD_SECONDS)
 
 
-def _kernel(root: Path, half: Path, result: Path) -> None:
-    """Take the kernel out, keep the modules that the machine needs, and make an initrd that finds its disk."""
+def _kernel(root: Path, busybox: bytes, result: Path, names: Sequence[str]) -> None:
+    """Take the kernel out, keep these modules and what they need, and make an initrd that finds its disk."""
+    result.mkdir()
     (image,) = (root / "boot").glob("vmlinuz-*")
     shutil.move(image, result / "vmlinuz")
     kernel = image.name.removeprefix("vmlinuz-")
     modules = root / "lib/modules" / kernel
-    found = {path.stem: path for path in modules.rglob("*.ko")}
     run(("depmod", "-b", str(root), kernel))
-    needed = _in_order(root, kernel, _MODULES)
-    first = _in_order(root, kernel, _FIRST_MODULES)
-    init = _INIT.format(modules=" ".join(first)).encode()
-    files = {"init": init, "bin/busybox": (root / "bin/busybox").read_bytes()}
-    files |= {f"{name}.ko": found[name].read_bytes() for name in first}
-    (result / "initrd").write_bytes(b"".join(_cpio(files)))
-    for name, path in found.items():
-        if name not in needed:
+    needed = _in_order(root, kernel, names)
+    for path in list(modules.rglob("*.ko*")):
+        if _module_name(path) not in needed:
+            path.unlink()
+        elif path.suffix == ".xz":
+            # busybox can't uncompress them.
+            path.with_suffix("").write_bytes(lzma.decompress(path.read_bytes()))
             path.unlink()
     run(("depmod", "-b", str(root), kernel))
+    files = {str(path.relative_to(root)): path.read_bytes() for path in modules.rglob("*") if path.is_file()}
+    places = {_module_name(PurePath(name)): name for name in files if name.endswith(".ko")}
+    first = (places[name] for name in _in_order(root, kernel, _FIRST_MODULES))
+    init = _INIT.format(modules=" ".join(first), folder=modules.relative_to(root)).encode()
+    files |= {"init": init, "bin/busybox": busybox}
+    (result / "initrd").write_bytes(b"".join(_cpio(files)))
+
+
+def _module_name(path: PurePath) -> str:
+    return path.name.partition(".")[0]
 
 
 def _in_order(root: Path, kernel: str, names: Sequence[str]) -> list[str]:
@@ -277,12 +312,13 @@ def _in_order(root: Path, kernel: str, names: Sequence[str]) -> list[str]:
         for name in names
         for line in run(("modprobe", "-d", str(root), "-S", kernel, "--show-depends", name)).splitlines()
     ]
-    return list(dict.fromkeys(Path(words[1]).stem for words in lines if words[0] == "insmod"))
+    return list(dict.fromkeys(_module_name(Path(words[1])) for words in lines if words[0] == "insmod"))
 
 
 def _cpio(files: dict[str, bytes]) -> Iterator[bytes]:
     """Yield an archive as the kernel takes it (Documentation/driver-api/early-userspace/buffer-format.rst)."""
-    entries = [(name, 0o040755, b"") for name in ("bin", "dev", "proc", "root")]
+    parents = {str(parent) for name in files for parent in PurePath(name).parents} - {"."}
+    entries = [(name, 0o040755, b"") for name in sorted(parents | {"dev", "proc", "root"})]
     entries += [(name, 0o100755, content) for name, content in files.items()]
     for number, (name, mode, content) in enumerate((*entries, ("TRAILER!!!", 0, b"")), 1):
         numbers = (number, mode, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(name) + 1, 0)
