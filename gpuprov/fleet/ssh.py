@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import select
 import shlex
 import signal
 import socket
@@ -117,8 +118,10 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     connection.client.set_missing_host_key_policy(host_keys.KeyCheck(known, name, accept_new=accept_new))
 
     def transport(sock: Any, **settings: Any) -> Any:
-        from paramiko import Transport
+        from paramiko import ProxyCommand, Transport
 
+        if isinstance(sock, ProxyCommand):
+            sock.recv = lambda size: _read_from(sock, size)
         made = Transport(sock, **settings)
         security = made.get_security_options()
         security.key_types = host_keys.preferred_key_types(known.keys(name), security.key_types)
@@ -141,6 +144,19 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     }
     if options.get("identitiesonly") == "yes" or "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
+
+
+def _read_from(proxy: Any, size: int) -> bytes:
+    """Return what a ProxyCommand has written, b"" once it has ended: paramiko's own would read on till the timeout.
+
+    Raises TimeoutError if it writes nothing within the proxy's timeout.
+    """
+    handle = proxy.process.stdout.fileno()
+    ready = select.poll()
+    ready.register(handle, select.POLLIN)
+    if not ready.poll(None if proxy.timeout is None else proxy.timeout * 1000):
+        raise TimeoutError
+    return os.read(handle, size)
 
 
 def close(connection: Connection) -> None:
