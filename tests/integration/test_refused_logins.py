@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gpuprov.fleet import remote
 from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import ExitCode
 from tests.integration.sshd import PASSWORD, Server
 from tests.integration.sshd import server as server
@@ -172,6 +174,15 @@ def test_a_dead_proxy_is_named(target: HostTarget, option: str, value: str, what
     assert error.exit_code == ExitCode.UNREACHABLE
     assert what in error.problems[0].what
     assert seen in error.problems[0].evidence
+
+
+def test_a_host_is_reached_through_a_proxy_command(target: HostTarget, server: Server) -> None:
+    options = "-F none -o UserKnownHostsFile=/dev/null -o StrictHostKeyChecking=no"
+    command = f"ssh {options} -i {server.identity} -p %p -W %h:%p open@127.0.0.1"
+    through = dataclasses.replace(target, ssh_options=(*target.ssh_options, ("ProxyCommand", command)))
+    with connected(through, ACCEPTING) as connection:
+        # More than a pipe holds.
+        assert remote.run(connection, "head -c 300000 /dev/zero", timeout=60).stdout.count("\0") == 300_000
 
 
 def test_a_jump_host_that_does_not_reach_the_host_is_named(target: HostTarget, server: Server, tmp_path: Path) -> None:
