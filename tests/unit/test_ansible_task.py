@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from ansible.inventory.manager import InventoryManager
-from ansible.parsing.dataloader import DataLoader
-from ansible.vars.hostvars import HostVars
-from ansible.vars.manager import VariableManager
 
 from gpuprov.agent.agent import job_from_line
 from gpuprov.agent.playbook_task import (
@@ -36,7 +26,6 @@ from gpuprov.agent.playbook_task import (
     task_request,
     task_result,
 )
-from gpuprov.fleet.agent_file import build_agent
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
@@ -55,8 +44,6 @@ from gpuprov.protocol.events import (
 )
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import PLAY_VARIABLES, parse_spec
-from gpuprov.protocol.spec_fields import PREFIX
-from tools.zipapps import pack
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 VARIABLES = {"gpuprov_driver_version": "550.163.01", "ansible_user": "ops", "gpuprov_play_serial": 4}
@@ -324,208 +311,3 @@ def test_variables_of_plays_are_known_so_that_both_ways_read_one_inventory() -> 
     texts = (path.read_text() for path in (*PLAYBOOKS.glob("*.yml"), *PLAYBOOKS.glob("roles/*/tasks/main.yml")))
     plugins = {BOOTSTRAP_VARIABLE, BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE}
     assert {*re.findall(r"gpuprov_play_\w+", "".join(texts)), *plugins} == PLAY_VARIABLES
-
-
-# -- the action plugin -------------------------------------------------------------------------------------------------
-
-
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = loaded(PLAYBOOKS / "plugins/action/agent.py")
-    monkeypatch.setattr(module.constants, "DEFAULT_LOCAL_TMP", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return module
-
-
-def test_a_clones_plugin_pushes_the_command_lines_agent(plugin: ModuleType, tmp_path: Path) -> None:
-    agent = build_agent()
-    assert plugin._agent() == (agent.content, agent.digest)
-    assert sys.path[0] == str(tmp_path / "gpuprov/modules")
-    assert (tmp_path / "gpuprov/modules/gpuprov/agent/playbook_task.py").exists()
-
-
-def test_the_agent_is_looked_for_once_in_a_run(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = plugin._agent()
-    monkeypatch.setattr(plugin, "_found", lambda: pytest.fail("looked for again"))
-    assert plugin._agent() == first
-
-
-def test_a_collections_plugin_takes_the_agent_that_it_carries(
-    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    carried = tmp_path / "gpuprov-agent.pyz"
-    carried.write_bytes(pack({"gpuprov/__init__.py": b""}))
-    monkeypatch.setattr(plugin, "_CARRIED", carried)
-    assert plugin._agent()[0] == carried.read_bytes()
-
-
-def test_two_tasks_at_once_unpack_it_once(plugin: ModuleType, tmp_path: Path) -> None:
-    content = pack({"a.py": b"a = 1\n"})
-    plugin._unpack(content, tmp_path / "gpuprov")
-    plugin._unpack(content, tmp_path / "gpuprov")
-    assert [path.name for path in tmp_path.iterdir()] == ["gpuprov"]
-
-
-def test_without_any_gpuprov_it_says_what_to_do(
-    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plugin, "_CLONE", tmp_path)
-    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(plugin.AnsibleError, match=f"next: make -C {tmp_path} setup"):
-        plugin._agent()
-
-
-def test_all_tasks_of_a_process_are_one_run_and_no_others(plugin: ModuleType) -> None:
-    child = f"import sys; sys.path[:0] = {sys.path!r}; from tests.unit.test_ansible_task import *; "
-    child += "print(loaded(PLAYBOOKS / 'plugins/action/agent.py')._run_id())"
-    ran = [subprocess.run((sys.executable, "-c", child), capture_output=True, text=True, check=True) for _ in range(2)]
-    assert ran[0].stdout == ran[1].stdout
-    assert f" {os.getpid()} " in ran[0].stdout
-    assert plugin._run_id() != ran[0].stdout.strip()
-
-
-@pytest.mark.parametrize(
-    ("value", "named"), [("auto_silent", ""), ("auto", ""), (None, ""), ("/usr/bin/python3.11", "/usr/bin/python3.11")]
-)
-def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, value: object, named: str) -> None:
-    assert plugin._named_python(value) == named
-
-
-def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: ModuleType) -> None:
-    own = {"ansible_python_interpreter": "/controller/python"}
-    other = {"ansible_python_interpreter": "/host/python"}
-    variables = {**own, "ansible_delegated_vars": {"other": other}}
-    assert plugin._connection_variables(variables, None) is variables
-    assert plugin._connection_variables(variables, "other") == other
-    assert plugin._connection_variables(own, "other") == {}
-
-
-def test_ansible_doc_knows_every_command() -> None:
-    documentation = yaml.safe_load(loaded(PLAYBOOKS / "plugins/modules/agent.py").DOCUMENTATION)
-    assert set(TASK_COMMANDS) <= set(documentation["options"]["command"]["choices"])
-
-
-def test_the_collection_holds_what_the_clone_holds_and_the_agent(tmp_path: Path) -> None:
-    loaded(PLAYBOOKS / "collection.py").write_collection(tmp_path / "host")
-    here = {path.relative_to(tmp_path / "host").as_posix() for path in (tmp_path / "host").rglob("*") if path.is_file()}
-    clone = {path.relative_to(PLAYBOOKS).as_posix() for path in PLAYBOOKS.glob("roles/*/*/*.yml")}
-    assert clone <= here
-    assert {f"playbooks/{path.name}" for path in PLAYBOOKS.glob("*.yml")} <= here
-    assert (tmp_path / "host/files/gpuprov-agent.pyz").read_bytes() == build_agent().content
-    assert not any("__pycache__" in path for path in here)
-    assert zipfile.is_zipfile(tmp_path / "host/files/gpuprov-agent.pyz")
-
-
-def test_no_fact_or_variable_of_ours_would_be_read_as_an_option() -> None:
-    """What the roles register goes into every host's variables, among which the schema looks for its own."""
-    for path in PLAYBOOKS.glob("roles/*/tasks/main.yml"):
-        for task in yaml.safe_load(path.read_text()):
-            assert not str(task.get("register", "")).startswith(PREFIX)
-
-
-@pytest.mark.parametrize(
-    ("verbosity", "no_log", "said"),
-    [(0, False, ["lab-a: disk full; next: df -h"]), (1, False, []), (0, True, [])],
-    ids=["plain", "with -v Ansible shows all", "a task that must not be told"],
-)
-def test_people_see_one_line_of_a_result(
-    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, verbosity: int, no_log: bool, said: list[str]
-) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(plugin, "Display", lambda: SimpleNamespace(verbosity=verbosity, display=shown.append))
-    task = SimpleNamespace(_task=SimpleNamespace(no_log=no_log))
-    found = {"failed": True, "msg": "disk full; next: df -h\n  seen: 100 %"}
-    assert plugin.ActionModule._displayed(task, found, {"inventory_hostname": "lab-a"}) is found
-    assert shown == said
-
-
-@pytest.mark.parametrize(("reboots", "failed", "waits"), [(2, False, 2), (99, True, 3)])
-def test_a_host_that_still_asks_for_a_reboot_after_three_runs_fails_its_task(
-    plugin: ModuleType, reboots: int, failed: bool, waits: int
-) -> None:
-    asking = Finished(int(ExitCode.REBOOT_NEEDED), left_boot="boot")
-    runs = [*([asking] * reboots), Finished(int(ExitCode.DONE))]
-    waited: list[str] = []
-    task = SimpleNamespace(_ask=lambda *_, **__: (runs.pop(0),), _wait_for_boot=waited.append)
-    events = plugin.ActionModule._events(task, None)
-    assert (task_result("install", events).failed, len(waited)) == (failed, waits)
-
-
-_RACK = {
-    "a2": {"ansible_host": "10.0.0.2", "gpuprov_imex_domain": "rack1"},
-    "a1": {"ansible_host": "10.0.0.1", "gpuprov_imex_domain": "rack1"},
-    "free": {"ansible_host": "10.0.0.9"},
-}
-_NODES = ["10.0.0.1 a1", "10.0.0.2 a2"]
-
-
-@pytest.mark.parametrize(
-    "groups", [{"all": [*_RACK]}, {"all": [*_RACK], "rack1": ["a2", "a1"]}], ids=["hosts", "group"]
-)
-def test_a_host_gets_its_domains_nodes_from_the_whole_inventory(plugin: ModuleType, groups: dict[str, Any]) -> None:
-    plugin._agent()
-    task = SimpleNamespace(_task_vars={"hostvars": _RACK, "groups": groups, "inventory_hostname": "a1"})
-    found = plugin.ActionModule._with_domain(task, {"gpuprov_imex_domain": "rack1"})
-    assert found == {"gpuprov_imex_domain": "rack1", "gpuprov_imex_nodes": _NODES}
-    nothing = SimpleNamespace(_task_vars={})
-    assert plugin.ActionModule._with_domain(nothing, {"gpuprov_dcgm": True}) == {"gpuprov_dcgm": True}
-
-
-# A host that the limit leaves out has no facts; one of another group has nothing that the domain needs.
-_LIMITED = """\
-[rack1]
-a1 ansible_host=10.0.0.1
-a2 gpuprov_imex_address="{{ ansible_facts.default_ipv4.address }}"
-[rack1:vars]
-gpuprov_imex_domain=%s
-[other]
-x ansible_host="{{ ansible_facts.nodename }}" gpuprov_imex="{{ nowhere }}"
-"""
-
-
-@pytest.mark.parametrize("domain", ["rack1", "tray"])
-def test_a_limit_reads_no_more_of_other_hosts_than_it_needs(
-    plugin: ModuleType, tmp_path: Path, domain: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ansible's own inventory and templates."""
-    (tmp_path / "hosts").write_text(_LIMITED % domain)
-    loader = DataLoader()
-    inventory = InventoryManager(loader, sources=[str(tmp_path / "hosts")])
-    hosts = HostVars(inventory, VariableManager(loader, inventory), loader)
-    plugin._agent()
-    given = {"hostvars": hosts, "groups": inventory.get_groups_dict(), "inventory_hostname": "a1"}
-    task = SimpleNamespace(_task_vars={**given, "ansible_play_hosts_all": ["a1"]}, _warnings=[])
-    own = {"gpuprov_imex_domain": domain}
-    assert plugin.ActionModule._with_domain(task, own, required=False) == own
-    assert "an IMEX variable of a2 does not resolve, which this play leaves out" in task._warnings[0]
-    with pytest.raises(GpuprovError, match="an IMEX variable of a2 does not resolve"):
-        plugin.ActionModule._with_domain(task, own)
-    inventory.hosts["a2"].set_variable("gpuprov_imex_address", "10.0.0.2")
-    assert plugin.ActionModule._with_domain(task, own) == {**own, "gpuprov_imex_nodes": _NODES}
-
-
-@pytest.mark.parametrize(
-    ("batch", "alone", "missing"),
-    [(["a1", "a2"], False, ""), (["a1", "free"], False, "a2"), (["a1", "a2"], True, "a2")],
-)
-def test_a_play_over_a_part_of_a_domain_is_refused(
-    plugin: ModuleType, batch: list[str], alone: bool, missing: str
-) -> None:
-    """A limit, another batch, a host that failed before: the play's batch lacks it."""
-    plugin._agent()
-    task = SimpleNamespace(_task_vars={"inventory_hostname": "a1", "ansible_play_batch": batch})
-    request = SimpleNamespace(spec={"imex_nodes": _NODES, "imex_domain": "rack1"})
-    if not missing:
-        plugin.ActionModule._require_whole_domain(task, request, alone=alone)
-        return
-    with pytest.raises(GpuprovError, match=f"this run leaves out {missing}"):
-        plugin.ActionModule._require_whole_domain(task, request, alone=alone)

@@ -28,7 +28,7 @@ from gpuprov.protocol.secrets import hidden, secret_forms, secret_free
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.runs import as_a_run, undo_last
 from tests.unit.fake_host import FakeHost
-from tests.unit.test_ansible_task import PLAYBOOKS, loaded
+from tests.unit.test_ansible_plugin import PLAYBOOKS, loaded
 
 pytestmark = pytest.mark.root
 SECRET = "eyJhbGciOiJSUzI1NiJ9.eyJ0b2tlbiI6InNlY3JldCJ9.c2lnbmF0dXJl"
