@@ -33,6 +33,8 @@ _HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
 _PROXY_SECONDS = 2
 _API_SECONDS = 2
+# RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
+_BANNER_BYTES = 1 << 16
 # Firmware that checks two terabytes of memory takes its time.
 BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 2.0
@@ -123,6 +125,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         if isinstance(sock, ProxyCommand):
             sock.recv = lambda size: _read_from(sock, size)
         made = Transport(sock, **settings)
+        _bound_banner(made)
         security = made.get_security_options()
         security.key_types = host_keys.preferred_key_types(known.keys(name), security.key_types)
         # paramiko compares the code of every other cipher's packets byte by byte in Python: half of what a
@@ -144,6 +147,24 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     }
     if options.get("identitiesonly") == "yes" or "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
+
+
+def _bound_banner(transport: Any) -> None:
+    """Let a server send only so much before its version: paramiko would read a line without an end for ever."""
+    from paramiko import SSHException
+
+    packetizer, left = transport.packetizer, _BANNER_BYTES
+    read = packetizer._read_timeout  # nothing but the reading of lines calls it
+
+    def bounded(timeout: float) -> bytes:
+        nonlocal left
+        content: bytes = read(timeout)
+        left -= len(content)
+        if left < 0:
+            raise SSHException(f": more than {_BANNER_BYTES} bytes before it")
+        return content
+
+    packetizer._read_timeout = bounded
 
 
 def _read_from(proxy: Any, size: int) -> bytes:

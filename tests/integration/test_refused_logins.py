@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -174,6 +177,22 @@ def test_a_dead_proxy_is_named(target: HostTarget, option: str, value: str, what
     assert error.exit_code == ExitCode.UNREACHABLE
     assert what in error.problems[0].what
     assert seen in error.problems[0].evidence
+
+
+@pytest.mark.parametrize("said", [b"A" * 65536, b"y\n" * 32768], ids=["without a line's end", "line by line"])
+def test_what_never_ends_is_no_ssh_server(target: HostTarget, said: bytes) -> None:
+    def talk() -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as connection:
+            while True:
+                connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        talker = threading.Thread(target=talk)
+        talker.start()
+        error = failure(dataclasses.replace(target, port=listener.getsockname()[1]), ACCEPTING)
+        talker.join()
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert "is not a compatible SSH server" in error.problems[0].what
 
 
 def test_a_host_is_reached_through_a_proxy_command(target: HostTarget, server: Server) -> None:
