@@ -117,12 +117,12 @@ def test_containers_start_while_the_runtime_is_upgraded_and_rolled_back(site: Si
         starts.stdin.write(_STARTS)
         starts.stdin.close()
         for command in ("install", "rollback"):
-            wait_for("a start", lambda: host.ssh("cat /root/started", check=False).stdout, 60)
+            wait_for("a start", lambda: host.ssh("cat /root/started", check=False).stdout)
             host.ssh("rm /root/started")
             before = host.ssh(_DIGEST).stdout
             calls(site, command)
             assert host.ssh(_DIGEST).stdout != before
-        wait_for("a start", lambda: host.ssh("cat /root/started", check=False).stdout, 60)
+        wait_for("a start", lambda: host.ssh("cat /root/started", check=False).stdout)
         host.ssh("rm /root/starting")
     # What docker itself says while it restarts is not ours.
     said = host.ssh("cat /root/refused").stdout

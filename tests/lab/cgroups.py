@@ -24,7 +24,7 @@ def end_processes(name: str) -> None:
     first = cgroup_directories(name)[0]
     if first.exists():
         (first / "cgroup.kill").write_text("1")
-        wait_for(f"the end of {name}'s processes", lambda: not _populated(first), 10)
+        wait_for(f"the end of {name}'s processes", lambda: not _populated(first))
     # Each hierarchy: systemd-nspawn makes the host's cgroup in some that we did not ask for.
     for directory in (*_BASE.glob(f"*/{first.name}"), *_BASE.glob(first.name)):
         for below in sorted(directory.rglob("*"), key=lambda path: -len(path.parts)):

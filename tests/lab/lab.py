@@ -147,7 +147,7 @@ class Lab:
                 command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         listening = ("sh", "-c", f"ss -Hltn src {self.network.gateway}:{_PORT} | grep -q . && echo yes; :")
-        wait_for("the start of the file server", lambda: "yes" in run(listening), 60)
+        wait_for("the start of the file server", lambda: "yes" in run(listening))
 
     def _servers(self) -> list[int]:
         """Return the process ids of its file servers: one that a killed `up` has left is written down nowhere."""
@@ -163,7 +163,7 @@ class Lab:
         for pid in self._servers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        wait_for("the end of the file server", lambda: not self._servers(), 10)
+        wait_for("the end of the file server", lambda: not self._servers())
         gnupg = self.directory / "gnupg"
         if gnupg.exists():
             run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=False)

@@ -26,10 +26,10 @@ class Network:
         return Path(f"/sys/class/net/{self.bridge}").exists()
 
     def up(self) -> None:
-        """Make the bridge and its rules, if they are not there."""
+        """Make the bridge, its address and its rules, if they are not there: who made it may have been killed."""
         if not self.is_up():
             run(("ip", "link", "add", self.bridge, "type", "bridge"))
-            run(("ip", "address", "add", f"{self.gateway}/24", "dev", self.bridge))
+        run(("ip", "address", "replace", f"{self.gateway}/24", "dev", self.bridge))
         run(("ip", "link", "set", self.bridge, "up"))
         if _FORWARDING.read_text().strip() != "1":
             _FORWARDING.write_text("1")
