@@ -54,8 +54,10 @@ lint-text: setup
 base-%: setup
 	$(BIN)/python -m tests.lab bases $*
 
-# Three at once on two cores, for most tests wait for hosts; docs/testing.md says what is in which tier.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=30
+# More at once than cores, for tests wait for hosts; docs/testing.md says what is in which tier.
+WORKERS := 3
+test-rest: WORKERS := 4
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=30
 
 test: setup  ## Lint, all unit tests, one real sample of each kind (12 minutes on 2 cores).
 	$(MAKE) --jobs=2 --output-sync=target lint base-bookworm base-bullseye
@@ -65,7 +67,7 @@ $(VENV)/.apt-rest: tests/lab/packages-rest.txt $(VENV)/.apt
 	tests/apt-install tests/lab/packages-rest.txt
 	touch $@
 
-test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
+test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
 	$(PYTEST) --strict-skips -m '(slow or property) and not long' --hypothesis-profile=thorough
 

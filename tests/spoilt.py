@@ -20,7 +20,9 @@ from tests import world
 
 # Written by `make test`; what both runs below are compared with.
 _CLEAN = Path("build/results.xml")
-_PYTEST = ("-m", "pytest", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not slow", "-q")
+_PYTEST = (
+    "-m", "pytest", "-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not slow and not long", "-q",
+)  # fmt: skip
 _UNIT = ("tests/unit",)
 # Those that depend most on what a machine has: containers, hooks, engines, apt, one lab host, Ansible.
 _INTEGRATION = tuple(

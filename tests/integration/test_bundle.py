@@ -195,7 +195,9 @@ def test_roll_back_of_an_installation_from_a_bundle(site: Site, made: Made, cut_
     ]
 
 
-@pytest.mark.parametrize(("release", "distro"), [("bullseye", "debian-11"), ("trixie", "debian-13")])
+@pytest.mark.parametrize(
+    ("release", "distro"), [pytest.param("bullseye", "debian-11", marks=pytest.mark.long), ("trixie", "debian-13")]
+)
 def test_other_releases(site: Site, tmp_path: Path, release: str, distro: str) -> None:
     """Debian 11 has apt 2.2 and Python 3.9; Debian 13 has apt 3.0, which checks signatures in another way.
 

@@ -78,6 +78,7 @@ def test_a_host_with_podman_and_containerd_alone_is_provisioned_and_given_back(s
     assert host.ssh("systemctl is-active containerd").stdout == "active\n"
 
 
+@pytest.mark.long
 def test_the_playbook_does_the_same_on_debian_12(site: Site) -> None:
     """podman 4.3, and no containerd."""
     host = without_docker(site, "ops")

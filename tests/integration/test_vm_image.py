@@ -20,7 +20,7 @@ from tests.lab.lab import CACHE
 from tests.lab.vm import Vm
 from tests.lab.vm_driver import in_root, mounted
 
-pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.vm, pytest.mark.long, pytest.mark.root, pytest.mark.timeout(2400)]
 _OPTIONS = (
     "-e", f"gpuprov_driver_version={DRIVER}", "-e", f"gpuprov_driver_url=/root/{DRIVER}.run",
     "-e", "gpuprov_image_gpus=hopper", "-e", '{"gpuprov_image_nvswitch": false}',
@@ -135,7 +135,6 @@ def _containers(vm: Vm) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in said)
 
 
-@pytest.mark.long
 def test_containers_have_their_gpus_again_after_another_kernel_and_another_driver(
     installed: Installed, tmp_path: Path
 ) -> None:
