@@ -7,26 +7,27 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from gpuprov.agent.install import UNIT, leave_resume
 from gpuprov.agent.run import run_request
 from gpuprov.boot import reboot
+from gpuprov.core.changes import tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
 from gpuprov.facts.boot import RebootFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Event, Finished, Planned, from_line
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.ask import ask
-from tests.unit.fake_host import FakeHost
+from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
 BOUND = "GPU 0000:1b:00.0 is bound to nouveau"
@@ -132,7 +133,9 @@ def test_what_a_reboot_has_not_changed_asks_for_no_second_one(host: RebootingHos
     host.boot("nouveau")
     finished, _ = install(host, returns=True, reboot="if-needed")
     assert finished.exit_code == ExitCode.FAILED
-    assert finished.problems[0].what == f"{BOUND}, and a reboot has not changed that"
+    (problem,) = finished.problems
+    assert problem.what == f"{BOUND}, and a reboot has not changed that"
+    assert RELEASE in problem.evidence and "lsinitramfs" in problem.next_step
     assert host.reboots == 1
 
 
@@ -151,13 +154,57 @@ def test_a_module_that_nothing_uses_is_unloaded_instead(host: RebootingHost) -> 
     assert host.reboots == 0
 
 
-def test_containers_that_stop_are_named(host: RebootingHost) -> None:
+# What there is once `modprobe -r` has ended well: the driver of the GPUs, its version, /proc/modules.
+UNLOADED: dict[str, tuple[Literal["nvidia", "nouveau"] | None, str, str, bool]] = {
+    "the installed driver": ("nvidia", simgpu.DRIVER_VERSION, "", False),
+    "no driver": (None, "", "", False),
+    "another version of the driver": ("nvidia", "535.261.03", "", True),
+    "the module again": (None, "", "nouveau 1 0 - Live 0x0\n", True),
+    "a GPU that is still bound": ("nouveau", "", "", True),
+}
+
+
+@pytest.mark.parametrize("name", UNLOADED)
+def test_unloading_replaces_the_reboot_only_if_the_gpus_are_free(
+    host: RebootingHost, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    driver, version, modules, needed = UNLOADED[name]
+    (change,) = reboot.plan(source_of(gather(host), spec(reboot="if-needed")))
+
+    def unload(_: str) -> None:
+        for path in ("sys/bus", "sys/module", "proc/driver"):
+            host.remove_tree(f"/{path}")
+        simgpu.write_kernel_tree(host.root, 1, version, driver=driver)
+        host.path("/proc/modules").write_text(modules)
+
+    monkeypatch.setattr(host, "boot", unload)
+    host.module_in_use = False
+    told: list[tuple[Any, ...]] = []
+    assert change.apply(host, lambda *words: told.append(words)) == {"needed": needed}
+    assert ("modprobe", "-r", "nouveau") in host.commands
+    assert [progress for _, *progress in told] == ([] if needed else [[0, 0]])
+
+
+def test_a_reboot_for_another_reason_unloads_no_module(host: RebootingHost) -> None:
+    host.boot("nvidia")
+    change = reboot.Reboot(("the kernel runs another driver",), "boot-2", allowed=True)
+    assert change.apply(host, tell_nobody) == {"needed": True}
+    assert not any(command[0] == "modprobe" for command in host.commands)
+
+
+def test_all_reasons_and_the_containers_that_stop_are_named(host: RebootingHost) -> None:
     facts = gather(host)
-    facts = replace(facts, docker=replace(facts.docker, running_containers=("train", "web")))
+    gpus, other = (*facts.gpus, replace(facts.gpus[0], bus_id="0000:2b:00.0")), BOUND.replace("1b", "2b")
+    facts = replace(facts, gpus=gpus, docker=replace(facts.docker, running_containers=("train", "web")))
     (change,) = reboot.plan(source_of(facts, spec(reboot="if-needed")))
-    assert change.summary() == f"reboot ({BOUND}); containers that stop: train, web"
+    assert change.summary() == f"reboot ({BOUND}; {other}); containers that stop: train, web"
     (change,) = reboot.plan(source_of(facts, spec()))
-    assert change.summary().startswith(f"stop until somebody has rebooted this host ({BOUND})")
+    assert change.summary().startswith(f"stop until somebody has rebooted this host ({BOUND}; {other})")
+    with pytest.raises(GpuprovError) as raised:
+        change.apply(host, tell_nobody)
+    (problem,) = raised.value.problems
+    assert problem.what and problem.evidence == f"{BOUND}\n{other}"
+    assert "train, web" in problem.next_step
 
 
 def test_the_reboot_precedes_the_driver_in_the_plan(host: RebootingHost) -> None:
@@ -166,25 +213,29 @@ def test_the_reboot_precedes_the_driver_in_the_plan(host: RebootingHost) -> None
     assert steps.index("nouveau") < steps.index("reboot") < steps.index("driver")
 
 
-def _with(facts: HostFacts, *, loaded: str, installed: str) -> HostFacts:
+def _with(facts: HostFacts, *, loaded: str, installed: str, module: str = "nvidia") -> HostFacts:
     gpus = tuple(replace(gpu, driver="nvidia") for gpu in facts.gpus)
-    kernel = replace(facts.kernel, loaded_modules=("nvidia",))
+    kernel = replace(facts.kernel, loaded_modules=(module,))
     driver = replace(facts.driver, kernel_version=loaded, library_version=installed)
     return replace(facts, gpus=gpus, kernel=kernel, driver=driver)
 
 
-REASONS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
-    "all of one version": ("550.163.01", "550.163.01", {}, False),
-    "libraries were updated": ("535.261.03", "550.163.01", {}, True),
-    "not loaded": ("", "550.163.01", {}, False),
-    "about to be installed": ("535.261.03", "535.261.03", {"driver": "runfile", "driver_version": "550.163.01"}, False),
+TO_INSTALL = {"driver": "runfile", "driver_version": "550.163.01"}
+REASONS: dict[str, tuple[str, str, str, dict[str, Any], bool]] = {
+    "all of one version": ("nvidia", "550.163.01", "550.163.01", {}, False),
+    "libraries were updated": ("nvidia", "535.261.03", "550.163.01", {}, True),
+    "not loaded": ("nvidia", "", "550.163.01", {}, False),
+    "about to be installed": ("nvidia", "535.261.03", "535.261.03", TO_INSTALL, False),
+    "about to be installed, nouveau loaded without a GPU": ("nouveau", "", "", TO_INSTALL, True),
+    "preinstalled, nouveau loaded without a GPU": ("nouveau", "", "550.163.01", {}, False),
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_reasons(host: RebootingHost, name: str) -> None:
-    loaded, installed, values, needed = REASONS[name]
-    found = reboot.reasons(source_of(_with(gather(host), loaded=loaded, installed=installed), spec(**values)))
+    module, loaded, installed, values, needed = REASONS[name]
+    facts = _with(gather(host), loaded=loaded, installed=installed, module=module)
+    found = reboot.reasons(source_of(facts, spec(**values)))
     assert bool(found) is needed
 
 
