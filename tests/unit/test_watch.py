@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +14,19 @@ import pytest
 
 from gpuprov.agent import watch
 from gpuprov.boot import watch as boot_watch
+from gpuprov.core.changes import parent_of
 from gpuprov.core.lock import LOCK_PATH
 from gpuprov.core.system import sha256_of
 from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.host import gather
-from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
+from gpuprov.facts.watch import LINK, PROGRAM, SERVICE, SERVICE_FILE, STAMP, STORED, TEXTS, TIMER, TIMER_FILE
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Finished, Planned
+from gpuprov.protocol.events import Finished, Planned, PlannedChange
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
+from tests.runs import undo_last
 from tests.unit.ask import ask
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 
@@ -46,6 +49,11 @@ def install(host: DoctorHost, spec: HostSpec, command: str = "install", **more: 
     return ask(host, Request(command, spec_to_json(spec), agent="/srv/agent.pyz", **more))[0]
 
 
+def planned(host: DoctorHost, spec: HostSpec) -> tuple[PlannedChange, ...]:
+    _, events = ask(host, Request("install", spec_to_json(spec), agent="/srv/agent.pyz", check=True, diff=True))
+    return next(event.changes for event in events if isinstance(event, Planned))
+
+
 def there(host: DoctorHost) -> list[str]:
     return [path for path in (*TEXTS, PROGRAM, LINK, METRICS) if host.status(path) is not None]
 
@@ -57,26 +65,89 @@ def test_the_timer_is_installed_once_and_started(host: DoctorHost) -> None:
     assert ("systemctl", "restart", TIMER) in host.commands
     assert "OnCalendar=daily\nRandomizedDelaySec=2h\n" in (host.read_text(TIMER_FILE) or "")
     assert "TimeoutStartSec=30min" in (host.read_text(SERVICE_FILE) or "")
+    assert {path: status.mode for path in (*TEXTS, PROGRAM) if (status := host.status(path))} == {
+        SERVICE_FILE: 0o644, TIMER_FILE: 0o644, STORED: 0o600, PROGRAM: 0o644,
+    }  # fmt: skip
     assert install(host, DAILY).changed == 0
+
+
+@pytest.mark.parametrize("spoil", ["owner", "mode", "content", "link"])
+def test_what_somebody_changed_is_corrected_and_the_program_stays(host: DoctorHost, spoil: str) -> None:
+    install(host, DAILY)
+    before = host.tree()
+    if spoil == "owner":
+        os.chown(host.path(TIMER_FILE), 1000, 0)
+    elif spoil == "mode":
+        host.change_mode(STORED, 0o644)
+    elif spoil == "content":
+        host.append(SERVICE_FILE, b"#")
+    else:
+        host.remove(LINK)
+    (change,) = planned(host, DAILY)
+    assert PROGRAM not in change.diff
+    assert install(host, DAILY).changed == 1
+    assert (host.tree(), planned(host, DAILY)) == (before, ())
+
+
+def test_the_diff_has_the_texts_and_the_programs_name(host: DoctorHost) -> None:
+    host.write(TIMER_FILE, b"old\n")
+    change = boot_watch.SetWatch("daily", METRICS, ((TIMER_FILE, b"new\n", 0o644),))
+    diff = f"--- {TIMER_FILE}\n+++ {TIMER_FILE}\n@@ -1 +1 @@\n-old\n+new"
+    assert change.diff(host) == diff
+    assert replace(change, agent="/srv/agent.pyz").diff(host) == f"{diff}\n+{PROGRAM}"
+    install(host, DAILY)
+    (removal,) = planned(host, SPEC)
+    heads = [line for line in removal.diff.splitlines() if "---" in line or "+++" in line]
+    assert heads == [head for path in TEXTS for head in (f"--- {path}", "+++ /dev/null")]
+
+
+def test_a_timer_that_does_not_start_is_an_error(host: DoctorHost) -> None:
+    host.failing_unit = TIMER
+    (problem,) = install(host, DAILY).problems
+    assert problem.what.startswith(TIMER)
+    assert "Job for" in problem.evidence
+    assert problem.next_step == f"systemctl status {TIMER}"
 
 
 @pytest.mark.parametrize("how", ["off", "rollback", "uninstall"])
 def test_everything_goes_again(host: DoctorHost, how: str) -> None:
+    host.make_directory(parent_of(STAMP))
     before = host.tree()
     install(host, DAILY)
     (host.root / METRICS[1:]).write_text("# HELP gpuprov_x\n")
+    host.write(STAMP, b"")
+    host.commands.clear()
     last = install(host, SPEC) if how == "off" else install(host, SPEC, how)
     assert last.exit_code == 0, last.problems
     assert there(host) == []
+    assert not host.exists(STAMP)
+    stop, forget = ("systemctl", "stop", TIMER, SERVICE), ("systemctl", "reset-failed", SERVICE)
+    assert [command for command in host.commands if SERVICE in command] == [stop, forget]
     if how == "rollback":
         assert host.tree() == before
     if how == "off":
         assert install(host, SPEC).changed == 0
 
 
-def test_somebody_elses_file_under_the_metrics_name_stays(host: DoctorHost) -> None:
+def test_a_watch_that_was_removed_comes_back_with_its_removal_undone(host: DoctorHost) -> None:
     install(host, DAILY)
-    (host.root / METRICS[1:]).write_text("mine\n")
+    before = host.tree()
+    install(host, SPEC)
+    host.commands.clear()
+    undo_last(host)
+    assert (host.tree(), planned(host, DAILY)) == (before, ())
+    assert ("systemctl", "restart", TIMER) in host.commands
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_somebody_elses_file_under_the_metrics_name_stays(host: DoctorHost, link: bool) -> None:
+    install(host, DAILY)
+    place = host.root / METRICS[1:]
+    if link:
+        place.with_suffix(".mine").write_text("# HELP gpuprov_x\n")
+        place.symlink_to(place.with_suffix(".mine"))
+    else:
+        place.write_text("mine\n")
     install(host, SPEC)
     assert there(host) == [METRICS]
 
@@ -90,8 +161,9 @@ def test_other_file_for_the_metrics_takes_the_old_one_away(host: DoctorHost) -> 
 
 def test_an_agent_that_changed_since_the_plan_is_not_installed(host: DoctorHost) -> None:
     change = boot_watch.SetWatch("daily", METRICS, (), "/srv/agent.pyz", sha256_of(b"another agent"))
-    with pytest.raises(GpuprovError, match="has changed since the plan was made"):
+    with pytest.raises(GpuprovError, match="has changed since the plan was made") as raised:
         change.apply(host, lambda *_: None)
+    assert raised.value.problems[0].evidence and raised.value.problems[0].next_step
     assert not host.exists(PROGRAM)
 
 
