@@ -372,7 +372,7 @@ def restore_path(system: System, image: Json) -> None:
         now = system.status(path)
         if now is None or (now.major, now.minor) != (image["major"], image["minor"]):
             system.remove(path)
-            system.make_node(path, image["major"], image["minor"], image["mode"])
+            system.make_node(path, image["major"], image["minor"], image["mode"], image["gid"])
     elif kind == "missing":
         system.remove(path)
         for parent in image["missing_parents"]:
