@@ -283,8 +283,8 @@ def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
     diff = text_diff(path, before, content)
     if before is None or status is None or status.kind != "file" or status.mode == mode:
         return diff
-    body = [] if diff.startswith("binary") else diff.splitlines()[2:]
-    return "\n".join((*mode_heads(path, status.mode, mode), *body))
+    # The modes replace the first two lines. Binary files have one line.
+    return "\n".join((*mode_heads(path, status.mode, mode), *diff.splitlines()[2:]))
 
 
 def mode_heads(path: str, before: int, after: int) -> tuple[str, str]:

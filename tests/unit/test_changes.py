@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +20,16 @@ from gpuprov.core.changes import (
     capture_path,
     capture_path_itself,
     file_diff,
+    file_digest,
     images_in,
     is_as_shown,
     restore_path,
     tell_nobody,
     text_diff,
+    write_files,
 )
 from gpuprov.core.commands import Completed
-from gpuprov.core.files import FileStatus
+from gpuprov.core.files import FileStatus, temporary_name
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 
@@ -46,6 +49,8 @@ def lay(system: System, kind: str) -> None:
         system.remove(PATH)
     if kind == "file":
         system.write(PATH, b"old\n", mode=0o640, owner=(7, 8))
+    elif kind == "empty file":
+        system.write(PATH, b"")
     elif kind == "link":
         system.make_link(PATH, "target")
     elif kind == "node":
@@ -66,9 +71,9 @@ def tree(system: System) -> dict[str, tuple[FileStatus, bytes]]:
 # A file that is a link now is written through it.
 PAIRS = [
     (before, then)
-    for before in ("nothing", "empty folder", "file", "link", "node")
+    for before in ("nothing", "empty folder", "file", "empty file", "link", "node")
     for then in ("file", "link", "node", "empty folder")
-    if (before, then) != ("file", "link")
+    if then != "link" or "file" not in before
 ]
 
 
@@ -83,6 +88,25 @@ def test_an_image_gives_back_what_lay_there(system: System, before: str, then: s
     for _ in range(2):
         restore_path(system, image)
         assert tree(system) == whole
+
+
+def test_a_file_that_is_as_it_was_is_not_written_again(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay(system, "file")
+    left = temporary_name(system.path(PATH))
+    left.write_text("half")
+    monkeypatch.setattr(system, "write", None)  # a full disk
+    restore_path(system, capture_path(system, PATH))
+    assert not left.exists()
+
+
+def test_files_of_root_are_written_and_have_digests(system: System) -> None:
+    lay(system, "file")
+    write_files(system, ((PATH, b"new\n", 0o600), ("/c/d/y", b"", 0o644)))
+    found = {path: (status.mode, status.uid, status.gid) for path, (status, _) in tree(system).items()}
+    assert (found[PATH], found["/c/d/y"]) == ((0o600, 0, 0), (0o644, 0, 0))
+    assert system.read_bytes(PATH) == b"new\n"
+    assert file_digest(system, PATH) == hashlib.sha256(b"new\n").hexdigest()
+    assert file_digest(system, "/c/d") == file_digest(system, "/nothing") == ""
 
 
 def test_of_missing_folders_those_that_others_use_stay(system: System) -> None:
@@ -218,11 +242,14 @@ MODES = f"--- {PATH} (mode 0640)\n+++ {PATH} (mode 0644)"
         ("file", b"new\n", 0o644, f"{MODES}\n@@ -1 +1 @@\n-old\n+new"),
         ("file", b"\xff", 0o644, MODES),
         ("file", b"new\n", 0o640, f"{OLD}{NEW}@@ -1 +1 @@\n-old\n+new"),
+        ("link", b"new\n", 0o644, f"{OLD}{NEW}@@ -1 +1 @@\n-old\n+new"),
         ("nothing", b"new\n", 0o644, f"--- /dev/null\n{NEW}@@ -0,0 +1 @@\n+new"),
     ],
 )
 def test_diffs_of_files_have_their_modes(system: System, before: str, content: bytes, mode: int, expected: str) -> None:
     lay(system, before)
+    if before == "link":
+        system.write("/a/b/target", b"old\n")
     assert file_diff(system, PATH, content, mode) == WriteFile(PATH, content, mode).diff(system) == expected
 
 
