@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from gpuprov.agent.run import run_request
 from gpuprov.core.changes import FileFact, text_diff
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, plan, warning
+from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, SetDockerProxy, is_in_use, plan, warning
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.events import Event, Finished, Note, Planned, to_line
 from gpuprov.protocol.request import Request
@@ -138,6 +139,113 @@ def test_a_proxy_that_is_no_longer_asked_for_goes(tmp_path: Path, listening: str
     assert finished(request(host)).changed == 0
 
 
+def tell(message: str, done: int, total: int) -> None:
+    raise AssertionError(message)
+
+
+FIRST, SECOND, NONE = (SetDockerProxy(Proxy(url)) for url in ("http://robot:one@a:1", "http://robot:two@b:1", ""))
+
+
+def test_the_diff_shows_what_changes(tmp_path: Path) -> None:
+    host = ProxyHost(tmp_path)
+    assert f"+EnvironmentFile=-{ENVIRONMENT}\n--- /dev/null\n+++ {ENVIRONMENT}\n" in FIRST.diff(host)
+    assert NONE.diff(host) == ""
+    FIRST.apply(host, tell)
+    assert FIRST.diff(host) == ""
+    changed = SECOND.diff(host).splitlines()
+    assert '-HTTP_PROXY="http://robot:***@a:1"' in changed and '+HTTP_PROXY="http://robot:***@b:1"' in changed
+    assert not any("EnvironmentFile" in line for line in changed)
+    removed = NONE.diff(host).splitlines()
+    assert f"-EnvironmentFile=-{ENVIRONMENT}" in removed and '-HTTP_PROXY="http://robot:***@a:1"' in removed
+    host.write(ENVIRONMENT, b"\xff\n")
+    assert FIRST.diff(host)
+
+
+@pytest.mark.parametrize("old", [b'HTTP_PROXY="http://robot:one@a:1"\n', b"", None])
+def test_the_old_password_is_kept_for_root_alone_until_it_is_back(tmp_path: Path, old: bytes | None) -> None:
+    host = ProxyHost(tmp_path)
+    if old is not None:
+        host.make_directory("/etc/gpuprov")
+        host.write(ENVIRONMENT, old, mode=0o600)
+    before = host.everything()
+    captured = SECOND.capture(host)
+    outcome = SECOND.apply(host, tell)
+    kept = {path: stat.S_IMODE(mode) for path, (mode, *_) in host.everything().items() if "/var/lib/" in path}
+    folder = "/var/lib/gpuprov"
+    assert kept == ({} if old is None else {folder: 0o700, f"{folder}/docker-proxy.env.1": 0o600})
+    # A file of an earlier run is not overwritten.
+    assert SECOND.capture(host)["backup"] == f"{folder}/docker-proxy.env.{1 if old is None else 2}"
+    SetDockerProxy.undo(host, captured, outcome)
+    host.remove(folder)
+    host.remove_tree(f"/proc/{PID}")
+    assert host.everything() == before
+
+
+@pytest.mark.parametrize(
+    ("active", "containers", "restarts"), [(True, "0", 1), (True, "2", 0), (False, "0", 0)], ids=str
+)
+def test_an_undo_restarts_docker_only_where_it_runs_and_no_container_stops(
+    tmp_path: Path, active: bool, containers: str, restarts: int
+) -> None:
+    class Busy(ProxyHost):
+        def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
+            counted = "ContainersRunning" in words[-1] and self.docker_active
+            return (0, f"{containers} false\n") if counted else super()._docker(words)
+
+    host = Busy(tmp_path)
+    host.docker_active = active
+    before = FIRST.capture(host)
+    FIRST.apply(host, tell)
+    assert (host.docker_starts, host.docker_active) == (0, active)
+    SetDockerProxy.undo(host, before, None)
+    assert (host.docker_starts, host.docker_active) == (restarts, active)
+    assert host.commands.count(("systemctl", "daemon-reload")) == 2
+
+
+def test_a_docker_that_does_not_start_with_its_proxy_is_an_error(tmp_path: Path) -> None:
+    host = ProxyHost(tmp_path)
+    host.failing_unit = "docker.service"
+    with pytest.raises(GpuprovError) as caught:
+        replace(FIRST, restart=True).apply(host, tell)
+    (problem,) = caught.value.problems
+    assert "docker" in problem.what and "Job for docker.service failed." in problem.evidence
+    assert problem.next_step == "journalctl -u docker -n 50"
+
+
+@pytest.mark.parametrize(
+    ("url", "drop_in", "pid", "environment", "in_use"),
+    [
+        ("http://a:1", True, "4711", "PATH=/bin\0HTTP_PROXY=http://a:1\0HTTPS_PROXY=http://a:1\0", True),
+        ("http://a:1", False, "4711", "HTTP_PROXY=http://a:1\0HTTPS_PROXY=http://a:1", True),
+        ("http://a:1", True, "4711", "HTTP_PROXY=http://b:1\0HTTPS_PROXY=http://a:1", False),
+        ("http://a:1", True, "4711", "HTTPS_PROXY=http://a:1", False),
+        ("http://a:1", True, "4711", None, False),
+        ("http://a:1?x=y", True, "4711", "HTTP_PROXY=http://a:1?x=y\0HTTPS_PROXY=http://a:1?x=y", True),
+        ("http://a:1", True, "0", None, None),
+        ("http://a:1", True, "", None, None),
+        ("http://a:1", True, None, None, None),
+        ("", True, "4711", "NO_PROXY=x", False),
+        ("", True, "4711", "PATH=/bin", True),
+        ("", False, "4711", "NO_PROXY=x", None),
+    ],
+)
+def test_whether_the_running_docker_has_exactly_this_proxy(
+    tmp_path: Path, url: str, drop_in: bool, pid: str | None, environment: str | None, in_use: bool | None
+) -> None:
+    class Shown(FakeHost):
+        def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+            assert words == ("show", "docker.service", "--property=MainPID", "--value")
+            return (1, "no systemd") if pid is None else (0, f"{pid}\n")
+
+    host = Shown(tmp_path)
+    files = {DROP_IN: "" if drop_in else None, "/proc/4711/environ": environment}
+    for path, text in files.items():
+        if text is not None:
+            host.make_directory(str(Path(path).parent))
+            host.write(path, text.encode())
+    assert is_in_use(host, Proxy(url)) is in_use
+
+
 def test_a_dead_proxy_stops_a_run_that_needs_it_before_anything_is_changed(tmp_path: Path) -> None:
     host = ProxyHost(tmp_path)
     before = host.tree()
@@ -179,15 +287,38 @@ def test_docker_restarts_only_where_no_container_stops(docker: DockerFacts, in_u
         assert "restart" not in quiet.summary()
 
 
+@pytest.mark.parametrize(
+    ("docker", "in_use", "mode", "planned"),
+    [
+        (IDLE, True, 0o600, False),
+        (IDLE, None, 0o600, False),
+        (IDLE, False, 0o600, True),
+        (BUSY, False, 0o600, False),
+        (replace(IDLE, active=False), False, 0o600, False),
+        (IDLE, True, 0o640, True),
+    ],
+)
+def test_files_that_are_right_are_planned_again_only_where_a_restart_is_missing(
+    tmp_path: Path, docker: DockerFacts, in_use: bool | None, mode: int, planned: bool
+) -> None:
+    host = ProxyHost(tmp_path)
+    SetDockerProxy(PROXY).apply(host, tell)
+    files = {DROP_IN: FileFact(host.read_bytes(DROP_IN) or b"", 0o644, 0, 0)}
+    files[ENVIRONMENT] = FileFact(host.read_bytes(ENVIRONMENT) or b"", mode, 0, 0)
+    assert bool(plan(files, docker, PROXY, in_use=in_use)) is planned
+
+
 def test_what_keeps_docker_from_the_proxy_is_told() -> None:
-    assert "which stops web: systemctl restart docker" in warning(BUSY, PROXY, in_use=False)
+    two = replace(BUSY, running_containers=("web", "db"))
+    assert "which stops web, db: systemctl restart docker" in warning(two, PROXY, in_use=False)
     own = replace(IDLE, config_text='{"proxies": {"http-proxy": "http://other:1"}}')
     assert "/etc/docker/daemon.json names proxies of its own" in warning(own, PROXY, in_use=True)
     assert warning(BUSY, PROXY, in_use=True) == warning(IDLE, PROXY, in_use=False) == ""
     assert warning(own, NO_PROXY, in_use=None) == ""
     assert plan({}, IDLE, NO_PROXY, in_use=None) == ()
-    stale = {ENVIRONMENT: FileFact(b"HTTP_PROXY=x\n", 0o600, 0, 0)}
-    assert [one.key for one in plan(stale, IDLE, NO_PROXY, in_use=None)] == ["set docker's proxy"]
+    for stale in (ENVIRONMENT, DROP_IN):
+        found = plan({stale: FileFact(b"HTTP_PROXY=x\n", 0o600, 0, 0)}, IDLE, NO_PROXY, in_use=None)
+        assert [one.key for one in found] == ["set docker's proxy"]
 
 
 WRONG = [
