@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
-from gpuprov.core.commands import Completed
+from gpuprov.core.changes import FileFact, RemoveFile, WriteFile, tell_nobody
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON, edited
 from gpuprov.engines.known import EngineFacts, RuntimeEntry
-from gpuprov.engines.nvidia_docker import RemoveFolder
+from gpuprov.engines.nvidia_docker import RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume
 from gpuprov.packages import retired
@@ -30,6 +29,7 @@ from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from gpuprov.toolkit import InstallRuntime
 from tests.keys import key_fingerprint, key_packet
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
 TOOLKIT = dict.fromkeys(retired.TOOLKIT, "1.13.5-1")
@@ -282,14 +282,170 @@ def test_nothing_is_removed_below_a_mount(tmp_path: Path) -> None:
     assert host.exists(f"{FOLDER}/volumes/file")
 
 
-def test_the_account_that_an_earlier_version_removed_comes_back(tmp_path: Path) -> None:
-    class Asked(FakeHost):
-        def run(self, argv: Sequence[str], **more: Any) -> Completed:
-            self.commands.append(tuple(argv))
-            return Completed(tuple(argv), 1 if argv[0] == "id" else 0, "", "")
+# -- The changes themselves --------------------------------------------------------------------------------------------
 
-    host = Asked(tmp_path)
-    before = {"name": "nvidia-docker", "line": f"nvidia-docker:x:998:997::{FOLDER}:/bin/sh"}
-    CHANGE_KINDS["RemoveAccount"].undo(host, before, {})
-    assert [words[0] for words in host.commands] == ["id", "groupadd", "useradd"]
-    assert {"--uid", "998", "--gid", "997", FOLDER} <= set(host.commands[-1])
+
+class Machine(Scripted):
+    """A machine whose programs answer by their first words: an exit code, and what they print to stderr."""
+
+    def __init__(self, root: Path, **answers: tuple[int, str]) -> None:
+        super().__init__(root)
+        self.answers = answers
+
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        code, error = next((one for name, one in self.answers.items() if name in argv), (0, ""))
+        return code, "", error
+
+
+@pytest.mark.parametrize(
+    ("answer", "evidence"),
+    [
+        ((0, ""), None),
+        ((1, "Error: No such volume: v"), None),
+        ((1, "Error: volume is in use - [9f0]"), "volume is in use"),
+    ],
+)
+def test_a_volume_goes_unless_docker_refuses(tmp_path: Path, answer: tuple[int, str], evidence: str | None) -> None:
+    host, change = Machine(tmp_path, docker=answer), RemoveVolume("v")
+    assert (change.key, change.capture(host)) == ("remove volume v", {"name": "v"})
+    assert "remove volume v " in change.summary() and "can't restore" in change.summary()
+    if evidence is None:
+        change.apply(host, tell_nobody)
+    else:
+        with pytest.raises(GpuprovError) as caught:
+            change.apply(host, tell_nobody)
+        (problem,) = caught.value.problems
+        assert "volume v" in problem.what and evidence in problem.evidence
+        assert problem.next_step.startswith("docker ps --all --filter volume=v;")
+    assert (host.asked, host.timeouts) == ([("docker", "volume", "rm", "--", "v")], [120])
+    (sentence,) = RemoveVolume.irreversible(host, change.capture(host), None, ())
+    assert "volume v and its content" in sentence and RemoveVolume.undo_when_interrupted is False
+
+
+@pytest.mark.parametrize(
+    ("answers", "started"),
+    [
+        ({}, ["enable", "start"]),
+        ({"is-active": (3, "")}, ["enable"]),
+        ({"is-enabled": (1, "")}, ["start"]),
+        ({"is-active": (3, ""), "is-enabled": (1, "")}, []),
+    ],
+    ids=str,
+)
+def test_a_stopped_plugin_runs_again_as_it_did(
+    tmp_path: Path, answers: dict[str, tuple[int, str]], started: list[str]
+) -> None:
+    host, change = Machine(tmp_path, **answers), StopPlugin(UNIT)
+    assert change.summary() == f"stop and disable {UNIT}"
+    before = change.capture(host)
+    assert before == {"unit": UNIT, "active": "start" in started, "enabled": "enable" in started}
+    assert host.asked == [("systemctl", verb, "--quiet", UNIT) for verb in ("is-active", "is-enabled")]
+    change.apply(host, tell_nobody)
+    assert (host.asked[-1], host.timeouts[-1]) == (("systemctl", "disable", "--now", UNIT), 120)
+    host.asked.clear()
+    StopPlugin.undo(host, before, None)
+    assert [words for words in host.asked if words[0] == "systemctl" and words[1] != "list-units"] == [
+        ("systemctl", "daemon-reload"), *(("systemctl", verb, UNIT) for verb in started),
+    ]  # fmt: skip
+
+
+def test_a_plugin_that_does_not_stop_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        StopPlugin(UNIT).apply(Machine(tmp_path, disable=(1, "Failed to disable unit")), tell_nobody)
+    (problem,) = caught.value.problems
+    assert UNIT in problem.what and "Failed to disable unit" in problem.evidence
+    assert problem.next_step == f"systemctl status {UNIT}"
+
+
+@pytest.mark.parametrize(
+    ("answers", "line", "programs"),
+    [
+        ({"id": (1, "")}, "x:x:998:997:a plugin:/srv/x:/bin/sh", ["id", "groupadd", "useradd"]),
+        ({}, "x:x:998:997:a plugin:/srv/x:/bin/sh", ["id"]),
+        ({"id": (1, "")}, "x:x:998:997:/srv/x:/bin/sh", []),
+        (
+            {"id": (1, ""), "groupadd": (9, "exists")}, "x:x:998:997:a plugin:/srv/x:/bin/sh",
+            ["id", "groupadd", "useradd"],
+        ),
+    ],
+    ids=["gone", "there", "no line of passwd", "its group is there"],
+)  # fmt: skip
+def test_an_account_is_made_again_where_it_is_gone(
+    tmp_path: Path, answers: dict[str, tuple[int, str]], line: str, programs: list[str]
+) -> None:
+    host = Machine(tmp_path, **answers)
+    CHANGE_KINDS["RemoveAccount"].undo(host, {"name": "x", "line": line}, {})
+    assert [words[0] for words in host.asked] == programs
+    if programs[1:]:
+        assert host.asked[0] == ("id", "x")
+        assert host.asked[1] == ("groupadd", "--system", "--gid", "997", "x")
+        assert host.asked[2] == (
+            "useradd", "--system", "--no-create-home", "--uid", "998", "--gid", "997", "--comment", "a plugin",
+            "--home-dir", "/srv/x", "--shell", "/bin/sh", "x",
+        )  # fmt: skip
+        assert host.timeouts[1:] == [120, 120]
+
+
+def test_an_account_that_can_not_be_made_again_is_an_error(tmp_path: Path) -> None:
+    host = Machine(tmp_path, id=(1, ""), useradd=(4, "useradd: UID 998 is not unique"))
+    with pytest.raises(GpuprovError) as caught:
+        CHANGE_KINDS["RemoveAccount"].undo(host, {"name": "x", "line": "x:x:998:997::/:/bin/sh"}, {})
+    (problem,) = caught.value.problems
+    assert "user x" in problem.what and "UID 998 is not unique" in problem.evidence
+    assert problem.next_step == "getent passwd 998"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "nothing"])
+def test_a_folder_of_the_plugin_comes_back_empty_and_a_link_in_its_place_stays(tmp_path: Path, kind: str) -> None:
+    host, change = Machine(tmp_path), RemoveFolder("/srv/plugin")
+    host.make_directory("/srv")
+    place = host.path("/srv/plugin")
+    if kind == "folder":
+        host.make_directory("/srv/plugin/files", 0o750)
+    elif kind == "link":
+        place.symlink_to("/elsewhere")
+    before = change.capture(host)
+    assert change.key == "remove /srv/plugin" and "remove /srv/plugin " in change.summary()
+    assert before == (
+        {"path": "/srv/plugin", "mode": 0o750, "uid": os.geteuid(), "gid": os.getegid()}
+        if kind == "folder"
+        else {"path": "/srv/plugin", "mode": None}
+    )
+    sentences = RemoveFolder.irreversible(host, before, None, ())
+    assert any("/srv/plugin" in one for one in sentences) is (kind == "folder")
+    change.apply(host, tell_nobody)
+    assert (host.exists("/srv/plugin"), place.is_symlink()) == (False, kind == "link")
+    for _ in range(2):
+        RemoveFolder.undo(host, before, None)
+    status = host.status("/srv/plugin")
+    assert (status and (status.kind, status.mode)) == {"folder": ("directory", 0o750), "link": ("link", 0o777)}.get(
+        kind
+    )
+    owner = f"{os.geteuid()}:{os.getegid()}"
+    assert host.asked == ([("chown", owner, "/srv/plugin")] if kind == "folder" else [])
+
+
+@pytest.mark.parametrize(
+    ("mounted", "step"),
+    [
+        (("/srv/plugin",), "umount /srv/plugin;"),
+        (("/srv/plugin/a", "/srv/plugin/a/b\\040c"), "umount '/srv/plugin/a/b c' /srv/plugin/a;"),
+        (("/srv/plugins", "/srv", "/"), ""),
+    ],
+    ids=["itself", "below", "beside"],
+)  # fmt: skip
+def test_what_is_mounted_in_a_folder_is_unmounted_first(tmp_path: Path, mounted: tuple[str, ...], step: str) -> None:
+    host = Machine(tmp_path)
+    host.make_directory("/srv/plugin/a")
+    host.make_directory("/proc/self")
+    rows = (f"36 35 98:0 / {place} rw - ext4 /dev/sda rw\n" for place in mounted)
+    host.write("/proc/self/mountinfo", "".join(("36 35 98:0 /\n", *rows)).encode())
+    if step:
+        with pytest.raises(GpuprovError) as caught:
+            RemoveFolder("/srv/plugin").apply(host, tell_nobody)
+        (problem,) = caught.value.problems
+        assert "/srv/plugin is not removed" in problem.what and problem.next_step.startswith(step)
+        assert problem.evidence == "mounted: " + ", ".join(mounted).replace("\\040", " ")
+    else:
+        RemoveFolder("/srv/plugin").apply(host, tell_nobody)
+    assert host.exists("/srv/plugin") is bool(step)
