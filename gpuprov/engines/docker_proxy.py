@@ -116,7 +116,7 @@ class SetDockerProxy(Change):
             "folders": image["missing_parents"],
         }
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)
         if before["backup"]:
             system.make_directory(STATE_DIRECTORY, 0o700)
@@ -130,7 +130,6 @@ class SetDockerProxy(Change):
             system.remove(DROP_IN)
             system.remove(ENVIRONMENT)
         _reload_units(system, restart=self.restart)
-        return {"restarted": self.restart}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

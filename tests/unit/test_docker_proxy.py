@@ -148,10 +148,14 @@ FIRST, SECOND, NONE = (SetDockerProxy(Proxy(url)) for url in ("http://robot:one@
 
 def test_the_diff_shows_what_changes(tmp_path: Path) -> None:
     host = ProxyHost(tmp_path)
+    assert FIRST.summary() == f"write {DROP_IN}: docker uses the proxy http://a:1"
+    assert NONE.summary() == f"remove {DROP_IN}"
     assert f"+EnvironmentFile=-{ENVIRONMENT}\n--- /dev/null\n+++ {ENVIRONMENT}\n" in FIRST.diff(host)
     assert NONE.diff(host) == ""
     FIRST.apply(host, tell)
     assert FIRST.diff(host) == ""
+    tree = host.everything()
+    assert [stat.S_IMODE(tree[path][0]) for path in (DROP_IN, ENVIRONMENT)] == [0o644, 0o600]
     changed = SECOND.diff(host).splitlines()
     assert '-HTTP_PROXY="http://robot:***@a:1"' in changed and '+HTTP_PROXY="http://robot:***@b:1"' in changed
     assert not any("EnvironmentFile" in line for line in changed)
@@ -159,6 +163,8 @@ def test_the_diff_shows_what_changes(tmp_path: Path) -> None:
     assert f"-EnvironmentFile=-{ENVIRONMENT}" in removed and '-HTTP_PROXY="http://robot:***@a:1"' in removed
     host.write(ENVIRONMENT, b"\xff\n")
     assert FIRST.diff(host)
+    NONE.apply(host, tell)
+    assert not host.exists(DROP_IN) and not host.exists(ENVIRONMENT)
 
 
 @pytest.mark.parametrize("old", [b'HTTP_PROXY="http://robot:one@a:1"\n', b"", None])
@@ -169,13 +175,13 @@ def test_the_old_password_is_kept_for_root_alone_until_it_is_back(tmp_path: Path
         host.write(ENVIRONMENT, old, mode=0o600)
     before = host.everything()
     captured = SECOND.capture(host)
-    outcome = SECOND.apply(host, tell)
+    SECOND.apply(host, tell)
     kept = {path: stat.S_IMODE(mode) for path, (mode, *_) in host.everything().items() if "/var/lib/" in path}
     folder = "/var/lib/gpuprov"
     assert kept == ({} if old is None else {folder: 0o700, f"{folder}/docker-proxy.env.1": 0o600})
     # A file of an earlier run is not overwritten.
     assert SECOND.capture(host)["backup"] == f"{folder}/docker-proxy.env.{1 if old is None else 2}"
-    SetDockerProxy.undo(host, captured, outcome)
+    SetDockerProxy.undo(host, captured, {})
     host.remove(folder)
     host.remove_tree(f"/proc/{PID}")
     assert host.everything() == before
