@@ -14,8 +14,21 @@ from gpuprov.core.places import SOURCES_LIST
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, RemovePackages, plan_holds
 from gpuprov.packages.dpkg import gather_packages
 from gpuprov.packages.failures import Advice
-from gpuprov.packages.interface import HELD_LIST, PackageFacts, pinned
+from gpuprov.packages.interface import (
+    HELD_LIST,
+    LockFacts,
+    PackageFacts,
+    lock_holder,
+    pinned,
+    read_held,
+    reporter,
+    shortened,
+    versions_by_name,
+    wait_until_free,
+    write_held,
+)
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.scripted import Scripted
 from tests.unit.test_packages import RecordedApt, WithLocks, held_by_another
 
 OPTIONS = ("-o", "Dir::Etc::SourceList=/bundle")
@@ -234,3 +247,127 @@ def test_summaries_name_each_package() -> None:
 def test_plans_hold_names_without_versions() -> None:
     assert plan_holds(PackageFacts("apt", {"a": "1"}), ("a",)) == (HoldPackages(("a",)),)
     assert pinned(("a=1", "b")) == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, ""), (1, "p0"), (7, "p0, p1, p2, p3, p4, p5, p6"), (8, "p0, p1, p2, p3, p4, p5 and 2 more")],
+)
+def test_a_sentence_names_six_of_many_packages(count: int, text: str) -> None:
+    assert shortened([f"p{number}" for number in range(count)]) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "summary"),
+    [
+        (HoldPackages((), driver=True), "hold the driver's packages at this version"),
+        (HoldPackages(("a", "b"), driver=True), "hold the driver's packages at this version (a, b)"),
+        (RemovePackages(("a", "b")), "remove a, b (a rollback installs them again from copies)"),
+        (RemovePackages(("a",), ("/x", "/y")), "remove a (a rollback installs them again from copies); /x, /y stays"),
+    ],
+)
+def test_summaries_of_holds_and_removals(change: HoldPackages | RemovePackages, summary: str) -> None:
+    assert change.summary() == summary
+
+
+@pytest.mark.parametrize(
+    ("names", "disturbs"),
+    [
+        (("docker-ce=5:27.0",), True),
+        (("gcc", "containerd.io=1.7"), True),
+        (("docker-ce", "gcc=12"), False),
+        ((), False),
+    ],
+)
+def test_an_engine_in_another_version_disturbs_containers(names: tuple[str, ...], disturbs: bool) -> None:
+    assert InstallPackages(names).disturbs is disturbs
+
+
+def test_the_drivers_packages_and_which_of_them_gpuprov_holds() -> None:
+    names = ("nvidia-driver", "libcuda1", "NVIDIA-settings", "gcc", "nvidia-container-toolkit", "nvidia-driver-dev")
+    locks = LockFacts(held_here=frozenset({"NVIDIA-settings"}))
+    held = frozenset({"libcuda1", "gcc"})
+    facts = PackageFacts("apt", dict.fromkeys(names, "1"), held_here=held, locks=locks)
+    assert facts.driver == {"nvidia-driver", "libcuda1", "NVIDIA-settings"}
+    assert facts.driver_held == ("NVIDIA-settings", "libcuda1")
+
+
+class Locked(Scripted):
+    """A machine whose locks are held by these processes, whose clock goes on only by waiting."""
+
+    def __init__(self, root: Path, **holders: int) -> None:
+        super().__init__(root)
+        self.holders = holders
+        self.clock_shows = 1000.0
+
+    def lock_holder(self, path: str) -> int | None:
+        return self.holders.get(path)
+
+    def now(self) -> float:
+        return self.clock_shows
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds == 0.5
+        self.clock_shows += seconds
+
+
+@pytest.mark.parametrize(
+    ("holders", "comm", "command", "name"),
+    [
+        ({}, None, None, ""),
+        ({"b": 7}, "apt-get\n", "apt-get\0install\0gcc\0", "apt-get (pid 7: apt-get install gcc)"),
+        ({"b": 7, "a": 8}, "x\n", "", "x (pid 8)"),
+        ({"a": 7}, None, None, "a process (pid 7)"),
+        ({"a": 0}, None, None, "a process that can't be seen from here"),
+    ],
+)
+def test_the_holder_of_a_lock_is_named(
+    tmp_path: Path, holders: dict[str, int], comm: str | None, command: str | None, name: str
+) -> None:
+    host = Locked(tmp_path, **holders)
+    for file, text in (("comm", comm), ("cmdline", command)):
+        for pid in holders.values() if text is not None else ():
+            host.make_directory(f"/proc/{pid}")
+            host.write(f"/proc/{pid}/{file}", str(text).encode())
+    assert lock_holder(host, ("a", "b")) == name
+
+
+def test_each_holder_of_the_lock_is_told_once_and_a_deadline_counts_from_before(tmp_path: Path) -> None:
+    host, told = Locked(tmp_path), list[tuple[str, int, int]]()
+
+    def tell(message: str, done: int, total: int) -> None:
+        told.append((message, done, total))
+
+    holders = iter(["apt (pid 1)", "apt (pid 1)", "dpkg (pid 2)", ""])
+    wait_until_free(host, tell, lambda system: next(holders))
+    assert [(message.split(" for ")[1], *counts) for message, *counts in told] == [
+        (f"{name}, which holds the package manager's lock", 0, 0) for name in ("apt (pid 1)", "dpkg (pid 2)")
+    ]
+    assert host.now() == 1001.5
+    with pytest.raises(GpuprovError) as caught:
+        wait_until_free(host, tell, lambda system: "apt (pid 1)", deadline=1003.0)
+    assert host.now() == 1003.5
+    (problem,) = caught.value.problems
+    assert problem.evidence == "apt (pid 1); waited 300 s for its end" and "gpuprov_lock_timeout" in problem.next_step
+
+
+def test_lines_of_progress_are_told_without_their_padding() -> None:
+    told: list[tuple[str, int, int]] = []
+    report = reporter(r"\s*Setting up", lambda message, done, total: told.append((message, done, total)))
+    for line in ("  Setting   up", "  Setting up  gcc\t(12) \n", "Reading. Setting up"):
+        report(line)
+    assert told == [("Setting up gcc (12)", 0, 0)]
+
+
+def test_versions_of_a_name_stay_in_their_order() -> None:
+    assert versions_by_name([("a", "2"), ("b", "1"), ("a", "1")]) == {"a": ("2", "1"), "b": ("1",)}
+
+
+def test_the_list_of_held_packages_is_sorted_and_its_folder_is_roots(tmp_path: Path) -> None:
+    host = Scripted(tmp_path)
+    assert read_held(host) == frozenset()
+    write_held(host, ("b", "a", "c"), ("b",))
+    write_held(host, ("d",), ("c", "x"))
+    assert host.read_text(HELD_LIST) == "a\nd\n" and read_held(host) == {"a", "d"}
+    status = host.status(STATE_DIRECTORY)
+    assert status is not None and status.mode == 0o700
