@@ -16,6 +16,7 @@ from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, Runtim
 from gpuprov.engines.other_engines import (
     ConfigureEngine,
     gather,
+    is_active,
     kept_running,
     names,
     plan,
@@ -46,6 +47,7 @@ class Host(Scripted):
         super().__init__(root)
         self.active = True
         self.starts = True
+        self.log = ""
         for program in ("containerd", "podman"):
             path = root / "usr/bin" / program
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ class Host(Scripted):
         if argv == ("/usr/bin/containerd", "--version"):
             return "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n"
         if argv[0] == "journalctl":
-            return "starting\nerror: no such plugin\n"
+            return self.log
         assert argv[0] == "systemctl"
         if argv[1] == "restart":
             self.active = self.starts
@@ -102,12 +104,23 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
     assert host.restarts == 0
 
 
-def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host) -> None:
-    host.starts = False
+@pytest.mark.parametrize(
+    ("log", "evidence"),
+    [
+        ("starting\nerror: no such plugin\n", "error: no such plugin"),
+        ("1 ERROR\n2 Failed\n3\n4 error\n5 failure\n", "2 Failed\n4 error\n5 failure"),
+        ("starting\n", "`systemctl restart containerd.service` exited 1"),
+    ],
+)
+def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: str, evidence: str) -> None:
+    host.starts, host.log = False, log
     (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
+    told: list[str] = []
     with pytest.raises(GpuprovError, match="failed to start with its new configuration; the old one is back") as caught:
-        change.apply(host, lambda *_: None)
-    assert "error: no such plugin" in str(caught.value)
+        change.apply(host, lambda message, *_: told.append(message))
+    (problem,) = caught.value.problems
+    assert problem.evidence.startswith(evidence) and "fix what containerd names" in problem.next_step
+    assert told == ["restarting containerd.service"]
     assert host.config.read_text() == CONTAINERD
     assert host.active and host.restarts == 2
 
@@ -133,6 +146,7 @@ def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Hos
     host.config.write_text("version = \n")
     found = problems(gather(host, ("containerd", "crio")), LAUNCHER_PATH)
     assert found[0].what == "crio is not installed"
+    assert "there is no crio on the PATH" in found[0].evidence and "take crio out of gpuprov_engines" in str(found[0])
     assert "line 1" in str(found[1])
     assert plan(gather(host, ("containerd",)), LAUNCHER_PATH) == ()
 
@@ -200,6 +214,44 @@ def test_what_makes_a_host_a_kubernetes_node(
         (host.root / path).touch()
     assert known.kubernetes_programs(host) == found
     assert known.own_engines(found) == own
+
+
+@pytest.mark.parametrize(
+    ("of_kubernetes", "values", "kept"),
+    [
+        ((), {}, {"k3s"}),
+        ((), {"restart_kubernetes": True}, set()),
+        (("k3s",), {"restart_kubernetes": True}, set()),
+        # The kubelet's engine may be any; a user who names one has decided.
+        (("kubelet",), {"restart_kubernetes": True}, {"containerd", "crio", "k3s"}),
+        (("kubelet",), {"engines": ["crio", "k3s"]}, {"containerd", "k3s"}),
+    ],
+)
+def test_which_engines_may_not_be_restarted(
+    of_kubernetes: tuple[str, ...], values: dict[str, Any], kept: set[str]
+) -> None:
+    facts = {name: EngineFacts(f"/usr/bin/{name}") for name in ("containerd", "crio", "k3s")}
+    assert kept_running(facts, of_kubernetes, parse_spec({"docker": "none", **values})) == kept
+
+
+def test_an_undo_with_a_journal_that_names_no_unit_restarts_the_engines_own(host: Host) -> None:
+    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
+    image = {name: value for name, value in change.capture(host).items() if name != "unit"}
+    change.apply(host, lambda *_: None)
+    type(change).undo(host, image, None)
+    assert host.config.read_text() == CONTAINERD
+    assert [argv[-1] for argv in host.asked if argv[1] == "restart"] == ["containerd.service"] * 2
+
+
+def test_an_engine_whose_version_is_not_told_gets_no_cdi(host: Host) -> None:
+    class Silent(Host):
+        def answer(self, argv: tuple[str, ...]) -> Answer:
+            return (1, "containerd 1.7.24") if argv[1:] == ("--version",) else super().answer(argv)
+
+    silent = Silent(host.root / "silent")
+    facts = gather(silent, ("containerd",))["containerd"]
+    assert facts.version == "" and gather(host, ("containerd",))["containerd"].version
+    assert [limit for argv, limit in zip(silent.asked, silent.timeouts) if "--version" in argv] == [20]
 
 
 @pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])
@@ -331,6 +383,7 @@ def test_files_that_it_has_not_read_yet_are_read_by_a_restart_that_is_asked_for(
     wanted = spec("k3s", restart_kubernetes=asked)
     facts = {"k3s": replace(gather(node, ("k3s",))["k3s"], running=CriStatus(("runc",)))}
     assert facts["k3s"].has_not_read_its_files
+    assert is_active(node, "k3s", facts["k3s"]) and not is_active(node, "k3s", replace(facts["k3s"], unit=""))
     assert restart_command("k3s", facts["k3s"]) == "systemctl restart k3s-agent"
     for found in plan(facts, LAUNCHER_PATH, kept_running(facts, ("k3s",), wanted)):
         assert "it runs and has not read its files" in found.summary() and found.diff(node) == ""
