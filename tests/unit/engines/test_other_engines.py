@@ -115,12 +115,14 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
 def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: str, evidence: str) -> None:
     host.starts, host.log = False, log
     (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
-    told: list[str] = []
+    told: list[tuple[str, int, int]] = []
     with pytest.raises(GpuprovError, match="failed to start with its new configuration; the old one is back") as caught:
-        change.apply(host, lambda message, *_: told.append(message))
+        change.apply(host, lambda message, done, total: told.append((message, done, total)))
     (problem,) = caught.value.problems
     assert problem.evidence.startswith(evidence) and "fix what containerd names" in problem.next_step
-    assert told == ["restarting containerd.service"]
+    assert told == [("restarting containerd.service", 0, 0)]
+    (words,) = (argv for argv in host.asked if argv[0] == "journalctl")
+    assert "containerd.service" in words and "--lines=20" in words
     assert host.config.read_text() == CONTAINERD
     assert host.active and host.restarts == 2
 
@@ -186,6 +188,9 @@ def test_podman_of_the_runs_own_packages_is_configured_in_the_same_run(host: Hos
     assert problems(found, LAUNCHER_PATH) == ()
     (change,) = plan(found, LAUNCHER_PATH)
     assert isinstance(change, ConfigureEngine) and change.engine == "podman"
+    # What the host has, and what the run does not install, stays as it was found.
+    other = {"podman": EngineFacts("/opt/podman"), "crio": EngineFacts()}
+    assert with_coming(other, spec) == other
 
 
 def test_an_engine_that_is_kept_running_reads_its_files_later_and_is_not_restarted_by_the_undoing(host: Host) -> None:
@@ -241,6 +246,11 @@ def test_an_undo_with_a_journal_that_names_no_unit_restarts_the_engines_own(host
     type(change).undo(host, image, None)
     assert host.config.read_text() == CONTAINERD
     assert [argv[-1] for argv in host.asked if argv[1] == "restart"] == ["containerd.service"] * 2
+
+
+def test_podman_has_no_default_runtime(host: Host) -> None:
+    facts = gather(host, ("podman",))
+    assert plan(facts, LAUNCHER_PATH, set_default=True) == plan(facts, LAUNCHER_PATH)
 
 
 def test_an_engine_whose_version_is_not_told_gets_no_cdi(host: Host) -> None:
