@@ -19,6 +19,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.driver import fabric_manager, generations, vgpu
 from gpuprov.facts.gpus import GRIDD, GRIDD_CONFIG, GRIDD_TEMPLATE, TOKEN, FabricFacts
 from gpuprov.facts.host import gather
+from gpuprov.facts.kernels import ImageFacts
 from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
@@ -35,7 +36,7 @@ SECRET = "eyJhbGciOiJSUzI1NiJ9.eyJ0b2tlbiI6InNlY3JldCJ9.c2lnbmF0dXJl"
 # As the GRID driver brings it, in short (NVIDIA's licensing guide; Azure's instructions remove its FeatureType=0).
 _TEMPLATE = """\
 # /etc/nvidia/gridd.conf.template - Configuration file for NVIDIA Grid Daemon
-# Description: Set License Server Address
+# Description: Set License Server Address \xae
 #ServerAddress=
 #ServerPort=7070
 FeatureType=0
@@ -62,7 +63,7 @@ class Guest(FakeHost):
         super().__init__(root, gpus=1, metal=True)
         for path, text in ((GRIDD_TEMPLATE, _TEMPLATE), ("/usr/bin/nvidia-gridd", "")):
             self.path(path).parent.mkdir(parents=True, exist_ok=True)
-            self.path(path).write_text(text)
+            self.path(path).write_text(text, encoding="latin-1")
         self.states: set[str] = set()
         self.licensed_after, self.virtual = 0.0, True
 
@@ -101,6 +102,7 @@ def applied(guest: Guest, wanted: HostSpec) -> None:
     ({"token": SECRET}, []),
     ({"feature": 2, "server": "lic.example.org:7071"},
      ["FeatureType=2", "ServerAddress=lic.example.org", "ServerPort=7071"]),
+    ({"server": "lic.example.org"}, ["ServerAddress=lic.example.org"]),
     ({}, ["IgnoreSP=FALSE", "EnableUI=FALSE"]),
 ])  # fmt: skip
 def test_gridd_conf_is_the_template_with_the_settings(guest: Guest, licence: dict[str, Any], lines: list[str]) -> None:
@@ -108,8 +110,41 @@ def test_gridd_conf_is_the_template_with_the_settings(guest: Guest, licence: dic
     text = guest.read_text(GRIDD_CONFIG) or ""
     assert [one for one in text.splitlines() if not one.startswith("#")] == lines
     assert "#ServerPort=7070" in text and "# Description" in text
+    status = guest.status(GRIDD_CONFIG)
+    assert status is not None and status.mode == 0o644
     assert guest.states == {"is-enabled", "is-active"}
     assert vgpu.plan(source_of(gather(guest), spec(**licence))) == (), "a second run has nothing to do"
+
+
+@pytest.mark.parametrize(("states", "image", "done"), [
+    ({"is-enabled"}, False, f"enable and start {GRIDD}"),
+    ({"is-active"}, False, f"enable and start {GRIDD}"),
+    ({"is-active"}, True, f"enable {GRIDD}"),
+    ({"is-enabled"}, True, ""),
+])  # fmt: skip
+def test_a_licence_that_is_written_needs_the_unit(guest: Guest, states: set[str], image: bool, done: str) -> None:
+    applied(guest, spec())
+    guest.states = states
+    facts = replace(gather(guest), image=ImageFacts() if image else None)
+    assert [one.summary() for one in vgpu.plan(source_of(facts, spec()))] == ([done] if done else [])
+
+
+def test_a_diff_shows_what_becomes_of_each_file(guest: Guest) -> None:
+    (change, _) = vgpu.plan(source_of(gather(guest), spec(feature=1)))
+    assert TOKEN not in change.summary() + change.diff(guest)
+    applied(guest, spec(feature=2))
+    assert isinstance(change, vgpu.LicenseVgpu)
+    lines = replace(change, token=SECRET).diff(guest).splitlines()
+    changed = [one for one in lines if one.startswith(("-", "+"))]
+    assert changed[2:4] == ["-FeatureType=2", "+FeatureType=1"] and len(changed) == 5
+    assert all(GRIDD_CONFIG in one for one in changed[:2]) and TOKEN in changed[4]
+    # The run that installs the driver brings the template later.
+    guest.path(GRIDD_TEMPLATE).unlink()
+    guest.path(GRIDD_CONFIG).unlink()
+    added = [one for one in change.diff(guest).splitlines() if one.startswith("+")]
+    assert [one for one in added[1:] if not one.startswith("+#")] == [
+        "+FeatureType=1", "+IgnoreSP=FALSE", "+EnableUI=FALSE",
+    ]  # fmt: skip
 
 
 def test_the_token_is_roots_alone_and_nothing_shows_it(guest: Guest) -> None:
@@ -153,16 +188,32 @@ def test_undo_restores_the_configuration_and_removes_the_token(guest: Guest) -> 
     applied(guest, spec(feature=1, token=SECRET))
     undo_last(guest)
     assert guest.tree() == before and guest.states == set()
+    (change, _) = vgpu.plan(source_of(gather(guest), spec(token=SECRET)))
+    assert change.irreversible(guest, change.capture(guest), {}, ()) == ()
     applied(guest, spec(token=SECRET))
     applied(guest, spec(token="new"))
     (change, _) = vgpu.plan(source_of(gather(guest), spec(token="third")))
     assert TOKEN in change.irreversible(guest, change.capture(guest), {}, ())[0]
 
 
+@pytest.mark.parametrize(("had_folder", "other"), [(True, ""), (False, "another.tok")])
+def test_undo_keeps_a_folder_of_tokens_that_others_need(guest: Guest, had_folder: bool, other: str) -> None:
+    folder = guest.path(TOKEN).parent
+    if had_folder:
+        folder.mkdir(parents=True)
+    applied(guest, spec(token=SECRET))
+    if other:
+        (folder / other).write_text("of the site")
+    undo_last(guest)
+    assert [one.name for one in folder.iterdir()] == ([other] if other else [])
+
+
 def test_a_driver_that_takes_no_licence_is_named(guest: Guest) -> None:
     guest.path(GRIDD_TEMPLATE).unlink()
-    with pytest.raises(GpuprovError, match="not NVIDIA's GRID driver"):
+    with pytest.raises(GpuprovError, match="not NVIDIA's GRID driver") as caught:
         applied(guest, spec(token=SECRET))
+    (problem,) = caught.value.problems
+    assert GRIDD_TEMPLATE in problem.evidence and "gpuprov_driver_url" in problem.next_step
     assert not guest.exists(TOKEN)
 
 
