@@ -19,6 +19,7 @@ from gpuprov.driver.dcgm import RunDcgm, packages
 from gpuprov.driver.running_driver import UNITS
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, ServiceFacts, gather_services
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.kernels import ImageFacts
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
@@ -106,6 +107,19 @@ def test_the_packages_are_those_of_the_drivers_cuda_as_apt_dnf_and_zypper_name_t
     assert packages(version, spec(dcgm=False)) == packages("", spec()) == ()
 
 
+@pytest.mark.parametrize(("values", "branch"), [
+    ({"driver_version": "535.261.03"}, "535"),
+    ({"driver_version": "535", "driver": "packages"}, "535"),
+    ({"driver_version": "535.261.03", "driver": "preinstalled"}, "580"),
+    ({"driver_version": "", "driver": "preinstalled"}, "580"),
+])  # fmt: skip
+def test_its_packages_are_those_of_the_driver_that_the_host_will_have(
+    facts: HostFacts, values: dict[str, Any], branch: str
+) -> None:
+    has = replace(facts, driver=replace(facts.driver, library_version="580.95.05"))
+    assert dcgm.wanted_packages(source_of(has, spec(**values))) == packages(branch, spec())
+
+
 def test_it_comes_from_nvidias_repository_in_the_same_installation(facts: HostFacts) -> None:
     source = source_of(facts, spec())
     assert f"{NAME}-4-cuda12" in software.wanted(source)
@@ -128,6 +142,10 @@ def test_a_unit_that_does_not_run_or_is_not_enabled_is_planned(
 ) -> None:
     changes = dcgm.plan(source_of(replace(facts, services=there), spec(dcgm_exporter=exporter)))
     assert changes == ((RunDcgm(units),) if units else ())
+    # An image needs them enabled only.
+    image = dcgm.plan(source_of(replace(facts, services=there, image=ImageFacts()), spec(dcgm_exporter=exporter)))
+    lacking = tuple(unit for unit in BOTH[: 1 + exporter] if unit not in there.enabled)
+    assert image == ((RunDcgm(lacking, start=False),) if lacking else ())
     assert CHANGE_KINDS["RunDcgm"] is RunDcgm and {*BOTH} <= {*UNITS}
 
 
@@ -169,6 +187,9 @@ def test_what_prevents_it_is_told_before_anything_is_changed(facts: HostFacts) -
     assert "DCGM 3 is installed" in three and f"{NAME} 1:3.3.9" in three
     assert f"systemctl disable --now nvidia-dcgm; apt-get purge {NAME}; gpuprov install" in three.replace("-y ", "")
     assert told(old, dcgm=False) == []
+    config = f"{NAME}-config"
+    both = replace(old, packages=replace(old.packages, installed={**old.packages.installed, config: "1:3.3.9"}))
+    assert f"{NAME} {config}; gpuprov install" in told(both)[0]
 
 
 def test_verify_compares_its_gpus_with_those_of_nvidia_smi(host: DcgmHost) -> None:
