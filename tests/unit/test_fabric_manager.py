@@ -252,6 +252,8 @@ def test_versions_that_differ_are_told_where_the_site_installs_it(facts: HostFac
     assert f"{OTHER}; NVSwitches: 0000:c1:00.0" in problem.evidence
     assert fabric_manager.plan(source_of(old, spec(fabric_manager="preinstalled"))) == ()
     assert fabric_manager.plan_problems(source_of(old, spec())) == ()
+    stopped = replace(old, fabric=replace(facts.fabric, version=VERSION))
+    assert fabric_manager.plan_problems(source_of(stopped, spec(fabric_manager="preinstalled"))) == ()
     without = replace(old, fabric=FabricFacts())
     assert fabric_manager.plan_problems(source_of(without, spec(fabric_manager="preinstalled"))) == ()
 
@@ -264,6 +266,15 @@ def test_its_unit_is_enabled_and_started_and_undo_takes_that_back(host: SwitchHo
     assert host.unit == {"is-active": True, "is-enabled": True}
     RunFabricManager.undo(host, before, {})
     assert host.unit == {"is-active": False, "is-enabled": False}
+
+
+def test_an_image_has_it_enabled_and_not_started(host: SwitchHost) -> None:
+    host.version = VERSION
+    change = RunFabricManager(VERSION, start=False, modules=("mlx5_ib",))
+    assert change.summary() == f"enable {UNIT} ({VERSION})"
+    change.apply(host, lambda *words: None)
+    assert host.unit == {"is-active": False, "is-enabled": True}
+    assert not any(words[0] == "modprobe" for words in host.commands)
 
 
 def test_another_version_is_refused_before_it_is_started(host: SwitchHost) -> None:
