@@ -186,12 +186,19 @@ def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost) -
         assert (host.mode, host.instances) == ("Enabled", ["3g.40gb"])
 
 
-def test_undo_makes_whole_what_was_whole(host: MigHost) -> None:
+@pytest.mark.parametrize(("mode", "instances"), [("Disabled", []), ("Enabled", []), ("Enabled", ["1g.10gb"])])
+def test_undo_brings_back_what_was_there_and_a_second_one_changes_nothing(
+    host: MigHost, mode: str, instances: list[str]
+) -> None:
+    host.mode, host.pending, host.instances = mode, mode, list(instances)
     change = DivideGpus(((0, "3g.40gb"),))
     before = change.capture(host)
     change.apply(host, lambda *words: None)
     DivideGpus.undo(host, before, {})
-    assert (host.mode, host.instances) == ("Disabled", [])
+    assert (host.mode, host.instances) == (mode, instances)
+    host.changes.clear()
+    DivideGpus.undo(host, before, {})
+    assert host.changes == []
 
 
 def test_what_needs_a_reset_gets_one(host: MigHost) -> None:
