@@ -22,7 +22,7 @@ from tests.simgpu import cache, debian
 _PACKAGE = "golang-github-kubernetes-cri-api-dev"
 _PROTO = "unpacked/usr/share/gocode/src/k8s.io/cri-api/pkg/apis/runtime/v1/api.proto"
 _LOGS = "/var/log/test-pods"
-_SECONDS = 60
+_SECONDS = 300
 _COUNTER = itertools.count(1)
 
 

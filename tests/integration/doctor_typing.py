@@ -29,7 +29,7 @@ ALWAYS = frozenset({"driver-old", "hook-unseen"})
 # What a person leaves in an editor: the test's own script, which gets the file as its last word.
 _EDITOR = "/root/edit"
 _SHELL = f"export EDITOR={_EDITOR} DEBIAN_FRONTEND=noninteractive\n"
-_BOOT_SECONDS = 60
+_BOOT_SECONDS = 300
 # The simulated kernel's log, which a boot empties; real dmesg reads it.
 _DMESG = '#!/bin/sh\n[ -e /run/kernel.log ] || exit 0\nexec /usr/bin/dmesg --file /run/kernel.log "$@"\n'
 # How the simulated GPUs are ends with a boot, too.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SECONDS = 60
+_SECONDS = 300
 
 
 @contextmanager
