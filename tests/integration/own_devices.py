@@ -37,20 +37,22 @@ def own_devices() -> Iterator[None]:
 def _cover() -> None:
     _mount("--make-rprivate", "/")
     mounted = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
-    below = sorted(path for path in mounted if path.startswith(f"{_DEVICES}/"))
+    below = [path for path in sorted(mounted) if path.startswith(f"{_DEVICES}/")]
+    # What others have mounted further down, as in /dev/shm, comes along with that, and may go at any time.
+    below = [path for path in below if mounted.isdisjoint(map(str, Path(path).parents[: -len(_DEVICES.parts)]))]
     with tempfile.TemporaryDirectory() as name:
         room = Path(name)
         _mount("-t", "tmpfs", "gpuprov-dev", str(room))
         for number, path in enumerate(below):
             place = room / str(number)
             place.mkdir() if Path(path).is_dir() else place.touch()
-            _mount("--bind", path, str(place))
+            _mount("--rbind", path, str(place))
         for layer in ("upper", "work"):
             (room / layer).mkdir()
         layers = f"lowerdir={_DEVICES},upperdir={room}/upper,workdir={room}/work"
         _mount("-t", "overlay", "-o", layers, "gpuprov-dev", str(_DEVICES))
         for number, path in enumerate(below):
-            _mount("--bind", str(room / str(number)), path)
+            _mount("--rbind", str(room / str(number)), path)
         subprocess.run(("umount", "--recursive", "--lazy", str(room)), check=True)
     shutil.rmtree(_DEVICES / "char", ignore_errors=True)
     for left in _DEVICES.glob("nvidia*"):
