@@ -95,7 +95,7 @@ def _undo_failed(
 def obstacles(system: System, changes: Sequence[Change]) -> tuple[Problem, ...]:
     """Return what prevents changes, known before the first: files that can't be written, folders without programs."""
     images = (image for change in changes if not change.uses_package_manager
-              for image in images_in(change.capture(system)))  # fmt: skip
+              for image in images_in(change.capture(system), links=True))  # fmt: skip
     paths = [f"{RUNS_DIRECTORY}/new", *(image["path"] for image in images)] if changes else []
     return system.write_problems(dict.fromkeys(paths), {change.executes: None for change in changes if change.executes})
 

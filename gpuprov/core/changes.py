@@ -312,16 +312,13 @@ def capture_path(system: System, path: str) -> Json:
     return image
 
 
-def images_in(before: Any) -> Iterator[Json]:
-    """Yield every image by `capture_path` in a captured state."""
-    if isinstance(before, Mapping) and "missing_parents" in before:
+def images_in(before: Any, *, links: bool = False) -> Iterator[Json]:
+    """Yield every image by `capture_path` in a captured state; `links`: those of links by `capture_path_itself` too."""
+    if isinstance(before, Mapping) and ("missing_parents" in before or (links and before.get("kind") == "link")):
         yield before
-    elif isinstance(before, Mapping):
-        for value in before.values():
-            yield from images_in(value)
-    elif isinstance(before, list):
-        for value in before:
-            yield from images_in(value)
+    elif isinstance(before, (Mapping, list)):
+        for value in before.values() if isinstance(before, Mapping) else before:
+            yield from images_in(value, links=links)
 
 
 def image_content(image: Json) -> bytes | None:
@@ -365,6 +362,10 @@ def restore_path(system: System, image: Json) -> None:
         return
     if kind == "file":
         system.make_directory(parent_of(path))
+        now = system.status(path)
+        if now is not None and now.kind != "file":
+            # A link came later, for the image is of none: what it leads to is somebody else's.
+            system.remove(path)
         system.write(path, image_content(image) or b"", mode=image["mode"], owner=(image["uid"], image["gid"]))
     elif kind == "link":
         system.make_link(path, image["target"])

@@ -200,8 +200,11 @@ def write_whole(place: Path, content: bytes, mode: int, owner: tuple[int, int] |
     """Write a file: temporary file beside it, fsync, rename, fsync of the folder. Raises OSError.
 
     `owner` is (uid, gid); without it an existing file's owner stays. The attributes of an existing file are kept.
+    Only a file is replaced, never a device: a link to /dev/null may lie where the file should.
     """
     before = place.lstat() if place.exists() else None
+    if before is not None and not place.is_file():
+        raise FileExistsError(errno.EEXIST, "this is no regular file", str(place))
     if owner is None and before is not None:
         owner = (before.st_uid, before.st_gid)
     temporary = temporary_name(place)

@@ -274,7 +274,11 @@ class System:
         """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
         found: dict[tuple[str, str], list[str]] = {}
         for path in paths:
-            refusal = self._dangling_folder(path) or files.write_refusal(self.path(self.real_path(path)))
+            refusal = (
+                self._dangling_folder(path)
+                or self._masked(path)
+                or files.write_refusal(self.path(self.real_path(path)))
+            )
             found.setdefault(refusal, []).append(path)
         found.pop(("", ""), None)
         noexec = {mount: path for path in executed if (mount := files.mounted_noexec(self.path(path)))}
@@ -291,6 +295,14 @@ class System:
             if target and not self.exists(folder):
                 return f"{folder} is a link to {target}, which does not exist", f"rm {shlex.quote(folder)}"
         return None
+
+    def _masked(self, path: str) -> tuple[str, str] | None:
+        """Return that a path is a link to a device, as `systemctl mask` makes them, and how to remove it."""
+        found = self.status(path)
+        behind = self.status(self.real_path(path)) if found is not None and found.kind == "link" else None
+        if found is None or behind is None or behind.kind in ("file", "directory"):
+            return None
+        return f"{path} is a link to {found.target}, which is no file", f"rm {shlex.quote(path)}"
 
     def append(self, path: str, content: bytes) -> None:
         """Append to a file, all or nothing, and wait until it is on disk."""

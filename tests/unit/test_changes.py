@@ -68,12 +68,10 @@ def tree(system: System) -> dict[str, tuple[FileStatus, bytes]]:
     return found
 
 
-# A file that is a link now is written through it.
 PAIRS = [
     (before, then)
     for before in ("nothing", "empty folder", "file", "empty file", "link", "node")
     for then in ("file", "link", "node", "empty folder")
-    if then != "link" or "file" not in before
 ]
 
 
@@ -115,6 +113,16 @@ def test_of_missing_folders_those_that_others_use_stay(system: System) -> None:
     system.write("/a/theirs", b"")
     restore_path(system, image)
     assert set(tree(system)) == {"/a", "/a/theirs"}
+
+
+def test_what_a_later_link_leads_to_stays(system: System) -> None:
+    lay(system, "file")
+    image = capture_path(system, PATH)
+    system.write("/a/b/target", b"theirs\n")
+    lay(system, "link")
+    restore_path(system, image)
+    assert is_as_shown(system, image)
+    assert system.read_bytes("/a/b/target") == b"theirs\n"
 
 
 def test_an_image_of_a_link_is_of_the_file_behind_it(system: System) -> None:

@@ -291,6 +291,22 @@ def test_a_folder_that_is_a_link_to_nothing_prevents_a_write(tmp_path: Path) -> 
     assert system.write_problems(["/etc/cdi/nvidia.json"]) == ()
 
 
+def test_a_link_to_a_device_prevents_a_write_and_the_device_stays(tmp_path: Path) -> None:
+    """As `systemctl mask` makes it, and people who switch a file off."""
+    system = System(str(tmp_path))
+    system.make_directory("/dev")
+    system.make_node("/dev/null", 1, 3, 0o666, 0)
+    system.make_link("/x.conf", "/dev/null")
+    (problem,) = system.write_problems(["/x.conf"])
+    assert (problem.evidence, problem.next_step) == ("/x.conf is a link to /dev/null, which is no file", "rm /x.conf")
+    with pytest.raises(OSError, match="no regular file"):
+        system.write("/x.conf", b"text")
+    status = system.status("/dev/null")
+    assert status is not None and status.kind == "char"
+    system.remove("/x.conf")
+    assert system.write_problems(["/x.conf", "/dev/null"]) == ()
+
+
 def test_an_output_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuprov.core.system._MOST", 1000)
     monkeypatch.setattr("gpuprov.core.commands._LONGEST_LINE", 1000)

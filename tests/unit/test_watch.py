@@ -286,3 +286,17 @@ def test_the_metrics_have_the_worst_of_plan_proof_and_health(host: DoctorHost, m
     monkeypatch.setattr(watch, "run_request", run)
     watch.watch(host)
     assert re.search(r"gpuprov_host_exit_code\{.*\} 7", host.read_text(METRICS) or "")
+
+
+def test_a_masked_unit_is_named_before_the_first_change(host: DoctorHost) -> None:
+    """`systemctl mask` of a unit that is not there yet; written through the link, /dev/null would become that unit."""
+    host.make_directory("/dev")
+    host.remove("/dev/null")
+    host.make_node("/dev/null", 1, 3, 0o666, 0)
+    host.make_link("/etc/systemd/system/gpuprov-refresh.path", "/dev/null")
+    before = host.tree()
+    finished = install(host, DAILY)
+    (problem,) = finished.problems
+    assert finished.changed == 0 and "gpuprov-refresh.path cannot be written" in problem.what
+    assert problem.next_step == "rm /etc/systemd/system/gpuprov-refresh.path"
+    assert host.tree() == before
