@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import HostRequest, Lab
+from tests.lab import HostRequest, Lab, cgroups
 from tests.lab.fixtures import Site
 from tests.lab.lab import REPOSITORY, free_lab
 from tests.lab.shell import run, wait_for
@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.lab, pytest.mark.root]
 _UP = "from tests.lab import HostRequest, Lab; Lab({}).up([HostRequest('one'), HostRequest('two')])"
 
 
-def traces(number: int) -> list[str]:
-    """Return what a lab of this number leaves on the machine while it is up."""
-    name = f"gpuprov-lab{number}"
-    found = [line for line in Path("/proc/mounts").read_text().splitlines() if f"/lab{number}/" in line]
+def traces(lab: Lab) -> list[str]:
+    """Return what a lab leaves on the machine while it is up."""
+    name = f"gpuprov-lab{lab.number}"
+    found = [line for line in Path("/proc/mounts").read_text().splitlines() if f"{lab.directory}/" in line]
     found += [line for line in run(("iptables-save",)).splitlines() if f"{name} " in line or f'{name}"' in line]
     found += [str(path) for path in Path("/sys/class/net").glob(f"{name}*")]
-    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/*{name}-*")]
-    found += run(("pgrep", "-af", f"lab{number}/"), check=False).splitlines()
-    return [*found, *(str(path) for path in (REPOSITORY / ".cache").glob(f"lab{number}/*"))]
+    found += cgroups.hosts_of(name)
+    found += run(("pgrep", "-af", f"{lab.directory}/"), check=False).splitlines()
+    return [*found, *(str(path) for path in lab.directory.glob("*"))]
 
 
 @pytest.fixture
@@ -44,6 +44,15 @@ MOMENTS: dict[str, Callable[[Lab], bool]] = {
 }
 
 
+def test_what_a_killed_run_of_another_clone_left_is_removed(lab: Lab) -> None:
+    for path in cgroups.cgroup_directories(f"{lab.network.bridge}-gone"):
+        (path / "payload").mkdir(parents=True)
+    lab.network.up()
+    assert traces(lab)
+    lab.clear()
+    assert traces(lab) == []
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab: Lab, moment: str) -> None:
     with subprocess.Popen((sys.executable, "-c", _UP.format(lab.number)), cwd=REPOSITORY) as process:
@@ -52,9 +61,9 @@ def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab
         process.send_signal(signal.SIGKILL)
     hosts = lab.up([HostRequest("one"), HostRequest("two")])
     assert [host.ssh("hostname").stdout.strip() for host in hosts] == ["one", "two"]
-    assert traces(lab.number)
+    assert traces(lab)
     lab.down()
-    assert traces(lab.number) == []
+    assert traces(lab) == []
 
 
 def test_up_leaves_running_hosts_alone_and_restarts_a_dead_one(lab: Lab) -> None:

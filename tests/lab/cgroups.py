@@ -19,6 +19,12 @@ def cgroup_directories(name: str) -> tuple[Path, ...]:
     return tuple(hierarchy / f"gpuprov-{name}" for hierarchy in hierarchies)
 
 
+def hosts_of(lab: str) -> set[str]:
+    """Return the names with which a lab's hosts have cgroups, from whichever clone they were booted."""
+    found = (path.name for depth in ("", "*/") for path in _BASE.glob(f"{depth}gpuprov-{lab}-*"))
+    return {name.removeprefix("gpuprov-") for name in found}
+
+
 def end_processes(name: str) -> None:
     """Kill all that runs in a host's cgroups and remove them."""
     first = cgroup_directories(name)[0]

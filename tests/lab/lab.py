@@ -86,6 +86,12 @@ class Lab:
             self.network.down()
             run(("rm", "-rf", str(self.directory)), timeout=300)
 
+    def clear(self) -> None:
+        """Remove what a killed run left under this number, of another clone too: its mounts went with its namespace."""
+        self.down()
+        for name in cgroups.hosts_of(self.network.bridge):
+            cgroups.end_processes(name)
+
     def host_names(self) -> tuple[str, ...]:
         """Return the names of all hosts of this lab, running or not."""
         directory = self.directory / "hosts"
@@ -182,7 +188,7 @@ def free_lab() -> Iterator[Lab]:
             lab = Lab(number)
             if lab.network.is_up() and not lab.directory.exists():
                 continue  # left by a session of another clone, which alone knows its mounts
-            lab.down()
+            lab.clear()
             try:
                 yield lab
             finally:
