@@ -11,7 +11,7 @@ from tests.gpg import gpg_home
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.repository import build_package, build_repository, sign, stand_in
 
-pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.long]
 _NAME, _VERSION = "datacenter-gpu-manager", "1:4.7.0-1"
 _UNIT = """\
 [Unit]

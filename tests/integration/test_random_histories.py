@@ -1,6 +1,6 @@
 """Random histories of one real host with a real docker: runs, faults, edits by hand, undoing, reboots and rebuilds.
 
-`make test-long` runs all of them, `make test-rest` the first two. A seed gives the same history each time.
+A seed gives the same history each time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.lab import Host
 from tests.lab.fixtures import Site, gpuprov
 from tests.lab.host import Snapshot
 
-pytestmark = [pytest.mark.lab, pytest.mark.root]
+pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.long]
 
 _STEPS = 6
 # Keys that docker has and gpuprov does not know.
@@ -119,9 +119,7 @@ class History:
         self.keys = {name: value for name, value in _KEYS.items() if name in self.daemon_json()}
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] if seed >= 2 else []) for seed in range(20)]
-)
+@pytest.mark.parametrize("seed", range(20))
 def test_a_host_keeps_its_promises_in_any_order_of_events(site: Site, seed: int) -> None:
     history = History(site, random.Random(seed))
     for _ in range(_STEPS):

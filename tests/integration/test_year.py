@@ -24,7 +24,7 @@ from tests.lab import cgroups
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 from tests.lab.host import Snapshot
 
-pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.long]
 _EARLIER = "57c247a"
 _OLD, _NEWER = "535.261.03", "580.105.08"
 # The driver's version and the GPUs' nodes that open in a container, or why it does not run. The simulated driver
@@ -128,10 +128,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that happens, what is seen at once (None: nobody looks), and what after the reboot with `driver`.
-
-    `short`: the short year looks, too.
-    """
+    """Something that happens, what is seen at once (None: nobody looks), and what after the reboot with `driver`."""
 
     name: str
     happens: Callable[[Year], object]
@@ -139,7 +136,6 @@ class Step:
     booted: Seen
     driver: str
     gpus: int = 2
-    short: bool = False
 
 
 def _driver_by_gpuprov(year: Year) -> None:
@@ -168,17 +164,16 @@ _STEPS = (
          Seen(verify=("driver", "CDI specification"), doctor=("version-mismatch",),
               says=(f"the driver's files are {_NEWER} since NVIDIA's installer wrote them (",
                     f"the loaded module is {DRIVER}: run `gpuprov install")),
-         Seen(says=(f'"driver": "{_NEWER}"',)), _NEWER, short=True),
+         Seen(says=(f'"driver": "{_NEWER}"',)), _NEWER),
     Step("docker upgraded", lambda year: year.host.ssh(_DOCKER_UP), Seen(),
          Seen(says=("docker 20.10.24+dfsg1 → 20.10.25+dfsg1",)), _NEWER),
     Step("a GPU lost", _nothing, None,
-         Seen(_REFUSED, ("remembered GPUs",), ("gpus-lost",), (_GONE,)), _NEWER, gpus=1, short=True),
-    Step("the GPU back", _nothing, None, Seen(says=("all 2 of ",)), _NEWER, short=True),
+         Seen(_REFUSED, ("remembered GPUs",), ("gpus-lost",), (_GONE,)), _NEWER, gpus=1),
+    Step("the GPU back", _nothing, None, Seen(says=("all 2 of ",)), _NEWER),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["short", "whole"])
-def test_a_host_over_a_year(site: Site, tmp_path: Path, whole: bool) -> None:
+def test_a_host_over_a_year(site: Site, tmp_path: Path) -> None:
     year = Year(site)
     _equip(year)
     before = (etc(year.host), packages(year.host), files(year.host), in_memory(year.host))
@@ -187,11 +182,10 @@ def test_a_host_over_a_year(site: Site, tmp_path: Path, whole: bool) -> None:
         year.host.ssh(f"{words} --detach --network none --restart always --name {name} sleeper:1 /bin/sleep 99999")
     for step in _STEPS:
         step.happens(year)
-        if step.at_once is not None and (whole or step.short):
+        if step.at_once is not None:
             year.look(step.name, step.at_once)
         year.reboot(step.driver, step.gpus)
-        if whole or step.short:
-            year.look(f"{step.name}, and booted", step.booted)
+        year.look(f"{step.name}, and booted", step.booted)
 
     # The last change is undone to the byte.
     was = year.state()
