@@ -196,7 +196,7 @@ class Bench:
             subprocess.run((*python, "import posix; posix._exit(0)"), check=True)
             parts.setdefault("Python's own start and end", []).append((time.perf_counter() - begun) * 1000)
             done = subprocess.run(
-                (*python, _PARTS.format(load=deploy._load("main", str(library)), bundle=self.bundle)),
+                (*python, _PARTS.format(load=deploy.render_start("main", str(library)), bundle=self.bundle)),
                 capture_output=True,
                 text=True,
                 check=True,

@@ -77,7 +77,7 @@ def deploy_below(folder: Path, low_level: str = "runc", python: str = PYTHON) ->
         SETTINGS_PATH.rpartition("/")[0]: made.settings.parent,
         NVIDIA_SETTINGS_PATH.rpartition("/")[0]: made.nvidia_settings.parent, "/etc/cdi": made.specifications,
         "/var/run/cdi": folder / "run-cdi", HOOK_PATH: made.hook,
-        driver_files._MODULE: made.module,
+        driver_files.MODULE: made.module,
     }  # fmt: skip
 
     def moved(text: str) -> str:

@@ -61,7 +61,7 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
     ]
     return _template(_LAUNCHER).format(
         candidates=" ".join(candidates), python=python, missing=_MISSING.format(python=python),
-        start=_load("main", library), keep=_template(_NEW_ENOUGH) + _KEEP.format(library=library),
+        start=render_start("main", library), keep=_template(_NEW_ENOUGH) + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
         words=_WORDS, keys=_KEYS, records=RECORDS,
@@ -72,7 +72,7 @@ def render_hook(python: str, library: str = LIBRARY_PATH) -> str:
     """Return the program that engines run as an OCI hook, a shell script."""
     # An engine's or a container's PATH has no say in which Python this is.
     return _template(_HOOK).format(
-        python=python, missing=_MISSING.format(python=python), start=_load("hook_main", library)
+        python=python, missing=_MISSING.format(python=python), start=render_start("hook_main", library)
     )
 
 
@@ -90,7 +90,8 @@ def python_of(launcher: bytes) -> str:
     return found[1] if found else ""
 
 
-def _load(name: str, library: str) -> str:
+def render_start(name: str, library: str) -> str:
+    """Return the Python text with which an entry (`main` or `hook_main`) starts."""
     return _template(_NEW_ENOUGH) + _template(_LOAD).format(
         name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT
     )

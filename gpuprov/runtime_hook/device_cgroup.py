@@ -285,16 +285,15 @@ def properties(scope: str, nodes: list[dict[str, Any]]) -> bytes:
 class Bus:
     """A connection to systemd, which answers one call after the other."""
 
-    def __init__(self) -> None:
-        """Connect. Raises OSError if no socket answers."""
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        """Connect; answers that belong together may take so long. Raises OSError if no socket answers."""
         import _socket
 
-        self._buffer = b""
-        self._serial = 0
+        self._buffer, self._serial, self._seconds = b"", 0, seconds
         self.begin()
         for path in SOCKETS:
             self._connection: Any = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-            self._connection.settimeout(_SECONDS)
+            self._connection.settimeout(seconds)
             try:
                 self._connection.connect(path)
                 break
@@ -314,7 +313,7 @@ class Bus:
 
     def begin(self) -> None:
         """Begin the time that answers may take, all together."""
-        self._until = time.monotonic() + _SECONDS
+        self._until = time.monotonic() + self._seconds
 
     def call(self, *words: Any) -> bytes:
         """Call a method, as `send` does, and return the body of its answer. Raises OSError, with what an error says."""

@@ -54,7 +54,7 @@ _NEEDED = (
 )  # fmt: skip
 _FILES = {name: capabilities for capabilities, names in _NEEDED for name in names}
 _UNKNOWN = ("compute", "display", "graphics", "ngx", "video")
-_MODULE = "/proc/driver/nvidia/version"
+MODULE = "/proc/driver/nvidia/version"
 # systemd writes it in a system container: there is no module to change there.
 CONTAINER = "/run/systemd/container"
 
@@ -100,13 +100,13 @@ def require_current(path: str, version: str, mounts: list[dict[str, Any]]) -> No
     ending = f".so.{version}"
     named = [mount["hostPath"] for mount in mounts if mount["hostPath"].endswith(ending)]
     missing = next((path for path in named if not exists(path)), "")
-    loaded = (read_text(_MODULE) or "").partition("\n")[0] + " "
+    loaded = (read_text(MODULE) or "").partition("\n")[0] + " "
     if missing or (loaded != " " and f" {version} " not in loaded):
         raise Refused(
             _reason(path, version, missing, (named or [""])[0], next(filter(_is_version, loaded.split()), ""))
         )
     if named and loaded == " ":  # nodes would be there and give nothing; WSL, without a module, has no such files
-        raise Refused(f"the driver {version} is not loaded ({_MODULE} is missing): run `gpuprov doctor`")
+        raise Refused(f"the driver {version} is not loaded ({MODULE} is missing): run `gpuprov doctor`")
 
 
 def _reason(path: str, version: str, missing: str, library: str, module: str) -> str:

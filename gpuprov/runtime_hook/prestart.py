@@ -50,7 +50,7 @@ def inject_into(pid: int, identifier: str, decision: Decision) -> None:
     bound = in_user_namespace or is_rootless()
     told = None
     if not settings.no_cgroups:
-        told = _allow(pid, identifier, [node for node in nodes if node["access"]], settings)
+        told = allow_nodes(pid, identifier, [node for node in nodes if node["access"]], settings)
     # From here on Python must find nothing in the container's files that it would load.
     sys.path.clear()
     sys.meta_path.clear()
@@ -70,7 +70,7 @@ def inject_into(pid: int, identifier: str, decision: Decision) -> None:
     wait(told)
 
 
-def _allow(pid: int, identifier: str, nodes: list[dict[str, Any]], settings: Settings) -> Bus | None:
+def allow_nodes(pid: int, identifier: str, nodes: list[dict[str, Any]], settings: Settings) -> Bus | None:
     """Let the container open its nodes: at once by the kernel, and after systemd's next reload by systemd.
 
     Returns what to wait for in the end. Systemd comes second: it changes the programs of the cgroup, too.

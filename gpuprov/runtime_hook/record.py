@@ -111,7 +111,7 @@ def _sweep(own: str) -> None:
                 pass
 
 
-def log(settings: Settings, level: str, text: str) -> None:
+def log(settings: Settings, level: str, text: str, journal: str = _JOURNAL) -> None:
     """Add one line, if the settings want a log, and lines of this level in it."""
     if not settings.debug or _ORDER[level] < _ORDER[settings.log_level]:
         return
@@ -119,7 +119,7 @@ def log(settings: Settings, level: str, text: str) -> None:
     line = printable(text, _LONGEST_LINE)
     try:
         if settings.debug == "journal":
-            _to_journal(_PRIORITIES[_ORDER[level]], line)
+            _to_journal(journal, _PRIORITIES[_ORDER[level]], line)
         else:
             _to_file(settings.debug, level, line)
     except (OSError, ValueError):
@@ -139,7 +139,7 @@ def _to_file(path: str, level: str, line: str) -> None:
         posix.close(handle)
 
 
-def _to_journal(priority: int, line: str) -> None:
+def _to_journal(path: str, priority: int, line: str) -> None:
     """Send one datagram in the journal's own protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL)."""
     import _socket
 
@@ -147,6 +147,6 @@ def _to_journal(priority: int, line: str) -> None:
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
     try:
         connection.setblocking(False)
-        connection.sendto(fields.encode("utf-8", "replace"), _JOURNAL)
+        connection.sendto(fields.encode("utf-8", "replace"), path)
     finally:
         connection.close()

@@ -29,7 +29,7 @@ _LOG_LEVELS = {
 # Modes of NVIDIA's: all but Tegra's give the same here, because ours honours every request in one way.
 _MODES = ("auto", "cdi", "jit-cdi", "legacy")
 # Key → (type, default). What NVIDIA's runtime has and ours has no use for is known, so that nobody's file is refused.
-_KEYS: dict[str, tuple[type, Any]] = {
+KEYS: dict[str, tuple[type, Any]] = {
     "disable-require": (bool, False),
     "swarm-resource": (str, ""),
     "accept-nvidia-visible-devices-envvar-when-unprivileged": (bool, True),
@@ -59,7 +59,7 @@ class Settings:
 
     def __init__(self, values: dict[str, Any]) -> None:
         def value(key: str) -> Any:
-            return values.get(key, _KEYS[key][1])
+            return values.get(key, KEYS[key][1])
 
         self.accept_envvar_when_unprivileged: bool = value("accept-nvidia-visible-devices-envvar-when-unprivileged")
         self.accept_volume_mounts: bool = value("accept-nvidia-visible-devices-as-volume-mounts")
@@ -114,14 +114,14 @@ def _read(path: str, *, strict: bool) -> dict[str, Any]:
         fault = _fault(key, value, strict=strict)
         if fault:
             raise ValueError(f"{path}: {fault}")
-    return {key: value for key, value in values.items() if key in _KEYS}
+    return {key: value for key, value in values.items() if key in KEYS}
 
 
 def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the values by dotted key; a table in a known key's place is its value, a wrong one."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, dict) and prefix + key not in _KEYS:
+        if isinstance(value, dict) and prefix + key not in KEYS:
             found.update(_flat(value, f"{prefix}{key}."))
         else:
             found[prefix + key] = value
@@ -130,12 +130,12 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _fault(key: str, value: Any, *, strict: bool) -> str:
     """Return what is wrong with a value, nothing if it is right; NVIDIA's newer keys are none of our business."""
-    if key not in _KEYS:
-        if any(known.startswith(f"{key}.") for known in _KEYS):
+    if key not in KEYS:
+        if any(known.startswith(f"{key}.") for known in KEYS):
             return f"{key} must be a table"
         known = not strict or key.startswith(_WITHOUT_USE)
-        return "" if known else f"there is no key {key!r}; known are {', '.join(_KEYS)}"
-    kind = _KEYS[key][0]
+        return "" if known else f"there is no key {key!r}; known are {', '.join(KEYS)}"
+    kind = KEYS[key][0]
     if kind is list:
         right = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
         return "" if right and (value or not key.endswith("runtimes")) else f"{key} must be a list of texts"
@@ -165,12 +165,12 @@ def find_low_level(names: tuple[str, ...]) -> str:
     return ""
 
 
-def keep_low_level(log: str, cache: str = LOW_LEVEL_CACHE) -> None:
+def keep_low_level(log: str, cache: str = LOW_LEVEL_CACHE, own: str = SETTINGS_PATH) -> None:
     """Print which low-level runtime it is, and write it for a shell; end with a sentence if there is none.
 
     `log`: the file in which the engine looks for that sentence.
     """
-    settings, _ = read_settings()
+    settings, _ = read_settings(own)
     path = find_low_level(settings.runtimes)
     if not path:
         names = ", ".join(settings.runtimes)

@@ -43,7 +43,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def host(driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a config.toml, and a specification of that driver, which is loaded, in its spec-dirs."""
-    monkeypatch.setattr(driver_files, "_MODULE", str(driver / "proc/driver/nvidia/version"))
+    monkeypatch.setattr(driver_files, "MODULE", str(driver / "proc/driver/nvidia/version"))
     (tmp_path / "cdi").mkdir()
     done = run("cdi", "generate", "--driver-root", driver, "--output", tmp_path / "cdi/nvidia.json")
     assert done.exit_code == 0, done.output

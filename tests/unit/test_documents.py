@@ -17,7 +17,7 @@ from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.events import CheckDone, Upgrade
 from gpuprov.protocol.spec import PLAY_VARIABLES
-from gpuprov.runtime_hook.settings import _KEYS
+from gpuprov.runtime_hook.settings import KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
 from tests.integration.test_doctor import GROUPS, TROUBLES
@@ -133,7 +133,7 @@ def test_every_key_of_the_runtimes_configuration_is_explained() -> None:
     text = (ROOT / "docs/container-runtime.md").read_text()
     missing = [
         key
-        for key in _KEYS
+        for key in KEYS
         if f"`{key.removeprefix('nvidia-container-runtime.').removeprefix('features.')}`" not in text
     ]
     assert missing == []

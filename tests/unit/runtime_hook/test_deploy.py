@@ -169,7 +169,7 @@ def test_spoilt_byte_code_is_not_current(modules: Path, spoil: str) -> None:
 def test_a_start_loads_all_modules_from_one_file(modules: Path, name: str) -> None:
     compile_bytecode(str(modules))
     (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
-    text = deploy._load(name, str(modules.parent))
+    text = deploy.render_start(name, str(modules.parent))
     watch = "import sys; sys.addaudithook(lambda event, words: event == 'open' and print(words[0]))\n"
     opened = isolated(modules, f"exec({watch + text!r})").stdout.split()
     assert str(bundle) in opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,13 +118,13 @@ def test_what_is_allowed_is_allowed_and_all_else_is_asked_of_the_old_program(
     assert verdict(program([], LOADS + DENY + EXIT), kind, access, major, minor) == 0
 
 
-def test_there_is_room_for_all_that_a_kernel_tells_of_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_room_for_all_that_a_kernel_tells_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux 6.17 writes a revision behind what older ones know (union bpf_attr, `query`), whatever size it is told."""
 
-    def query(command: int, attributes: Any) -> int:
+    def query(number: int, command: int, attributes: Any, size: int) -> int:
         assert command == 16
-        struct.pack_into("=I8xI28xQ", attributes, 12, 2, 1, 7)
+        struct.pack_into("=I8xI28xQ", attributes, 12, 2, 0, 7)
         return 0
 
-    monkeypatch.setattr(device_cgroup, "_bpf", query)
-    assert device_cgroup._attached(3) == ([0], 2)
+    monkeypatch.setattr(device_cgroup, "system_call", query)
+    assert device_cgroup.programs(str(tmp_path)) == []

@@ -20,7 +20,7 @@ class Host:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.module = folder / "version"
-        monkeypatch.setattr(driver_files, "_MODULE", str(self.module))
+        monkeypatch.setattr(driver_files, "MODULE", str(self.module))
         monkeypatch.setattr(driver_files, "CONTAINER", str(folder / "container"))
 
     def install(self, version: str) -> None:

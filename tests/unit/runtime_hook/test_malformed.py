@@ -15,8 +15,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuprov.runtime_hook import hook_main, jsonio, prestart
+from gpuprov.runtime_hook import hook_main, jsonio
 from gpuprov.runtime_hook.decision import explain
+from gpuprov.runtime_hook.edits import node_identity
 from gpuprov.runtime_hook.errors import Refused, printable
 from gpuprov.runtime_hook.settings import read_settings
 from tests.unit.runtime_hook.test_main import Bundle
@@ -124,9 +125,9 @@ def test_a_wrong_value_anywhere_in_a_specification_is_one_clean_line(
 
 
 def node_of(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a node as the prestart hook makes it; one that is not on this host is refused."""
+    """Return a node's numbers as the prestart hook takes them; one that is not on this host is refused."""
     try:
-        return prestart._node(node)
+        return node_identity(node)
     except Refused:
         return {"major": 0, "minor": 0}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posix
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.runtime_hook import mps
 from gpuprov.runtime_hook.mps import is_served
 
 pytestmark = pytest.mark.root
@@ -180,28 +180,38 @@ def test_nothing_else_serves_it(daemon: Daemon, name: str) -> None:
     assert not daemon.serves
 
 
-def test_no_process_is_believed_for_what_only_its_real_descriptors_show(tmp_path: Path) -> None:
-    """This test's own process listens at the path, by the kernel's own list, and is not the daemon."""
+_SERVE = """
+import os, socket
+control = socket.socket(socket.AF_UNIX)
+control.bind("{folder}/control")
+control.listen()
+print(os.getpid(), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapper", "serves"),
+    [
+        ("nvidia-cuda-mps-control", "", True),
+        ("python3", "", False),
+        # As with PrivateTmp= of the daemon's unit: it serves, but not what containers would get.
+        ("nvidia-cuda-mps-control", """unshare -m sh -c 'mount -t tmpfs none {folder}; exec "$@"' sh""", False),
+    ],
+    ids=["the daemon", "another program", "of another mount namespace"],
+)
+def test_a_real_process_serves_its_own_folder(tmp_path: Path, name: str, wrapper: str, serves: bool) -> None:
+    """By the kernel's own list of sockets; a killed one leaves its files."""
     daemon = Daemon(tmp_path)
-    daemon.control.unlink()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(daemon.control))
-        listening.listen()
-        assert mps._listens(f"/proc/{os.getpid()}", str(daemon.control))
-        daemon.pid_file.write_text(f"{os.getpid()}\n")
-        assert not is_served(str(daemon.folder))
-    assert not mps._listens(f"/proc/{os.getpid()}", str(daemon.control))
-
-
-def test_a_folder_of_the_same_name_in_another_mount_namespace_is_another(tmp_path: Path) -> None:
-    """As with PrivateTmp= of the daemon's unit: it serves, but not what containers would get."""
-    control = tmp_path / "control"
-    control.touch()
-    script = f"mount -t tmpfs none {tmp_path} && touch {control} && echo && exec cat"
-    with subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdin and other.stdout and other.stdout.readline()
-        assert mps._sees(f"/proc/{os.getpid()}", str(control))
-        assert mps._sees(f"/proc/{other.pid}", "/.") and not mps._sees(f"/proc/{other.pid}", str(control))
-        other.stdin.close()
+    program = tmp_path / name
+    shutil.copy(os.path.realpath("/usr/bin/python3"), program)
+    if not wrapper:
+        daemon.control.unlink()
+    script = f'exec {wrapper.format(folder=daemon.folder)} "$@"'
+    words = ("sh", "-c", script, "sh", program, "-c", _SERVE.format(folder=daemon.folder))
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        daemon.pid_file.write_text(process.stdout.readline())
+        assert is_served(str(daemon.folder)) == serves
+        process.stdin.close()
+    assert not is_served(str(daemon.folder))

@@ -65,12 +65,11 @@ def test_a_request_of_megabytes_fills_no_disk(tmp_path: Path, text: str) -> None
     assert (tmp_path / "log").stat().st_size < 5000
 
 
-def test_the_journal_gets_one_datagram_in_its_own_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_gets_one_datagram_in_its_own_protocol(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    monkeypatch.setattr(record, "_JOURNAL", str(path))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(path))
-        record.log(settings("journal"), "error", "GPU\nPRIORITY=0")
+        record.log(settings("journal"), "error", "GPU\nPRIORITY=0", str(path))
         assert journal.recv(1000).decode() == (
             "MESSAGE=GPU PRIORITY=0\nPRIORITY=3\nSYSLOG_IDENTIFIER=gpuprov-container-runtime\n"
         )
@@ -86,9 +85,8 @@ def test_a_new_file_is_for_root_alone_and_an_old_one_keeps_its_lines(tmp_path: P
     assert (tmp_path / "old").stat().st_mode == mode
 
 
-def test_without_a_journal_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_JOURNAL", str(tmp_path / "none"))
-    record.log(settings("journal"), "error", "x")
+def test_without_a_journal_nothing_happens(tmp_path: Path) -> None:
+    record.log(settings("journal"), "error", "x", str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "missing folder", "no path"])
@@ -101,11 +99,13 @@ def test_where_it_cannot_be_written_nothing_happens(tmp_path: Path, kind: str) -
     assert (tmp_path / "victim").read_text() == ""
 
 
-def test_log_of_a_million_starts_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_LARGEST_LOG", 1000)
-    (tmp_path / "log.1").symlink_to("/etc/hostname")
-    for number in range(1000):
-        record.log(settings(str(tmp_path / "log")), "info", f"start {number}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.1"]
-    assert all(path.lstat().st_size < 1100 and not path.is_symlink() for path in tmp_path.iterdir())
-    assert "start 999\n" in (tmp_path / "log").read_text()
+def test_log_of_a_million_starts_has_a_bound(tmp_path: Path) -> None:
+    log, old = tmp_path / "log", tmp_path / "log.1"
+    old.symlink_to("/etc/hostname")
+    log.touch()
+    for number in range(3):
+        os.truncate(log, (16 << 20) + 1)
+        record.log(settings(str(log)), "info", f"start {number}")
+    assert sorted(tmp_path.iterdir()) == [log, old] and not old.is_symlink()
+    assert old.stat().st_size == (16 << 20) + 1
+    assert re.fullmatch(r"\S+ info start 2\n", log.read_text())

@@ -180,7 +180,6 @@ def test_signals_that_another_user_sends_do_not_hide_the_answer(systemd: Any) ->
 def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time, and all of them together do not: without a limit for all, the last line is read."""
     monkeypatch.setattr(device_cgroup, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
-    monkeypatch.setattr(device_cgroup, "_SECONDS", 0.3)
     ended = threading.Event()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "private"))
@@ -198,7 +197,7 @@ def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch:
         thread.start()
         try:
             with pytest.raises(OSError, match=r"in time|timed out"):
-                device_cgroup.Bus()
+                device_cgroup.Bus(0.3)
         finally:
             ended.set()
             thread.join(10)
@@ -211,7 +210,7 @@ def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
     own = tmp_path / "own.toml"
     own.write_text(f"[nvidia-container-runtime]\ndebug = '{tmp_path}/log'\n")
     settings, _ = read_settings(str(own), "")
-    assert prestart._allow(1, ID, NODES, settings) is None
+    assert prestart.allow_nodes(1, ID, NODES, settings) is None
     line = (tmp_path / "log").read_text()
     assert f"warning systemd was not told of the devices of {UNIT}" in line and "No such file" in line
 

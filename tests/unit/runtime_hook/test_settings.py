@@ -209,12 +209,11 @@ def test_the_first_that_is_there_counts(tmp_path: Path, monkeypatch: pytest.Monk
     assert settings.find_low_level(("first",)) == ""
 
 
-def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path) -> None:
     runtime = program(tmp_path / "run'c $(touch x)")
     own = tmp_path / "own.toml"
     own.write_text(f'[nvidia-container-runtime]\nruntimes = ["{runtime}"]\n')
-    monkeypatch.setattr(read_settings, "__defaults__", (str(own), str(tmp_path / "none")))
-    settings.keep_low_level("", str(tmp_path / "run/low-level"))
+    settings.keep_low_level("", str(tmp_path / "run/low-level"), str(own))
     told = subprocess.run(
         ("sh", "-c", '. "$1"; printf %s "$low_level"', "sh", tmp_path / "run/low-level"), capture_output=True,
         text=True, check=True, cwd=tmp_path,
