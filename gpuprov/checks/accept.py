@@ -32,7 +32,7 @@ from gpuprov.protocol.words import one_line
 # The program's steps of each GPU, in its order.
 STEPS = {"arithmetic": "arithmetic", "memory": "all memory, written and read", "copy": "copies", "all": "all at once"}
 _CHECK = "program"
-_RESERVE_SECONDS, _LEAST_SECONDS, _GRACE_SECONDS, _WATCH_SECONDS = 15, 20, 90, 10.0
+_RESERVE_SECONDS, _LEAST_SECONDS, GRACE_SECONDS, _WATCH_SECONDS = 15, 20, 90, 10.0
 _MOST_LINES, _MOST_TEXT, _MOST_NAME = 5_000, 8 << 20, 200
 # NCCL's processes share more than docker's 64 MiB. (A limit of locked memory can't be lifted in a system container.)
 _SHARED = ("--shm-size=1g",)
@@ -187,7 +187,7 @@ def _load(test: EngineTest, spec: HostSpec, sink: Sink, seconds: int, known: set
     argv = command(python.path, str(seconds), accept=True)
     with _Watch(test.system) as watch:
         done = test.engine.run(
-            test.system, test.image, argv, ALL, seconds=seconds + _GRACE_SECONDS, mounts=python.mounts, on_line=follow
+            test.system, test.image, argv, ALL, seconds=seconds + GRACE_SECONDS, mounts=python.mounts, on_line=follow
         )
     lines = parse_printed(done.stdout)
     found, measured = judge(lines, done, test.host)

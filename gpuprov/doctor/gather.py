@@ -381,11 +381,12 @@ def _with_gpus(system: System) -> list[tuple[str, str]]:
         words = (engine, "inspect", "--type", "container", "--format", "{{.State.Pid}} {{.Name}}", "--", *names)
         # One that was removed meanwhile has no line.
         lines = (line.split() for line in system.run(words, timeout=_ENGINE_SECONDS).stdout.splitlines())
-        found += [(engine, line[1].lstrip("/")) for line in lines if len(line) == 2 and _has_node(line[0])]
+        found += [(engine, line[1].lstrip("/")) for line in lines if len(line) == 2 and has_gpu_node(line[0])]
     return found
 
 
-def _has_node(pid: str) -> bool:
+def has_gpu_node(pid: str) -> bool:
+    """Say whether the process of a container sees the node that all GPUs share."""
     if not pid.isdecimal() or pid == "0":
         return False
     with contextlib.suppress(OSError), contextlib.closing(Root(f"/proc/{pid}/root", of_process=True)) as root:

@@ -22,7 +22,7 @@ from .rootfs import Root
 
 CACHE = "/etc/ld.so.cache"
 _EXDEV = 18
-_FLAGS = ldcache.FLAGS.get(posix.uname().machine, 0x0003)
+HOST_FLAGS = ldcache.FLAGS.get(posix.uname().machine, 0x0003)
 # Folders that loaders search; those below them (vdpau, gbm) belong to other programs.
 _64_BIT_FOLDERS = (*MULTIARCH, LIB64)
 _32_BIT_FOLDERS = (*FOLDERS_32_BIT, RHEL_32_BIT)
@@ -130,7 +130,7 @@ def _cache_entries(edits: ContainerEdits) -> list[tuple[str, str, int]]:
     for path in (*links, *edits.libraries):
         folder, _, name = path.rpartition("/")
         if folder in _64_BIT_FOLDERS:
-            kind = _FLAGS
+            kind = HOST_FLAGS
         elif folder in _32_BIT_FOLDERS:
             kind = ldcache.FLAGS_32_BIT
         else:
@@ -139,7 +139,7 @@ def _cache_entries(edits: ContainerEdits) -> list[tuple[str, str, int]]:
         if name.startswith("lib") and (path not in linked or path in links):
             found.append((name, path, kind))
     folder, names = edits.compatibility
-    return [*found, *((name, f"{folder}/{name}", _FLAGS) for name in names)]
+    return [*found, *((name, f"{folder}/{name}", HOST_FLAGS) for name in names)]
 
 
 def _remove(root: Root, path: str) -> None:

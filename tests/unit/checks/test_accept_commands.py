@@ -77,6 +77,7 @@ NCCL = """NCCL version 2.19.3+cuda12.2
 #
 """
 WORDS = ("all_reduce_perf", "-b", "8G")
+PROGRAM = Completed((), 0, "".join(f'{{"step": "{step}", "gpu": "GPU-0"}}\n' for step in (*accept.STEPS, "end")))
 
 
 def test_dcgm_passes_where_each_test_passes() -> None:
@@ -149,36 +150,39 @@ def test_a_wrong_command_is_refused(wrong: dict[str, Any]) -> None:
 
 
 class Host(System):
-    """A host with docker, whose containers print what a test says."""
+    """A host with docker, whose containers print what a test says, after the program that loads the GPUs."""
 
     def __init__(self, *outputs: Completed) -> None:
         super().__init__()
-        self.outputs = list(outputs)
+        self.outputs = [PROGRAM, *outputs]
         self.ran: list[tuple[str, ...]] = []
+        self.limits: list[float] = []
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        if argv[0] != "docker":
-            return super().run(argv, **more)
+        if argv[:2] != ("docker", "run"):
+            return Completed(tuple(argv), 0)
         self.ran.append(tuple(argv))
-        return self.outputs.pop(0) if argv[1] == "run" else Completed(tuple(argv), 0)
+        self.limits.append(more["timeout"])
+        return self.outputs.pop(0)
 
 
 def carried_out(monkeypatch: pytest.MonkeyPatch, host: Host, *commands: dict[str, Any]) -> list[Event]:
-    spec = parse_spec(spec_to_json(parse_spec({"accept_commands": list(commands)})))
+    """Return the events of 10 minutes with these commands, from the end of the program on."""
+    spec = parse_spec(spec_to_json(parse_spec({"verify_image": "own", "accept_commands": list(commands)})))
     readings = health.Readings(gpus=())
     monkeypatch.setattr(health, "read", lambda system, sink: readings)
     monkeypatch.setattr(health, "judge", lambda read: ())
+    monkeypatch.setattr(health, "examine", lambda system, sink: Finished(0, versions={"gpus": "8"}))
     test = EngineTest(host, "own", SmiReport("580", "13.0", (SmiGpu("GPU-0", "H200", "", "", "", ""),) * 8), DOCKER)
     events: list[Event] = []
-    found: list[HealthFound] = []
 
-    def keep(event: Event) -> None:
-        events.append(event)
-        found.extend([event] if isinstance(event, HealthFound) else [])
+    def verify(tests: list[EngineTest]) -> bool:
+        tests.append(test)
+        return True
 
-    images = [one.image for one in spec.accept_commands]
-    accept._load_by_commands(test, spec, keep, images, host.now() + 60, found)
-    return events
+    accept.accept(host, spec, events.append, 10, verify)
+    (end,) = (place for place, one in enumerate(events) if isinstance(one, CheckDone) and one.name == "GPU 7, program")
+    return events[end + 1 :]
 
 
 def test_figures_of_commands_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +195,8 @@ def test_figures_of_commands_are_those_of_the_host(monkeypatch: pytest.MonkeyPat
     assert isinstance(measured, GpuMeasured)
     assert (measured.gpu, measured.uuid, measured.model) == ("", "", "8 H200")
     assert measured.figures == {"all_reduce_perf -b 8G: avg_bus_bandwidth": 476.967e9}
-    assert host.ran[0][-4:] == ("all_reduce_perf", "nccl", "-b", "8G")
-    assert "--network=none" in host.ran[0]
+    assert host.ran[1][-4:] == ("all_reduce_perf", "nccl", "-b", "8G")
+    assert "--network=none" in host.ran[1]
 
 
 class SlowHost(Host):
@@ -204,27 +208,15 @@ class SlowHost(Host):
         return self.seconds
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        self.seconds += 900
-        return Completed(tuple(argv), 0, "sha256:1")
+        self.seconds += 900 * (argv[1] == "inspect")
+        return super().run(argv, **more)
 
 
 def test_pulling_an_image_takes_nothing_from_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, given = SlowHost(), []
-    spec = parse_spec({"accept_commands": [{"image": "own", "command": ["true"]}]})
-    test = EngineTest(host, "own", SmiReport("580", "13.0", (SmiGpu("GPU-0", "H200", "", "", "", ""),)), DOCKER)
-    monkeypatch.setattr(accept, "_require_idle", lambda system: None)
-    monkeypatch.setattr(health, "examine", lambda system, sink: Finished(0, versions={"gpus": "1"}))
-    monkeypatch.setattr(accept, "_load", lambda test, spec, sink, seconds, known: given.append(seconds))
-    monkeypatch.setattr(accept, "_load_by_commands", lambda test, spec, sink, images, end, found: given.append(end))
-
-    def verify(tests: list[EngineTest]) -> bool:
-        tests.append(test)
-        return True
-
-    accept.accept(host, spec, lambda event: None, 10, verify)
-    assert host.seconds >= 900
-    load, end = given
-    assert (load, end) == ((600 - 15) // 2, host.seconds + 600 - 15)
+    host = SlowHost(Completed((), 0))
+    carried_out(monkeypatch, host, {"image": "own", "command": ["true"]})
+    assert host.seconds == 900
+    assert host.limits == [(600 - 15) // 2 + accept.GRACE_SECONDS, 600 - 15]
 
 
 def test_a_degraded_host_without_an_engine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +224,6 @@ def test_a_degraded_host_without_an_engine_is_told_so(monkeypatch: pytest.Monkey
         sink(HealthFound("degraded", "slow", "0", "GPU-0", "it is slow", "seen", "look"))
         return Finished(0, versions={"gpus": "1"})
 
-    monkeypatch.setattr(accept, "_require_idle", lambda system: None)
     monkeypatch.setattr(health, "examine", examine)
     with pytest.raises(GpuprovError, match="nothing can be accepted"):
         accept.accept(SlowHost(), parse_spec({}), lambda event: None, 10, lambda tests: True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.checks.accept import _GRACE_SECONDS
+from gpuprov.checks.accept import GRACE_SECONDS
 from gpuprov.checks.cuda_checks import command
 from gpuprov.core.system import System
 from tests.unit.checks.emulated_cuda import MEMORY, EmulatedCuda
@@ -146,7 +146,7 @@ def test_the_last_step_gets_what_the_others_leave(took: float, expected: float) 
 
 
 def test_a_gpu_that_hangs_is_named_before_the_container_is_ended() -> None:
-    assert _program()["PATIENCE"] < _GRACE_SECONDS - 10
+    assert _program()["PATIENCE"] < GRACE_SECONDS - 10
 
 
 def test_peers_are_measured_while_no_other_process_has_a_context() -> None:

@@ -366,7 +366,7 @@ def test_the_folder_lib64_of_an_arm64_image_makes_it_no_x86_64_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuda-compat's libraries enter the loader's cache as libraries for arm64."""
-    monkeypatch.setattr(links, "_FLAGS", FLAGS["aarch64"])
+    monkeypatch.setattr(links, "HOST_FLAGS", FLAGS["aarch64"])
     folder, compat = "/usr/lib/aarch64-linux-gnu", "/usr/local/cuda/compat"
     image = Image(tmp_path, "/lib/ld-linux-aarch64.so.1")
     image.machine = "aarch64"

@@ -176,7 +176,7 @@ def surveys(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(libraries=(), findings=())
 
     monkeypatch.setattr(gather, "survey", survey)
-    monkeypatch.setattr(gather, "_has_node", lambda pid: pid != "2")
+    monkeypatch.setattr(gather, "has_gpu_node", lambda pid: pid != "2")
 
 
 def test_one_that_ends_meanwhile_hides_no_other() -> None:

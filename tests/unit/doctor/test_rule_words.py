@@ -22,7 +22,6 @@ from gpuprov.core.commands import Failure, failures
 from gpuprov.doctor import rules, suggested_commands
 from gpuprov.doctor.examine import RULES
 from gpuprov.doctor.snapshot import HostSnapshot, Smi
-from gpuprov.packages import known_repositories
 from gpuprov.protocol import tables
 from tests.unit.doctor.host import examined, healthy
 
@@ -38,7 +37,7 @@ _HELPERS = {
     if "Seen" in ast.unparse(node.returns or ast.Constant("")) and not node.decorator_list
 }
 _WRITTEN = json.loads((_FOLDER / "rules.json").read_text())["rules"]
-_ROWS = [{**health.words(row["name"]), **row} for row in _WRITTEN if "name" in row] + [*rules._xid_rows()]
+_ROWS = [{**health.words(row["name"]), **row} for row in _WRITTEN if "name" in row] + [*rules.xid_rows()]
 _COMMANDS = {
     name for name, one in vars(suggested_commands).items()
     if inspect.isfunction(one) and str(inspect.signature(one)) == "(x: 'HostSnapshot') -> 'str'"
@@ -161,10 +160,6 @@ def test_each_word_about_a_failed_program_has_its_value() -> None:
             assert {*_fields(row.what)} <= names & {"listed", "path"}
 
 
-def test_each_word_about_a_past_kernel_and_a_refused_login_has_its_value() -> None:
-    for one in tables.rows(known_repositories.TABLE, "archives", known_repositories._Archive):
-        groups = dict.fromkeys(re.compile(one.kernel).groupindex, "1")
-        words = known_repositories._words(one, "9", "6.4.0-150600.21-default", "x86_64", groups)
-        assert one.next_step.format(**words, names="headers")
+def test_each_word_about_a_refused_login_has_its_value() -> None:
     for sign in (*failures("sudo"), *failures("login")):
         assert {*_fields(sign.what)} <= {*re.compile(sign.pattern).groupindex}

@@ -13,7 +13,7 @@ import pytest
 
 from gpuprov.doctor.examine import INSTALL_OBSTRUCTED, RULE_FAILED, RULES, diagnose, report
 from gpuprov.doctor.finding import CERTAIN, CONFIDENCES, GPUS, TOOLKIT, WARNING, Finding
-from gpuprov.doctor.rules import ANY_ROOT, Rule, _look
+from gpuprov.doctor.rules import ANY_ROOT, Rule
 from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi
 from gpuprov.doctor.suggested_commands import (
     firmware_setup,
@@ -184,9 +184,8 @@ def test_what_obstructs_an_installation_does_not_follow_from_itself(x: HostSnaps
 
 
 def test_a_rule_that_fails_is_one_warning_and_keeps_no_other_back(x: HostSnapshot) -> None:
-    row = {"name": "no-gpu", "area": GPUS, "kernel_log": "Xid", "meaning": "{bus}", "next_step": "ls"}
     told: list[Event] = []
-    broken = Rule("no-gpu", GPUS, "…", _look(row))
+    broken = Rule("no-gpu", GPUS, "…", lambda x: x.missing)  # type: ignore[attr-defined]
     causes = diagnose(replace(docker(active=False)(x), kernel_log=("Xid",)), (broken, *RULES))
     assert [(cause.rule.name, cause.rule.area) for cause in causes[-1:]] == [(RULE_FAILED, GPUS)]
     assert causes[0].rule.name == "docker-unreachable"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.engines import nvidia_docker_command
 from gpuprov.engines.nvidia_docker_command import container_call, gpu_words
 
 # words after `docker`, and those up to `run` or `create`
@@ -139,6 +138,10 @@ def test_a_pipe_of_variables_is_left_to_docker() -> None:
         assert pipe.read() == b"NVIDIA_VISIBLE_DEVICES=none\n"
 
 
+def dashed(name: str) -> str:
+    return f"{'--' if name[1:] else '-'}{name}"
+
+
 def options_of(docker: str, *command: str) -> tuple[set[str], set[str]]:
     """Return the options of a command's help that take no value, and those that take one."""
     done = subprocess.run((docker, *command, "--help"), capture_output=True, text=True, timeout=60, check=False)
@@ -161,8 +164,11 @@ def test_the_table_of_options_is_that_of_each_docker_here() -> None:
             flags, values = options_of(docker, command)
             assert {"i", "tty", "privileged"} <= flags, docker
             assert {"env", "e", "gpus", "v"} <= values, docker
-            assert flags <= nvidia_docker_command._RUN_FLAGS, docker
-            assert not values & nvidia_docker_command._RUN_FLAGS, docker
+            for name in flags | values:
+                value = "I" * (name in values)
+                assert container_call([command, dashed(name), "I"]) == (1, [(name, value)]), docker
         flags, values = options_of(docker)
-        assert {"D", "tls"} <= flags <= nvidia_docker_command._GLOBAL_FLAGS, docker
-        assert {"H", "context"} <= values <= nvidia_docker_command._GLOBAL_VALUES, docker
+        assert {"D", "tls"} <= flags and {"H", "context"} <= values, docker
+        for name in flags | values:
+            words = [dashed(name), *["value"] * (name in values), "run"]
+            assert container_call(words) == (len(words), []), docker
