@@ -7,12 +7,14 @@ import dataclasses
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuprov.core.apply import apply_changes, resume_run
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal
 from gpuprov.driver.packaged import ChangeDriverRpms
 from gpuprov.facts.host import HostFacts, gather
@@ -235,17 +237,20 @@ def test_a_killed_upgrade_of_the_driver_leaves_its_hold_to_the_next_run(
     (step,) = (step for step in STEPS if step.name == "packages")
     spec = HostSpec(driver="preinstalled", docker="preinstalled", packages=("libnvidia-ml=580.2",))
     changes = step.plan(PlanContext(with_docker(host), spec))
-    install = InstallRpmPackages._install
+    run = host.run
 
-    def killed(change: InstallRpmPackages, *arguments: Any) -> None:
-        if after:
-            install(change, *arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killed(argv: Sequence[str], **more: Any) -> Completed:
+        is_installation = any(word.startswith("libnvidia-ml") for word in argv) and "install" in argv
+        done = run(argv, **more) if after or not is_installation else None
+        if is_installation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert done is not None
+        return done
 
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            monkeypatch.setattr(InstallRpmPackages, "_install", killed)
+            monkeypatch.setattr(host, "run", killed)
             apply_changes(changes, host, new_journal(host, "install"), lambda event: None)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

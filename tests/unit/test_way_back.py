@@ -136,10 +136,10 @@ def test_run_whose_only_change_fails_rolls_back_no_earlier_run(site: Site, monke
         assert isinstance(ended, Finished)
         return ended
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("gpuprov.core.download._fetch_from", full)
+    monkeypatch.setattr("gpuprov.driver.run_files.fetch", full)
     spec = parse_spec({**values, "driver_mirror": f"{site.url}/mirror", "keep_driver": True})
     ended = install_or_roll_back(Request("install", spec_to_json(spec)), lambda _: None, carry_out)
     assert ended.problems[0].what.startswith("the changes failed; the host was rolled back")
