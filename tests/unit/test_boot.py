@@ -20,7 +20,7 @@ from gpuprov.boot import prepare, program_main
 from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
-from gpuprov.core.changes import FileFact
+from gpuprov.core.changes import FileFact, parent_of
 from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot
 from gpuprov.facts.boot import MODULES, NODES, PERSISTENCE, REFRESH, SERVE, SERVE_SOCKET, UDEV_RULES, UNITS, WATCH
@@ -190,6 +190,35 @@ def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
     assert prepared(replace(metal, boot=packaged, files={**metal.files, path: theirs}), spec()).stale == ()
 
 
+def test_a_list_of_modules_that_a_container_no_longer_needs_stops_no_unit(host: FakeHost) -> None:
+    host.make_directory(parent_of(MODULES))
+    host.write(MODULES, prepare.content_of(MODULES))
+    change = prepared(gather(host), spec())
+    assert change.stale == (MODULES,)
+    before = change.capture(host)
+    assert before["units"] == list(change.units)
+    change.apply(host, lambda *words: None)
+    assert not host.exists(MODULES)
+    assert not [command for command in host.commands if command[:2] == ("systemctl", "stop")]
+    prepare.PrepareBoot.undo(host, before, None)
+    assert host.read_bytes(MODULES) == prepare.content_of(MODULES)
+
+
+def test_the_diff_has_the_texts_the_programs_name_and_the_links(host: FakeHost) -> None:
+    host.make_directory(UNITS)
+    host.write(f"{UNITS}/{WATCH}", b"old\n")
+    host.write(f"{UNITS}/{SERVE}", b"gone\n")
+    files = ((boot.PROGRAM, b"PK"), (f"{UNITS}/{WATCH}", b"new\n"))
+    change = prepare.PrepareBoot(files, (REFRESH, WATCH), (f"{UNITS}/{SERVE}",), (REFRESH, WATCH))
+    assert change.diff(host).splitlines() == [
+        f"+{boot.PROGRAM}",
+        f"--- {UNITS}/{WATCH}", f"+++ {UNITS}/{WATCH}", "@@ -1 +1 @@", "-old", "+new",
+        f"--- {UNITS}/{SERVE}", "+++ /dev/null", "@@ -1 +0,0 @@", "-gone",
+        f"+{boot.WANTS}/{REFRESH}", f"+{boot.WANTS}/{WATCH}",
+    ]  # fmt: skip
+    assert change.summary().endswith(f" {REFRESH}, {WATCH}")
+
+
 def test_a_unit_that_somebody_disabled_is_enabled_again(host: FakeHost) -> None:
     prepared(gather(host), spec()).apply(host, lambda *words: None)
     assert prepare.plan(source_of(gather(host), spec())) == ()
@@ -225,6 +254,14 @@ def test_same_input_same_bytes() -> None:
     first = boot_program()
     boot_program.cache_clear()
     assert boot_program() == first
+
+
+@pytest.mark.parametrize(("content", "another"), [(None, False), (boot_program(), False), (b"PK", True)])
+def test_another_versions_program_is_known_by_its_bytes(host: FakeHost, content: bytes | None, another: bool) -> None:
+    if content is not None:
+        host.make_directory(parent_of(boot.PROGRAM))
+        host.write(boot.PROGRAM, content)
+    assert prepare.is_of_another_version(host) is another
 
 
 @pytest.mark.parametrize("python", VERSIONS, indirect=True)
