@@ -159,6 +159,46 @@ def test_other_file_for_the_metrics_takes_the_old_one_away(host: DoctorHost) -> 
     assert METRICS not in there(host)
 
 
+@pytest.mark.parametrize("place", [METRICS, "/srv/other.prom"])
+def test_another_schedule_and_its_rollback_keep_the_metrics_of_the_same_file(host: DoctorHost, place: str) -> None:
+    install(host, DAILY)
+    before = host.tree()
+    assert install(host, replace(DAILY, watch="weekly", watch_metrics=place)).changed == 1
+    assert "OnCalendar=weekly\nRandomizedDelaySec=12h\n" in (host.read_text(TIMER_FILE) or "")
+    (host.root / place[1:]).write_text("# HELP gpuprov_x\n")
+    undo_last(host)
+    assert host.exists(place) is (place == METRICS)
+    host.remove(place)
+    assert host.tree() == before
+
+
+def test_metrics_stay_while_only_the_schedule_changes(host: DoctorHost) -> None:
+    install(host, DAILY)
+    (host.root / METRICS[1:]).write_text("# HELP gpuprov_x\n")
+    install(host, replace(DAILY, watch="hourly"))
+    assert METRICS in there(host)
+
+
+def test_the_folder_of_the_stored_specification_is_roots_alone(tmp_path: Path) -> None:
+    host = DoctorHost(tmp_path / "root")
+    boot_watch.SetWatch("daily", METRICS, ()).apply(host, lambda *_: None)
+    status = host.status(parent_of(STORED))
+    assert status is not None and status.mode == 0o700
+
+
+@pytest.mark.parametrize(
+    ("value", "has_one"),
+    [
+        ("https://me:secret@mirror.example/x", True), ("see http://token@mirror.example", True),
+        ("https://mirror.example/x@y", False), ("me@mirror.example", False), (7, False), (None, False),
+        (["x", "http://token@mirror.example"], True), (("http://token@mirror.example", "x"), True), (["x"], False),
+        ({"a": 1, "b": {"c": ["http://token@mirror.example"]}}, True), ({"a": {}, "b": ()}, False),
+    ],
+)  # fmt: skip
+def test_a_login_is_found_in_any_url_of_a_value(value: object, has_one: bool) -> None:
+    assert boot_watch.has_login(value) is has_one
+
+
 def test_an_agent_that_changed_since_the_plan_is_not_installed(host: DoctorHost) -> None:
     change = boot_watch.SetWatch("daily", METRICS, (), "/srv/agent.pyz", sha256_of(b"another agent"))
     with pytest.raises(GpuprovError, match="has changed since the plan was made") as raised:
@@ -180,6 +220,8 @@ def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost) ->
     assert status is not None and status.mode == 0o600
     assert "opensesame" not in text
     assert json.loads(text)["spec"]["proxy"] == "http://proxy.example.org:3128"
+    # A stable order: the same specification is the same file.
+    assert text == json.dumps(json.loads(text), sort_keys=True, indent=1) + "\n"
     # The login comes from docker's own file, so the check compares with what the host shall have.
     assert watch._proxy(host, json.loads(text)["spec"]) == SECRET
     (host.root / ENVIRONMENT[1:]).unlink()
