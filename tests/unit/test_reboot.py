@@ -55,6 +55,7 @@ class RebootingHost(FakeHost):
         boot_id.write_text(f"boot-{self.boots}\n")
 
     def run(self, argv: Sequence[str], **options: Any) -> Completed:
+        assert argv[0] != "modprobe" or 0 < options["timeout"] <= 60
         if argv[0] == "modprobe" and not self.module_in_use:
             self.boot("nvidia")  # all that has to be seen of it: nouveau is gone
             self.boots -= 1
@@ -88,7 +89,7 @@ def test_by_default_the_run_ends_with_3_and_says_what_to_type(host: RebootingHos
     assert finished.exit_code == ExitCode.REBOOT_NEEDED
     (problem,) = finished.problems
     assert problem.evidence == BOUND
-    assert "systemctl reboot" in problem.next_step
+    assert problem.next_step.startswith("reboot it: systemctl reboot;")
     assert "gpuprov_reboot: if-needed" in problem.next_step
     assert host.reboots == 0
     assert not host.exists(f"/etc/systemd/system/{UNIT}")
@@ -182,7 +183,7 @@ def test_unloading_replaces_the_reboot_only_if_the_gpus_are_free(
     told: list[tuple[Any, ...]] = []
     assert change.apply(host, lambda *words: told.append(words)) == {"needed": needed}
     assert ("modprobe", "-r", "nouveau") in host.commands
-    assert [progress for _, *progress in told] == ([] if needed else [[0, 0]])
+    assert [(bool(text), *progress) for text, *progress in told] == ([] if needed else [(True, 0, 0)])
 
 
 def test_a_reboot_for_another_reason_unloads_no_module(host: RebootingHost) -> None:
@@ -237,6 +238,7 @@ def test_reasons(host: RebootingHost, name: str) -> None:
     facts = _with(gather(host), loaded=loaded, installed=installed, module=module)
     found = reboot.reasons(source_of(facts, spec(**values)))
     assert bool(found) is needed
+    assert all(loaded in reason and installed in reason for reason in found)
 
 
 def test_in_a_system_container_there_is_never_one(tmp_path: Path) -> None:
