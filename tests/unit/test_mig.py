@@ -124,6 +124,7 @@ class MigHost(FakeHost):
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         if argv[0] != "nvidia-smi":
             return super().run(argv, **more)
+        assert 0 < more["timeout"] <= 120
         code, text = self._smi(list(argv[1:]))
         return Completed(tuple(argv), code, text)
 
@@ -160,9 +161,11 @@ def host(tmp_path: Path) -> MigHost:
     return MigHost(tmp_path / "root")
 
 
-def divide(host: MigHost, text: str) -> DivideGpus:
-    change = DivideGpus(((0, text),))
-    change.apply(host, lambda *words: None)
+def divide(host: MigHost, text: str, index: int = 0) -> DivideGpus:
+    told: list[tuple[str, int, int]] = []
+    change = DivideGpus(((index, text),))
+    change.apply(host, lambda *words: told.append(words))
+    assert told == [(f"GPU {index}: {text}", 0, 0)]
     return change
 
 
@@ -181,6 +184,8 @@ def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost) -
     assert change.diff(host) == "-GPU 0: 3g.40gb\n+GPU 0: 1g.10gb,1g.10gb"
     change.apply(host, lambda *words: None)
     assert host.instances == ["1g.10gb", "1g.10gb"]
+    made = ("mig", "-i", "0", "-cgi", "1g.10gb,1g.10gb", "-C")
+    assert host.changes == [("mig", "-i", "0", "-dci"), ("mig", "-i", "0", "-dgi"), made]
     for _ in range(2):
         DivideGpus.undo(host, before, {})
         assert (host.mode, host.instances) == ("Enabled", ["3g.40gb"])
@@ -199,6 +204,42 @@ def test_undo_brings_back_what_was_there_and_a_second_one_changes_nothing(
     host.changes.clear()
     DivideGpus.undo(host, before, {})
     assert host.changes == []
+
+
+def test_each_gpu_is_shown_and_only_those_of_the_layout_are_noted(
+    host: MigHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.mode, host.pending, host.instances = "Enabled", "Enabled", ["1g.10gb", "3g.40gb"]
+    alone = host._smi
+    more = {"--query-gpu=index,mig.mode.current,mig.mode.pending": "1, Disabled, Disabled\n"}
+    monkeypatch.setattr(host, "_smi", lambda words: (0, alone(words)[1] + more.get(words[0], "")))
+    change = DivideGpus(((0, "1g.10gb"), (1, "3g.40gb"), (2, "disabled")))
+    assert change.summary() == "divide GPUs by MIG: GPU 0: 1g.10gb; GPU 1: 3g.40gb; GPU 2: disabled"
+    assert change.diff(host).splitlines() == [
+        "-GPU 0: 1g.10gb,3g.40gb", "+GPU 0: 1g.10gb", "-GPU 1: Disabled", "+GPU 1: 3g.40gb", "-GPU 2: ?",
+        "+GPU 2: disabled",
+    ]  # fmt: skip
+    assert change.capture(host) == {"before": {"0": "1g.10gb,3g.40gb", "1": "disabled"}}
+    assert DivideGpus(((1, "3g.40gb"),)).capture(host) == {"before": {"1": "disabled"}}
+
+
+def test_a_gpu_that_is_not_there_is_named(host: MigHost) -> None:
+    with pytest.raises(GpuprovError, match="there is no GPU 1 to divide") as raised:
+        divide(host, "3g.40gb", 1)
+    (problem,) = raised.value.problems
+    assert problem.evidence.startswith("nvidia-smi --query-gpu=index") and problem.next_step.startswith("nvidia-smi -L")
+    assert host.changes == []
+
+
+@pytest.mark.parametrize(
+    ("profiles", "words"),
+    [
+        (("1g.10gb", "1g.10gb+me", "3g.40gb"), "3g.40gb,1g.10gb,1g.10gb+me"),
+        (("2g.20gb", "10g.99gb", "1g.20gb"), "10g.99gb,2g.20gb,1g.20gb"),
+    ],
+)
+def test_the_largest_profiles_are_made_first(profiles: tuple[str, ...], words: str) -> None:
+    assert mig.largest_first(profiles) == words
 
 
 def test_what_needs_a_reset_gets_one(host: MigHost) -> None:
@@ -278,7 +319,7 @@ def test_what_can_not_be_is_said(host: MigHost, name: str) -> None:
         divide(host, text)
     (problem,) = raised.value.problems
     assert what in problem.what
-    assert evidence in problem.evidence
+    assert evidence in problem.evidence and problem.next_step
     assert name != "no MIG" or "A30" in problem.next_step
 
 
@@ -308,6 +349,12 @@ def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts
     change.apply(host, lambda *words: None)
     assert mig.plan(source_of(replace(facts, mig=gather_mig(host)), spec("3g.40gb,3g.40gb"))) == ()
     assert mig.plan(source_of(facts, spec())) == ()
+    assert mig.plan(source_of(facts, spec("disabled"))) == ()
+    # What is not known is divided: nvidia-smi does not answer, does not know the GPU, or is to be replaced.
+    for unknown in ((), (MigGpu(1, "Disabled", "Disabled"),)):
+        assert mig.plan(source_of(replace(facts, mig=unknown), spec("disabled"))) == (DivideGpus(((0, "disabled"),)),)
+    other = parse_spec({"driver_version": "570.10", "mig_layout": ["disabled"]})
+    assert mig.plan(source_of(facts, other)) == (DivideGpus(((0, "disabled"),)),)
 
 
 def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
@@ -322,8 +369,23 @@ def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
 def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) -> None:
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
     assert any("the container host" in one.what for one in refusals(source_of(inside, spec("disabled"))))
+    assert mig.problems(inside, spec("disabled", "disabled")) == ()
     (problem,) = mig.problems(facts, spec("disabled", "disabled"))
     assert problem.what == "gpuprov_mig_layout speaks of 2 GPUs, this host has 1"
+    two = replace(facts, gpus=(*facts.gpus, replace(facts.gpus[0], bus_id="0000:2b:00.0")))
+    (problem,) = mig.problems(two, spec(*["disabled"] * 3))
+    assert problem.evidence == ", ".join(gpu.bus_id for gpu in two.gpus) and problem.next_step
+    both = replace(spec("disabled"), mig_config="all-balanced")
+    (problem,) = mig.problems(inside, both)
+    assert problem.evidence == "gpuprov_mig_layout is disabled, gpuprov_mig_config is all-balanced"
+    assert problem.what and problem.next_step
+
+
+@pytest.mark.parametrize(
+    ("gpus", "texts", "fits"), [(0, 1, True), (0, 2, False), (1, 1, True), (2, 1, True), (2, 2, True), (2, 3, False)]
+)
+def test_a_layout_has_one_text_or_one_for_each_gpu(facts: HostFacts, gpus: int, texts: int, fits: bool) -> None:
+    assert (mig.problems(replace(facts, gpus=facts.gpus * gpus), spec(*["disabled"] * texts)) == ()) is fits
 
 
 def test_mig_without_devices_is_a_layout_of_its_own() -> None:
