@@ -12,10 +12,12 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.core.changes import Change
+from gpuprov.core.changes import Change, parent_of
 from gpuprov.core.commands import Completed
+from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.cuda_toolkit import InstallCudaToolkit, LinkCudaToolkit
+from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.facts.driver import PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.interface import PackageFacts
@@ -30,6 +32,7 @@ from tests.runs import undo_last
 from tests.simgpu.cuda_run import build_cuda_run
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
 PREFIX = "/usr/local/cuda-12.4"
@@ -145,6 +148,128 @@ def test_another_digest_is_refused_before_anything_is_run(host: CudaHost) -> Non
     with pytest.raises(GpuprovError, match="not the one that was asked for"):
         InstallCudaToolkit("12.4", f"/{host.file.name}", "0" * 64).apply(host, lambda *words: None)
     assert not host.exists("/var/log/cuda-installer.log")
+
+
+NVCC, VERSION_FILE, UNINSTALLER = f"{PREFIX}/bin/nvcc", f"{PREFIX}/version.json", f"{PREFIX}/bin/cuda-uninstaller"
+LOG, TEMPORARY = "/var/log/cuda-installer.log", f"{CACHE_DIRECTORY}/cuda"
+INSTALLED = {NVCC: "", UNINSTALLER: "", VERSION_FILE: '{"cuda": {"version": "12.4.1"}}'}
+ERRORS = "[INFO]: begun\n  [ERROR]: no space left\nERROR: nothing done\n"
+
+
+class Installer(Scripted):
+    """A machine with a toolkit's .run, which leaves these files and ends with `code`."""
+
+    def __init__(self, root: Path, path: str, files: dict[str, str], code: int = 0) -> None:
+        super().__init__(root)
+        self.files, self.code, self.temporary = files, code, (0, ("",))
+        for name in ("/usr/local", "/var/log", parent_of(path), TEMPORARY):
+            self.make_directory(name)
+        self.write(path, b"#!/bin/sh\n")
+        self.write(f"{TEMPORARY}/of-a-run-before", b"")
+
+    def free_bytes(self, path: str) -> int:
+        return 1 << 30
+
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        if argv[0] != "sh":
+            return ""
+        there = self.status(TEMPORARY)
+        assert there is not None
+        self.temporary = there.mode, (*self.list_directory(TEMPORARY),)
+        for path, text in {**self.files, LOG: ERRORS}.items():
+            self.make_directory(parent_of(path))
+            self.write(path, text.encode())
+        return self.code, "", "it ends"
+
+
+@pytest.mark.parametrize("path", ["/root/cuda.run", f"{CACHE_DIRECTORY}/cuda.run"])
+def test_the_installer_has_a_private_folder_and_a_download_goes(tmp_path: Path, path: str) -> None:
+    host, told = Installer(tmp_path, path, INSTALLED), list[tuple[Any, ...]]()
+    InstallCudaToolkit("12.4", path).apply(host, lambda *words: told.append(words))
+    words = ("--silent", "--toolkit", f"--toolkitpath={PREFIX}", "--override", f"--tmpdir={TEMPORARY}")
+    assert host.asked == [("sh", path, *words)]
+    assert host.timeouts == [3600]
+    assert host.temporary == (0o700, ()) and not host.exists(TEMPORARY)
+    assert host.exists(path) is path.startswith("/root")
+    assert (tmp_path / "usr/local/cuda").readlink() == Path(PREFIX)
+    ((text, *progress),) = told
+    assert PREFIX in text and progress == [0, 0]
+
+
+UNPROVED: dict[str, tuple[int, dict[str, str], str]] = {
+    "it fails": (1, INSTALLED, "12.4 was not installed"),
+    "no compiler": (0, {VERSION_FILE: INSTALLED[VERSION_FILE]}, "12.4 was not installed"),
+    "no version": (0, {NVCC: ""}, "brought the CUDA toolkit (unknown)"),
+    "a longer version": (0, {NVCC: "", VERSION_FILE: '{"cuda": {"version": "12.40.1"}}'}, "CUDA toolkit 12.40.1"),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_an_installation_is_proved_and_not_believed(tmp_path: Path, name: str) -> None:
+    code, files, what = UNPROVED[name]
+    path = f"{CACHE_DIRECTORY}/cuda.run"
+    host = Installer(tmp_path, path, files, code)
+    with pytest.raises(GpuprovError) as raised:
+        InstallCudaToolkit("12.4", path).apply(host, lambda *_: None)
+    (problem,) = raised.value.problems
+    assert what in problem.what and problem.next_step
+    if "not installed" in what:
+        assert problem.evidence.splitlines()[-1] == f"{LOG}: [ERROR]: no space left"
+        assert code == 0 or "it ends" in problem.evidence
+    else:
+        assert problem.evidence == VERSION_FILE
+    assert not host.exists(TEMPORARY) and host.exists(path) and host.status("/usr/local/cuda") is None
+
+
+@pytest.mark.parametrize("existed", [True, False])
+@pytest.mark.parametrize("uninstaller", [True, False])
+def test_the_undo_removes_what_is_new_and_keeps_what_was_there(
+    tmp_path: Path, existed: bool, uninstaller: bool
+) -> None:
+    files = {path: text for path, text in INSTALLED.items() if uninstaller or path != UNINSTALLER}
+    host, change = Installer(tmp_path, "/root/cuda.run", files), InstallCudaToolkit("12.4", "/root/cuda.run")
+    loader = "/etc/ld.so.conf.d/cuda-12-4.conf"
+    host.files[loader] = PREFIX
+    if existed:
+        host.make_directory(PREFIX)
+        host.write(LOG, b"older")
+    before = change.capture(host)
+    change.apply(host, lambda *_: None)
+    host.asked.clear()
+    host.timeouts.clear()
+    InstallCudaToolkit.undo(host, before, None)
+    removes = uninstaller and not existed
+    assert host.asked == [*([(UNINSTALLER, "--silent")] if removes else []), ("ldconfig",)]
+    assert host.timeouts == [*([3600] if removes else []), 120]
+    assert (host.exists(NVCC), host.exists(LOG)) == (existed, existed)
+    assert not host.exists(loader) and host.status("/usr/local/cuda") is None
+    stays = InstallCudaToolkit.irreversible(host, before, None, ())
+    assert [sentence.startswith(f"{PREFIX} ") for sentence in stays] == [True] * existed
+
+
+@pytest.mark.parametrize(
+    ("toolkits", "link", "kinds"),
+    [
+        ({}, "", [InstallCudaToolkit]), ({PREFIX: "12.4.1"}, "", [LinkCudaToolkit]), ({PREFIX: "12.4.1"}, PREFIX, []),
+        ({PREFIX: "12.4.1"}, "/usr/local/cuda-12.6", [LinkCudaToolkit]),
+        ({PREFIX: "12.40.1"}, PREFIX, [InstallCudaToolkit]), ({"/opt/cuda": "12.4.1"}, PREFIX, [InstallCudaToolkit]),
+    ],
+)  # fmt: skip
+def test_what_is_planned_depends_on_version_and_link(
+    host: CudaHost, toolkits: dict[str, str], link: str, kinds: list[type]
+) -> None:
+    facts = gather(host)
+    facts = replace(facts, cuda=replace(facts.cuda, toolkits=toolkits, link=link))
+    assert [type(one) for one in cuda_toolkit.plan(facts, spec(host))] == kinds
+    assert cuda_toolkit.plan(facts, spec(host, cuda_url="")) == ()
+    # A file that lies on the host, or in the cache with the digest, is not fetched.
+    assert cuda_toolkit.plan_download(facts, spec(host)) == ()
+    wanted = spec(host, cuda_url="https://example.com/cuda.run", cuda_sha256="a" * 64)
+    fetches = kinds == [InstallCudaToolkit]
+    place = f"{CACHE_DIRECTORY}/cuda.run"
+    assert cuda_toolkit.plan_download(replace(facts, downloads={place: "a" * 64}), wanted) == ()
+    found = cuda_toolkit.plan_download(replace(facts, downloads={place: "b" * 64}), wanted)
+    assert found == ((FetchRunfile(wanted.cuda_url, place, "a" * 64),) if fetches else ())
 
 
 def test_a_folder_in_the_links_place_is_told(host: CudaHost) -> None:
