@@ -141,6 +141,16 @@ def test_a_host_with_epel_gets_no_second_one(debian: HostFacts, text: str) -> No
     assert (dkms_packages(source_of(facts, replace(RUNFILE, epel=False))) == ("dkms",)) is OWN[text]
 
 
+@pytest.mark.parametrize(
+    "path", ["/etc/yum.repos.d/gpuprov-epel.repo", "/etc/yum.repos.d/old/epel.repo", "/etc/a.repo"]
+)
+def test_a_file_that_dnf_does_not_read_or_that_is_ours_is_no_epel(debian: HostFacts, path: str) -> None:
+    facts = replace(host(debian), files={path: FileFact(b"[epel]\nbaseurl=x\n", 0o644, 0, 0)})
+    row = find_distribution("rocky", "9.5")
+    assert row is not None
+    assert dkms_source(source_of(facts, RUNFILE)) == dkms_repository(row, "9.5", "x86_64", RUNFILE)
+
+
 @pytest.mark.parametrize("name", ["SUSE_Package_Hub_15_SP6_x86_64:SUSE-PackageHub-15-SP6-Pool", "openSUSE_Backports"])
 def test_an_activated_package_hub_is_used(debian: HostFacts, name: str) -> None:
     facts = host(debian, "sles", "15.6", files=f"[{name}]\nbaseurl=x\nenabled=1\n")
@@ -170,6 +180,8 @@ def test_a_repository_that_was_added_stays_with_what_it_gave(debian: HostFacts) 
     }
     after = replace(facts, files=added, packages=replace(facts.packages, installed={"dkms": "3-1.noarch"}))
     assert not any(isinstance(one, WriteFile) for one in PlanContext(after, RUNFILE).repository_changes)
+    kept = dkms_source(source_of(after, RUNFILE))
+    assert kept is not None and kept == dkms_source(source_of(facts, RUNFILE))
     gone = [one.summary() for one in PlanContext(after, replace(RUNFILE, epel=False)).repository_changes]
     assert any("gpuprov-epel.repo" in one and "no longer asked for" in one for one in gone)
 
@@ -189,11 +201,14 @@ def test_epel_forbidden_is_a_refusal_where_dkms_is_needed(debian: HostFacts) -> 
     # The .run builds without it, and the plan says what that means.
     assert dkms_problems(source_of(facts, replace(RUNFILE, epel=False))) == []
     assert "EPEL has" in dkms_note(source_of(facts, replace(RUNFILE, epel=False)))
-    assert dkms_note(source_of(facts, RUNFILE)) == ""
+    assert "gpuprov_epel at true" in dkms_note(source_of(facts, replace(RUNFILE, epel=False)))
+    assert dkms_note(source_of(facts, RUNFILE)) == dkms_note(source_of(facts, spec)) == ""
+    assert dkms_note(source_of(host(debian, "fedora", "44"), RUNFILE)) == ""
 
 
 def test_an_unknown_key_is_told_with_the_way_to_set_it(debian: HostFacts) -> None:
     facts = host(debian, "sles", "16.0")
+    assert "or enable PackageHub, or set gpuprov_epel_repository" in dkms_note(source_of(facts, RUNFILE))
     assert "PackageHub has" in dkms_note(source_of(facts, RUNFILE)) and dkms_problems(source_of(facts, RUNFILE)) == []
     (problem,) = dkms_problems(source_of(facts, replace(RUNFILE, epel_repository="http://mirror")))
     assert "does not know the key of PackageHub" in problem.what

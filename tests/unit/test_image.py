@@ -132,6 +132,15 @@ def test_only_kernels_without_a_module_are_built_again(facts: HostFacts) -> None
         facts, image=ImageFacts(kernels), driver=replace(facts.driver, library_version="550.163.01"), driver_damage=""
     )
     assert kernel.plan_image(source_of(done, spec())) == (kernel.BuildModules((_OLD,)),)
+    whole = replace(done, image=ImageFacts(kernels[1:]))
+    assert kernel.plan_image(source_of(whole, spec())) == kernel.plan_image(
+        source_of(done, spec(kernel_modules="none"))
+    )
+    assert kernel.plan_image(source_of(replace(done, image=None), spec())) == ()
+    # A driver that comes has modules for none.
+    for version in ("", "535.261.03"):
+        before = replace(done, driver=replace(facts.driver, library_version=version))
+        assert kernel.plan_image(source_of(before, spec())) == (kernel.BuildModules((_OLD, _NEW)),)
 
 
 def test_no_modules_are_loaded_by_a_list_and_ssh_keys_are_made_at_boot(facts: HostFacts) -> None:

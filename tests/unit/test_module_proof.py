@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpuprov.core.commands import SYSTEM_PATH
 from gpuprov.core.system import System
-from gpuprov.driver.kernel import dkms_states, prove_modules
+from gpuprov.driver.kernel import BuildModules, build_environment, dkms_states, prove_modules
 from gpuprov.protocol.errors import GpuprovError
+from tests import simgpu
 from tests.unit.scripted import Answer, Scripted
 
 VERSION = "550.163.01"
 KERNEL = "6.1.0-55-cloud-amd64"
 OTHER = "6.1.0-56-cloud-amd64"
+BUILT = "6.1.0-54-cloud-amd64"
 # What DKMS 2.8 (Debian 11) and 3.0 (Debian 12) say.
 STATES = {
     "": {},
@@ -64,10 +68,82 @@ def test_what_is_not_there_is_named_with_the_next_command(tmp_path: Path, name: 
         prove_modules(Host(tmp_path, status, version), VERSION, dkms=True)
     (problem,) = caught.value.problems
     assert sentence in f"{problem.what}\n{problem.evidence}"
+    assert problem.what and problem.evidence
     assert "dkms" in problem.next_step
 
 
 @pytest.mark.parametrize("dkms", [True, False])
 def test_modules_that_are_there_are_proof_enough(tmp_path: Path, dkms: bool) -> None:
     status = f"nvidia/{VERSION}, {KERNEL}, x86_64: installed\n" if dkms else ""
-    prove_modules(Host(tmp_path, status, f"{VERSION}\n"), VERSION, dkms=dkms)
+    host = Host(tmp_path, status, f"{VERSION}\n")
+    prove_modules(host, VERSION, dkms=dkms)
+    asked = [("dkms", "status")] if dkms else []
+    assert host.asked == [*asked, ("modinfo", "-k", KERNEL, "-F", "version", "nvidia")]
+
+
+class Image(Scripted):
+    """An image whose first kernel has a module, and whose dkms builds one for the others if it `builds`."""
+
+    def __init__(self, root: Path, *, builds: bool = True, has_dkms: bool = True) -> None:
+        super().__init__(root)
+        simgpu.install_tree(root)
+        self._builds, self._has_dkms = builds, has_dkms
+        for release, text in ((BUILT, "updates/dkms/nvidia.ko:\n"), (KERNEL, ""), (OTHER, "")):
+            self.make_directory(f"/lib/modules/{release}")
+            self.write(f"/lib/modules/{release}/modules.dep", text.encode())
+
+    def which(self, program: str) -> str | None:
+        return super().which(program) if program == "dkms" and self._has_dkms else None
+
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        if not self._builds:
+            return (10, "", "Error! Bad return status")
+        self.write(f"/lib/modules/{argv[-1]}/modules.dep", b"updates/dkms/nvidia.ko.xz:\n")
+        return ""
+
+
+def test_modules_are_built_for_each_kernel_without_one(tmp_path: Path) -> None:
+    host, told = Image(tmp_path), list[tuple[Any, ...]]()
+    BuildModules((BUILT, KERNEL, OTHER)).apply(host, lambda *words: told.append(words))
+    assert host.asked == [("dkms", "autoinstall", "-k", release) for release in (KERNEL, OTHER)]
+    assert host.timeouts == [3600, 3600]
+    assert [(text.split()[-1], *progress) for text, *progress in told] == [(KERNEL, 1, 3), (OTHER, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("has_dkms", "evidence", "step"),
+    [
+        (True, "Error! Bad return status", f"/var/lib/dkms/nvidia/{simgpu.DRIVER_VERSION}/build/make.log"),
+        (False, f"/lib/modules/{KERNEL}/modules.dep", "gpuprov_epel: true"),
+    ],
+)
+def test_a_kernel_of_an_image_without_a_module_is_an_error(
+    tmp_path: Path, has_dkms: bool, evidence: str, step: str
+) -> None:
+    host = Image(tmp_path, builds=False, has_dkms=has_dkms)
+    with pytest.raises(GpuprovError, match=f"kernel {KERNEL}") as caught:
+        BuildModules((BUILT, KERNEL, OTHER)).apply(host, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert evidence in problem.evidence and step in problem.next_step
+    assert host.asked == ([("dkms", "autoinstall", "-k", KERNEL)] if has_dkms else [])
+
+
+ORACLE = "6.12.0-100.28.2.el9uek.x86_64"
+
+
+@pytest.mark.parametrize(
+    ("release", "folder", "first"),
+    [
+        (ORACLE, "/opt/rh/gcc-toolset-14/root/usr/bin", "/opt/rh/gcc-toolset-14/root/usr/bin"), (ORACLE, "/opt", ""),
+        (KERNEL, "/opt/rh/gcc-toolset-14/root/usr/bin", ""),
+    ],
+)  # fmt: skip
+def test_the_compiler_of_the_kernel_comes_first_in_the_path(
+    tmp_path: Path, release: str, folder: str, first: str
+) -> None:
+    host = Host(tmp_path, "", "")
+    host.kernel_release = lambda: release  # type: ignore[method-assign]
+    for name in ("/etc", folder):
+        host.make_directory(name)
+    host.write("/etc/os-release", b'ID="ol"\nVERSION_ID="9.6"\n')
+    assert build_environment(host) == ({"PATH": f"{first}:{SYSTEM_PATH}"} if first else {})
