@@ -50,6 +50,17 @@ INDEXES: dict[str, tuple[str, dict[str, str]]] = {
     "a text of versions": (
         "550.163.01\n570.211.01\n", {one: NESTED.format(one) for one in ("550.163.01", "570.211.01")},
     ),
+    "relative paths": (
+        "./550.163.01/ ./NVIDIA-Linux-x86_64-565.77.run sub/NVIDIA-Linux-x86_64-580.95.05.run",
+        {"550.163.01": NESTED.format("550.163.01"), "565.77": "NVIDIA-Linux-x86_64-565.77.run",
+         "580.95.05": "sub/NVIDIA-Linux-x86_64-580.95.05.run"},
+    ),
+    "a file before its folder": (
+        "a/NVIDIA-Linux-x86_64-565.77.run 565.77/", {"565.77": "a/NVIDIA-Linux-x86_64-565.77.run"},
+    ),
+    "other places": ("http://x/NVIDIA-Linux-x86_64-565.77.run ../NVIDIA-Linux-x86_64-565.77.run "
+                     "/NVIDIA-Linux-x86_64-565.77.run ?/NVIDIA-Linux-x86_64-565.77.run "
+                     "#/NVIDIA-Linux-x86_64-565.77.run", {}),
     "something else": ("<html>Please log in: release 550.163.01</html>", {}),
     "nothing": ("", {}),
 }  # fmt: skip
