@@ -86,6 +86,7 @@ WHOLE = replace(H100, current="Disabled", pending="Disabled")
 LAYOUTS = {
     "whole, and so wanted": ("disabled", WHOLE, True),
     "no MIG at all, none wanted": ("disabled", MigGpu(0, "[N/A]", "[N/A]"), True),
+    "no MIG at all, in other words": ("disabled", MigGpu(0, "N/A", "N/A"), True),
     "no MIG at all": ("all-1g.10gb", MigGpu(0, "[N/A]", "[N/A]"), False),
     "on without instances": ("disabled", H100, False),
     "nothing said": ("", H100, True),
@@ -118,7 +119,7 @@ class MigHost(FakeHost):
         super().__init__(root, gpus=1, metal=True)
         self.mode, self.pending = "Disabled", "Disabled"
         self.instances: list[str] = []
-        self.busy = self.resets = self.unable = False
+        self.busy = self.resets = self.unable = self.used = False
         self.changes: list[tuple[str, ...]] = []
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
@@ -139,6 +140,8 @@ class MigHost(FakeHost):
         self.changes.append(tuple(words))
         if self.unable and ("-mig" in words or "-cgi" in words):
             return 0, UNABLE if "-mig" in words else NOT_ENABLED
+        if self.used and "-dci" in words:
+            return 19, "Unable to destroy a Compute instance: In use by another client\n"
         if "-dgi" in words:
             self.instances = []
         elif "-cgi" in words:
@@ -285,6 +288,18 @@ def test_dcgm_is_stopped_meanwhile_and_started_again(tmp_path: Path) -> None:
     assert (host.mode, host.instances, host.order) == ("Enabled", ["3g.40gb"], _AROUND)
     DivideGpus.undo(host, before, {})
     assert (host.mode, host.instances, host.order) == ("Disabled", [], _AROUND * 2)
+    host.mode = host.pending = "Enabled"
+    host.order.clear()
+    DivideGpus.undo(host, DivideGpus(((0, "3g.40gb"),)).capture(host), {})
+    assert host.order == [], "nothing is to be done"
+
+
+def test_an_undo_ends_though_dcgm_does_not_start_again(tmp_path: Path) -> None:
+    host = MonitoredHost(tmp_path / "root")
+    before = DivideGpus(((0, "3g.40gb"),)).capture(host)
+    host.mode, host.refused = "Enabled", "nvidia-dcgm.service"
+    DivideGpus.undo(host, before, {})
+    assert (host.mode, host.units) == ("Disabled", ["nvidia-dcgm-exporter.service"])
 
 
 def test_dcgm_runs_again_after_a_division_that_fails_and_one_that_does_not_is_told(tmp_path: Path) -> None:
@@ -302,6 +317,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "no such profile": ("all-2g.99gb", "GPU 0 has no MIG profile 2g.99gb", "1g.10gb, 1g.10gb+me, 3g.40gb"),
     "not supported": ("3g.40gb", "MIG on GPU 0 is Disabled", "Unable to enable MIG Mode"),
     "not made": ("3g.40gb", "GPU 0 is not divided as asked, though nvidia-smi", "No MIG-enabled devices found."),
+    "used": ("3g.40gb", "GPU 0: its instances can't be removed", "In use by another client"),
     "no room": (",".join(["3g.40gb"] * 8), "can't be made", "Insufficient Resources"),
 }
 
@@ -311,7 +327,9 @@ def test_what_can_not_be_is_said(host: MigHost, name: str) -> None:
     text, what, evidence = FAULTS[name]
     host.busy = name == "in use"
     host.unable = name in ("not supported", "not made")
-    if name == "not made":
+    if name == "used":
+        host.used, host.instances = True, ["1g.10gb"]
+    if name in ("not made", "used"):
         host.mode = host.pending = "Enabled"
     if name == "no MIG":
         host.mode = host.pending = "[N/A]"
