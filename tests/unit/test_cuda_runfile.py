@@ -161,7 +161,8 @@ class Installer(Scripted):
 
     def __init__(self, root: Path, path: str, files: dict[str, str], code: int = 0) -> None:
         super().__init__(root)
-        self.files, self.code, self.temporary = files, code, (0, ("",))
+        self.files, self.code = files, code
+        self.temporary: tuple[int, tuple[str, ...]] = (0, ("",))
         for name in ("/usr/local", "/var/log", parent_of(path), TEMPORARY):
             self.make_directory(name)
         self.write(path, b"#!/bin/sh\n")

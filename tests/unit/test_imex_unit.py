@@ -27,15 +27,15 @@ class Unit(Scripted):
 
     def __init__(self, root: Path, *, fails: str = "", said: str = "") -> None:
         super().__init__(root)
-        self.fails, self.said, self.clock = fails, said, 100.0
+        self.fails, self.said, self.seconds = fails, said, 100.0
         for path in ("/etc/nvidia-imex", "/etc/modprobe.d"):
             self.make_directory(path)
 
     def now(self) -> float:
-        return self.clock
+        return self.seconds
 
     def sleep(self, seconds: float) -> None:
-        self.clock += seconds
+        self.seconds += seconds
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[0] == "nvidia-imex-ctl":
@@ -173,4 +173,4 @@ def test_what_is_wrong_with_a_domain_is_named_after_a_wait(tmp_path: Path, name:
     (problem,) = raised.value.problems
     assert problem.evidence == fault if fault.startswith("it is") else fault in problem.evidence
     assert problem.next_step
-    assert (host.clock, len(host.asked)) == (120, 11)
+    assert (host.seconds, len(host.asked)) == (120, 11)
