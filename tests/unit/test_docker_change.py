@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuprov.core.commands import Completed
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.scripted import Answer, Scripted
@@ -79,6 +80,10 @@ class Docker(Scripted):
         runtimes = {"runc": {}, **config.get("runtimes", {})}
         self.info = self.loads or {"Runtimes": runtimes, "DefaultRuntime": config.get("default-runtime", "runc")}
         return True
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        assert argv[0] != "docker" or more["timeout"], "a docker that hangs is not waited for"
+        return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[0] == "systemctl":
@@ -210,7 +215,7 @@ def test_docker_info_says_what_docker_has_loaded(
     with pytest.raises(GpuprovError) as caught:
         applied(host, change(None, restart=False, **options))
     (problem,) = caught.value.problems
-    assert PATH in problem.what and problem.evidence.endswith(evidence)
+    assert PATH in problem.what and problem.evidence.endswith(evidence) and problem.next_step
     assert host.verbs == ["reload"], "there is no other file that could come back"
 
 
@@ -308,7 +313,7 @@ def test_a_docker_that_cannot_be_enabled_is_an_error_before_a_restart(tmp_path: 
     assert host.verbs == ["enable"]
 
 
-@pytest.mark.parametrize(("number", "next_step"), [(errno.EPERM, True), (errno.EACCES, True), (errno.EROFS, False)])
+@pytest.mark.parametrize(("number", "next_step"), [(errno.EPERM, True), (errno.EACCES, True), (errno.EIO, False)])
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, number: int, next_step: bool) -> None:
     host = Docker(tmp_path)
 
@@ -389,6 +394,8 @@ def undone(host: Docker, before: Mapping[str, Any], outcome: Mapping[str, Any] |
         (True, False, {"containers": "1 true"}, ["reset-failed", "restart"]),
         # docker was removed since.
         (True, True, {"without": ("dockerd",)}, []),
+        # Words of a docker that starts are no error.
+        (True, False, {"log": {1000: "level=error msg=harmless\n"}}, ["reset-failed", "restart"]),
     ],
 )
 def test_undo_restores_the_file_and_docker(
@@ -440,10 +447,23 @@ def test_undo_leaves_a_docker_that_does_not_say_what_it_has_loaded(tmp_path: Pat
     assert undone(host, change().capture(host)) == []
 
 
-def test_undo_leaves_a_docker_whose_file_cannot_be_read(tmp_path: Path) -> None:
-    host = Docker(tmp_path, "{")
+@pytest.mark.parametrize(
+    ("text", "version", "verbs"),
+    [
+        ("{", "26.1.5", []),
+        # A byte order mark, which docker reads since 23.
+        ("\ufeff{}", "20.10.24", []),
+        ("\ufeff{}", "26.1.5", ["reset-failed", "restart"]),
+    ],
+)
+def test_undo_leaves_a_docker_whose_file_cannot_be_read(
+    tmp_path: Path, text: str, version: str, verbs: list[str]
+) -> None:
+    host = Docker(tmp_path, text)
+    host.version = version
     host.info = {"Runtimes": {"x": {}}, "DefaultRuntime": "x"}
-    assert undone(host, change().capture(host)) == []
+    host.load = lambda: True  # type: ignore[method-assign]
+    assert undone(host, change().capture(host)) == verbs
 
 
 def test_undo_does_not_restart_a_docker_with_a_file_that_prevents_its_start(tmp_path: Path) -> None:
