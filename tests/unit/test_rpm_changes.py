@@ -13,7 +13,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import COPIES, FOLDER
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import LockFacts, PackageFacts
-from gpuprov.packages.keys import BUNDLE_KEY
+from gpuprov.packages.keys import BUNDLE_KEY, armored, fingerprints
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, RpmManager
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.packages.zypper import ZYPPER
@@ -40,6 +40,7 @@ class Host(Scripted):
         self.offers = ""
         self.repositories: list[dict[str, str]] = []
         self.synced = 0
+        self.work: set[str] = set()  # the options that name temporary folders
         self.lock_timeout = 7
         for folder in ("var/tmp", "etc/yum.repos.d", "etc/dnf/plugins", "etc/nvidia"):
             (root / folder).mkdir(parents=True)
@@ -50,7 +51,6 @@ class Host(Scripted):
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         changes = argv[0] in ("dnf", "zypper") or argv[1] in ("-e", "--install") or argv[1:] == ("--erase",)
         assert not changes or (more["timeout"] >= 600 and more["env"]["ZYPP_LOCK_TIMEOUT"] == "7")
-        assert argv[0] != "systemctl" or more["timeout"]
         return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
@@ -93,6 +93,10 @@ class Host(Scripted):
         assert folder == REPOSITORIES or any(word.startswith("--setopt=cachedir=") or "host.d" in word for word in argv)
         found = {name: self.read_text(f"{folder}/{name}") or "" for name in self.list_directory(folder)}
         self.repositories.append(found)
+        self.work |= {word for word in argv if "/var/tmp/" in word or "None" in word}
+        # A source may hold a login.
+        modes = {0o600} if "host.d" in folder else {0o640} if named else set()
+        assert not modes or {self.path(f"{folder}/{name}").stat().st_mode & 0o777 for name in found} <= modes
         return "".join(f"gcc 0:{text}-1.x86_64\n" for text in found.values())
 
 
@@ -120,9 +124,11 @@ def test_an_installation_lifts_holds_replaces_and_is_undone(tmp_path: Path) -> N
     enabled = [("systemctl", "enable", unit) for unit in ("a.service", "b.service")]
     assert [argv for argv in host.asked if argv[0] != "rpm"] == [install, *enabled]
     assert host.read_text(LIST) == "bash\n"
+    # What somebody holds since then stays held.
+    host.append(LIST, b"vim\n")
     InstallRpmPackages.undo(host, before, outcome)
     assert host.packages == {GCC, VIM} and host.asked[-1] != install
-    assert host.read_text(LIST) == "gcc-0:10-1.*\nbash\n"
+    assert host.read_text(LIST) == "bash\nvim\ngcc-0:10-1.*\n"
 
 
 @pytest.mark.parametrize("outcome", [None, {}])
@@ -147,6 +153,7 @@ def test_a_killed_installation_is_undone_by_what_was_there_before(
     [
         (("install",), "gcc, cpp could not be installed"),
         (("systemctl", "b.service"), "b.service can't be enabled"),
+        (("rpm", "-qa"), "rpm's database can't be read"),
         (("rpm", "-e"), f"{CPP}, {GCC} could not be removed"),
     ],
 )
@@ -159,7 +166,7 @@ def test_what_fails_is_named(tmp_path: Path, fails: tuple[str, ...], says: str) 
         InstallRpmPackages.undo(host, before, change.apply(host, tell))
     (problem,) = caught.value.problems
     assert says in problem.what and "it fails" in problem.evidence
-    assert problem.next_step or "systemctl" not in fails
+    assert problem.next_step or not {"systemctl", "-qa"} & {*fails}
 
 
 def test_a_refresh_has_the_options_of_its_installation(tmp_path: Path) -> None:
@@ -252,6 +259,9 @@ def test_what_needs_a_package_is_named_without_those_that_go_with_it(tmp_path: P
     host.needed = {}
     assert DNF.needed_by(host, ("gcc", "vim")) == {} == DNF.needed_by(host, ("vim",))
     assert host.asked == [("rpm", "--erase", "--test", "gcc", "vim"), ("rpm", "--erase", "--test", "vim")]
+    host.asked.clear()
+    host.needed = {"gcc": "\tgcc is needed by (installed) ada-11-1.x86_64\n"}
+    assert DNF.needed_by(host, ("gcc",)) and len(host.asked) == 1
 
 
 def test_files_that_no_package_owns(tmp_path: Path) -> None:
@@ -267,7 +277,7 @@ def test_a_name_with_a_version_is_typed_as_the_program_takes_it(manager: RpmMana
 
 
 def repository(name: str, version: str, place: str = REPOSITORIES) -> WriteFile:
-    return WriteFile(f"{place}/{name}.repo", version.encode(), mode=0o600)
+    return WriteFile(f"{place}/{name}.repo", version.encode(), mode=0o640)
 
 
 @pytest.mark.parametrize(
@@ -296,12 +306,25 @@ def test_repositories_are_asked_as_they_will_be(
     assert host.repositories == repositories
     assert all(argv[-1] == "gcc" for argv in host.asked)
     assert host.list_directory("/var/tmp") == ()
+    assert all("/var/tmp/gpuprov-tmp-" in word for word in host.work)
+
+
+def test_zypper_trusts_the_keys_that_planned_repositories_name(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    text = b"[a]\nname=a\ngpgkey=file:///etc/keys/b.asc\n[b]\ngpgkey=file:///etc/keys/a.asc\n"
+    ZYPPER.offered(host, ("gcc",), (WriteFile("/etc/zypp/repos.d/a.repo", text),))
+    imports = [argv for argv in host.asked if argv[0] == "rpm"]
+    assert [(argv[1], *argv[3:]) for argv in imports] == [
+        ("--root", "--import", f"/etc/keys/{name}.asc") for name in ("a", "b")
+    ]
+    assert {argv[2].startswith("/var/tmp/gpuprov-tmp-") for argv in imports} == {True}
 
 
 def test_the_bundles_source_is_signed_by_its_key(tmp_path: Path) -> None:
     host = Host(tmp_path)
     DNF.open_bundle(host, "ABCD")
     assert host.asked == [] and not host.exists(f"{FOLDER}/repos.d"), "a bundle without packages has no key"
+    assert DNF.bundle_options == (f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache")
     host.make_directory(f"{FOLDER}/repository", 0o700)
     host.write(f"{FOLDER}/repository/key.gpg", KEY)
     DNF.open_bundle(host, "ABCD")
@@ -327,7 +350,10 @@ class Gathering(Host):
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[:3] == ("rpm", "-qa", "--queryformat"):
+            assert "%{NAME} %" in argv[3]
             return "gcc 11-1.x86_64 cc gcc gcc(x86-64)\nvim 8-1.x86_64\n"
+        if argv[0] == "rpm" and "gpg-pubkey" in argv:
+            return f"gpg-pubkey-1-1\n{armored(KEY).decode()}"
         return super().answer(argv)
 
 
@@ -346,4 +372,4 @@ def test_the_facts_of_packages(tmp_path: Path, lacks: str) -> None:
         {"gcc": "11-1.x86_64", "vim": "8-1.x86_64"},
         {"cc"},
     )
-    assert facts.locks == LockFacts("dnf", LIST, frozenset({"vim"})) and facts.trusted_keys == frozenset()
+    assert facts.locks == LockFacts("dnf", LIST, frozenset({"vim"})) and facts.trusted_keys == {*fingerprints(KEY)}
