@@ -153,6 +153,7 @@ def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
 def test_zypper_has_exit_codes_that_are_no_failures(tmp_path: Path, code: int) -> None:
     host = RecordedRpm(tmp_path, (code, "", ""))
     InstallRpmPackages(ZYPPER, ("gcc",)).apply(host, lambda *_: None)
+    RefreshRpmIndex(ZYPPER).apply(host, lambda *_: None)
     with pytest.raises(GpuprovError):
         InstallRpmPackages(DNF, ("gcc",)).apply(host, lambda *_: None)
 

@@ -12,6 +12,7 @@ from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import COPIES, FOLDER
 from gpuprov.packages.dnf import DNF
+from gpuprov.packages.failures import Advice
 from gpuprov.packages.interface import LockFacts, PackageFacts
 from gpuprov.packages.keys import BUNDLE_KEY, armored, fingerprints
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, RpmManager
@@ -37,6 +38,7 @@ class Host(Scripted):
         self.no_copy: set[str] = set()
         self.needed: dict[str, str] = {}
         self.fails: tuple[str, ...] = ("nothing",)
+        self.error = "it fails"
         self.offers = ""
         self.repositories: list[dict[str, str]] = []
         self.synced = 0
@@ -49,13 +51,14 @@ class Host(Scripted):
         self.synced += 1
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        changes = argv[0] in ("dnf", "zypper") or argv[1] in ("-e", "--install") or argv[1:] == ("--erase",)
+        changes = argv[0] in ("dnf", "zypper") or argv[1] in ("-e", "--install")
+        changes = changes or (argv[1] == "--erase" and argv[2] != "--test")
         assert not changes or (more["timeout"] >= 600 and more["env"]["ZYPP_LOCK_TIMEOUT"] == "7")
         return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if set(self.fails) <= set(argv):
-            return 1, "", "it fails"
+            return 1, "", self.error
         if argv[0] == "rpm":
             return self._rpm(argv[1:])
         if argv[0] == "systemctl":
@@ -167,6 +170,15 @@ def test_what_fails_is_named(tmp_path: Path, fails: tuple[str, ...], says: str) 
     (problem,) = caught.value.problems
     assert says in problem.what and "it fails" in problem.evidence
     assert problem.next_step or not {"systemctl", "-qa"} & {*fails}
+
+
+def test_a_package_that_no_repository_has_gets_its_advice(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.fails, host.error = ("install",), "Error: Unable to find a match: gcc"
+    with pytest.raises(GpuprovError) as caught:
+        InstallRpmPackages(DNF, ("gcc",), advice=Advice("gcc", "its meaning", "its step")).apply(host, tell)
+    (problem,) = caught.value.problems
+    assert problem.what.endswith("its meaning") and problem.next_step == "its step"
 
 
 def test_a_refresh_has_the_options_of_its_installation(tmp_path: Path) -> None:
