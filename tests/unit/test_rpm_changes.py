@@ -379,9 +379,6 @@ def test_the_facts_of_packages(tmp_path: Path, lacks: str) -> None:
         assert DNF.gather(host) == PackageFacts("", {}) and host.asked == []
         return
     facts = DNF.gather(host)
-    assert (facts.manager, facts.installed, facts.provided) == (
-        "dnf",
-        {"gcc": "11-1.x86_64", "vim": "8-1.x86_64"},
-        {"cc"},
-    )
+    assert (facts.manager, facts.provided) == ("dnf", frozenset({"cc"}))
+    assert facts.installed == {"gcc": "11-1.x86_64", "vim": "8-1.x86_64"}
     assert facts.locks == LockFacts("dnf", LIST, frozenset({"vim"})) and facts.trusted_keys == {*fingerprints(KEY)}
