@@ -244,7 +244,7 @@ def test_a_docker_that_does_not_answer_is_the_evidence(tmp_path: Path, answer: A
             {"active": False}, {"content": BAD}, "docker runs with it", "Job for docker.service failed.",
             ["reset-failed", "restart", "reset-failed", "restart"],
         ),
-        # It rejects the new file at a reload and goes on with the old one: no restart.
+        # It rejects the new file at a reload and keeps the old one: no restart.
         ({}, {"content": BAD}, "docker runs with it", "runtime nvidia: nothing", ["reload", "reload"]),
         (
             {"broken": {"reload": (1, "", "Job type reload is not applicable")}}, {}, "docker runs with it",

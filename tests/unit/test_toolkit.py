@@ -175,15 +175,15 @@ def test_the_runtimes_undo_leaves_a_hook_that_is_nvidias_now(
 def made(host: System) -> DriverFacts:
     """The driver with all its nodes."""
     found = discover(host)
-    return replace(found, present=frozenset(node.path for node in (*found.nodes, *found.capability_nodes)))
+    return replace(found, present=tuple(node.path for node in (*found.nodes, *found.capability_nodes)))
 
 
 def test_missing_nodes_are_made_and_closed_ones_opened(host: System) -> None:
     driver = discover(host)
     nodes = (*driver.nodes, *driver.capability_nodes)
-    assert nodes and driver.present != {node.path for node in nodes}
+    assert nodes and len(driver.present) < len(nodes)
     closed = Node("/dev/nvidia0", 195, 0, 0o666, 44)
-    driver = replace(driver, present=frozenset(node.path for node in nodes[1:]), closed=(closed,))
+    driver = replace(driver, present=tuple(node.path for node in nodes[1:]), closed=(closed,))
     first = nodes[0]
     assert plan_device_nodes(facts(driver=driver)) == (
         MakeNode(first.path, first.major, first.minor, first.mode, first.gid), SetMode("/dev/nvidia0", 0o666),
@@ -220,7 +220,7 @@ def test_the_specification_is_written_if_it_is_not_the_drivers(
     elif state == "not root's":
         files = {CDI_SPECIFICATION: replace(roots(text), uid=1000)}
     elif state == "no nodes":
-        driver = replace(driver, present=frozenset())
+        driver = replace(driver, present=())
     elif state in ("other outdated", "other current"):
         files[OTHER] = roots(b"other" if state == "other current" else b"old")
     others = {OTHER: b"other"} if state.startswith("other") else {}
