@@ -45,7 +45,7 @@ def bundle_manager(manifest: Manifest) -> PackageManager:
     return manager_of(find_distribution(manifest.distribution, manifest.version))
 
 
-def gather(system: System, manifest: Manifest, engine: str) -> BundleFacts:
+def gather(system: System, manifest: Manifest, engine: str = "docker") -> BundleFacts:
     """Return the bundle as a fact about the host, with those of its images that the engine has."""
     found = (one for one in manifest.images if image_identity(system, one.reference, engine) == one.identity)
     return BundleFacts(manifest, frozenset(one.reference for one in found))

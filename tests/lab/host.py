@@ -282,7 +282,7 @@ class Host:
             return (path,) if self._socket.exists() else ()
 
     def disconnect(self) -> None:
-        """End the shared connection: the next command logs in anew (to another boot, with another environment)."""
+        """End the shared connection: the next command logs in again (to another boot, with another environment)."""
         with self._connecting:
             if self._socket.exists():
                 run(("ssh", "-F", "none", "-o", f"ControlPath={self._socket}", "-O", "exit", "host"), check=False)
