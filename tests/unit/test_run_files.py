@@ -66,12 +66,12 @@ def test_a_download_is_private_shown_without_a_login_and_taken_back(tmp_path: Pa
     system.make_directory("/mirror")
     system.write("/mirror/x.run", b"driver")
     change = FetchRunfile("file:///mirror/x.run", "/cache/x.run", SHA)
-    befores = [change.capture(system)]
+    captures = [change.capture(system)]
     change.apply(system, lambda *_: None)
-    befores.append(change.capture(system))
+    captures.append(change.capture(system))
     folder = system.status("/cache")
     assert folder is not None and folder.mode == 0o700
-    for before, there in zip(reversed(befores), (True, False)):
+    for before, there in zip(reversed(captures), (True, False)):
         FetchRunfile.undo(system, before, None)
         assert system.exists("/cache/x.run") is there
 
@@ -81,7 +81,7 @@ def _image(content: bytes) -> Mapping[str, str]:
 
 
 JSON = json.dumps(asdict(FORMER)).encode()
-BEFORES: dict[str, tuple[dict[str, Any], bool]] = {
+CAPTURES: dict[str, tuple[dict[str, Any], bool]] = {
     "nothing": ({}, False),
     "a record": ({"record": _image(JSON), "replaces": OLD}, True),
     "a record of another driver": ({"record": _image(JSON), "replaces": NEW}, False),
@@ -93,9 +93,9 @@ BEFORES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", BEFORES)
+@pytest.mark.parametrize("name", CAPTURES)
 def test_the_replaced_driver_is_known_by_its_record(name: str) -> None:
-    before, known = BEFORES[name]
+    before, known = CAPTURES[name]
     assert run_files.former_of(before) == (FORMER if known else None)
 
 
