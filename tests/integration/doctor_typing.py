@@ -67,8 +67,8 @@ def prepare(host: Host) -> None:
 
 def causes_on(host: Host, options: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return the causes that the doctor finds when asked on the host itself, without those that are always there."""
-    # It waits two minutes for an nvidia-smi that hangs. Of what a login sets, the last change counts.
-    said = host.ssh(f"{PROGRAM} doctor --json {_words(options or {})}", check=False, timeout=600, alone=True).stdout
+    # It waits two minutes for an nvidia-smi that hangs.
+    said = host.ssh(f"{PROGRAM} doctor --json {_words(options or {})}", check=False, timeout=600).stdout
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert events, said
     return [event for event in events if event.get("event") == "CauseFound" and event["rule"] not in ALWAYS]
@@ -94,7 +94,7 @@ def type_until_silent(site: Site, host: Host, group: Group) -> None:
         host.ssh(f"echo systemd-nspawn > {CONTAINER}")
     done = {rule for rules, _ in steps for rule in rules}
     assert done == group.typed, f"not typed: {group.typed - done}, not foreseen: {done - group.typed}; {steps}"
-    verified = host.ssh(f"{PROGRAM} verify {_words(group.options)}", check=False, alone=True)
+    verified = host.ssh(f"{PROGRAM} verify {_words(group.options)}", check=False)
     assert verified.returncode == 0, f"typed: {steps}\n{verified.stdout}"
 
 
@@ -145,7 +145,7 @@ def _type(site: Site, host: Host, group: Group, command: str) -> str:
     if "systemctl edit" in command:
         # It asks for a terminal.
         command = f"script -qec {shlex.quote(command)} /dev/null"
-    done = host.ssh(_SHELL + command, check=False, timeout=300, alone=True)
+    done = host.ssh(_SHELL + command, check=False, timeout=300)
     return done.stdout + done.stderr
 
 

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import stat
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ while :; do
     [ $? = 133 ] || exit 0
 done
 """
-# The default of newer releases protects a login from quantum computers, for ten times the processor time.
-CHEAP_KEY_EXCHANGE = "curve25519-sha256"
 Snapshot = dict[str, tuple[int, int, int, bytes]]
 
 
@@ -75,8 +72,6 @@ class Host:
         self._keys = directory.parent.parent
         self._saved = directory.parent.parent / "saved" / self.name
         self._from_saved = False
-        self._socket = Path(f"/run/gpuprov-lab{self._machine}.ssh")
-        self._connecting = threading.Lock()
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +114,7 @@ class Host:
 
     def save(self) -> None:
         """Shut the host down and keep its files: `reset(saved=True)` begins from them."""
-        self.ssh("systemctl poweroff", check=False, alone=True)
+        self.ssh("systemctl poweroff", check=False)
         wait_for(f"the shutdown of {self.name}", lambda: not cgroups.runs(self.cgroup), _BOOT_SECONDS)
         self.kill()
         half = self._saved.with_name(f"half-{self.name}")
@@ -166,8 +161,9 @@ class Host:
 
     def answers(self) -> bool:
         """Say whether a command runs over SSH."""
-        line = "test -e /run/systemd/system && ! test -e /run/nologin"
-        return self.ssh(line, check=False, timeout=60, alone=True).returncode == 0
+        return (
+            self.ssh("test -e /run/systemd/system && ! test -e /run/nologin", check=False, timeout=60).returncode == 0
+        )
 
     def wait_until_settled(self) -> None:
         """Wait until all of the boot is done: docker among it."""
@@ -175,7 +171,6 @@ class Host:
 
     def kill(self) -> None:
         """Pull the plug, and unmount."""
-        self.disconnect()
         cgroups.end_processes(self.cgroup)
         # The kernel takes its time to remove a dead host's network; the next boot would find its name in use.
         run(("ip", "link", "delete", f"vb-{self._machine}"), check=False)
@@ -196,7 +191,6 @@ class Host:
 
     def switch_on(self) -> None:
         """Wait for the end of a shutdown from inside, and boot again."""
-        self.disconnect()
         wait_for(f"the shutdown of {self.name}", lambda: not cgroups.runs(self.cgroup), _BOOT_SECONDS)
         run(("ip", "link", "delete", f"vb-{self._machine}"), check=False)
         self._boot()
@@ -213,13 +207,12 @@ class Host:
     def reboot(self) -> None:
         """Reboot from inside, and wait for the new boot."""
         before = self.boot_id()
-        self.ssh("systemctl reboot", check=False, alone=True)
+        self.ssh("systemctl reboot", check=False)
         wait_for(f"the reboot of {self.name}", lambda: self._boot_now() not in ("", before), _BOOT_SECONDS)
         self.wait_until_settled()
 
     def boot_id(self) -> str:
         """Return the boot's id, as soon as the host answers: a late answer must not be taken for another boot."""
-        self.disconnect()
         return wait_for(f"an answer of {self.name}", self._boot_now, _BOOT_SECONDS)
 
     def _boot_now(self) -> str:
@@ -229,15 +222,15 @@ class Host:
         """
         state = "initializing|starting|running|degraded|maintenance"
         line = f"case $(systemctl is-system-running) in {state}) cat /proc/sys/kernel/random/boot_id ;; esac"
-        return self.ssh(line, check=False, timeout=10, alone=True).stdout.strip()
+        return self.ssh(line, check=False, timeout=10).stdout.strip()
 
     # -- use -----------------------------------------------------------------------------------------------------
 
-    def ssh_argv(self, user: str = "root", *more: str) -> tuple[str, ...]:
-        """Return the ssh command up to the host's name, with these and `more` settings."""
+    def ssh_argv(self, user: str = "root") -> tuple[str, ...]:
+        """Return the ssh command up to the host's name."""
         options = (
             f"UserKnownHostsFile={self._keys}/known_hosts", "BatchMode=yes", "ConnectTimeout=30", "LogLevel=ERROR",
-            "StrictHostKeyChecking=yes", "IdentitiesOnly=yes", f"KexAlgorithms={CHEAP_KEY_EXCHANGE}", *more,
+            "StrictHostKeyChecking=yes", "IdentitiesOnly=yes",
         )  # fmt: skip
         words = [word for option in options for word in ("-o", option)]
         return ("ssh", "-F", "none", "-i", f"{self._keys}/id_ed25519", *words, f"{user}@{self.address}")
@@ -250,14 +243,10 @@ class Host:
         check: bool = True,
         timeout: float = 120,
         user: str = "root",
-        alone: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command (words, or a line for the host's shell) on the host. Raises LabError if it fails.
-
-        Root's commands share a connection (a login takes 0.2 s of the processors), unless one is to be `alone`.
-        """
+        """Run a command (words, or a line for the host's shell) on the host. Raises LabError if it fails."""
         line = command if isinstance(command, str) else shlex.join(command)
-        argv = (*self.ssh_argv(user, *(() if alone or user != "root" else self._shared())), line)
+        argv = (*self.ssh_argv(user), line)
         try:
             done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
@@ -267,26 +256,6 @@ class Host:
                 f"{self.name}: `{line}` exited {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
             )
         return done
-
-    def _shared(self) -> tuple[str, ...]:
-        """Return the setting for the shared connection, which is made if need be: none while the host has no answer."""
-        path = f"ControlPath={self._socket}"
-        with self._connecting:
-            if not self._socket.exists():
-                # It ends half a minute after the host, if nothing ended it before.
-                master = self.ssh_argv("root", path, "ControlMaster=yes", "ServerAliveInterval=15")
-                subprocess.run(
-                    (*master[:-1], "-f", "-N", master[-1]),
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
-                )  # fmt: skip
-            return (path,) if self._socket.exists() else ()
-
-    def disconnect(self) -> None:
-        """End the shared connection: the next command logs in again (to another boot, with another environment)."""
-        with self._connecting:
-            if self._socket.exists():
-                run(("ssh", "-F", "none", "-o", f"ControlPath={self._socket}", "-O", "exit", "host"), check=False)
-                self._socket.unlink(missing_ok=True)
 
     def snapshot(self, *places: str) -> Snapshot:
         """Return mode, owner and content (or link target) of all that lies below some directories (default: /etc)."""

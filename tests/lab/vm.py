@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.lab.host import CHEAP_KEY_EXCHANGE
 from tests.lab.shell import LabError, wait_for
 from tests.lab.vm_image import build_image
 from tests.loopback import free_port
@@ -126,7 +125,7 @@ class Vm:
         line = command if isinstance(command, str) else shlex.join(command)
         options = (
             f"UserKnownHostsFile={self.known_hosts}", "BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR",
-            "StrictHostKeyChecking=yes", "IdentitiesOnly=yes", f"KexAlgorithms={CHEAP_KEY_EXCHANGE}",
+            "StrictHostKeyChecking=yes", "IdentitiesOnly=yes",
         )  # fmt: skip
         words = [word for option in options for word in ("-o", option)]
         argv = ("ssh", "-F", "none", "-i", str(self.key), "-p", str(self.port), *words, "root@127.0.0.1", line)
