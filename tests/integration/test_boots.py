@@ -89,6 +89,8 @@ def test_another_set_of_libraries_changes_the_specification_without_anybody(main
     assert "libnvidia-encode" in before
     main.ssh("mkdir /root/away && mv /usr/lib/x86_64-linux-gnu/libnvidia-encode.so* /root/away && ldconfig")
     wait_for("the refresh", lambda: "libnvidia-encode" not in (main.root / _CDI[1:]).read_text())
+    # In the moment between its last look and the watch of the next change, systemd sees none.
+    wait_for("the refresh's end", lambda: active(main, "gpuprov-refresh.service") == ["inactive"])
     main.ssh("mv /root/away/* /usr/lib/x86_64-linux-gnu/ && ldconfig")
     wait_for("the refresh", lambda: (main.root / _CDI[1:]).read_text() == before)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from gpuprov.boot import prepare, program_main
 from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
+from gpuprov.core import changes
 from gpuprov.core.changes import FileFact, parent_of
 from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot
@@ -328,6 +330,38 @@ def test_refresh_sees_another_driver(host: FakeHost) -> None:
     library.unlink()
     assert "refreshed" in program_main.refresh(host)
     assert "libnvidia-encode" not in (host.read_text(CDI) or "")
+
+
+@pytest.mark.parametrize("change", ["a library", "the module"])
+def test_refresh_sees_what_changes_while_it_looks(host: FakeHost, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """systemd starts nothing for a change that comes while the unit is at work."""
+    host.write("/etc/ld.so.cache", b"")
+
+    def write(*arguments: Any) -> None:
+        changes.write_files(*arguments)
+        monkeypatch.undo()
+        if change == "the module":
+            simgpu.write_kernel_tree(host.root, 2, "535.261.03")
+        else:
+            next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink()).unlink()
+            host.write("/etc/ld.so.cache", b"newer")
+
+    monkeypatch.setattr("gpuprov.boot.program_main.write_files", write)
+    if change == "the module":
+        with pytest.raises(GpuprovError, match="the loaded module is 535"):
+            program_main.refresh(host)
+    else:
+        program_main.refresh(host)
+        assert "libnvidia-encode" not in (host.read_text(CDI) or "")
+
+
+def test_refresh_ends_where_something_never_rests(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr(host, "kernel_release", lambda: f"6.1.0-{next(looks)}")
+    for number in range(100):
+        host.make_directory(f"/lib/modules/6.1.0-{number}")
+        host.write(f"/lib/modules/6.1.0-{number}/modules.dep", b"x" * number)
+    assert "refreshed" in program_main.refresh(host)
 
 
 def test_refresh_leaves_half_a_driver_alone(tmp_path: Path) -> None:
