@@ -88,7 +88,7 @@ name=$(buildah from --ulimit=nofile=1000:1000 --ulimit=nproc=1000:1000 localhost
 buildah run --network=none %s "$name" {_SMI}; code=$?; buildah rm "$name" >/dev/null; exit $code
 """
 # Without --cpu-shares=0, ctr asks for a controller that the lab's machine lacks.
-_CTR = f"ctr run --rm --cpu-shares=0 %s docker.io/library/small:1 gpus {_SMI}"
+_CTR = f"ctr run --rm --cpu-shares=0 %s docker.io/library/small:1 gpus-$$ {_SMI}"
 # The clone's own Python is Debian 12's: each host runs what it has installed with its own.
 _GPUPROV = f"env PYTHONPATH={sysconfig.get_path('purelib')}:{REPOSITORY} python3 -m gpuprov"
 _FLAGS = f"{_GPUPROV} docker-args --gpus 1"
