@@ -86,13 +86,13 @@ def read_rules() -> Iterator[Rule]:
     """Yield the rules. The modules with the conditions must have been imported."""
     table = json.loads(pkgutil.get_data("gpuprov.doctor", "rules.json") or b"")
     for row in table["rules"]:
-        for one in xid_rows() if row.get("rows") == "xids" else (row,):
+        for one in rows_of_xids() if row.get("rows") == "xids" else (row,):
             one = {**health.words(one["name"]), **one}
             follows = [name for word in one.get("follows", ()) for name in table["groups"].get(word, (word,))]
             yield Rule(one["name"], one["area"], one["sign"], _look(one), tuple(follows))
 
 
-def xid_rows() -> Iterator[dict[str, Any]]:
+def rows_of_xids() -> Iterator[dict[str, Any]]:
     """Yield a row of the table of rules for each Xid."""
     table = tables.packaged(tables.XIDS)
     for row in table["xids"]:

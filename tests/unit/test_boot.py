@@ -332,22 +332,26 @@ def test_refresh_sees_another_driver(host: FakeHost) -> None:
     assert "libnvidia-encode" not in (host.read_text(CDI) or "")
 
 
-@pytest.mark.parametrize("change", ["a library", "the module"])
-def test_refresh_sees_what_changes_while_it_looks(host: FakeHost, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+_STARTS = re.findall(r"PathChanged=(\S+)", prepare.content_of(f"{UNITS}/{WATCH}").decode())
+
+
+@pytest.mark.parametrize("path", [*_STARTS, "the module"])
+def test_refresh_sees_what_changes_while_it_looks(host: FakeHost, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """systemd starts nothing for a change that comes while the unit is at work."""
-    host.write("/etc/ld.so.cache", b"")
+    place = path.replace("%v", host.kernel_release())
 
     def write(*arguments: Any) -> None:
         changes.write_files(*arguments)
         monkeypatch.undo()
-        if change == "the module":
+        if path == "the module":
             simgpu.write_kernel_tree(host.root, 2, "535.261.03")
-        else:
-            next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink()).unlink()
-            host.write("/etc/ld.so.cache", b"newer")
+            return
+        next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink()).unlink()
+        host.make_directory(place if place.startswith("/dev/") else parent_of(place))
+        host.write(f"{place}/node" if place.startswith("/dev/") else place, b"newer")
 
     monkeypatch.setattr("gpuprov.boot.program_main.write_files", write)
-    if change == "the module":
+    if path == "the module":
         with pytest.raises(GpuprovError, match="the loaded module is 535"):
             program_main.refresh(host)
     else:

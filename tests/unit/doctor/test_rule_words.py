@@ -37,7 +37,7 @@ _HELPERS = {
     if "Seen" in ast.unparse(node.returns or ast.Constant("")) and not node.decorator_list
 }
 _WRITTEN = json.loads((_FOLDER / "rules.json").read_text())["rules"]
-_ROWS = [{**health.words(row["name"]), **row} for row in _WRITTEN if "name" in row] + [*rules.xid_rows()]
+_ROWS = [{**health.words(row["name"]), **row} for row in _WRITTEN if "name" in row] + [*rules.rows_of_xids()]
 _COMMANDS = {
     name for name, one in vars(suggested_commands).items()
     if inspect.isfunction(one) and str(inspect.signature(one)) == "(x: 'HostSnapshot') -> 'str'"
