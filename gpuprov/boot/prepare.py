@@ -80,7 +80,8 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
 def _wanted(driver: DriverSource) -> dict[str, bytes]:
     """Return path → content of all files that this host needs."""
     facts, spec, python = driver.facts, driver.spec, driver.facts.interpreter.path
-    units, paths = [boot.NODES, boot.REFRESH, boot.WATCH, boot.SOCKETS], [boot.UDEV_RULES, boot.USERS, boot.ROOT]
+    units = [boot.NODES, boot.REFRESH, boot.WATCH, boot.CHANGED, boot.SOCKETS]
+    paths = [boot.UDEV_RULES, boot.USERS, boot.ROOT]
     # In a system container, the kernel modules and the GPU modes belong to the host.
     # A copy of an image may have no GPU: loading modules would then fail the unit. The nodes' unit loads them instead.
     machine = not facts.kernel.container and facts.image is None

@@ -25,9 +25,6 @@ _REBOOT_MARKS = ("/run/reboot-required", "/run/reboot-needed")
 _REBOOT_PACKAGES = "/run/reboot-required.pkgs"
 _REBOOT_TEXT = b"*** System restart required: the NVIDIA driver was upgraded (gpuprov) ***\n"
 _REBOOT_NAME = "nvidia-driver"
-_WATCHED = ("/etc/ld.so.cache", "/dev/nvidia-caps")
-_MOST_LOOKS = 10
-_NOTHING = "nothing has changed"
 
 
 def main() -> None:
@@ -74,40 +71,17 @@ def _make_missing(system: System, driver: DriverFacts) -> int:
 
 
 def refresh(system: System) -> str:
-    """Rewrite the CDI specifications that are out of date, until nothing changes meanwhile; return what was done.
+    """Rewrite the CDI specifications that are out of date; return what was done.
 
-    systemd watches nothing while it runs. Raises GpuprovError, which marks the unit as failed, if the loaded module and
-    the libraries differ in version.
+    Raises GpuprovError, which marks the unit as failed, if the loaded module and the libraries differ in version.
     """
-    done: list[str] = []
-    for left in reversed(range(_MOST_LOOKS)):
-        before = _reasons(system)
-        try:
-            done.append(_refresh_once(system))
-        except GpuprovError:
-            if not left or _reasons(system) == before:
-                raise
-            continue
-        if _reasons(system) == before:
-            break
-    return next((one for one in reversed(done) if one != _NOTHING), _NOTHING)
-
-
-def _reasons(system: System) -> object:
-    """Return the state of what starts a refresh: gpuprov-refresh.path's files, udev's module and GPUs."""
-    files = (*_WATCHED, f"/lib/modules/{system.kernel_release()}/modules.dep")
-    driver = system.read_bytes("/proc/driver/nvidia/version"), system.list_directory("/proc/driver/nvidia/gpus")
-    return [system.status(path) for path in files], driver
-
-
-def _refresh_once(system: System) -> str:
     # Imported here: making nodes, which docker waits for at boot, does not need it.
     from gpuprov.cdi.generate import PATH, difference, other_specifications, specification
     from gpuprov.cdi.specification import render_json
 
     with try_lock(system) as ours:
         if not ours:
-            return "a gpuprov run is going on: it writes the specification itself"
+            return "a gpuprov run is going on: nothing is written meanwhile"
         driver = discover(system)
         if not driver.kernel_version or not driver.library_version:
             versions = f"loaded: {driver.kernel_version or 'none'}, libraries: {driver.library_version or 'none'}"
@@ -123,7 +97,7 @@ def _refresh_once(system: System) -> str:
         changed = {path: content for path, content in wanted.items() if system.read_bytes(path) != content}
         write_files(system, ((path, content, 0o644) for path, content in changed.items()))
     if not changed:
-        return _NOTHING
+        return "nothing has changed"
     return f"refreshed: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
 
 

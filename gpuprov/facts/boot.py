@@ -17,6 +17,7 @@ PROGRAM = f"{LIBRARY_PATH}/boot.pyz"
 NODES = "gpuprov-nodes.service"
 REFRESH = "gpuprov-refresh.service"
 WATCH = "gpuprov-refresh.path"
+CHANGED = "gpuprov-changed.service"
 SOCKETS = "gpuprov-sockets.service"
 MIG = "gpuprov-mig.service"
 MPS = "gpuprov-mps.service"
@@ -48,7 +49,8 @@ DRIVEN = tuple(f"{UNITS}/{name}.d/gpuprov.conf" for name in (PERSISTENCE, _FABRI
 MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
     f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}",
-    f"{UNITS}/{SOCKETS}", f"{UNITS}/{MPS}", f"{UNITS}/{CONFIDENTIAL}", f"{UNITS}/{GPUDIRECT}", USERS, ROOT, *DRIVEN,
+    f"{UNITS}/{CHANGED}", f"{UNITS}/{SOCKETS}", f"{UNITS}/{MPS}", f"{UNITS}/{CONFIDENTIAL}", f"{UNITS}/{GPUDIRECT}",
+    USERS, ROOT, *DRIVEN,
 )  # fmt: skip
 
 

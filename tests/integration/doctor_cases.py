@@ -54,6 +54,8 @@ def _wrapper(path: str, banner: str) -> str:
     return f"printf '{script}' > {path}; chmod 755 {path}"
 
 
+# So that the host does not put right by itself what is broken next.
+_NO_REFRESH = "systemctl stop gpuprov-refresh.path gpuprov-changed.service gpuprov-refresh.service"
 SOFTWARE_GROUPS = (
     Group("programs get other files than the driver's",
           (f"cp /root/{OTHER} /root/{OTHER_CUDA} /usr/local/lib/; ldconfig",
@@ -102,13 +104,13 @@ SOFTWARE_GROUPS = (
           frozenset({"environment-refused", "capabilities-left-out", "cuda-stub-configured", "no-cgroups"})),
     Group("files that gpuprov deployed are gone", ("rm /usr/lib/gpuprov/runtime_hook/system_calls.py",),
           frozenset({"runtime-files-missing", "cdi-missing"}),
-          then={"runtime-files-missing": "systemctl stop gpuprov-refresh.path; rm /etc/cdi/nvidia.json"}),
+          then={"runtime-files-missing": f"{_NO_REFRESH}; rm /etc/cdi/nvidia.json"}),
     Group("docker is masked, its client talks to another one",
           ("docker context create away --docker host=tcp://192.0.2.1:2375; docker context use away",
            "systemctl mask --now docker.service"),
           frozenset({"docker-masked", "docker-context"})),
     Group("the configuration is emptied, docker not restarted yet",
-          ("systemctl stop gpuprov-refresh.path; echo '{' > /etc/cdi/nvidia.json",
+          (f"{_NO_REFRESH}; echo '{{' > /etc/cdi/nvidia.json",
            "echo '{}' > /etc/docker/daemon.json"),
           frozenset({"cdi-broken", "runtime-unsaved"})),
     Group("the loader's cache has a stub",
@@ -118,7 +120,7 @@ SOFTWARE_GROUPS = (
     Group("programs that docker needs are gone", ("mv /usr/sbin/runc /root/kept-runc; apt-get purge -y -qq docker.io",),
           frozenset({"docker-missing", "low-level-runtime-missing"})),
     Group("units that run at boot have failed",
-          ("systemctl stop gpuprov-refresh.path; mv /usr/lib/gpuprov/boot.pyz /root/kept-boot",
+          (f"{_NO_REFRESH}; mv /usr/lib/gpuprov/boot.pyz /root/kept-boot",
            "systemctl restart gpuprov-nodes.service; systemctl restart gpuprov-refresh.service; true",
            "mv /root/kept-boot /usr/lib/gpuprov/boot.pyz"),
           frozenset({"nodes-unit-failed", "refresh-unit-failed"})),

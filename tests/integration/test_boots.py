@@ -89,9 +89,39 @@ def test_another_set_of_libraries_changes_the_specification_without_anybody(main
     assert "libnvidia-encode" in before
     main.ssh("mkdir /root/away && mv /usr/lib/x86_64-linux-gnu/libnvidia-encode.so* /root/away && ldconfig")
     wait_for("the refresh", lambda: "libnvidia-encode" not in (main.root / _CDI[1:]).read_text())
-    # In the moment between its last look and the watch of the next change, systemd sees none.
-    wait_for("the refresh's end", lambda: active(main, "gpuprov-refresh.service") == ["inactive"])
     main.ssh("mv /root/away/* /usr/lib/x86_64-linux-gnu/ && ldconfig")
+    wait_for("the refresh", lambda: (main.root / _CDI[1:]).read_text() == before)
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.3", "0.6", "0.9", "1.2"])
+def test_a_change_during_a_refresh_is_seen_too(main: Host, seconds: str) -> None:
+    """systemd watches nothing meanwhile: at one of these moments, the refresh has looked and not ended yet."""
+    before = (main.root / _CDI[1:]).read_text()
+    libraries, gone = "/usr/lib/x86_64-linux-gnu", "/root/gone"
+    main.ssh(
+        f"mkdir -p {gone} && mv {libraries}/libnvidia-encode.so* {gone} && ldconfig && sleep {seconds} && "
+        f"mv {gone}/* {libraries}/ && ldconfig"
+    )
+
+    def settled() -> bool:
+        at_rest = set(active(main, "gpuprov-changed", "gpuprov-refresh")) == {"inactive"}
+        return at_rest and (main.root / _CDI[1:]).read_text() == before
+
+    wait_for("the specification of all libraries", settled)
+
+
+def test_a_change_during_a_run_is_seen_when_the_run_has_ended(main: Host) -> None:
+    """`gpuprov accept`, say, which computes for minutes and writes no specification; an upgrade comes meanwhile."""
+    before = (main.root / _CDI[1:]).read_text()
+    waiting = "pgrep --full ^/usr/bin/flock.*gpuprov.lock"
+    try:
+        main.ssh(
+            "mv /usr/lib/x86_64-linux-gnu/libnvidia-encode.so* /root/ && "
+            f"flock /run/gpuprov.lock sh -c 'ldconfig; until {waiting}; do sleep 0.1; done'"
+        )
+        wait_for("the refresh", lambda: "libnvidia-encode" not in (main.root / _CDI[1:]).read_text())
+    finally:
+        main.ssh("mv /root/libnvidia-encode.so* /usr/lib/x86_64-linux-gnu/ && ldconfig")
     wait_for("the refresh", lambda: (main.root / _CDI[1:]).read_text() == before)
 
 

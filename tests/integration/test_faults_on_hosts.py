@@ -174,7 +174,10 @@ def test_a_fault_in_any_change_is_told_and_the_next_run_goes_on_from_there(site:
     for kind, (hurt, fix), told in FAULTS:
         hurt_in = ""
         if kind == "WriteCdiSpecification":  # With room again, the host may have written it by itself.
-            host.ssh("systemctl stop gpuprov-refresh.path gpuprov-refresh.service; rm -f /etc/cdi/nvidia.json")
+            host.ssh(
+                "systemctl stop gpuprov-refresh.path gpuprov-changed.service gpuprov-refresh.service; "
+                "rm -f /etc/cdi/nvidia.json"
+            )
         for stop in Steps(site):
             if not hurt_in and stop.get("kind") == kind and "begin" in stop:
                 hurt_in = kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import os
 import re
 import subprocess
@@ -21,7 +20,6 @@ from gpuprov.boot import prepare, program_main
 from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
-from gpuprov.core import changes
 from gpuprov.core.changes import FileFact, parent_of
 from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot
@@ -80,6 +78,7 @@ EVERYWHERE = {
     UDEV_RULES,
     boot.USERS,
     boot.ROOT,
+    f"{UNITS}/{boot.CHANGED}",
     f"{UNITS}/{boot.SOCKETS}",
 }
 _ENGINES = (
@@ -133,6 +132,17 @@ def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: Ho
     sockets = files[f"{UNITS}/{boot.SOCKETS}"]
     assert "Before=" not in sockets and f"After={REFRESH} {PERSISTENCE}" in sockets
     assert f"Wants={boot.SOCKETS}" in files[f"{UNITS}/{NODES}"]
+
+
+def test_a_change_starts_the_refresh_once_more_than_what_runs_already(container: HostFacts) -> None:
+    """A refresh that is at work may have looked before the change, and none works beside a run of ours."""
+    files = {path: content.decode() for path, content in prepared(container, spec()).files if path != boot.PROGRAM}
+    assert f"Unit={boot.CHANGED}" in files[f"{UNITS}/{WATCH}"]
+    assert set(re.findall(r"start (gpuprov\S+)\"", files[UDEV_RULES])) == {boot.CHANGED}
+    assert re.findall(r"^ExecStart=(.+)", files[f"{UNITS}/{boot.CHANGED}"], re.MULTILINE) == [
+        f"-/bin/systemctl start {REFRESH}", f"-/usr/bin/flock {LOCK_PATH} /bin/true",
+        f"-/bin/systemctl --no-block start {REFRESH}",
+    ]  # fmt: skip
 
 
 class _ZipPath(zipfile.Path):
@@ -330,42 +340,6 @@ def test_refresh_sees_another_driver(host: FakeHost) -> None:
     library.unlink()
     assert "refreshed" in program_main.refresh(host)
     assert "libnvidia-encode" not in (host.read_text(CDI) or "")
-
-
-_STARTS = re.findall(r"PathChanged=(\S+)", prepare.content_of(f"{UNITS}/{WATCH}").decode())
-
-
-@pytest.mark.parametrize("path", [*_STARTS, "the module"])
-def test_refresh_sees_what_changes_while_it_looks(host: FakeHost, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """systemd starts nothing for a change that comes while the unit is at work."""
-    place = path.replace("%v", host.kernel_release())
-
-    def write(*arguments: Any) -> None:
-        changes.write_files(*arguments)
-        monkeypatch.undo()
-        if path == "the module":
-            simgpu.write_kernel_tree(host.root, 2, "535.261.03")
-            return
-        next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink()).unlink()
-        host.make_directory(place if place.startswith("/dev/") else parent_of(place))
-        host.write(f"{place}/node" if place.startswith("/dev/") else place, b"newer")
-
-    monkeypatch.setattr("gpuprov.boot.program_main.write_files", write)
-    if path == "the module":
-        with pytest.raises(GpuprovError, match="the loaded module is 535"):
-            program_main.refresh(host)
-    else:
-        program_main.refresh(host)
-        assert "libnvidia-encode" not in (host.read_text(CDI) or "")
-
-
-def test_refresh_ends_where_something_never_rests(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = itertools.count()
-    monkeypatch.setattr(host, "kernel_release", lambda: f"6.1.0-{next(looks)}")
-    for number in range(100):
-        host.make_directory(f"/lib/modules/6.1.0-{number}")
-        host.write(f"/lib/modules/6.1.0-{number}/modules.dep", b"x" * number)
-    assert "refreshed" in program_main.refresh(host)
 
 
 def test_refresh_leaves_half_a_driver_alone(tmp_path: Path) -> None:
