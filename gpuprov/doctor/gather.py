@@ -36,7 +36,7 @@ from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET_CONFIG
-from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, NODES, PERSISTENCE, REFRESH
+from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, NODES, PERSISTENCE, REFRESH, WATCH
 from gpuprov.facts.driver import PRELOAD, package_change, since
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
@@ -68,7 +68,7 @@ _LOADED = ("libnvidia-ml.so.1", "libcuda.so.1")
 _TIMED = (NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 _UNITS = (
     "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
-    WATCH_TIMER, MPS, GPUDIRECT, CONFIDENTIAL,
+    WATCH_TIMER, WATCH, MPS, GPUDIRECT, CONFIDENTIAL,
 )  # fmt: skip
 # Folders in whose files rules search for a line, and single files.
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)

@@ -56,6 +56,12 @@ def _wrapper(path: str, banner: str) -> str:
 
 # So that the host does not put right by itself what is broken next.
 _NO_REFRESH = "systemctl stop gpuprov-refresh.path gpuprov-changed.service gpuprov-refresh.service"
+# systemd gives a path up that starts its unit too often. What mostly ends it, inotify's limits, hosts share.
+_FAILED_PATH = """set -e; d=/run/systemd/system/gpuprov-refresh.path.d; mkdir -p $d
+printf '[Path]\\nPathExists=/\\nTriggerLimitIntervalSec=1h\\nTriggerLimitBurst=2\\n' > $d/limit.conf
+systemctl daemon-reload; systemctl restart gpuprov-refresh.path
+until systemctl is-failed --quiet gpuprov-refresh.path; do sleep 0.1; done
+rm -r $d; systemctl daemon-reload"""
 SOFTWARE_GROUPS = (
     Group("programs get other files than the driver's",
           (f"cp /root/{OTHER} /root/{OTHER_CUDA} /usr/local/lib/; ldconfig",
@@ -120,10 +126,11 @@ SOFTWARE_GROUPS = (
     Group("programs that docker needs are gone", ("mv /usr/sbin/runc /root/kept-runc; apt-get purge -y -qq docker.io",),
           frozenset({"docker-missing", "low-level-runtime-missing"})),
     Group("units that run at boot have failed",
-          (f"{_NO_REFRESH}; mv /usr/lib/gpuprov/boot.pyz /root/kept-boot",
+          (_FAILED_PATH,
+           f"{_NO_REFRESH}; mv /usr/lib/gpuprov/boot.pyz /root/kept-boot",
            "systemctl restart gpuprov-nodes.service; systemctl restart gpuprov-refresh.service; true",
            "mv /root/kept-boot /usr/lib/gpuprov/boot.pyz"),
-          frozenset({"nodes-unit-failed", "refresh-unit-failed"})),
+          frozenset({"nodes-unit-failed", "refresh-path-failed", "refresh-unit-failed"})),
     Group("files of docker's that it can't read, or does not know",
           (f"cp {_DAEMON_JSON} /root/kept.json; sed -i '1s/{{/{{,/' {_DAEMON_JSON}",),
           frozenset({"daemon-json-broken"}), editor="cp /root/kept.json $file"),

@@ -235,6 +235,8 @@ ENGINE_ROWS = (
         "apt-get install -y podman", LIKELY),
     Row("refresh-unit-failed", unit("gpuprov-refresh.service", active="failed", result="exit-code"), "exit-code",
         "systemctl start gpuprov-refresh", WARNING),
+    Row("refresh-path-failed", unit("gpuprov-refresh.path", active="failed", result="resources"), "resources",
+        "systemctl restart gpuprov-refresh.path", WARNING),
     Row("persistenced-failed", unit("nvidia-persistenced.service", active="failed", result="signal"), "signal",
         "systemctl reset-failed nvidia-persistenced.service; systemctl restart nvidia-persistenced.service; ", WARNING),
 )  # fmt: skip
