@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,12 +12,13 @@ from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.core.changes import tell_nobody
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
-from gpuprov.driver.packaged import keep
+from gpuprov.driver.packaged import ChangeDriverPackages, InstallDriverPackages, SwitchBranch, SwitchPin, keep
 from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
 from gpuprov.toolkit import CDI_SPECIFICATION
 from tests.unit.fake_host import FakeHost
@@ -186,3 +187,96 @@ def test_kept_packages_lie_in_the_folder_of_the_drivers_version(tmp_path: Path) 
     keep(host, packages)
     assert host.list_directory(KEPT_PACKAGES) == ("580.82.07",)
     assert len(host.list_directory(f"{KEPT_PACKAGES}/580.82.07")) == len(own)
+
+
+# -- the way back of a change ------------------------------------------------------------------------------------------
+
+FORMER = {"nvidia-open": f"1:{OLD}-1", "libcuda1:i386": f"{OLD}-1", "nvidia-smi": f"{OLD}-1"}
+VERSIONS = {f"{name}={version}" for name, version in FORMER.items()}
+DEB = f"nvidia-open_1%3a{OLD}-1_amd64.deb"
+WAYS: dict[str, tuple[set[str], str, str, bool, bool]] = {
+    # What apt gets; a file that is kept; what goes for it; whether the versions can be had, and are restored.
+    "repositories have them": (VERSIONS, "", "Remv libnvidia-ml1 [1]\n", True, True),
+    "one is in no repository": (VERSIONS - {f"nvidia-open=1:{OLD}-1"}, "", "", False, False),
+    "apt keeps a file": (VERSIONS - {f"nvidia-open=1:{OLD}-1"}, f"/var/cache/apt/archives/{DEB}", "", True, True),
+    "gpuprov keeps a file": (VERSIONS - {f"nvidia-open=1:{OLD}-1"}, f"{KEPT_PACKAGES}/{OLD}/{DEB}", "", True, True),
+    "a stranger goes for them": (VERSIONS, "", "Remv pytorch [2.0]\n", True, False),
+}  # fmt: skip
+
+
+class AptHost(FakeHost):
+    """A host where a change has replaced packages of FORMER, and removed nvidia-smi; apt gets the words of `gets`."""
+
+    gets: set[str]
+    removes = ""
+    reports = 0
+    before: ClassVar[dict[str, Any]] = {"versions": {**FORMER, "libnvidia-ml1": "1", "vim": "1"}}
+    outcome: ClassVar[dict[str, Any]] = {
+        "added": [], "changed": {"nvidia-open": ["1", "2"], "libcuda1:i386": ["1", "2"], "vim": ["1", "2"]},
+    }  # fmt: skip
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        # Somebody has installed another libnvidia-ml1 since.
+        self.installed.update({"nvidia-open": "2", "libcuda1:i386": "2", "libnvidia-ml1": "3", "vim": "2"})
+
+    def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
+        rows = [word.split("=") for word in sorted(self.gets)]
+        return 0, "".join(
+            f"{one[0].partition(':')[0]} | {one[1]} | http://x amd64 Packages\n" for one in rows if one[1:]
+        )
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "install" not in words or "--" not in words:
+            return super()._apt_get(words)
+        if not self.gets.issuperset(words[words.index("--") + 1 :]):
+            return 100, "E: Version not found"
+        if "--simulate" in words:
+            return 0, self.removes
+        self.installed.update(FORMER)
+        return self.reports, "E: Sub-process returned an error code"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Path, name: str) -> None:
+    gets, kept, removes, offered, restored = WAYS[name]
+    host = AptHost(tmp_path / "root")
+    host.gets, host.removes = {*gets, kept}, removes
+    if kept:
+        host.make_directory(kept.rpartition("/")[0])
+        host.write(kept, b"")
+    told = InstallDriverPackages.restores(host, host.before, host.outcome)
+    assert ["nvidia-open" in one or "libcuda1" in one for one in told] == [True] * restored
+    stay = {one.split(" ")[0] for one in InstallDriverPackages.irreversible(host, host.before, host.outcome, ())}
+    assert stay == ({"vim"} if restored else {"vim", "nvidia-open", "libcuda1:i386"})
+    # A package that was removed for it counts only if an undo does not restore it.
+    gone = ChangeDriverPackages.irreversible(host, {**host.before, "instead": ["nvidia-smi"]}, host.outcome, ())
+    assert any("nvidia-smi" in one for one in gone) is not restored
+    InstallDriverPackages.undo(host, host.before, host.outcome)
+    found = {name: host.installed.get(name) for name in FORMER}
+    assert (found == FORMER, host.installed["libnvidia-ml1"]) == (restored, "3")
+    if restored:
+        host.installed["nvidia-open"], host.reports = "2", 100
+        with pytest.raises(GpuprovError, match="Sub-process"):
+            InstallDriverPackages.undo(host, host.before, host.outcome)
+    host.installed = {**FORMER, "nvidia-container-toolkit": "1.17"}
+    (way,) = InstallDriverPackages(("nvidia-open=2", "vim")).way_back(host)
+    # The first of several that there are, or all that can't be had.
+    found_in = [one for one in ("can't", "nvidia-open=", "libcuda1:i386=", "and 2 more", "container") if one in way]
+    assert found_in == (["libcuda1:i386=", "and 2 more"] if offered else ["can't", "nvidia-open="])
+    assert InstallDriverPackages(("vim",)).way_back(host) == ()
+
+
+def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
+    """It reports success, but the version is another one; or the loader takes the libraries of another branch."""
+    host = AptHost(tmp_path / "root")
+    host.gets = {"nvidia-open", "nvidia-open=1", "nvidia-old-"}
+    for name, wanted in (("nvidia-open", "535"), ("nvidia-open=1", f"{OLD}-1")):
+        ChangeDriverPackages((name,), wanted=wanted).apply(host, tell_nobody)
+    for change in (
+        ChangeDriverPackages(("nvidia-open",), wanted="550"), ChangeDriverPackages(("missing",), wanted="550"),
+        SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)), SwitchPin(("missing",)),
+    ):  # fmt: skip
+        with pytest.raises(GpuprovError):
+            change.apply(host, tell_nobody)
+    assert host.commands[-1][-2:] == ("--", "missing")

@@ -1,0 +1,181 @@
+"""A driver from rpm packages: its stream, another version of it, and the way back to the former one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.bundle.manifest import BundlePackage
+from gpuprov.core.changes import Json, tell_nobody
+from gpuprov.core.places import FOLDER, KEPT_PACKAGES
+from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream, InstallDriverRpms, keep
+from gpuprov.facts.boot import REBOOT_ASKED
+from gpuprov.packages.dnf import DNF
+from gpuprov.protocol.errors import GpuprovError
+from tests import simgpu
+from tests.unit.loaded_host import NEW, OLD
+from tests.unit.scripted import Answer, Scripted
+
+pytestmark = pytest.mark.root
+VIM = "vim-8-1.x86_64"
+
+
+def rpm(version: str, name: str = "nvidia-open") -> str:
+    return f"{name}-{version}-1.el9.noarch"
+
+
+KMOD = f"kmod-nvidia-{OLD}-5.14.0-611.24.1-{OLD}-1.el9.x86_64"
+NEW_KMOD = KMOD.replace(OLD, NEW)
+TOOLKIT = rpm("1.17.8", "nvidia-container-toolkit"), rpm("1.18.0", "nvidia-container-toolkit")
+
+
+class RpmHost(Scripted):
+    """Rocky Linux: `offers` is what its repository has, `removes` what dnf would take away for an installation."""
+
+    def __init__(self, root: Path, *packages: str) -> None:
+        super().__init__(root)
+        (root / "etc/dnf/plugins").mkdir(parents=True)
+        (root / "etc/os-release").write_text('ID="rocky"\nVERSION_ID="9.5"\n')
+        self.packages = {*packages, VIM}
+        self.offers = {rpm(OLD): f"nvidia-open 3:{OLD}-1.el9.noarch\n"}
+        self.removes = ""
+        self.fails: tuple[str, ...] = ("nothing",)
+
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        if {*self.fails} <= {*argv}:
+            return 1, "", "it fails"
+        if argv == ("rpm", "-qa"):
+            return "".join(f"{one}\n" for one in sorted(self.packages))
+        if argv[:2] == ("rpm", "-qa"):
+            rows = (one.rsplit("-", 2) for one in sorted(self.packages))
+            return "".join(f"{name} 3:{version}-{release}\n" for name, version, release in rows)
+        if argv[:2] == ("rpm", "-e"):
+            self.packages -= {*argv[2:]}
+        if "repoquery" in argv:
+            return "".join(line for line in self.offers.values() if line.split()[0] in argv)
+        if "--assumeno" in argv:
+            return 1, f"Removing dependent packages:\n{self.removes}\n", "Operation aborted."
+        if argv[0] == "dnf" and argv[-1].endswith((".noarch", ".rpm")):
+            coming = {word.rpartition("/")[2].removesuffix(".rpm") for word in argv if "-1.el9." in word}
+            names = {one.rsplit("-", 2)[0] for one in coming}
+            self.packages = {one for one in self.packages if one.rsplit("-", 2)[0] not in names} | coming
+        return ""
+
+
+def upgraded(root: Path, old: str = rpm(OLD), new: str = rpm(NEW)) -> tuple[RpmHost, Json, Json]:
+    """Return a host with a new package instead of an old one, and what the journal has of the change."""
+    host = RpmHost(root, old)
+    before = InstallDriverRpms(DNF, ("nvidia-open",)).capture(host)
+    host.packages = {new, "libnew-1-1.x86_64", VIM}
+    return host, before, {"added": ["libnew-1-1.x86_64"], "replaced": [old], "lift": []}
+
+
+WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    # What is otherwise; whether the former version can be had; whether an undo would install it.
+    "a repository has it": ({}, True, True),
+    "no repository has it": ({"offers": {"": f"nvidia-open 3:{NEW}-1.el9.noarch\n"}}, False, False),
+    "no repository can be asked": ({"fails": ("repoquery",)}, False, False),
+    "gpuprov keeps it": ({"offers": {}, "kept": True}, True, True),
+    "another of the driver goes for it": ({"removes": " libnvidia-ml  x86_64"}, True, True),
+    "a stranger goes for it": ({"removes": " libnvidia-ml  x86_64\n pytorch  x86_64"}, True, False),
+    "it can't be installed": ({"fails": ("--assumeno",)}, True, False),
+    "it is held, so nothing can be simulated": ({"fails": ("--assumeno",), "held": True}, True, True),
+}
+
+
+def keep_old(host: RpmHost) -> str:
+    path = f"{KEPT_PACKAGES}/{OLD}/{rpm(OLD)}.rpm"
+    host.make_directory(path.rpartition("/")[0])
+    host.write(path, b"")
+    return path
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_way_back_is_told_before_and_after_the_change(tmp_path: Path, name: str, interrupted: bool) -> None:
+    different, offered, restored = WAYS[name]
+    host, before, outcome = upgraded(tmp_path)
+    vars(host).update(different)
+    if "kept" in different:
+        keep_old(host)
+    if "held" in different:
+        host.write("/etc/dnf/plugins/versionlock.conf", b"")
+        host.write("/etc/dnf/plugins/versionlock.list", f"nvidia-open-3:{OLD}-1.el9.*\n".encode())
+    told = None if interrupted else outcome
+    restores = InstallDriverRpms.restores(host, before, told)
+    lost = InstallDriverRpms.irreversible(host, before, told, ())
+    assert (len(restores), len(lost)) == (restored, not restored)
+    assert all(rpm(OLD) in one and VIM not in one for one in restores)
+    host.packages = {rpm(OLD), TOOLKIT[0], VIM}
+    (way,) = InstallDriverRpms(DNF, ("nvidia-open",)).way_back(host)
+    assert ("can't" not in way, rpm(OLD) in way, TOOLKIT[0] in way) == (offered, True, False)
+    assert InstallDriverRpms(DNF, ("nvidia-container-toolkit", "vim")).way_back(RpmHost(tmp_path / "other")) == ()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("of_toolkit", [False, True])
+def test_an_undo_installs_the_former_version_and_loads_a_driver(tmp_path: Path, kept: bool, of_toolkit: bool) -> None:
+    host, before, outcome = upgraded(tmp_path, *TOOLKIT) if of_toolkit else upgraded(tmp_path)
+    host.offers[TOOLKIT[0]] = "nvidia-container-toolkit 0:1.17.8-1.el9.noarch\n"
+    simgpu.write_kernel_tree(tmp_path, 1, NEW)
+    simgpu.install_tree(tmp_path, OLD)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    path = keep_old(host) if kept else ""
+    old = TOOLKIT[0] if of_toolkit else rpm(OLD)
+    host.fails = ("-y", "install")
+    with pytest.raises(GpuprovError, match="it fails"):
+        InstallDriverRpms.undo(host, before, outcome)
+    host.fails = ("nothing",)
+    InstallDriverRpms.undo(host, before, outcome)
+    assert host.packages == {old, VIM}
+    installed = next(one for one in reversed(host.asked) if one[0] == "dnf" and "-y" in one and "install" in one)
+    assert installed[-1] == (path if kept and not of_toolkit else old)
+    assert (("rmmod", "nvidia") in host.asked, host.exists(REBOOT_ASKED)) == (not of_toolkit, not of_toolkit)
+    assert InstallDriverRpms.restores(host, before, outcome) == ()
+    assert min(limit for limit in host.timeouts if isinstance(limit, (int, float))) > 0
+
+
+def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Path) -> None:
+    host = RpmHost(tmp_path, rpm(OLD), KMOD, NEW_KMOD, TOOLKIT[0])
+    change = ChangeDriverRpms(DNF, ("nvidia-open",), options=("--option",), wanted=NEW.partition(".")[0])
+    with pytest.raises(GpuprovError, match=OLD):
+        change.apply(host, tell_nobody)
+    assert KMOD in host.packages
+    host.packages ^= {rpm(OLD), rpm(NEW)}
+    change.apply(host, tell_nobody)
+    (synced, _) = [one for one in host.asked if "distro-sync" in one]
+    names = {one.rsplit("-", 2)[0] for one in (rpm(NEW), KMOD, NEW_KMOD)}
+    assert (synced[:4], {*synced[4:]}) == (("dnf", "-y", "--option", "distro-sync"), names)
+    assert host.packages == {rpm(NEW), NEW_KMOD, TOOLKIT[0], VIM}
+    for fails in (("distro-sync",), ("-e",)):
+        host.packages |= {KMOD}
+        host.fails = fails
+        with pytest.raises(GpuprovError, match="it fails"):
+            change.apply(host, tell_nobody)
+
+
+@pytest.mark.parametrize("before", ["", "570"])
+def test_a_stream_takes_the_place_of_another_and_goes_back_to_it(tmp_path: Path, before: str) -> None:
+    host, change = RpmHost(tmp_path), EnableStream("580", before)
+    module = ("dnf", "-y", "module")
+    change.apply(host, tell_nobody)
+    reset, enable = (*module, "reset", "nvidia-driver"), (*module, "enable", "nvidia-driver:580")
+    assert host.asked == [reset, enable] if before else [enable]
+    host.asked.clear()
+    EnableStream.undo(host, change.capture(host), None)
+    assert host.asked == [reset, *([(*module, "enable", "nvidia-driver:570")] if before else [])]
+    host.fails = ("nvidia-driver:580",)
+    with pytest.raises(GpuprovError, match="it fails"):
+        change.apply(host, tell_nobody)
+
+
+def test_kept_rpms_are_named_as_rpm_names_them(tmp_path: Path) -> None:
+    host = RpmHost(tmp_path, rpm(OLD))
+    host.make_directory(FOLDER)
+    found = [BundlePackage(name, f"3:{OLD}-1.el9", "noarch", f"{name}.rpm") for name in ("nvidia-open", "vim", "other")]
+    for one in found:
+        host.write(f"{FOLDER}/{one.file}", b"")
+    keep(host, found)
+    assert host.list_directory(f"{KEPT_PACKAGES}/{OLD}") == (f"{rpm(OLD)}.rpm",)
