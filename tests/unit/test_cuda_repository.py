@@ -348,7 +348,7 @@ class Loading(Scripted):
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv == ("dmesg",):
-            return "[1.0] usb 1-1: new device\n[2.0] NVRM: The NVIDIA probe routine was not called\n"
+            return "[1.0] usb 1-1: new device\n[2.0] NVRM: The probe routine was not called\n[3.0] nvidia: refused\n"
         assert argv[0] == "modprobe"
         if argv[1] == self.refuses:
             return 1, "", "modprobe: ERROR: could not insert 'nvidia': No such device"
@@ -359,14 +359,16 @@ class Loading(Scripted):
 def test_loading_is_proved_by_the_kernels_own_word(tmp_path: Path) -> None:
     simgpu.install_tree(tmp_path)
     (tmp_path / "lib").symlink_to("usr/lib")
-    LoadDriver().apply(Loading(tmp_path, "550.163.01"), lambda *_: None)
+    host = Loading(tmp_path, "550.163.01")
+    LoadDriver().apply(host, lambda *_: None)
+    assert host.asked == [("modprobe", "nvidia"), ("modprobe", "nvidia-uvm")]
     with pytest.raises(GpuprovError, match=r"the loaded driver is 535.261.03, its libraries are 550.163.01") as caught:
         LoadDriver().apply(Loading(tmp_path, "535.261.03"), lambda *_: None)
     assert "reboot" in str(caught.value)
 
 
 def test_a_refusal_comes_with_what_the_kernel_says(tmp_path: Path) -> None:
-    with pytest.raises(GpuprovError, match="NVRM: The NVIDIA probe routine") as caught:
+    with pytest.raises(GpuprovError, match=r"NVRM: The probe routine was not called\n.*nvidia: refused") as caught:
         LoadDriver().apply(Loading(tmp_path, refuses="nvidia"), lambda *_: None)
     assert "usb 1-1" not in str(caught.value)
 

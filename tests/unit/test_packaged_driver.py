@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +14,23 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
-from gpuprov.driver.packaged import ChangeDriverPackages, InstallDriverPackages, SwitchBranch, SwitchPin, keep
+from gpuprov.driver.packaged import (
+    ChangeDriverPackages,
+    InstallDriverPackages,
+    InstallDriverRpms,
+    LoadDriver,
+    SwitchBranch,
+    SwitchPin,
+    keep,
+    restoring,
+)
 from gpuprov.facts.boot import REBOOT_ASKED
+from gpuprov.packages.apt_changes import InstallPackages
+from gpuprov.packages.dnf import DNF
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
@@ -175,31 +189,45 @@ def test_packages_that_a_rollback_installs_outlive_those_that_it_undoes(tmp_path
 
 def test_kept_packages_lie_in_the_folder_of_the_drivers_version(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root")
-    own = {"libnvidia-egl-wayland1": "1:1.1.10-1", "libnvidia-ml1": "580.82.07-1", "nvidia-smi": "580.82.07-1"}
+    own = {"libnvidia-egl-wayland1": "1:9.1.10-1", "libnvidia-ml1": "580.82.07-1", "nvidia-smi": "580.82.07-1"}
     own.update(
         dict.fromkeys(("libnvidia-container1", "libnvidia-container-tools", "nvidia-container-toolkit"), "1.18.0-1")
     )
-    host.installed.update(own)
-    packages = [BundlePackage(name, version, "amd64", f"repository/{name}.deb") for name, version in own.items()]
+    host.installed.update({**own, "vim": "9-1"})
+    # Not the driver's; not installed; not in the bundle that was unpacked.
+    every = {**own, "vim": "9-1", "nvidia-open": "580.82.07-1", "libnvidia-cfg1": "580.82.07-1"}
+    packages = [BundlePackage(name, version, "amd64", f"repository/{name}.deb") for name, version in every.items()]
     host.make_directory(f"{FOLDER}/repository")
-    for one in packages:
+    for one in packages[:-1]:
         host.write(f"{FOLDER}/{one.file}", b"")
+    keep(host, [one for one in packages if "container" in one.name])
+    assert host.list_directory(KEPT_PACKAGES) == ()
     keep(host, packages)
     assert host.list_directory(KEPT_PACKAGES) == ("580.82.07",)
-    assert len(host.list_directory(f"{KEPT_PACKAGES}/580.82.07")) == len(own)
+    assert host.path(f"{KEPT_PACKAGES}/580.82.07").stat().st_mode & 0o777 == 0o700
+    files = {f"{name}_{version.replace(':', '%3a')}_amd64.deb" for name, version in own.items()}
+    assert {*host.list_directory(f"{KEPT_PACKAGES}/580.82.07")} == files
 
 
 # -- the way back of a change ------------------------------------------------------------------------------------------
 
 FORMER = {"nvidia-open": f"1:{OLD}-1", "libcuda1:i386": f"{OLD}-1", "nvidia-smi": f"{OLD}-1"}
-VERSIONS = {f"{name}={version}" for name, version in FORMER.items()}
+VERSIONS = {*(f"{name}={version}" for name, version in FORMER.items()), "libnvidia-ml1=1"}
+OTHERS = VERSIONS - {f"nvidia-open=1:{OLD}-1"}
 DEB = f"nvidia-open_1%3a{OLD}-1_amd64.deb"
+ARCHIVED, KEPT = f"/var/cache/apt/archives/{DEB}", f"{KEPT_PACKAGES}/{OLD}/{DEB}"
+# apt-get(8). What is not there is refused.
+WORDS = {
+    "install", "--simulate", "--allow-downgrades", "--purge", "--allow-change-held-packages", "-q", "--yes",
+    "--no-install-recommends", "-o",
+}  # fmt: skip
 WAYS: dict[str, tuple[set[str], str, str, bool, bool]] = {
     # What apt gets; a file that is kept; what goes for it; whether the versions can be had, and are restored.
     "repositories have them": (VERSIONS, "", "Remv libnvidia-ml1 [1]\n", True, True),
-    "one is in no repository": (VERSIONS - {f"nvidia-open=1:{OLD}-1"}, "", "", False, False),
-    "apt keeps a file": (VERSIONS - {f"nvidia-open=1:{OLD}-1"}, f"/var/cache/apt/archives/{DEB}", "", True, True),
-    "gpuprov keeps a file": (VERSIONS - {f"nvidia-open=1:{OLD}-1"}, f"{KEPT_PACKAGES}/{OLD}/{DEB}", "", True, True),
+    "one is in no repository": (OTHERS, "", "", False, False),
+    "apt keeps a file": ({*OTHERS, ARCHIVED}, ARCHIVED, "", True, True),
+    "gpuprov keeps a file": ({*OTHERS, KEPT}, KEPT, "", True, True),
+    "a kept file is damaged": (VERSIONS, KEPT, "", True, True),
     "a stranger goes for them": (VERSIONS, "", "Remv pytorch [2.0]\n", True, False),
 }  # fmt: skip
 
@@ -210,17 +238,25 @@ class AptHost(FakeHost):
     gets: set[str]
     removes = ""
     reports = 0
-    before: ClassVar[dict[str, Any]] = {"versions": {**FORMER, "libnvidia-ml1": "1", "vim": "1"}}
+    before: ClassVar[dict[str, Any]] = {
+        "installed": [], "versions": {**FORMER, "libnvidia-ml1": "1", "vim": "1", "nvidia-container-toolkit": "1"},
+    }  # fmt: skip
     outcome: ClassVar[dict[str, Any]] = {
-        "added": [], "changed": {"nvidia-open": ["1", "2"], "libcuda1:i386": ["1", "2"], "vim": ["1", "2"]},
+        "added": [], "changed": {one: ["1", "2"] for one in ("nvidia-open", "libcuda1:i386", "vim")},
     }  # fmt: skip
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         # Somebody has installed another libnvidia-ml1 since.
         self.installed.update({"nvidia-open": "2", "libcuda1:i386": "2", "libnvidia-ml1": "3", "vim": "2"})
+        self.installed["nvidia-container-toolkit"] = "1"
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        assert not argv[0].startswith("apt-") or more["timeout"] >= 60
+        return super().run(argv, **more)
 
     def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
+        assert words[0] == "madison"
         rows = [word.split("=") for word in sorted(self.gets)]
         return 0, "".join(
             f"{one[0].partition(':')[0]} | {one[1]} | http://x amd64 Packages\n" for one in rows if one[1:]
@@ -229,7 +265,10 @@ class AptHost(FakeHost):
     def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "install" not in words or "--" not in words:
             return super()._apt_get(words)
-        if not self.gets.issuperset(words[words.index("--") + 1 :]):
+        options, asked = words[: words.index("--")], words[words.index("--") + 1 :]
+        if not {one for one in options if "=" not in one} <= WORDS or "--yes" not in options:
+            return 100, "E: Command line option is not understood"
+        if not self.gets.issuperset(asked) or (VERSIONS.intersection(asked) and "--allow-downgrades" not in options):
             return 100, "E: Version not found"
         if "--simulate" in words:
             return 0, self.removes
@@ -241,7 +280,7 @@ class AptHost(FakeHost):
 def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Path, name: str) -> None:
     gets, kept, removes, offered, restored = WAYS[name]
     host = AptHost(tmp_path / "root")
-    host.gets, host.removes = {*gets, kept}, removes
+    host.gets, host.removes = gets, removes
     if kept:
         host.make_directory(kept.rpartition("/")[0])
         host.write(kept, b"")
@@ -249,8 +288,14 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Pa
     assert ["nvidia-open" in one or "libcuda1" in one for one in told] == [True] * restored
     stay = {one.split(" ")[0] for one in InstallDriverPackages.irreversible(host, host.before, host.outcome, ())}
     assert stay == ({"vim"} if restored else {"vim", "nvidia-open", "libcuda1:i386"})
+    stay = {one.split(" ")[0] for one in InstallDriverPackages.irreversible(host, host.before, None, ())}
+    assert stay == ({"vim"} if restored else {"vim", "nvidia-open", "libcuda1:i386", "libnvidia-ml1"})
+    # An earlier gpuprov has noted neither versions nor changes.
+    assert InstallDriverPackages.restores(host, {"installed": []}, {"added": []}) == ()
+    assert InstallDriverPackages.irreversible(host, host.before, {"added": []}, ()) == ()
     # A package that was removed for it counts only if an undo does not restore it.
-    gone = ChangeDriverPackages.irreversible(host, {**host.before, "instead": ["nvidia-smi"]}, host.outcome, ())
+    instead = ChangeDriverPackages(("nvidia-open",), instead=("nvidia-smi",)).capture(host)["instead"]
+    gone = ChangeDriverPackages.irreversible(host, {**host.before, "instead": instead}, host.outcome, ())
     assert any("nvidia-smi" in one for one in gone) is not restored
     InstallDriverPackages.undo(host, host.before, host.outcome)
     found = {name: host.installed.get(name) for name in FORMER}
@@ -271,8 +316,13 @@ def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
     """It reports success, but the version is another one; or the loader takes the libraries of another branch."""
     host = AptHost(tmp_path / "root")
     host.gets = {"nvidia-open", "nvidia-open=1", "nvidia-old-"}
+    more: dict[str, Any] = {"instead": ("nvidia-old",), "options": ("-o", "Dir=bundle")}
     for name, wanted in (("nvidia-open", "535"), ("nvidia-open=1", f"{OLD}-1")):
-        ChangeDriverPackages((name,), wanted=wanted).apply(host, tell_nobody)
+        ChangeDriverPackages((name,), wanted=wanted, **more).apply(host, tell_nobody)
+    SwitchPin(("nvidia-open",), **more).apply(host, tell_nobody)
+    assert [("Dir=bundle" in one, one[-1]) for one in host.commands if "install" in one and "--" in one] == [
+        (True, "nvidia-old-")
+    ] * 5
     for change in (
         ChangeDriverPackages(("nvidia-open",), wanted="550"), ChangeDriverPackages(("missing",), wanted="550"),
         SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)), SwitchPin(("missing",)),
@@ -280,3 +330,14 @@ def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(GpuprovError):
             change.apply(host, tell_nobody)
     assert host.commands[-1][-2:] == ("--", "missing")
+
+
+def test_an_installation_that_replaces_the_drivers_packages_restores_them() -> None:
+    changes = (
+        InstallPackages(("site=1", "nvidia-open=2")), InstallPackages(("vim",)), InstallPackages(("nvidia-smi",)),
+        InstallRpmPackages(DNF, ("nvidia-container-toolkit",)), LoadDriver(),
+    )  # fmt: skip
+    assert restoring(changes, ("nvidia-open", "vim", "nvidia-container-toolkit")) == (
+        InstallDriverPackages(("site=1", "nvidia-open=2")), *changes[1:3],
+        InstallDriverRpms(DNF, ("nvidia-container-toolkit",)), LoadDriver(),
+    )  # fmt: skip

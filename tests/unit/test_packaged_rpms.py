@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.core.changes import Json, tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream, InstallDriverRpms, keep
 from gpuprov.facts.boot import REBOOT_ASKED
@@ -20,6 +23,7 @@ from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
 VIM = "vim-8-1.x86_64"
+ADDED, SINCE = "libnew-1-1.x86_64", "libsince-1-1.x86_64"
 
 
 def rpm(version: str, name: str = "nvidia-open") -> str:
@@ -28,6 +32,7 @@ def rpm(version: str, name: str = "nvidia-open") -> str:
 
 KMOD = f"kmod-nvidia-{OLD}-5.14.0-611.24.1-{OLD}-1.el9.x86_64"
 NEW_KMOD = KMOD.replace(OLD, NEW)
+ML = rpm(OLD, "libnvidia-ml")
 TOOLKIT = rpm("1.17.8", "nvidia-container-toolkit"), rpm("1.18.0", "nvidia-container-toolkit")
 
 
@@ -42,6 +47,10 @@ class RpmHost(Scripted):
         self.offers = {rpm(OLD): f"nvidia-open 3:{OLD}-1.el9.noarch\n"}
         self.removes = ""
         self.fails: tuple[str, ...] = ("nothing",)
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        assert argv[0] != "dnf" or more["timeout"] >= 60
+        return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if {*self.fails} <= {*argv}:
@@ -65,11 +74,14 @@ class RpmHost(Scripted):
 
 
 def upgraded(root: Path, old: str = rpm(OLD), new: str = rpm(NEW)) -> tuple[RpmHost, Json, Json]:
-    """Return a host with a new package instead of an old one, and what the journal has of the change."""
-    host = RpmHost(root, old)
+    """Return a host with a new package instead of an old one, and what the journal has of the change.
+
+    Somebody has since removed a package of the driver, and installed another one.
+    """
+    host = RpmHost(root, old, ML)
     before = InstallDriverRpms(DNF, ("nvidia-open",)).capture(host)
-    host.packages = {new, "libnew-1-1.x86_64", VIM}
-    return host, before, {"added": ["libnew-1-1.x86_64"], "replaced": [old], "lift": []}
+    host.packages = {new, ADDED, SINCE, VIM}
+    return host, before, {"added": [ADDED], "replaced": [old], "lift": []}
 
 
 WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
@@ -103,6 +115,8 @@ def test_the_way_back_is_told_before_and_after_the_change(tmp_path: Path, name: 
     if "held" in different:
         host.write("/etc/dnf/plugins/versionlock.conf", b"")
         host.write("/etc/dnf/plugins/versionlock.list", f"nvidia-open-3:{OLD}-1.el9.*\n".encode())
+    if interrupted:
+        host.packages.add(ML)
     told = None if interrupted else outcome
     restores = InstallDriverRpms.restores(host, before, told)
     lost = InstallDriverRpms.irreversible(host, before, told, ())
@@ -123,18 +137,24 @@ def test_an_undo_installs_the_former_version_and_loads_a_driver(tmp_path: Path, 
     simgpu.install_tree(tmp_path, OLD)
     (tmp_path / "lib").symlink_to("usr/lib")
     path = keep_old(host) if kept else ""
+    folder = f"{KEPT_PACKAGES}/{OLD}"
+    if kept:
+        os.utime(host.path(folder), (0, 0))
     old = TOOLKIT[0] if of_toolkit else rpm(OLD)
     host.fails = ("-y", "install")
     with pytest.raises(GpuprovError, match="it fails"):
         InstallDriverRpms.undo(host, before, outcome)
     host.fails = ("nothing",)
     InstallDriverRpms.undo(host, before, outcome)
-    assert host.packages == {old, VIM}
+    assert host.packages == {old, SINCE, VIM}
     installed = next(one for one in reversed(host.asked) if one[0] == "dnf" and "-y" in one and "install" in one)
     assert installed[-1] == (path if kept and not of_toolkit else old)
     assert (("rmmod", "nvidia") in host.asked, host.exists(REBOOT_ASKED)) == (not of_toolkit, not of_toolkit)
     assert InstallDriverRpms.restores(host, before, outcome) == ()
-    assert min(limit for limit in host.timeouts if isinstance(limit, (int, float))) > 0
+    if kept:
+        # The newest folder stays when others go.
+        used = host.path(folder).stat().st_mtime > 0
+        assert (used, host.list_directory(folder)) == (not of_toolkit, (f"{rpm(OLD)}.rpm",))
 
 
 def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Path) -> None:
