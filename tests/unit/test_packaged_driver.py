@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,6 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import tell_nobody
-from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
 from gpuprov.driver.packaged import (
@@ -251,16 +249,10 @@ class AptHost(FakeHost):
         self.installed.update({"nvidia-open": "2", "libcuda1:i386": "2", "libnvidia-ml1": "3", "vim": "2"})
         self.installed["nvidia-container-toolkit"] = "1"
 
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        assert not argv[0].startswith("apt-") or more["timeout"] >= 60
-        return super().run(argv, **more)
-
     def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
         assert words[0] == "madison"
         rows = [word.split("=") for word in sorted(self.gets)]
-        return 0, "".join(
-            f"{one[0].partition(':')[0]} | {one[1]} | http://x amd64 Packages\n" for one in rows if one[1:]
-        )
+        return 0, "".join(f"{one[0].partition(':')[0]} | {one[1]} | x Packages\n" for one in rows if one[1:])
 
     def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "install" not in words or "--" not in words:
@@ -320,9 +312,8 @@ def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
     for name, wanted in (("nvidia-open", "535"), ("nvidia-open=1", f"{OLD}-1")):
         ChangeDriverPackages((name,), wanted=wanted, **more).apply(host, tell_nobody)
     SwitchPin(("nvidia-open",), **more).apply(host, tell_nobody)
-    assert [("Dir=bundle" in one, one[-1]) for one in host.commands if "install" in one and "--" in one] == [
-        (True, "nvidia-old-")
-    ] * 5
+    found = [("Dir=bundle" in one, one[-1]) for one in host.commands if "install" in one and "--" in one]
+    assert found == [(True, "nvidia-old-")] * 5
     for change in (
         ChangeDriverPackages(("nvidia-open",), wanted="550"), ChangeDriverPackages(("missing",), wanted="550"),
         SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)), SwitchPin(("missing",)),
