@@ -11,6 +11,7 @@ from typing import ClassVar
 from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, Jsons, NextAction, Tell, tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled, running_driver
@@ -416,22 +417,25 @@ class EnableStream(Change):
 
     def apply(self, system: System, tell: Tell) -> None:
         if self.before:
-            self._dnf(system, "reset", "nvidia-driver")
-        self._dnf(system, "enable", f"nvidia-driver:{self.stream}")
+            self._require(system, "reset", "nvidia-driver")
+        self._require(system, "enable", f"nvidia-driver:{self.stream}")
 
-    def _dnf(self, system: System, verb: str, name: str) -> None:
-        command = ("dnf", "-y", "module", verb, name)
-        done = system.run(command, timeout=_INSTALL_SECONDS, env=system.proxy.environment)
+    def _require(self, system: System, verb: str, name: str) -> None:
+        done = _dnf_module(system, verb, name)
         if not done.ok:
             next_step = "dnf module list nvidia-driver shows which streams there are"
             raise GpuprovError(f"dnf can't {verb} {name}", done.evidence(), next_step)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        system.run(("dnf", "-y", "module", "reset", "nvidia-driver"), timeout=_INSTALL_SECONDS)
+        _dnf_module(system, "reset", "nvidia-driver")
         if before["before"]:
-            name = f"nvidia-driver:{before['before']}"
-            system.run(("dnf", "-y", "module", "enable", name), timeout=_INSTALL_SECONDS)
+            _dnf_module(system, "enable", f"nvidia-driver:{before['before']}")
+
+
+def _dnf_module(system: System, verb: str, name: str) -> Completed:
+    command = ("dnf", "-y", "module", verb, name)
+    return system.run(command, timeout=_INSTALL_SECONDS, env=system.proxy.environment)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.core.changes import Json, tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
+from gpuprov.core.proxy import Proxy
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream, InstallDriverRpms, keep
 from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.packages.dnf import DNF
@@ -43,7 +46,13 @@ class RpmHost(Scripted):
         self.packages = {*packages, VIM}
         self.offers = {rpm(OLD): f"nvidia-open 3:{OLD}-1.el9.noarch\n"}
         self.removes = ""
+        self.proxy = Proxy("http://proxy.example:3128")
         self.fails: tuple[str, ...] = ("nothing",)
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        # Whatever may read a repository needs the proxy.
+        assert argv[0] != "dnf" or "--assumeno" in argv or more["env"]["https_proxy"] == self.proxy.url
+        return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if {*self.fails} <= {*argv}:
