@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ ROWS: dict[str, tuple[dict[str, Any], bool]] = {
     "--runtime=nvidia": ({"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": [ASKED]}}, True),
     "--device": ({"HostConfig": {"Devices": [{"PathOnHost": "/dev/nvidia0"}]}}, True),
     "the default runtime, no GPU": ({"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": ["PATH=/bin"]}}, False),
+    "the runtime, told no GPU": (
+        {"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": ["NVIDIA_VISIBLE_DEVICES=void"]}}, False,
+    ),
+    "a device that is no GPU": ({"HostConfig": {"Devices": [{"PathOnHost": "/dev/fuse"}, {}]}}, False),
+    "nothing is known": ({}, False),
     "runc": ({"HostConfig": {"Runtime": "runc"}, "Config": {"Env": [ASKED]}}, False),
 }  # fmt: skip
 
@@ -240,6 +246,15 @@ def test_no_module_is_unloaded_while_a_process_has_a_gpu_open(tmp_path: Path) ->
     assert not any(command[0] == "rmmod" for command in host.commands)
     assert 15 <= host.time < 20
     host.remove_tree("/proc/700")
+    # A program that draws has none of NVIDIA's own devices open.
+    node = "/dev/dri/renderD128"
+    host.make_directory("/dev/dri")
+    host.make_node(node, 226, 128, 0o666)
+    host.process(702, "/usr/bin/blender", "/user.slice/session-3.scope")
+    (host.root / "proc/702/fd/0").unlink()
+    (host.root / "proc/702/fd/0").symlink_to(node)
+    with pytest.raises(GpuprovError, match=f"has {node} open"):
+        unload(host, replace(wanted, devices=(node,)), lambda message, done, total: None)
     unload(host, wanted, lambda message, done, total: None)
     assert host.unloaded == ["nvidia_uvm", "nvidia"]
 
@@ -311,9 +326,11 @@ def test_a_run_that_was_killed_is_taken_up_and_starts_what_it_had_stopped(host: 
 def test_units_that_a_killed_repair_has_stopped_start_with_its_containers(host: LoadedHost) -> None:
     host.container("job", 900)
     stop_users(host, Unloading(units=(DCGM,), containers=("job",)), tell_nobody)
-    assert (host.running, DCGM in host.units) == (set(), False)
+    # The next run stops another unit, and is killed too.
+    stop_users(host, Unloading(units=(PERSISTENCED,)), tell_nobody)
+    assert (host.running, host.units) == (set(), set())
     StartContainers(("job",)).apply(host, tell_nobody)
-    assert (host.running, DCGM in host.units, host.exists(STOPPED)) == ({"job"}, True, False)
+    assert (host.running, host.units, host.exists(STOPPED)) == ({"job"}, {DCGM, PERSISTENCED}, False)
 
 
 def test_a_driver_installed_by_others_is_loaded_without_a_reboot(host: LoadedHost) -> None:
