@@ -106,6 +106,8 @@ class LoadedHost(FakeHost):
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
         if words[0] == "is-active" and words[1] != "--quiet":
             return 0, "".join(f"{'active' if name in self.units else 'inactive'}\n" for name in words[1:])
+        if words[0] == "show" and words[-1] == "display-manager.service":
+            return 0, "gdm.service\n"
         if words[0] == "stop":
             self.stopped += [name for name in words[1:] if name in self.units]
             self.units -= set(words[1:])

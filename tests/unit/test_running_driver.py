@@ -14,7 +14,15 @@ import pytest
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver.running_driver import StartContainers, Unloading, parse_containers, stop_users, unload
+from gpuprov.driver.running_driver import (
+    ReloadDriver,
+    StartContainers,
+    Unloading,
+    parse_containers,
+    start_again,
+    stop_users,
+    unload,
+)
 from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.facts.driver import GpuHolder, gather_holders, mapped_devices, parse_cgroup
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -196,8 +204,8 @@ def test_a_container_runs_again_with_the_old_driver_if_the_new_one_can_not_be_in
 
 
 def test_a_display_manager_is_stopped_with_consent_alone(host: LoadedHost) -> None:
-    host.units.add("display-manager.service")
-    host.process(960, "/usr/lib/xorg/Xorg :0", "/system.slice/display-manager.service")
+    host.units |= {"display-manager.service", "gdm.service"}
+    host.process(960, "/usr/lib/xorg/Xorg :0", "/system.slice/gdm.service")
     (host.root / "tmp").mkdir()
     (host.root / "tmp/.X0-lock").write_text("       960\n")
     finished, _ = install(host)
@@ -205,13 +213,13 @@ def test_a_display_manager_is_stopped_with_consent_alone(host: LoadedHost) -> No
     assert all("gpuprov_stop_display_manager: true" in problem.next_step for problem in finished.problems)
     finished, _ = install(host, stop_display_manager=True)
     assert finished.exit_code == ExitCode.DONE, finished.problems
-    assert host.stopped[0] == "display-manager.service"
+    assert host.stopped[0] == "gdm.service"
 
 
 def test_consent_to_stop_the_display_is_none_to_end_somebodys_container(host: LoadedHost) -> None:
     """A container of another engine than docker has no unit, as a desktop's processes have none."""
     host.units.add("display-manager.service")
-    host.process(960, "/usr/lib/xorg/Xorg :0", "/system.slice/display-manager.service")
+    host.process(960, "/usr/lib/xorg/Xorg :0", "/system.slice/gdm.service")
     host.process(961, "/usr/bin/gnome-shell", "/user.slice/user-7.slice/session-2.scope")
     host.process(962, "python3 train.py", f"/machine.slice/libpod-{CONTAINER}.scope/container")
     finished, _ = install(host, stop_display_manager=True)
@@ -236,7 +244,7 @@ class Patient(LoadedHost):
 def test_no_module_is_unloaded_while_a_process_has_a_gpu_open(tmp_path: Path) -> None:
     """One that came between the plan and the release, and stays; another one lets go in time."""
     host = Patient(tmp_path / "root")
-    wanted = Unloading(OLD, ("nvidia_uvm", "nvidia"), (DCGM,))
+    wanted = Unloading(OLD, ("nvidia_fs", "nvidia_uvm", "nvidia"), (DCGM,))
     with pytest.raises(GpuprovError) as caught:
         unload(host, wanted, lambda message, done, total: None)
     (problem,) = caught.value.problems
@@ -265,6 +273,7 @@ def test_where_the_kernel_itself_holds_on_the_run_says_so_and_services_run_again
     (problem,) = finished.problems
     assert problem.what == "the kernel module nvidia_modeset can't be unloaded"
     assert "Module nvidia_modeset is in use" in problem.evidence
+    assert "nvidia_modeset 1" in problem.evidence.splitlines()[-1]
     assert host.units == {PERSISTENCED, DCGM}
     assert loaded(host) == (OLD, OLD)
 
@@ -323,14 +332,40 @@ def test_a_run_that_was_killed_is_taken_up_and_starts_what_it_had_stopped(host: 
     assert loaded(host) == (NEW, NEW)
 
 
-def test_units_that_a_killed_repair_has_stopped_start_with_its_containers(host: LoadedHost) -> None:
+@pytest.mark.parametrize("undone", [False, True])
+def test_units_that_a_killed_repair_has_stopped_start_with_its_containers(host: LoadedHost, undone: bool) -> None:
     host.container("job", 900)
     stop_users(host, Unloading(units=(DCGM,), containers=("job",)), tell_nobody)
     # The next run stops another unit, and is killed too.
     stop_users(host, Unloading(units=(PERSISTENCED,)), tell_nobody)
-    assert (host.running, host.units) == (set(), set())
-    StartContainers(("job",)).apply(host, tell_nobody)
+    assert (host.running, host.units, host.path(STOPPED).stat().st_mode & 0o777) == (set(), set(), 0o600)
+    if undone:
+        ReloadDriver.undo(host, {}, None)
+    else:
+        StartContainers(("job",)).apply(host, tell_nobody)
     assert (host.running, host.units, host.exists(STOPPED)) == ({"job"}, {DCGM, PERSISTENCED}, False)
+
+
+def test_what_does_not_start_again_is_told_and_the_rest_starts(host: LoadedHost) -> None:
+    stop_users(host, Unloading(modules=("nvidia_drm", "nvidia"), units=(DCGM, PERSISTENCED)), tell_nobody)
+    host.remove_tree("/sys/module/nvidia_drm")
+    host.failing_unit = DCGM
+    told: list[str] = []
+    start_again(host, lambda message, done, total: told.append(message))
+    assert [(name in one, "failed" in one) for name, one in zip((PERSISTENCED, DCGM), told)] == [
+        (True, False), (True, True),
+    ]  # fmt: skip
+    assert ("modprobe", "nvidia_drm") in host.commands
+    assert ("modprobe", "nvidia") not in host.commands
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]", b'{"modules": ["nvidia"], "units": "x"}', b""])
+def test_a_damaged_list_of_what_was_stopped_prevents_no_run(host: LoadedHost, content: bytes) -> None:
+    host.make_directory(STOPPED.rpartition("/")[0])
+    host.write(STOPPED, content)
+    start_again(host, tell_nobody)
+    assert (host.exists(STOPPED), host.units) == (False, {PERSISTENCED, DCGM})
+    assert not any(command[0] in ("modprobe", "systemctl") for command in host.commands)
 
 
 def test_a_driver_installed_by_others_is_loaded_without_a_reboot(host: LoadedHost) -> None:
