@@ -29,7 +29,6 @@ def read_once() -> Iterator[None]:
         return names.get(content) or names.setdefault(content, soname(system, path))
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_compiled", "_imports"):
-            patch.setattr(deploy, name, functools.cache(getattr(deploy, name)))
+        patch.setattr(deploy, "_compiled", functools.cache(deploy._compiled))
         patch.setattr(files, "soname", known_name)
         yield

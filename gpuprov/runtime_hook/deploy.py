@@ -127,10 +127,10 @@ def compile_bytecode(directory: str) -> None:
     """Compile the modules in a folder for the Python that runs this; a start then reads instead of compiling."""
     folder = Path(directory)
     (folder / "__pycache__").mkdir(exist_ok=True)
-    trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
-    imports = {name: _imports(tree) for name, tree in trees.items()}
     # The entries share most modules.
-    compiled = {name: _compiled(f"{name}.py", trees.pop(name)) for name in list(trees)}
+    modules = {source.stem: _compiled(source.name, source.read_bytes()) for source in folder.glob("*.py")}
+    compiled = {name: code for name, (code, _) in modules.items()}
+    imports = {name: imported for name, (_, imported) in modules.items()}
     written = set()
     for name, code in compiled.items():
         source = folder / f"{name}.py"
@@ -218,19 +218,19 @@ def _in_order(imports: dict[str, tuple[list[str], list[str]]], entry: str) -> tu
     return ["__init__", *order], [name for name in found if name not in order]
 
 
-def _imports(tree: ast.Module) -> tuple[list[str], list[str]]:
-    """Return the modules of the package that a module imports at once, and all that it ever imports."""
-    return _imported(tree.body), _imported(ast.walk(tree))
-
-
 def _imported(nodes: Iterable[ast.AST]) -> list[str]:
     relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1]
     return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
 
 
-def _compiled(name: str, tree: ast.Module) -> CodeType:
-    """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at."""
-    return _without_lines(compile(_Bare().visit(tree), name, "exec", dont_inherit=True, optimize=2))
+def _compiled(name: str, source: bytes) -> tuple[CodeType, tuple[list[str], list[str]]]:
+    """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at.
+
+    And the modules of the package that it imports at once, and all that it ever imports.
+    """
+    tree = ast.parse(source)
+    imports = _imported(tree.body), _imported(ast.walk(tree))
+    return _without_lines(compile(_Bare().visit(tree), name, "exec", dont_inherit=True, optimize=2)), imports
 
 
 class _Bare(ast.NodeTransformer):
