@@ -154,8 +154,8 @@ def _evidence(row: Mapping[str, Any], gpu: Mapping[str, str]) -> str:
     if any(bool(re.search(text, gpu.get(place, ""))) != (wish == "when") for (place, text), wish in wanted):
         return ""
     if "below" not in row:
-        seen = [place for place, text in gpu.items()
-                if re.fullmatch(row["place"], place) and re.search(row["is"], text)]  # fmt: skip
+        fits, matches = re.compile(row["place"]).fullmatch, re.compile(row["is"]).search
+        seen = [place for place, text in gpu.items() if fits(place) and matches(text)]
     else:
         seen = [row["place"], *row["below"]]
         value, *limits = (_number(gpu.get(place)) for place in seen)

@@ -91,6 +91,8 @@ def difference(host: SmiReport, container: SmiReport) -> tuple[str, str, str] | 
     return next((row for row in rows if row[1] != row[2]), None)
 
 
+# The doctor's rules look into the same report one by one.
+@functools.lru_cache(maxsize=4)
 def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
     """Return path → text of the elements of each GPU in `nvidia-smi -q -x`, up to where the report goes.
 
