@@ -6,6 +6,7 @@ This module says what stands on the page (numbers, names, the shapes of drawings
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 import pkgutil
@@ -46,8 +47,8 @@ _SOME_HOSTS = 150  # more have smaller squares
 _SQUARE = 10  # units of the drawings
 
 
-def render(run: Run, before: Run | None = None) -> str:
-    """Return the page; the same runs give the same bytes. `before` is the run to compare with."""
+@functools.cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
         # No control characters and not without end; Jinja escapes it.
@@ -59,6 +60,11 @@ def render(run: Run, before: Run | None = None) -> str:
         "steps": _steps, "kind": lambda word: _STATES[word],
         "check_kind": lambda status: _CHECK_STATES.get(status, "bad"),
     }  # fmt: skip
+    return environment.from_string((pkgutil.get_data("gpuprov.fleet", "page.html.j2") or b"").decode())
+
+
+def render(run: Run, before: Run | None = None) -> str:
+    """Return the page; the same runs give the same bytes. `before` is the run to compare with."""
     results = run.results
     rows = [one for one in results if len(results) <= _MOST_DETAILED or one.exit_code != ExitCode.DONE][:_MOST_ROWS]
     with_row = set(map(id, rows))
@@ -68,8 +74,7 @@ def render(run: Run, before: Run | None = None) -> str:
             others[one.word].append(one.host)
     counts = collections.Counter(result.word for result in results)
     versions = dict(spreads(results))
-    template = (pkgutil.get_data("gpuprov.fleet", "page.html.j2") or b"").decode()
-    return environment.from_string(template).render(
+    return _template().render(
         run=run,
         title=f"gpuprov {run.command}{' --check' if run.check else ''}",
         where=(", ".join(run.inventory) or "this machine") + (f", limited to {run.limit}" if run.limit else ""),
