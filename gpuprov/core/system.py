@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import shlex
@@ -35,6 +36,12 @@ _CONNECT_SECONDS = 15
 _MOST = 64 << 20
 
 
+# A run looks at the same few hundred paths again and again.
+@functools.lru_cache(maxsize=4096)
+def _below(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
 class System:
     """A machine, or the part of it below `root`; paths are those that the machine itself uses."""
 
@@ -55,7 +62,7 @@ class System:
 
     def path(self, path: str) -> Path:
         """Return the path that this process must use for `path`."""
-        return self.root / path.lstrip("/")
+        return _below(self.root, path)
 
     def read_bytes(self, path: str) -> bytes | None:
         """Return a file's content, or None if there is none: missing, not a regular file, or larger than 256 MiB.
@@ -273,9 +280,10 @@ class System:
     def write_problems(self, paths: Iterable[str], executed: Iterable[str] = ()) -> tuple[Problem, ...]:
         """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
         found: dict[tuple[str, str], list[str]] = {}
+        dangling = functools.cache(self._dangling_folder)
         for path in paths:
             refusal = (
-                self._dangling_folder(path)
+                dangling(str(Path(path).parent))
                 or self._masked(path)
                 or files.write_refusal(self.path(self.real_path(path)))
             )
@@ -289,8 +297,8 @@ class System:
         )  # fmt: skip
 
     def _dangling_folder(self, path: str) -> tuple[str, str] | None:
-        """Return the folder of a path that is a link to nothing, and how to remove it: no folder can be made there."""
-        for folder in map(str, reversed(Path(path).parents)):
+        """Return the part of a folder's path that is a link to nothing, and how to remove it: it can't be made."""
+        for folder in map(str, (*reversed(Path(path).parents), path)):
             target = getattr(self.status(folder), "target", "")
             if target and not self.exists(folder):
                 return f"{folder} is a link to {target}, which does not exist", f"rm {shlex.quote(folder)}"
