@@ -8,6 +8,7 @@ distribution has none). The sizes and contents are our own.
 from __future__ import annotations
 
 import csv
+import functools
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -39,6 +40,7 @@ class DriverFile:
         return f"systemd/{self.name}" if self.when == "systemd" else self.name
 
 
+@functools.cache
 def driver_files(version: str) -> tuple[DriverFile, ...]:
     """All rows for that driver version, files before links, so that no link is ever made before its target."""
     with (DATA / "driver-files.tsv").open(newline="") as file:

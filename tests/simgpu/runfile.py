@@ -8,6 +8,7 @@ whose options have other names. Writing that header ourselves is shorter than be
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import hashlib
 import io
@@ -91,8 +92,9 @@ def _build(folder: Path, version: str, cuda_version: str) -> None:
     sums.write_text(f"{hashlib.sha256(content).hexdigest()}  {path.name}\n")
 
 
+@functools.cache
 def _payload(version: str, cuda_version: str) -> dict[str, tuple[bytes, int]]:
-    """Name in the unpacked folder → content and mode."""
+    """Name in the unpacked folder → content and mode. Hundreds of unit tests lay the same files."""
     libraries = build_libraries(version, cuda_version)
     options = _options(version)
     option_lines = "".join(f"{name} {short} {kind}\n" for name, short, kind in options)

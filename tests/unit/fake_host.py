@@ -277,10 +277,10 @@ class FakeHost(System):
         version = label[1] if label else simgpu.DRIVER_VERSION
         if not list(self.root.glob(f"{LIBRARIES}/libcuda.so.{version}"[1:])):
             self._uninstall(())
-        before = set(self.root.rglob("*"))
+        before = self.names()
         simgpu.install_tree(self.root, version)
         (self.root / "var/log/nvidia-installer.log").write_text("-> now complete.\n")
-        new = {path.relative_to(self.root) for path in set(self.root.rglob("*")) - before}
+        new = map(Path, self.names() - before)
         # What it is installed over, it has installed before.
         self._driver_files = sorted({*self._driver_files, *new}, reverse=True)
         return 0, ""
@@ -317,14 +317,22 @@ class FakeHost(System):
     def everything(self) -> Tree:
         """Return all that lies below the root: mode, owner, device numbers, content."""
         found: Tree = {}
-        for path in self.root.rglob("*"):
-            name = "/" + str(path.relative_to(self.root))
-            status = path.lstat()
-            content = str(path.readlink()).encode() if path.is_symlink() else b""
-            if stat.S_ISREG(status.st_mode):
-                content = path.read_bytes()
-            found[name] = (status.st_mode, status.st_uid, status.st_gid, status.st_rdev, content)
+        for name in sorted(self.names()):
+            path = f"{self.root}/{name}"
+            status = os.lstat(path)
+            content = b""
+            if stat.S_ISLNK(status.st_mode):
+                content = os.fsencode(os.readlink(path))  # noqa: PTH115
+            elif stat.S_ISREG(status.st_mode):
+                content = Path(path).read_bytes()
+            found[f"/{name}"] = (status.st_mode, status.st_uid, status.st_gid, status.st_rdev, content)
         return found
+
+    def names(self) -> set[str]:
+        """Return the paths of all that lies below the root, from there."""
+        left = len(f"{self.root}/")
+        walked = os.walk(self.root)
+        return {f"{folder}/{name}"[left:] for folder, folders, files in walked for name in (*folders, *files)}
 
     def state(self) -> tuple[Tree, dict[str, str], dict[str, str], int]:
         """Return all that a run could have changed."""

@@ -47,9 +47,9 @@ class LoadedHost(FakeHost):
         for path in self._driver_files:
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)
-        before = set(self.root.rglob("*"))
+        before = self.names()
         simgpu.install_tree(self.root, version)
-        self._driver_files = sorted(set(self.root.rglob("*")) - before, reverse=True)
+        self._driver_files = sorted(map(self.root.joinpath, self.names() - before), reverse=True)
         self.on_disk = version
 
     def load(self, version: str) -> None:

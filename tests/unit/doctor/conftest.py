@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpuprov.protocol import tables
@@ -10,9 +12,13 @@ from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, advisories, t
 _OLD_BRANCH = Advisory("2026/5821", "2026-05-19", DRIVER, "535", "535.309.01", 8.8)
 
 
-@pytest.fixture(autouse=True)
-def _advisories_of_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session")
+def _table() -> dict[str, Any]:
     toolkit = (one for one in advisories() if one.product == TOOLKIT)
-    found = table_of((*toolkit, _OLD_BRANCH), "2026-11-22")
+    return table_of((*toolkit, _OLD_BRANCH), "2026-11-22")
+
+
+@pytest.fixture(autouse=True)
+def _advisories_of_other_branches(monkeypatch: pytest.MonkeyPatch, _table: dict[str, Any]) -> None:
     packaged = tables.packaged
-    monkeypatch.setattr(tables, "packaged", lambda name: found if name == tables.ADVISORIES else packaged(name))
+    monkeypatch.setattr(tables, "packaged", lambda name: _table if name == tables.ADVISORIES else packaged(name))
