@@ -81,6 +81,11 @@ def _is_possible(item: pytest.Item) -> bool:
     )
 
 
+def pytest_collection_finish() -> None:
+    """Leave what collection has made out of all later garbage collections: a whole one took two seconds."""
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     """End what gpg has begun, before tests/left_behind.py looks."""
     gpg.end_agents()
