@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from gpuprov import __version__
 from gpuprov.agent.result import HostResult
-from gpuprov.cli.main import cli
+from gpuprov.cli.main import cli, main
 from gpuprov.cli.reference import as_text
 from gpuprov.fleet import command
 from gpuprov.fleet.options import Options
@@ -30,13 +30,31 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def gpuprov(
-    *words: str, env: dict[str, str] | None = None, as_nobody: bool = False
-) -> subprocess.CompletedProcess[str]:
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def gpuprov(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         (sys.executable, "-m", "gpuprov", *words), capture_output=True, text=True, timeout=60,
         env={**os.environ, **(env or {})},
     )  # fmt: skip
+
+
+@pytest.fixture
+def called(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Return a function that calls the command line in this process: to start one takes longer than most answers."""
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["gpuprov", *words])
+            # It replaces them.
+            patch.setattr(sys, "stdout", sys.stdout)
+            patch.setattr(sys, "stderr", sys.stderr)
+            main()
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(words, ended.value.code, *capfd.readouterr())
+
+    return call
 
 
 def called_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
@@ -179,8 +197,8 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("words", "what"), [u[1:] for u in USAGE], ids=[u[0] for u in USAGE])
-def test_wrong_call_ends_with_exit_code_2_and_a_sentence(words: tuple[str, ...], what: str) -> None:
-    done = gpuprov(*words)
+def test_wrong_call_ends_with_exit_code_2_and_a_sentence(called: Call, words: tuple[str, ...], what: str) -> None:
+    done = called(*words)
     assert done.returncode == 2
     assert what in done.stderr
     assert done.stdout == ""
@@ -270,9 +288,9 @@ def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> N
     assert "ZeroDivisionError: oh" in log.read_text()
 
 
-def test_options_list_every_variable_in_every_form() -> None:
+def test_options_list_every_variable_in_every_form(called: Call) -> None:
     names = [f"gpuprov_{name}" for name in option_names()]
-    text, markdown, as_json = (gpuprov("options", *form).stdout for form in ((), ("--markdown",), ("--json",)))
+    text, markdown, as_json = (called("options", *form).stdout for form in ((), ("--markdown",), ("--json",)))
     assert [entry["name"] for entry in json.loads(as_json)] == names
     assert all(name in text and f"| `{name}` |" in markdown for name in names)
     assert len(markdown.splitlines()) == len(names) + 2
@@ -286,8 +304,8 @@ def test_options_fit_on_a_terminal_and_lose_no_word() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_script_names_the_program(shell: str) -> None:
-    done = gpuprov("completion", shell)
+def test_completion_script_names_the_program(called: Call, shell: str) -> None:
+    done = called("completion", shell)
     assert done.returncode == 0
     assert "_GPUPROV_COMPLETE" in done.stdout
 
@@ -307,10 +325,13 @@ def test_completion_script_names_the_program(shell: str) -> None:
         ("hook explain --bundle ", "dir,"),
     ],
 )
-def test_words_and_paths_are_completed(words: str, completed: str) -> None:
-    count = str(len(f"{words}x".split()))
-    env = {"_GPUPROV_COMPLETE": "bash_complete", "COMP_WORDS": f"gpuprov {words}", "COMP_CWORD": count}
-    assert gpuprov(env=env).stdout == f"{completed}\n"
+def test_words_and_paths_are_completed(
+    called: Call, monkeypatch: pytest.MonkeyPatch, words: str, completed: str
+) -> None:
+    monkeypatch.setenv("_GPUPROV_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"gpuprov {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(f"{words}x".split())))
+    assert called().stdout == f"{completed}\n"
 
 
 def test_agent_build_writes_the_file(tmp_path: Path) -> None:
@@ -445,8 +466,8 @@ def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None
         ("cuda_error_no_device", "38, 100  cudaErrorNoDevice"),
     ],
 )
-def test_a_result_of_cuda_is_explained(result: str, line: str) -> None:
-    assert gpuprov("cuda", "--explain", result).stdout.startswith(line)
+def test_a_result_of_cuda_is_explained(called: Call, result: str, line: str) -> None:
+    assert called("cuda", "--explain", result).stdout.startswith(line)
 
 
 def _commands(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -471,8 +492,8 @@ def test_every_command_that_goes_to_hosts_has_the_same_options_for_them() -> Non
     assert {name: wanted - found[name] for name in with_hosts if wanted - found[name]} == left_out
 
 
-def test_doctor_explains_a_cause() -> None:
-    done = gpuprov("doctor", "--explain", "gpu-nouveau")
+def test_doctor_explains_a_cause(called: Call) -> None:
+    done = called("doctor", "--explain", "gpu-nouveau")
     labels = [line.split()[0] for line in done.stdout.splitlines()[1:-1]]
     assert (done.returncode, labels) == (0, ["means:", "sign:", "type:", "--fix:"])
     assert "a GPU is bound to nouveau" in done.stdout and "/etc/modprobe.d/gpuprov-nouveau.conf" in done.stdout
