@@ -268,7 +268,9 @@ def test_same_input_same_bytes() -> None:
     assert boot_program() == first
 
 
-@pytest.mark.parametrize(("content", "another"), [(None, False), (boot_program(), False), (b"PK", True)])
+@pytest.mark.parametrize(
+    ("content", "another"), [(None, False), (boot_program(), False), (b"PK", True)], ids=["none", "own", "another"]
+)
 def test_another_versions_program_is_known_by_its_bytes(host: FakeHost, content: bytes | None, another: bool) -> None:
     if content is not None:
         host.make_directory(parent_of(boot.PROGRAM))

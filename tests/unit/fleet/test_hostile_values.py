@@ -6,7 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -129,12 +129,14 @@ def test_one_hosts_nonsense_is_that_hosts_failure(
     honest = result_of("a", lines), result_of("c", lines)
     for path in paths(data):
         to = Console(file=io.StringIO(), width=120)
-        results = []
+        results: list[HostResult] = []
         for number, value in enumerate(HOSTILE):
             hostile = [*lines]
             hostile[place] = json.dumps(with_value(data, path, value))
             result = result_of(f"b{number}", hostile, JsonLines(to), PlainLines(to, verbose=True, diff=True))
-            if not (result.problems and "never sends" in result.problems[0].what):
+            # What another value has led to already is in that one's outputs.
+            known = [replace(one, host=result.host) for one in results]
+            if result not in known and not (result.problems and "never sends" in result.problems[0].what):
                 results.append(result)
         if results:
             text = all_outputs((honest[0], *results, honest[1]), tmp_path)
