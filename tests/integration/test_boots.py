@@ -110,6 +110,19 @@ def test_a_change_during_a_refresh_is_seen_too(main: Host, seconds: str) -> None
     wait_for("the specification of all libraries", settled)
 
 
+def test_what_requires_the_refresh_runs_on_over_a_change(main: Host) -> None:
+    """A container's unit, say: systemd restarts it with a unit that it requires."""
+    main.ssh("systemd-run --unit=asking --property=Requires=gpuprov-refresh.service sleep infinity")
+    before = main.ssh("systemctl show asking --property=MainPID").stdout
+    refreshed = "systemctl show gpuprov-refresh --property=InvocationID"
+    last = main.ssh(refreshed).stdout
+    main.ssh("ldconfig")
+    wait_for("a refresh", lambda: main.ssh(refreshed).stdout != last)
+    wait_for("its end", lambda: set(active(main, "gpuprov-changed", "gpuprov-refresh")) == {"inactive"})
+    assert main.ssh("systemctl show asking --property=MainPID").stdout == before
+    main.ssh("systemctl stop asking")
+
+
 def test_a_change_during_a_run_is_seen_when_the_run_has_ended(main: Host) -> None:
     """`gpuprov accept`, say, which computes for minutes and writes no specification; an upgrade comes meanwhile."""
     before = (main.root / _CDI[1:]).read_text()
