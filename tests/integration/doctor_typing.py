@@ -86,6 +86,9 @@ def type_until_silent(site: Site, host: Host, group: Group) -> None:
                  stdin=f"#!/bin/sh\nfor file; do :; done\n{group.editor}\n")  # fmt: skip
     if group.metal:
         host.ssh(f"rm -f {CONTAINER}")
+    if any("apt-get" in line for line in group.breaking):
+        host.add_archive()
+        host.ssh("apt-get -qq update")
     for line in group.breaking:
         host.ssh(line)
     steps = _typed(site, host, group)

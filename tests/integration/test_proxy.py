@@ -184,6 +184,7 @@ def test_apt_says_that_the_proxy_refuses_the_login(proxy: RunningProxy, tmp_path
 @pytest.mark.lab
 def test_a_host_behind_the_proxy_is_installed_by_both_doors(site: Site, tmp_path: Path) -> None:
     host = site.fresh("main")
+    host.add_archive()
     with running_proxy(tmp_path / "proxy", site.lab.network.gateway) as proxy:
         hosts = site.inventory("main", gpuprov_proxy=proxy.url, gpuprov_no_proxy="registry.example.org")
         said = gpuprov("install", "--hosts", hosts, "--check", "--diff", "--json").stdout

@@ -74,6 +74,7 @@ def test_slurm_drains_a_node_whose_gpu_is_sick_and_takes_it_back(site: Site) -> 
     hosts = {name: site.installed(name) for name in _NAMES}
     addresses = {name: host.address for name, host in hosts.items()}
     for host in hosts.values():
+        host.add_archive()
         _node(host, addresses, "0123456789abcdef" * 8)
     main, twin = hosts.values()
     main.ssh("systemctl start slurmctld slurmd")

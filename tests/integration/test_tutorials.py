@@ -58,6 +58,8 @@ def check(step: tutorials.Step, folder: Path, replaced: Mapping[str, str]) -> No
 
 def test_the_fleet(site: Site, tmp_path: Path) -> None:
     hosts = {"gpu01.example.org": site.fresh("main"), "gpu02.example.org": site.fresh("twin")}
+    for host in hosts.values():
+        host.add_archive()
     page = (tutorials.TUTORIALS / "fleet.md").read_text()
     # The page's hosts need nothing but the driver: the number of changes is theirs.
     variables = {name: value for name, value in site.variables.items() if name not in SITES_OWN}

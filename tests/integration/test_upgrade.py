@@ -209,6 +209,7 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     """
     host = site.hosts["main"]
     host.reset()
+    host.add_archive()
     host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
     host.ssh("mkdir -p /etc/containers/containers.conf.d")
     host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=PODMAN_CONF)

@@ -209,6 +209,7 @@ def test_a_host_over_a_year(site: Site, tmp_path: Path) -> None:
 def _equip(year: Year) -> None:
     """Bring podman, an image, and what the year needs; a boot makes no device nodes but by gpuprov."""
     host = year.host
+    host.add_archive()
     host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
     host.ssh("mkdir -p /etc/containers/containers.conf.d")
     host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=PODMAN_CONF)

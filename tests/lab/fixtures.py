@@ -22,12 +22,12 @@ from tests.lab.rpm_repository import build_rpm_repository
 GPUPROV = Path(sys.executable).with_name("gpuprov")
 DRIVER = simgpu.DRIVER_VERSION
 _HOSTS = {
-    "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),)),
+    "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),), archive=False),
     "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse", docker=False),
     "bare": HostRequest("bare", gpus=0, python=False),
     "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
     "trixie": HostRequest("trixie", release="trixie", gpus=2),
-    "twin": HostRequest("twin", gpus=2),
+    "twin": HostRequest("twin", gpus=2, archive=False),
     "sid": HostRequest("sid", release="sid", gpus=2, bind=(str(REPOSITORY),)),
 }
 _RPM_HOSTS = {

@@ -37,7 +37,9 @@ class HostRequest:
     """What a host shall be.
 
     `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password; `os_release`: the file in
-    tests/data/os-release that says what the host takes itself for, if not for the Debian that it is.
+    tests/data/os-release that says what the host takes itself for, if not for the Debian that it is; `archive`: whether
+    its sources name Debian's archive. To read its 63,000 packages takes apt a second each time, so a host that installs
+    none of them does without.
     """
 
     name: str
@@ -50,6 +52,7 @@ class HostRequest:
     password: str = ""
     bind: tuple[str, ...] = ()
     os_release: str = ""
+    archive: bool = True
 
 
 class Host:
@@ -225,6 +228,10 @@ class Host:
         return self.ssh(line, check=False, timeout=10).stdout.strip()
 
     # -- use -----------------------------------------------------------------------------------------------------
+
+    def add_archive(self) -> None:
+        """Let the host install packages of Debian's archive, if it was made without."""
+        prepare.add_archive(self.root, self.request.release)
 
     def ssh_argv(self, user: str = "root") -> tuple[str, ...]:
         """Return the ssh command up to the host's name."""

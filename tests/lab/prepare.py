@@ -11,7 +11,7 @@ from tests import simgpu
 from tests.lab.base import debian_release
 from tests.lab.rpm_repository import BASE, RPM_MACROS, build_package
 from tests.lab.shell import run
-from tests.lab.sources import copy_network_configuration
+from tests.lab.sources import copy_network_configuration, source_lines
 
 if TYPE_CHECKING:
     from tests.lab.host import Host
@@ -30,6 +30,7 @@ ExecStart=/bin/sh /usr/lib/simgpu/attach
 """
 _OS_RELEASES = Path(__file__).resolve().parents[1] / "data/os-release"
 _TREE = "/usr/lib/simgpu"
+_SOURCES = "etc/apt/sources.list"
 # The default is post-quantum: seven times the processor time for each of the thousands of logins that the tests make.
 SSHD_CONFIG = ("etc/ssh/sshd_config.d/lab.conf", "KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org\n")
 
@@ -39,6 +40,8 @@ def prepare(host: Host) -> None:
     root, request = host.root, host.request
     _identity(host)
     copy_network_configuration(root, debian_release(request.release))
+    if not request.archive:
+        (root / _SOURCES).write_text("")
     if request.os_release:
         rpm_distribution(root, request.os_release)
     if request.user:
@@ -50,6 +53,11 @@ def prepare(host: Host) -> None:
     if not request.python:
         names = run(("chroot", str(root), "dpkg-query", "--show", "--showformat=${Package}\n", "*python3*")).split()
         run(("chroot", str(root), "dpkg", "--purge", "--force-all", *names))
+
+
+def add_archive(root: Path, release: str) -> None:
+    """Name Debian's archive in apt's sources."""
+    (root / _SOURCES).write_text("".join(f"{line}\n" for line in source_lines(debian_release(release))))
 
 
 def _identity(host: Host) -> None:
