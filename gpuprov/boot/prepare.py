@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -48,6 +48,8 @@ main()
 """
 # Longer than the longest TimeoutStartSec of these units; MIG's is of its layout: two minutes, and one for each GPU.
 START_SECONDS = 1000
+# These leave no process: nothing that requires them, such as a container's unit, has to restart or stop with them.
+_ALONE = (boot.NODES, boot.MIG, boot.REFRESH, boot.WATCH, boot.CONFIDENTIAL, boot.GPUDIRECT)
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 
@@ -221,8 +223,7 @@ class PrepareBoot(Change):
     def apply(self, system: System, tell: Tell) -> None:
         write_files(system, ((path, content, 0o644) for path, content in self.files))
         gone = tuple(filter(None, map(_name_of, self.stale)))
-        if gone:
-            systemctl(system, "stop", *gone)
+        _systemctl(system, "stop", gone)
         for path in (*self.stale, *(f"{boot.WANTS}/{name}" for name in gone)):
             system.remove(path)
         for name in self.links:
@@ -239,7 +240,7 @@ class PrepareBoot(Change):
         """Start the units now, so that a failing unit is reported now and not at the next boot."""
         for name in self.units:
             # `restart`: the nodes' unit stays active after its work, and may be an older one.
-            trouble = systemctl(system, "restart", name, seconds=START_SECONDS)
+            trouble = _systemctl(system, "restart", (name,))
             if not trouble:
                 continue
             said = log_of(system, name)
@@ -252,13 +253,20 @@ class PrepareBoot(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        systemctl(system, "stop", *before["units"])
+        _systemctl(system, "stop", before["units"])
         for image in before["files"]:
             restore_path(system, image)
         _reload(system)
-        there = [name for name in before["units"] if system.exists(f"{boot.UNITS}/{name}")]
-        if there:
-            systemctl(system, "restart", *there, seconds=START_SECONDS)
+        _systemctl(system, "restart", [name for name in before["units"] if system.exists(f"{boot.UNITS}/{name}")])
+
+
+def _systemctl(system: System, verb: str, units: Collection[str]) -> str:
+    """Stop or restart units; return systemctl's last error, or ""."""
+    trouble = ""
+    for alone in (True, False):
+        if names := [name for name in units if (name in _ALONE) == alone]:
+            trouble = systemctl(system, verb, *names, seconds=START_SECONDS, alone=alone) or trouble
+    return trouble
 
 
 def _name_of(path: str) -> str:

@@ -18,9 +18,10 @@ def is_active(system: System, unit: str) -> bool:
     return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
 
 
-def systemctl(system: System, verb: str, *units: str, seconds: float = _SECONDS) -> str:
-    """Run a command of systemctl; return its error, or ""."""
-    done = system.run(("systemctl", verb, *units), timeout=seconds)
+def systemctl(system: System, verb: str, *units: str, seconds: float = _SECONDS, alone: bool = False) -> str:
+    """Run a command of systemctl; return its error, or "". `alone`: units that require these stay as they are."""
+    options = ("--job-mode=ignore-requirements",) if alone else ()
+    done = system.run(("systemctl", verb, *units, *options), timeout=seconds)
     return "" if done.ok else done.evidence(3)
 
 

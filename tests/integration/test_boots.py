@@ -36,6 +36,7 @@ mount --bind $tree/sys/bus/pci/devices /sys/bus/pci/devices
 [ $tree = /usr/lib/simgpu ] && mount --bind $tree/proc/driver /proc/driver
 mount --bind $tree/proc/devices /proc/devices
 """
+_UNIT_FILES = "/etc/systemd/system"
 # gpuprov is to take the host for a bare machine: once systemd has read it, the mark of a container goes.
 _UNMARK = "[Service]\nType=oneshot\nExecStart=/bin/rm -f /run/systemd/container\n[Install]\nWantedBy=basic.target\n"
 
@@ -121,6 +122,23 @@ def test_what_requires_the_refresh_runs_on_over_a_change(main: Host) -> None:
     wait_for("its end", lambda: set(active(main, "gpuprov-changed", "gpuprov-refresh")) == {"inactive"})
     assert main.ssh("systemctl show asking --property=MainPID").stdout == before
     main.ssh("systemctl stop asking")
+
+
+def test_what_requires_gpuprovs_units_runs_on_over_an_upgrade_and_its_rollback(lab_site: Site, main: Host) -> None:
+    """docker's own unit, say, which a site has made to require the nodes: a rollback would even leave it stopped."""
+    units = "gpuprov-nodes.service gpuprov-refresh.service gpuprov-refresh.path"
+    main.ssh(f"systemd-run --unit=asking --property='Requires={units}' sleep infinity")
+    before = main.ssh("systemctl show asking --property=MainPID").stdout
+    hosts = lab_site.inventory("boots")
+    try:
+        main.ssh(f"echo '# earlier' | tee -a {_UNIT_FILES}/gpuprov-nodes.service >> {_UNIT_FILES}/gpuprov-refresh.path")
+        gpuprov_succeeds("install", "--hosts", hosts)
+        assert main.ssh("systemctl show asking --property=MainPID").stdout == before
+        gpuprov_succeeds("rollback", "--hosts", hosts)
+        assert main.ssh("systemctl show asking --property=MainPID").stdout == before
+    finally:
+        main.ssh("systemctl stop asking", check=False)
+        gpuprov_succeeds("install", "--hosts", hosts)
 
 
 def test_a_change_during_a_run_is_seen_when_the_run_has_ended(main: Host) -> None:
