@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.no_change import Cost, cost, median
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import GPUPROV, Site, running
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, running
 
 _HOST = "first"
 _INSTALL, _SCRIPT = "gpuprov install", "plain script"

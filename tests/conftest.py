@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import gpg, pythons, world
+from tests.lab import command_line
 from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
 # GNU readline, which pytest imports, sets these to the size of the terminal.
@@ -87,8 +88,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """End what gpg has begun, before tests/left_behind.py looks."""
+    """End what gpg and the command line have begun, before tests/left_behind.py looks."""
     gpg.end_agents()
+    command_line.end()
 
 
 def _order(item: pytest.Item) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 

@@ -17,7 +17,8 @@ import yaml
 from tests import simgpu
 from tests.integration.doctor_cases import SLEEPER
 from tests.lab import Host, HostRequest, cgroups
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds, running
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 from tests.simgpu.gpus import UVM_MAJOR, mig_nodes

@@ -11,7 +11,8 @@ import pynvml
 import pytest
 
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import LabError
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]

@@ -19,7 +19,8 @@ from gpuprov.protocol.codec import dump
 from gpuprov.protocol.request import Request
 from tests import simgpu
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import DRIVER, GPUPROV
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import DRIVER
 from tests.lab.lab import free_lab
 from tests.lab.nvidia_driver import build_cuda
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.fixtures import GPUPROV, Site
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 

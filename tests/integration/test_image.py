@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import GPUPROV, Site, gpuprov_succeeds, running
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 

@@ -12,7 +12,8 @@ import yaml
 
 from tests.integration.test_ansible import play, recap, task_states
 from tests.lab import Host, HostRequest, cgroups
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, running
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import GPUPROV
+from tests.lab.command_line import GPUPROV
 from tests.lab.lab import REPOSITORY, free_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]

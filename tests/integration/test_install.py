@@ -10,7 +10,8 @@ import pytest
 
 from tests import simgpu
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
 from tests.lab.lab import REPOSITORY
 

@@ -16,7 +16,8 @@ from tests.integration.killed import held_at, journal_lines, kill_at
 from tests.integration.test_host_program import bare_host
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds, patience
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds, patience
 from tools import host_program
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]

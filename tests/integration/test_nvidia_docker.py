@@ -12,7 +12,8 @@ import pytest
 from tests.integration.test_ansible import play, recap
 from tests.integration.test_clients import gpus
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import LabError, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.root]

@@ -10,7 +10,8 @@ import pytest
 from tests import simgpu
 from tests.integration.doctor_cases import SLEEPER
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, GPUPROV, Site
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import DRIVER, Site
 from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]

@@ -12,7 +12,8 @@ import pytest
 
 from tests import simgpu
 from tests.integration.test_ansible import play
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]

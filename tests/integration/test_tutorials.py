@@ -17,7 +17,8 @@ from tests.gpg import gpg_home, signing_key
 from tests.integration.test_bundle import CUT_OFF, source_words
 from tests.integration.test_host_program import bare_host
 from tests.integration.test_host_program import typed as typed_on
-from tests.lab.fixtures import GPUPROV, Site
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 # Variables of the lab that add changes to those of the page.

@@ -11,7 +11,8 @@ import pytest
 from tests.integration.killed import kill_at
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]

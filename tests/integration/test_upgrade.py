@@ -21,7 +21,8 @@ from tests.integration.killed import kill_when
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files, in_memory
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov, gpuprov_succeeds
+from tests.lab.command_line import GPUPROV
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.shell import wait_for
 from tools.zipapps import locked, wheels
 

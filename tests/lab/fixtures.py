@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,11 @@ import pytest
 import yaml
 
 from tests import simgpu
+from tests.lab import command_line
 from tests.lab.host import Host, HostRequest
 from tests.lab.lab import REPOSITORY, Lab, free_lab
 from tests.lab.rpm_repository import build_rpm_repository
 
-GPUPROV = Path(sys.executable).with_name("gpuprov")
 DRIVER = simgpu.DRIVER_VERSION
 _HOSTS = {
     "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),), archive=False),
@@ -113,10 +112,7 @@ def patience(words: Sequence[object]) -> tuple[str, ...]:
 
 def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the command line; stdout and stderr come together, as a user sees them."""
-    argv = [str(GPUPROV), *(str(word) for word in words), *patience(words)]
-    return subprocess.run(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
-    )
+    return command_line.run((*words, *patience(words)), timeout)
 
 
 def gpuprov_succeeds(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
