@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -24,6 +25,8 @@ _MODULES = [
     "gpuprov.fleet.report", "gpuprov.fleet.ssh", "fabric", "ansible.playbook.play_context",
     "ansible.inventory.manager", "ansible.vars.manager", "ansible.parsing.dataloader", "ansible.template",
 ]  # fmt: skip
+
+_STARTING = threading.Lock()
 
 
 def run(words: Sequence[object], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -39,14 +42,17 @@ def run(words: Sequence[object], timeout: float) -> subprocess.CompletedProcess[
             return subprocess.run(
                 argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
             )
-        process = context.Process(target=_main, args=(argv, output.name))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        child = context.Process(target=_main, args=(argv, output.name))
+        with _STARTING:
+            child.start()
+            # A start in another thread would read this one's exit code, and leave none for us.
+            process._children.discard(child)  # type: ignore[attr-defined]
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
             raise subprocess.TimeoutExpired(argv, timeout, output.read().encode())
-        return subprocess.CompletedProcess(argv, process.exitcode, output.read())
+        return subprocess.CompletedProcess(argv, child.exitcode, output.read())
 
 
 def end() -> None:

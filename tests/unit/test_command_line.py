@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def test_what_a_test_changes_around_it_holds(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "broken.json").write_text("{")
     monkeypatch.setenv("NVIDIA_CTK_CDI_SPEC_DIRS", str(tmp_path))
     assert "broken.json" in command_line.run(("cdi", "list"), 60).stdout
+
+
+def test_many_at_once_have_each_their_own_end() -> None:
+    words = [("--version",), ("instal",)] * 10
+    with ThreadPoolExecutor(5) as pool:
+        codes = [one.returncode for one in pool.map(lambda one: command_line.run(one, 60), words)]
+    assert codes == [0, 2] * 10
 
 
 def test_it_ends_with_its_time() -> None:
