@@ -1,11 +1,15 @@
-"""Carries a request out on a simulated host, as the agent does."""
+"""Carries a request out on a simulated host, as the agent does; and what a call that fails tells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
 
@@ -23,3 +27,11 @@ def ask(
 def finished(events: Sequence[Event]) -> Finished:
     assert isinstance(events[-1], Finished)
     return events[-1]
+
+
+def problem_of(call: Callable[..., object], *words: Any, **options: Any) -> Problem:
+    """Return the one problem with which the call fails."""
+    with pytest.raises(GpuprovError) as caught:
+        call(*words, **options)
+    (problem,) = caught.value.problems
+    return problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.protocol.versions import version_numbers
-from tests.unit.scripted import Answer, Scripted
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'
@@ -64,6 +62,11 @@ def written(text: str | None, *, set_default: bool = False) -> str:
 ONLY_OURS = '{"runtimes": {"nvidia": ' + ENTRY + "}}"
 
 
+def and_ours(text: str) -> tuple[str, str]:
+    """Return an object on one line without and with the runtime behind its last key."""
+    return text, f"{text[:-1]}, {ONLY_OURS[1:]}"
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -73,10 +76,9 @@ ONLY_OURS = '{"runtimes": {"nvidia": ' + ENTRY + "}}"
         ("{}", ONLY_OURS),
         ('{"runtimes": null}', ONLY_OURS),
         ('{"runtimes": {}}', ONLY_OURS),
-        (
-            '{"zeta": 1, "no-such-option": [1, {"b": null}], "alpha": true}',
-            '{"zeta": 1, "no-such-option": [1, {"b": null}], "alpha": true, "runtimes": {"nvidia": ' + ENTRY + "}}",
-        ),
+        and_ours('{"zeta": 1, "no-such-option": [1, {"b": null}], "alpha": true}'),
+        and_ours('{"features": {"cdi": true, "buildkit": false}}'),
+        and_ours('{"max": 123456789012345678901234567890, "x": 1.5}'),
         (
             '{"runtimes": {"kata": {"path": "/k", "runtimeArgs": ["-x"]}}, "debug": true}',
             '{"runtimes": {"kata": {"path": "/k", "runtimeArgs": ["-x"]}, "nvidia": ' + ENTRY + '}, "debug": true}',
@@ -87,14 +89,6 @@ ONLY_OURS = '{"runtimes": {"nvidia": ' + ENTRY + "}}"
         ),
         ('{"runtimes": {"nvidia": {"path": "' + RUNTIME + '", "args": ["--debug"]}}}', ONLY_OURS),
         ('{"runtimes": {"nvidia": "a word"}}', ONLY_OURS),
-        (
-            '{"features": {"cdi": true, "buildkit": false}}',
-            '{"features": {"cdi": true, "buildkit": false}, "runtimes": {"nvidia": ' + ENTRY + "}}",
-        ),
-        (
-            '{"max": 123456789012345678901234567890, "x": 1.5}',
-            '{"max": 123456789012345678901234567890, "x": 1.5, "runtimes": {"nvidia": ' + ENTRY + "}}",
-        ),
     ],
 )
 def test_the_runtime_comes_in_and_everything_else_stays(before: str | None, after: str) -> None:
@@ -130,17 +124,10 @@ def test_indentation_stays_as_it_was(before: str | None, second_line: str) -> No
     assert written(before).splitlines()[1] == second_line
 
 
-def test_file_of_one_line_stays_one_line() -> None:
-    assert written('{"debug": true}').startswith('{"debug": true, "runtimes": {"nvidia": ')
-
-
-def test_letters_of_other_scripts_stay_readable() -> None:
-    assert '"rack": "Gebäude 3 – 東"' in written('{"rack": "Gebäude 3 – 東"}')
-
-
-def test_what_has_no_utf8_stays_escaped() -> None:
-    found = written('{"odd": "\\ud800"}')
-    assert '"odd": "\\ud800"' in found
+@pytest.mark.parametrize("text", ['{"debug": true}', '{"rack": "Gebäude 3 – 東"}', '{"odd": "\\ud800"}'])
+def test_a_file_of_one_line_keeps_its_line_and_its_letters(text: str) -> None:
+    found = written(text)
+    assert found.startswith(f'{text[:-1]}, "runtimes": {{"nvidia": ')
     found.encode()
 
 
@@ -158,6 +145,7 @@ def test_what_has_no_utf8_stays_escaped() -> None:
         ("3", "wrong shape", "it holds a int, not an object"),
         ('{"runtimes": ["nvidia"]}', "wrong shape", '"runtimes" is a list, not an object'),
         ('{"runtimes": "nvidia"}', "wrong shape", '"runtimes" is a str, not an object'),
+        ('{"features": ["cdi"]}', "wrong shape", '"features" is a list, not an object'),
         ('{"a": NaN}', "can't be edited safely", "NaN"),
         ('{"a": 1e999}', "can't be edited safely", "1e999"),
         ("[" * 100_000, "can't be edited safely", ""),
@@ -181,37 +169,26 @@ def test_docker_from_snap_is_a_problem() -> None:
     assert "snap" in problem.what and "snap remove docker" in problem.next_step
 
 
-def test_default_runtime_is_set_when_asked_for() -> None:
+def test_the_default_runtime_is_set_only_when_asked_for() -> None:
     found = json.loads(written('{"default-runtime": "runc", "debug": true}', set_default=True))
     assert list(found) == ["default-runtime", "debug", "runtimes"]
     assert found["default-runtime"] == "nvidia"
-
-
-def test_default_runtime_of_others_stays_when_not_asked_for() -> None:
     assert json.loads(written('{"default-runtime": "kata"}'))["default-runtime"] == "kata"
 
 
 @pytest.mark.parametrize(
-    ("changes", "set_default", "restart", "summary"),
+    ("containers", "live", "set_default", "summary"),
     [
-        ({}, False, True, "write /etc/docker/daemon.json and restart docker (no container is running)"),
-        (
-            {"running_containers": ("db", "web")}, False, False,
-            "write /etc/docker/daemon.json and reload docker (2 running: db, web; they go on)",
-        ),
-        (
-            {"running_containers": ("db",), "live_restore": True}, False, True,
-            "write /etc/docker/daemon.json and restart docker (1 running: db; they go on, by live-restore)",
-        ),
-        (
-            {"running_containers": ("db",)}, True, False,
-            "write /etc/docker/daemon.json and reload docker (1 running: db; they go on)",
-        ),
+        ((), False, False, "restart docker (no container is running)"),
+        (("db", "web"), False, False, "reload docker (2 running: db, web; they go on)"),
+        (("db",), True, False, "restart docker (1 running: db; they go on, by live-restore)"),
+        (("db",), False, True, "reload docker (1 running: db; they go on)"),
     ],
-)  # fmt: skip
-def test_running_containers_go_on(changes: dict[str, Any], set_default: bool, restart: bool, summary: str) -> None:
-    change = the_change(running("{}", **changes), set_default=set_default)
-    assert (change.restart, change.summary()) == (restart, summary)
+)
+def test_running_containers_go_on(containers: tuple[str, ...], live: bool, set_default: bool, summary: str) -> None:
+    change = the_change(running("{}", running_containers=containers, live_restore=live), set_default=set_default)
+    assert change.restart is summary.startswith("restart")
+    assert change.summary() == f"write /etc/docker/daemon.json and {summary}"
 
 
 @pytest.mark.parametrize(
@@ -229,9 +206,8 @@ def test_a_file_that_docker_has_not_loaded_is_only_taken_up(changes: dict[str, A
     assert change.content is None
     # Containers may outlive a docker that does not run (live-restore): nothing is said of them.
     runs = changes.get("active", True)
-    assert change.summary() == (
-        "restart docker (no container is running)" if runs else "start docker (it does not run)"
-    )
+    told = "restart docker (no container is running)" if runs else "start docker (it does not run)"
+    assert change.summary() == told
 
 
 @pytest.mark.parametrize(
@@ -247,10 +223,10 @@ def test_versions_compare_as_numbers() -> None:
     assert version_numbers("9.0.0") < version_numbers("20.10.5+dfsg1-1+deb11u2") < version_numbers("26.1.5")
 
 
-def test_info_of_docker_20_10() -> None:
-    facts = parse_info(INFO_20_10)
+@pytest.mark.parametrize("wrapper", ["", "*** this host belongs to team ml ***\nsee https://wiki/\n"])
+def test_info_of_docker_20_10(wrapper: str) -> None:
     built_in = dict.fromkeys(("io.containerd.runc.v2", "io.containerd.runtime.v1.linux", "runc"), "runc")
-    assert facts == DockerFacts(
+    assert parse_info(f"{wrapper}{INFO_20_10}") == DockerFacts(
         active=True, version="20.10.24+dfsg1", runtimes={**built_in, "nvidia": RUNTIME}, default_runtime="runc",
         running_containers=("#0", "#1"), cgroup_version="1", cgroup_driver="cgroupfs",
     )  # fmt: skip
@@ -286,9 +262,7 @@ json_values = st.recursive(
     runtimes=st.none() | st.dictionaries(st.text() | st.just("nvidia"), json_values, max_size=3),
     set_default=st.booleans(),
 )
-def test_unknown_keys_survive_and_a_second_plan_is_empty(
-    config: dict[str, Any], runtimes: dict[str, Any] | None, set_default: bool
-) -> None:
+def test_unknown_keys_stay(config: dict[str, Any], runtimes: dict[str, Any] | None, set_default: bool) -> None:
     before = {**config, "runtimes": runtimes}
     changes = plan(running(json.dumps(before)), runtime_path=RUNTIME, set_default=set_default)
     content = changes[0].content if changes and isinstance(changes[0], ReconfigureDocker) else None
@@ -316,26 +290,14 @@ _CRLF_ENTRY = f'''  "runtimes": {{
 }}
 '''.replace("\n", "\r\n")
 KEPT = {
-    "byte order mark, docker 26": (
-        "26.1.5",
-        '\ufeff{"debug": true}',
-        '\ufeff{"debug": true, "runtimes": {"nvidia": ' + ENTRY + "}}",
-    ),
-    "a name twice": (
-        "20.10.24",
-        '{"debug": true, "debug": false}',
-        '{"debug": true, "debug": false, "runtimes": {"nvidia": ' + ENTRY + "}}",
-    ),
+    "byte order mark, docker 26": ("26.1.5", *and_ours('\ufeff{"debug": true}')),
+    "a name twice": ("20.10.24", *and_ours('{"debug": true, "debug": false}')),
     "runtimes twice": (
         "20.10.24",
         '{"runtimes": {"a": {}}, "runtimes": {"b": {"path": "x", "path": "y"}}}',
         '{"runtimes": {"a": {}}, "runtimes": {"b": {"path": "x", "path": "y"}, "nvidia": ' + ENTRY + "}}",
     ),
-    "no UTF-8": (
-        "20.10.24",
-        '{"log-driver": "caf' + _BYTE + '"}',
-        '{"log-driver": "caf' + _BYTE + '", "runtimes": {"nvidia": ' + ENTRY + "}}",
-    ),
+    "no UTF-8": ("20.10.24", *and_ours('{"log-driver": "caf' + _BYTE + '"}')),
     "CRLF": ("20.10.24", '{\r\n  "debug": true\r\n}\r\n', '{\r\n  "debug": true,\r\n' + _CRLF_ENTRY),
     "CRLF, a name twice": (
         "20.10.24",
@@ -431,36 +393,12 @@ def test_what_the_daemon_says_of_cdi() -> None:
     assert parse_info(INFO_20_10).cdi is False
 
 
-def test_a_features_that_is_no_object_is_a_problem() -> None:
-    _, wrong = parse_config('{"features": ["cdi"]}')
-    assert wrong[0].evidence == '"features" is a list, not an object'
-
-
-class _Dockerd(Scripted):
-    """A host that has got its docker a moment ago."""
-
-    version = ""
-
-    def answer(self, argv: tuple[str, ...]) -> Answer:
-        if argv == ("dockerd", "--version"):
-            return f"Docker version {self.version}, build x\n"
-        return f"{RUNTIME} runc\n" if argv[:2] == ("docker", "info") else ""
-
-
-@pytest.mark.parametrize(("version", "is_set"), [("20.10.24", False), ("26.1.5", True), ("28.5.2", False)])
-def test_a_docker_that_the_run_installs_decides_by_its_version(tmp_path: Path, version: str, is_set: bool) -> None:
+def test_a_docker_that_the_run_installs_decides_by_its_version() -> None:
+    """test_docker_change.py does so."""
     (change,) = plan(DockerFacts(), runtime_path=RUNTIME, set_default=False, cdi=True)
+    assert isinstance(change, ReconfigureDocker) and change.cdi_by_version
+    assert json.loads(change.content or "") == json.loads(ONLY_OURS)
     assert change.summary().endswith("start docker (it does not run), with features.cdi if that is docker 25 to 28.1")
-    host = _Dockerd(tmp_path)
-    host.version = version
-    change.apply(host, lambda *_: None)
-    written = json.loads(host.read_text("/etc/docker/daemon.json") or "")
-    assert written == {**json.loads(ONLY_OURS), **({"features": {"cdi": True}} if is_set else {})}
-
-
-def test_lines_that_a_wrapper_of_the_client_prints_first_are_skipped() -> None:
-    text = f"*** this host belongs to team ml ***\nsee https://wiki/\n{INFO_20_10}"
-    assert parse_info(text) == parse_info(INFO_20_10)
 
 
 @pytest.mark.parametrize(
@@ -470,9 +408,7 @@ def test_lines_that_a_wrapper_of_the_client_prints_first_are_skipped() -> None:
         (DockerUnit(socket_masked=True), "docker.socket: LoadState=masked", "systemctl unmask docker.socket; "),
     ],
 )
-def test_a_unit_that_refuses_a_restart_is_a_problem_only_where_one_is_needed(
-    refusing: DockerUnit, evidence: str, next_step: str
-) -> None:
+def test_a_unit_that_refuses_a_restart_is_a_problem(refusing: DockerUnit, evidence: str, next_step: str) -> None:
     unit = replace(refusing, load="loaded", active="active")
     facts = replace(parse_info(INFO_20_10), installed=True, config_text="{}", unit=unit, running_containers=())
     (problem,) = problems(facts, runtime_path=RUNTIME)

@@ -60,6 +60,11 @@ class Model:
         return ask(self.host, Request(command, spec_to_json(spec)))[0]
 
 
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    return healthy_tree(tmp_path / "root")
+
+
 def restart(host: FakeHost) -> None:
     host.run(("systemctl", "restart", "docker.service"))
 
@@ -123,8 +128,7 @@ def runtimes_in(text: str | None) -> set[str]:
     return set() if config is None or "no-such-option" in config else {"runc", *config.get("runtimes", {})}
 
 
-def test_a_file_that_came_back_by_hand_is_what_docker_runs_with_after_an_undoing(tmp_path: Path) -> None:
-    host = healthy_tree(tmp_path / "root")
+def test_a_file_that_came_back_by_hand_is_what_docker_runs_with_after_an_undoing(host: FakeHost) -> None:
     model = Model(host, ('{"debug": true}', True))
     model.edit('{"debug": true}')
     restart(host)
@@ -137,8 +141,7 @@ def test_a_file_that_came_back_by_hand_is_what_docker_runs_with_after_an_undoing
     assert (set(host.docker_loaded), host.docker_starts - before) == ({"runc"}, 1)
 
 
-def test_five_runs_with_an_empty_file_between_them_are_undone_at_once(tmp_path: Path) -> None:
-    host = healthy_tree(tmp_path / "root")
+def test_five_runs_with_an_empty_file_between_them_are_undone_at_once(host: FakeHost) -> None:
     model = Model(host, (None, True))
     for text, spec in (("{}", SPEC), ("", DEFAULT), ('{"debug": true}', SPEC), ("", SPEC), ("{}", DEFAULT)):
         assert model.run("install", spec).exit_code == 0
@@ -149,9 +152,8 @@ def test_five_runs_with_an_empty_file_between_them_are_undone_at_once(tmp_path: 
     assert host.docker_starts - before == 1
 
 
-def test_a_file_with_which_docker_can_not_start_comes_back_and_docker_runs_on(tmp_path: Path) -> None:
+def test_a_file_with_which_docker_can_not_start_comes_back_and_docker_runs_on(host: FakeHost) -> None:
     """Somebody has emptied the file under a running docker: it runs until its next start, and so it shall again."""
-    host = healthy_tree(tmp_path / "root")
     model = Model(host, ("", True))
     model.edit("")
     assert model.run("install").exit_code == 0
@@ -159,8 +161,7 @@ def test_a_file_with_which_docker_can_not_start_comes_back_and_docker_runs_on(tm
     assert model.state() == ("", True)
 
 
-def test_rollback_does_not_report_success_while_docker_is_failed(tmp_path: Path) -> None:
-    host = healthy_tree(tmp_path / "root")
+def test_rollback_does_not_report_success_while_docker_is_failed(host: FakeHost) -> None:
     model = Model(host, (None, True))
     model.edit('{"no-such-option": true}')
     restart(host)
@@ -174,8 +175,7 @@ def test_rollback_does_not_report_success_while_docker_is_failed(tmp_path: Path)
     assert model.state() == ('{"no-such-option": true}', False)
 
 
-def test_a_disabled_docker_is_enabled_by_an_installation_and_disabled_by_its_undoing(tmp_path: Path) -> None:
-    host = healthy_tree(tmp_path / "root")
+def test_a_disabled_docker_is_enabled_by_an_installation_and_disabled_by_its_undoing(host: FakeHost) -> None:
     host.docker_enabled = host.docker_active = False
     model = Model(host, (None, False))
     assert model.run("install").exit_code == 0
@@ -184,8 +184,7 @@ def test_a_disabled_docker_is_enabled_by_an_installation_and_disabled_by_its_und
     assert (host.docker_enabled, host.docker_active) == (False, False)
 
 
-def test_a_docker_that_was_removed_since_is_no_obstacle_to_an_uninstallation(tmp_path: Path) -> None:
-    host = healthy_tree(tmp_path / "root")
+def test_a_docker_that_was_removed_since_is_no_obstacle_to_an_uninstallation(host: FakeHost) -> None:
     model = Model(host, (None, True))
     assert model.run("install").exit_code == 0
     host.remove("/usr/bin/dockerd")

@@ -25,10 +25,10 @@ from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, SetDockerProxy, i
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.events import Event, Finished, Note, Planned, to_line
 from gpuprov.protocol.request import Request
-from gpuprov.protocol.secrets import masked, secret_free
+from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
-from tests.unit.ask import ask
+from tests.unit.ask import ask, finished, problem_of
 from tests.unit.fake_host import FakeHost
 
 PASSWORD = "pa55-Word%21"
@@ -70,11 +70,6 @@ def listening() -> Iterator[str]:
 def request(host: FakeHost, command: str = "install", *, check: bool = False, **values: Any) -> list[Event]:
     spec = parse_spec({"driver": "preinstalled", "kernel_modules": "none", **values})
     return ask(host, Request(command, spec_to_json(spec), check=check, diff=True, steps=("docker",)))[1]
-
-
-def finished(events: list[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
 
 
 def is_secret_free(text: str) -> bool:
@@ -190,9 +185,7 @@ def test_the_old_password_is_kept_for_root_alone_until_it_is_back(tmp_path: Path
 @pytest.mark.parametrize(
     ("active", "containers", "restarts"), [(True, "0", 1), (True, "2", 0), (False, "0", 0)], ids=str
 )
-def test_an_undo_restarts_docker_only_where_it_runs_and_no_container_stops(
-    tmp_path: Path, active: bool, containers: str, restarts: int
-) -> None:
+def test_an_undo_restarts_docker_if_nothing_stops(tmp_path: Path, active: bool, containers: str, restarts: int) -> None:
     class Busy(ProxyHost):
         def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
             counted = "ContainersRunning" in words[-1] and self.docker_active
@@ -211,9 +204,7 @@ def test_an_undo_restarts_docker_only_where_it_runs_and_no_container_stops(
 def test_a_docker_that_does_not_start_with_its_proxy_is_an_error(tmp_path: Path) -> None:
     host = ProxyHost(tmp_path)
     host.failing_unit = "docker.service"
-    with pytest.raises(GpuprovError) as caught:
-        replace(FIRST, restart=True).apply(host, tell)
-    (problem,) = caught.value.problems
+    problem = problem_of(replace(FIRST, restart=True).apply, host, tell)
     assert "docker" in problem.what and "Job for docker.service failed." in problem.evidence
     assert problem.next_step == "journalctl -u docker -n 50"
 
@@ -384,7 +375,6 @@ def test_events_are_free_of_every_form_of_the_password() -> None:
     short = secret_free(told.append, "http://u:on@proxy:1")
     short(Note("u:on@proxy turned on"))
     assert told[-1] == Note("u:***@proxy turned on")
-    assert masked("curl http://u:x@a/ https://v:y@b t://w@c") == "curl http://u:***@a/ https://v:***@b t://***@c"
 
 
 @pytest.mark.parametrize(
