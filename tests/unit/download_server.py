@@ -43,6 +43,14 @@ class Site:
     asked: list[tuple[str, str]] = field(default_factory=list)
     url: str = ""
 
+    @property
+    def url_with_login(self) -> str:
+        return self.url.replace("//", "//user:secret@")
+
+    @property
+    def masked_url(self) -> str:
+        return self.url.replace("//", "//user:***@")
+
 
 class Handler(Quiet, BaseHTTPRequestHandler):
     site: Site

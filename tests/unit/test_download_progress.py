@@ -16,6 +16,7 @@ from gpuprov.core.system import System
 from gpuprov.driver_run import default_url
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, Problem
+from tests.unit.ask import problem_of
 from tests.unit.download_server import CONTENT, DIGEST, PIECE, Impatient, Site, site, system
 
 __all__ = ["site", "system"]
@@ -76,9 +77,7 @@ def test_a_file_that_has_no_room_is_not_begun(tmp_path: Path, site: Site, have: 
     if have:
         system.write("/file.part", CONTENT[:have])
     system.room = len(CONTENT) - have - 1
-    with pytest.raises(GpuprovError) as caught:
-        progress(system, f"{site.url}/f")
-    (problem,) = caught.value.problems
+    problem = problem_of(progress, system, f"{site.url}/f")
     assert problem.what == f"not enough room for {site.url}/f"
     assert problem.evidence == "2 MiB to come, 2 MiB free for /file.part"
     assert (system.status("/file.part") is None) == (have == 0)
@@ -91,9 +90,7 @@ def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site
     system = Clocked(str(tmp_path))
     system.make_directory("/var/cache")
     site.files["/f"], system.room = CONTENT, 0
-    with pytest.raises(GpuprovError) as caught:
-        fetch(system, f"{site.url}/f", "/var/cache/f", sha256=DIGEST, tell=lambda *_: None)
-    (problem,) = caught.value.problems
+    problem = problem_of(fetch, system, f"{site.url}/f", "/var/cache/f", sha256=DIGEST, tell=lambda *_: None)
     assert problem.evidence == "2 MiB to come, 0 MiB free for /var/cache/f.part"
     assert problem.next_step == "make room: df -h /var/cache"
 
@@ -145,47 +142,29 @@ def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) ->
     system.write("/file.part", CONTENT + b"more")
     assert progress(system, "file:///media.run") == []
     assert system.sha256("/file") == DIGEST
-    with pytest.raises(GpuprovError) as caught:
-        fetch(system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
-    (problem,) = caught.value.problems
-    assert (problem.what, problem.evidence, problem.next_step) == (
-        "there is no file /nothing.run", "", "check the path",
-    )  # fmt: skip
+    problem = problem_of(fetch, system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
+    assert problem == Problem("there is no file /nothing.run", "", "check the path")
 
 
 def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
-    url = site.url.replace("//", "//user:secret@")
     site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600}
-    found: list[Problem] = []
-    for name in ("run", "page"):
-        with pytest.raises(GpuprovError) as caught:
-            progress(system, f"{url}/{name}")
-        found += caught.value.problems
-    masked_url = site.url.replace("//", "//user:***@")
-    assert [problem.what for problem in found] == [
-        f"what {masked_url}/run gave is not the file that was asked for",
-        f"{masked_url}/page gave a web page instead of a file",
-    ]
-    assert found[0].evidence == f"its SHA-256 is {hashlib.sha256(b'x').hexdigest()}, expected {DIGEST}"
-    assert found[1].evidence == "<!DOCTYPE html>" + "y" * 104
-    assert "digest" in found[0].next_step
-    assert "check the URL" in found[1].next_step and "proxy" in found[1].next_step
+    run, page = (problem_of(progress, system, f"{site.url_with_login}/{name}") for name in ("run", "page"))
+    assert run.what == f"what {site.masked_url}/run gave is not the file that was asked for"
+    assert page.what == f"{site.masked_url}/page gave a web page instead of a file"
+    assert run.evidence == f"its SHA-256 is {hashlib.sha256(b'x').hexdigest()}, expected {DIGEST}"
+    assert page.evidence == "<!DOCTYPE html>" + "y" * 104
+    assert "digest" in run.next_step
+    assert "check the URL" in page.next_step and "proxy" in page.next_step
 
 
 def test_small_files_that_can_not_be_had_say_what_to_do(system: System, site: Site) -> None:
-    url = site.url.replace("//", "//user:secret@")
+    url = site.url_with_login
     site.files["/huge"] = b"x" * ((1 << 20) + 1)
-    found: list[Problem] = []
-    for address in (f"{url}/huge", "file:///nothing"):
-        with pytest.raises(GpuprovError) as caught:
-            fetch_small(system, address)
-        found += caught.value.problems
-    assert (found[0].what, found[0].evidence, found[0].next_step) == (
-        f"{site.url.replace('//', '//user:***@')}/huge is larger than expected", "more than 1048576 bytes",
-        "check the URL",
-    )  # fmt: skip
-    assert (found[1].what, found[1].evidence) == ("there is no file file:///nothing", "")
-    assert found[1].next_step == "check the path"
+    huge, nothing = (problem_of(fetch_small, system, address) for address in (f"{url}/huge", "file:///nothing"))
+    assert huge == Problem(
+        f"{site.masked_url}/huge is larger than expected", "more than 1048576 bytes", "check the URL"
+    )
+    assert nothing == Problem("there is no file file:///nothing", "", "check the path")
     system.write("/there", b"x" * (1 << 20))
     site.files["/there"] = b"x" * (1 << 20)
     assert fetch_small(system, "file:///there") == fetch_small(system, f"{url}/there") == site.files["/there"]
@@ -206,13 +185,9 @@ def test_of_a_huge_local_file_no_more_than_the_limit_is_read(tmp_path: Path) -> 
 def test_what_can_not_be_had_is_told_in_order_and_redirections_are_followed(system: System, site: Site) -> None:
     site.files["/there"] = CONTENT
     site.moved = {"/a": "/there", "/b": "/gone"}
-    url = site.url.replace("//", "//user:secret@")
-    found = unreachable(system, [f"{url}/{name}" for name in ("z", "b", "there", "a", "z")])
-    masked_url = site.url.replace("//", "//user:***@")
-    assert [(one.what, one.evidence) for one in found] == [
-        (f"{masked_url}/b can't be had", "HTTP 404"), (f"{masked_url}/z can't be had", "HTTP 404"),
-    ]  # fmt: skip
-    assert {one.next_step for one in found} == {"there is no such file: check version and URL"}
+    found = unreachable(system, [f"{site.url_with_login}/{name}" for name in ("z", "b", "there", "a", "z")])
+    next_step = "there is no such file: check version and URL"
+    assert found == tuple(Problem(f"{site.masked_url}/{one} can't be had", "HTTP 404", next_step) for one in ("b", "z"))
 
 
 def test_a_wait_that_a_server_asks_for_is_not_shorter_than_ours(system: Impatient, site: Site) -> None:
@@ -234,9 +209,7 @@ def two_servers(site: Site) -> Iterator[str]:
 SERVERS = {"nvidia-driver-aarch64": "/aarch64", "nvidia-driver-aarch64-2": "/Linux-aarch64"}
 
 
-def test_a_driver_is_fetched_from_the_second_server_where_the_first_lacks_it(
-    system: System, site: Site, two_servers: str
-) -> None:
+def test_a_driver_that_the_first_server_lacks_is_on_the_second(system: System, site: Site, two_servers: str) -> None:
     site.files["/Linux-aarch64/a.run"] = CONTENT
     site.files["/Linux-aarch64/a.run.sha256sum"] = DIGEST.encode()
     assert unreachable(system, [f"{two_servers}/a.run"]) == ()

@@ -11,6 +11,7 @@ from gpuprov.core.download import fetch, fetch_small, proxy_for, proxy_source, t
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.ask import problem_of
 from tests.unit.download_server import DIGEST, Impatient, Site, download, site, system
 
 __all__ = ["site", "system"]
@@ -40,9 +41,7 @@ def ask_in_every_way(system: System) -> None:
     assert unreachable(system, ["https://example.org/z"])
 
 
-def test_no_question_waits_for_ever_and_files_come_in_pieces(
-    system: System, asked_of_requests: list[dict[str, object]]
-) -> None:
+def test_requests_have_limits_and_come_in_pieces(system: System, asked_of_requests: list[dict[str, object]]) -> None:
     ask_in_every_way(system)
     first, second, third = asked_of_requests
     for options in asked_of_requests:
@@ -112,9 +111,7 @@ def test_gpuprov_proxy_counts_alone_and_else_the_environment(
         ("", Proxy("http://e:2"), ""),
     ],
 )
-def test_what_names_a_proxy_is_told(
-    system: System, monkeypatch: pytest.MonkeyPatch, file: str, proxy: Proxy, source: str
-) -> None:
+def test_a_proxys_source(system: System, monkeypatch: pytest.MonkeyPatch, file: str, proxy: Proxy, source: str) -> None:
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SITE", "http://e:2")
@@ -191,16 +188,12 @@ def test_what_may_pass_is_tried_four_times_and_what_can_not_once(
         ("something else", "", "network and proxy"),
     ],
 )
-def test_each_cause_has_its_advice(
-    system: System, monkeypatch: pytest.MonkeyPatch, said: str, what: str, next_step: str
-) -> None:
+def test_advice_by_cause(system: System, monkeypatch: pytest.MonkeyPatch, said: str, what: str, next_step: str) -> None:
     def fail(session: object, url: str, **options: object) -> None:
         raise requests.exceptions.InvalidURL(f"{'x' * 300} http://user:secret@example.org/ {said}")
 
     monkeypatch.setattr("requests.Session.get", fail)
-    with pytest.raises(GpuprovError) as caught:
-        download(system, "http://user:secret@example.org/x")
-    (problem,) = caught.value.problems
+    problem = problem_of(download, system, "http://user:secret@example.org/x")
     assert problem.what == f"http://user:***@example.org/x can't be reached{what}"
     assert problem.evidence.startswith("x" * 300) and problem.evidence.endswith(said)
     assert "secret" not in problem.evidence
@@ -208,9 +201,7 @@ def test_each_cause_has_its_advice(
 
 
 @pytest.mark.parametrize("file", ["root/.bashrc", ""])
-def test_a_dead_proxy_of_the_environment_is_named_with_its_source(
-    system: System, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_a_dead_proxy_is_named_with_its_source(system: System, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     """Port 9 is discard's: nothing listens."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -219,9 +210,7 @@ def test_a_dead_proxy_of_the_environment_is_named_with_its_source(
     if file:
         system.make_directory("/root")
         system.write(f"/{file}", b"export http_proxy=http://127.0.0.1:9\n")
-    with pytest.raises(GpuprovError) as caught:
-        download(system, "http://example.org/x")
-    (problem,) = caught.value.problems
+    problem = problem_of(download, system, "http://example.org/x")
     assert problem.what == "the proxy http://127.0.0.1:9 does not answer"
     where = f"/{file}" if file else "the environment of gpuprov"
     assert f"correct or remove http_proxy in {where}" in problem.next_step
