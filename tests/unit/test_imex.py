@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.boot import program_main
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, imex
@@ -32,6 +31,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.imex_stand_in import PACKAGED_CONFIG, settings_of
+from tests.unit.ask import ask
 from tests.unit.imex_host import LIST, VERSION, Node, Rack
 from tests.unit.test_fabric_manager import with_gpus
 
@@ -59,13 +59,27 @@ def domain(tmp_path: Path) -> list[Node]:
     return made
 
 
+@pytest.fixture
+def node(domain: list[Node]) -> Node:
+    return domain[0]
+
+
+@pytest.fixture
+def whole(domain: list[Node]) -> list[Node]:
+    """A domain that is installed on each of its nodes."""
+    for node in domain:
+        install(node, of_domain())
+    return domain
+
+
+def with_newer_driver(node: Node) -> HostFacts:
+    facts = gather(node)
+    return replace(facts, driver=replace(facts.driver, library_version=VERSION))
+
+
 def request(host: Node, wanted: HostSpec, command: str = "install", **more: Any) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
     steps = STEPS if command == "install" else ()
-    run_request(Request(command, spec_to_json(wanted), steps=steps, **more), events.append, host)
-    finished = events[-1]
-    assert isinstance(finished, Finished)
-    return finished, events
+    return ask(host, Request(command, spec_to_json(wanted), steps=steps, **more))
 
 
 def install(host: Node, wanted: HostSpec) -> Finished:
@@ -94,9 +108,7 @@ def source(facts: HostFacts, **values: Any) -> DriverSource:
 
 
 @pytest.mark.parametrize(("device_id", "values", "last", "warns"), PLANNED, ids=str)
-def test_what_is_planned_by_model(
-    tmp_path: Path, device_id: str, values: dict[str, Any], last: str, warns: bool
-) -> None:
+def test_what_a_model_plans(tmp_path: Path, device_id: str, values: dict[str, Any], last: str, warns: bool) -> None:
     facts = gather(with_gpus(tmp_path / "root", device_id, 4))
     driver = source(facts, **values)
     changes = [change.key for change in imex.plan(driver)]
@@ -221,8 +233,7 @@ def test_check_mode_shows_the_files_and_changes_nothing(domain: list[Node]) -> N
 
 
 @pytest.mark.parametrize("command", ["rollback", "uninstall"])
-def test_rollback_and_uninstall_take_it_back(domain: list[Node], command: str) -> None:
-    node = domain[0]
+def test_rollback_and_uninstall_take_it_back(node: Node, command: str) -> None:
     before = node.state()
     install(node, of_domain())
     finished, _ = request(node, of_domain(), command)
@@ -231,8 +242,7 @@ def test_rollback_and_uninstall_take_it_back(domain: list[Node], command: str) -
     assert (node.rack.running, node.enabled) == ({}, False)
 
 
-def test_one_that_served_before_gets_its_own_files_back(domain: list[Node]) -> None:
-    node = domain[0]
+def test_one_that_served_before_gets_its_own_files_back(node: Node) -> None:
     install(node, of_domain())
     first = node.state()
     install(node, of_domain(LIST[:2]))
@@ -248,62 +258,53 @@ def fault(node: Node, wanted: HostSpec) -> str:
     return raised.value.problems[0].evidence
 
 
-def test_a_missing_node_is_named(domain: list[Node]) -> None:
-    for node in domain:
-        install(node, of_domain())
-    domain[2].rack.running.pop(domain[2].address)
-    said = fault(domain[0], of_domain())
+def test_a_missing_node_is_named(whole: list[Node]) -> None:
+    whole[2].rack.running.pop(whole[2].address)
+    said = fault(whole[0], of_domain())
     assert said == "it is DEGRADED; gpu3 (10.0.0.3) is UNAVAILABLE"
 
 
-def test_nodes_with_other_lists_or_versions_are_named(domain: list[Node]) -> None:
-    for node in domain:
-        install(node, of_domain())
-    install(domain[1], of_domain(LIST[1::-1] + LIST[2:]))
-    assert "gpu1 (10.0.0.1) to gpu2 (10.0.0.2): NODE_MAP_MISMATCH" in fault(domain[0], of_domain())
-    domain[1].rack.running[domain[1].address] = {**domain[0].rack.running[domain[0].address], "version": "535.261.03"}
-    assert "gpu2 (10.0.0.2) to gpu1 (10.0.0.1): VERSION_MISMATCH" in fault(domain[0], of_domain())
+def test_nodes_with_other_lists_or_versions_are_named(whole: list[Node]) -> None:
+    install(whole[1], of_domain(LIST[1::-1] + LIST[2:]))
+    assert "gpu1 (10.0.0.1) to gpu2 (10.0.0.2): NODE_MAP_MISMATCH" in fault(whole[0], of_domain())
+    whole[1].rack.running[whole[1].address] = {**whole[0].rack.running[whole[0].address], "version": "535.261.03"}
+    assert "gpu2 (10.0.0.2) to gpu1 (10.0.0.1): VERSION_MISMATCH" in fault(whole[0], of_domain())
 
 
-def test_a_daemon_with_an_old_list_or_none_is_restarted(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    node = domain[0]
+def test_a_daemon_with_an_old_list_is_told(node: Node) -> None:
     install(node, of_domain())
     assert "has other nodes: 10.0.0.1, 10.0.0.2, 10.0.0.3" in fault(node, of_domain(LIST[:2]))
-    for text in ("", "[]", '{"nodes": [], "status": "UP"}', '{"nodes": {"0": 1}, "status": "UP"}', "no"):
-        plain = node.run
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                node, "run",
-                lambda argv, plain=plain, text=text, **more: Completed(tuple(argv), 1, text)
-                if argv[0] == "nvidia-imex-ctl" else plain(argv, **more),
-            )  # fmt: skip
-            assert fault(node, of_domain()).startswith("nvidia-imex-ctl -N says nothing of it")
 
 
-def test_it_waits_for_nodes_that_connect_late(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    for node in domain:
-        install(node, of_domain())
-    late = domain[0].rack.running.pop("10.0.0.2")
-    monkeypatch.setattr(domain[0], "sleep", lambda seconds: domain[0].rack.running.update({"10.0.0.2": late}))
-    assert imex.verify_domain(domain[0], of_domain()) == ("rack1, 3 nodes", "")
+def answering(monkeypatch: pytest.MonkeyPatch, node: Node, start: tuple[str, ...], code: int, text: str) -> None:
+    """Let commands that begin with these words answer."""
+    plain = node.run
+
+    def run(argv: Sequence[str], **more: Any) -> Completed:
+        words = tuple(argv)
+        return Completed(words, code, text) if words[: len(start)] == start else plain(argv, **more)
+
+    monkeypatch.setattr(node, "run", run)
 
 
-def test_a_replaced_node_gets_the_same_list_and_the_others_change_nothing(domain: list[Node], tmp_path: Path) -> None:
-    for node in domain:
-        install(node, of_domain())
-    domain[1].rack.running.pop("10.0.0.2")
-    new = Node(tmp_path / "new", domain[0].rack, "10.0.0.2")
+def test_it_waits_for_nodes_that_connect_late(whole: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    late = whole[0].rack.running.pop("10.0.0.2")
+    monkeypatch.setattr(whole[0], "sleep", lambda seconds: whole[0].rack.running.update({"10.0.0.2": late}))
+    assert imex.verify_domain(whole[0], of_domain()) == ("rack1, 3 nodes", "")
+
+
+def test_a_replaced_node_gets_the_same_list_and_the_others_change_nothing(whole: list[Node], tmp_path: Path) -> None:
+    whole[1].rack.running.pop("10.0.0.2")
+    new = Node(tmp_path / "new", whole[0].rack, "10.0.0.2")
     simgpu.install_tree(new.root)
-    assert [install(node, of_domain()).changed for node in (domain[0], domain[2])] == [0, 0]
+    assert [install(node, of_domain()).changed for node in (whole[0], whole[2])] == [0, 0]
     install(new, of_domain())
     assert imex.verify_domain(new, of_domain()) == ("rack1, 3 nodes", "")
 
 
-def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(domain: list[Node]) -> None:
-    node = domain[0]
+def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(node: Node) -> None:
     install(node, of_domain())
-    facts = gather(node)
-    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    newer = with_newer_driver(node)
     summaries = [one.summary() for one in imex.plan(source_of(newer, of_domain()))]
     assert summaries[0] == "no longer hold nvidia-imex-550"
     assert summaries[1] == STOP
@@ -311,21 +312,17 @@ def test_an_upgrade_over_branches_removes_the_package_with_the_other_name(domain
     assert summaries[-2].startswith(f"install nvidia-imex={VERSION}-*") and summaries[-1] == RUN
 
 
-def test_an_upgrade_unmasks_the_unit_before_the_packages_scripts(domain: list[Node]) -> None:
-    node = domain[0]
+def test_an_upgrade_unmasks_the_unit_before_the_packages_scripts(node: Node) -> None:
     install(node, spec(imex="dra"))
-    facts = gather(node)
-    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    newer = with_newer_driver(node)
     found = [one.summary() for one in imex.plan(source_of(newer, spec(imex="dra")))]
     assert (found[0], found[-1]) == (f"unmask {UNIT} for its package", MASK)
     assert any(one.startswith("remove nvidia-imex-550") for one in found[1:-1])
 
 
-def test_a_rollback_over_branches_starts_the_former_imex(domain: list[Node]) -> None:
-    node = domain[0]
+def test_a_rollback_over_branches_starts_the_former_imex(node: Node) -> None:
     install(node, of_domain())
-    facts = gather(node)
-    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    newer = with_newer_driver(node)
     planned = imex.plan(source_of(newer, of_domain()))
     # What is undone after the removal, when the former package is there again.
     (stop,) = (one for one in planned[: [type(one) for one in planned].index(RemovePackages)] if one.disturbs)
@@ -337,13 +334,12 @@ def test_a_rollback_over_branches_starts_the_former_imex(domain: list[Node]) -> 
 
 
 @pytest.mark.parametrize("updates", ["hold", "follow"])
-def test_the_package_that_is_removed_is_not_held_by_then(domain: list[Node], updates: str) -> None:
-    node, wanted = domain[0], of_domain(driver_updates=updates)
+def test_the_package_that_is_removed_is_not_held_by_then(node: Node, updates: str) -> None:
+    wanted = of_domain(driver_updates=updates)
     install(node, wanted)
     node.held.clear()
     node.remove(HELD_LIST)
-    facts = gather(node)
-    newer = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    newer = with_newer_driver(node)
     planned = [one.change for one in make_plan(newer, wanted, ("packages", "driver")).changes]
     kinds = [type(change) for change in planned]
     held_before: list[bool] = []
@@ -354,8 +350,8 @@ def test_the_package_that_is_removed_is_not_held_by_then(domain: list[Node], upd
     assert held_before == ([True, False] if updates == "hold" else [])
 
 
-def test_a_crash_between_files_and_restart_restarts_it(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    node, new = domain[0], of_domain(LIST[:2])
+def test_a_crash_between_files_and_restart_restarts_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = of_domain(LIST[:2])
     install(node, of_domain())
     plain = node._systemctl
 
@@ -371,8 +367,7 @@ def test_a_crash_between_files_and_restart_restarts_it(domain: list[Node], monke
     assert node.rack.running[node.address]["nodes"] == ["10.0.0.1", "10.0.0.2"]
 
 
-def test_dra_installs_and_masks_the_unit_until_it_is_undone(domain: list[Node]) -> None:
-    node = domain[0]
+def test_dra_installs_and_masks_the_unit_until_it_is_undone(node: Node) -> None:
     wanted = spec(imex="dra")
     install(node, wanted)
     assert (node.version, node.enabled, node.masked, node.rack.running) == ("550.163.01", False, True, {})
@@ -396,28 +391,16 @@ def test_dra_installs_and_masks_the_unit_until_it_is_undone(domain: list[Node]) 
         assert not node.masked
 
 
-def test_a_unit_that_does_not_start_says_why(domain: list[Node]) -> None:
-    node = domain[0]
+def test_a_unit_that_does_not_start_says_why(node: Node) -> None:
     install(node, spec(imex="dra"))
     finished, _ = request(node, of_domain(["10.0.0.8 a", "10.0.0.9 b"]))
     assert (finished.exit_code, finished.problems[0].what) == (1, f"{UNIT} does not start")
     assert node.read_text(CONFIG) == PACKAGED_CONFIG and node.read_text(NODES) is None
 
 
-def test_a_unit_that_waits_for_a_quorum_is_started(domain: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    node = domain[0]
-    plain = node._systemctl
-    answers = {"restart": (1, "timed out")}
-    monkeypatch.setattr(
-        node,
-        "_systemctl",
-        lambda words: answers[words[0]] if words[-1] == UNIT and words[0] in answers else plain(words),
-    )
-    monkeypatch.setattr(
-        node, "run",
-        lambda argv, plain=node.run, **more: Completed(tuple(argv), 3, "activating\n")
-        if tuple(argv) == ("systemctl", "is-active", UNIT) else plain(argv, **more),
-    )  # fmt: skip
+def test_a_unit_that_waits_for_a_quorum_is_started(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, node, ("systemctl", "restart", UNIT), 1, "timed out")
+    answering(monkeypatch, node, ("systemctl", "is-active", UNIT), 3, "activating\n")
     install(node, of_domain(imex_quorum="full"))
     assert gather(node).imex == FabricFacts(version="550.163.01", active=True, enabled=True)
     assert "IMEX_WAIT_FOR_QUORUM=FULL" in (node.read_text(CONFIG) or "")
@@ -437,8 +420,7 @@ def test_channel_0_is_made_again_at_each_boot_where_the_option_says_so(domain: l
     assert domain[1].status(CHANNEL) is None
 
 
-def test_a_channel_that_is_lost_is_planned(domain: list[Node]) -> None:
-    node = domain[0]
+def test_a_channel_that_is_lost_is_planned(node: Node) -> None:
     install(node, of_domain())
     node.remove(CHANNEL)
     assert summaries(node, of_domain()) == [f"make device node {CHANNEL} (c 239:0)"]
