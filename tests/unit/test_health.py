@@ -97,9 +97,7 @@ def test_an_idle_link_saves_power_and_is_no_trouble() -> None:
 @pytest.mark.parametrize(("mig", "switches", "expected"), [
     ((), False, [12, 12]), ((0,), False, [0, 0]), ((0,), True, [0, 12]),
 ])  # fmt: skip
-def test_nvlinks_are_expected_by_the_model_but_not_of_a_gpu_in_mig_mode(
-    mig: tuple[int, ...], switches: bool, expected: list[int]
-) -> None:
+def test_a_model_has_its_nvlinks_except_in_mig_mode(mig: tuple[int, ...], switches: bool, expected: list[int]) -> None:
     gpus = tuple(
         {"uuid": f"GPU-{n}", "pci/pci_device_id": "20B210DE", "nvlink/active": "0" if n in mig else "12",
          "mig_mode/current_mig": "Enabled" if n in mig else "Disabled"} for n in range(2)
@@ -133,55 +131,46 @@ def test_unfit_comes_first() -> None:
     assert [one.verdict for one in judge(Readings((gpu,)))] == ["unfit", "degraded"]
 
 
-def test_a_verdict_of_the_driver_in_other_words_counts_unless_the_kernel_log_has_a_newer_one() -> None:
-    gpu = {**healthy(), "gpu_recovery_action": "GPU Reset"}
-    assert [one.rule for one in judge(Readings((gpu,)))] == ["recovery-reset"]
-    done = _XID.format("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
-    assert judge(Readings((gpu,), kernel_log=(done,))) == ()
+_ASKS = _XID.format("154, GPU recovery action changed from 0x0 (None) to {}")
+_ASKS_RESET, _ASKS_REBOOT = _ASKS.format("0x1 (GPU Reset Required)"), _ASKS.format("0x2 (Node Reboot Required)")
+_RESET = _XID.format("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
+_KERNEL = "2026-11-23T19:00:00+0000 gpu1 kernel: "
+_LOADED = f"{_KERNEL}NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.105.08"
+_DBE, _CONTAINED, _FALLEN = (
+    _XID.format(words) for words in ("48, pid=7", "95, pid=7", "79, GPU has fallen off the bus.")
+)
+# Recovery action that the driver gives, lines of the kernel log → the rules.
+LOGS: list[tuple[str, tuple[str, ...], list[str]]] = [
+    # A verdict of the driver counts, unless the kernel log has a newer one.
+    ("GPU Reset", (), ["unfit: recovery-reset"]),
+    ("GPU Reset", (_RESET,), []),
+    # Xids of programs, and an unknown one.
+    *(("", (_XID.format(f"{number}, pid=7"),), []) for number in (31, 43, 13, 9999)),
+    # A reset settles what came before it.
+    ("", (_CONTAINED, _RESET), []),
+    ("", (_RESET, _CONTAINED), ["degraded: xid-95"]),
+    # So does loading the driver, except for a reboot.
+    ("", (_DBE, _ASKS_RESET, _LOADED), []),
+    ("", (_ASKS_REBOOT, _LOADED), ["unfit: recovery-reboot"]),
+    ("", (_LOADED, _DBE), ["unfit: xid-48"]),
+    # Lines that a user can make.
+    ("", ("[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out",), []),
+    ("", (f"[ 9.1] oom-kill:task_memcg=/user.slice/{_XID.format('79, x,task=a.out,pid=7,uid=1000')}",), []),
+    ("", (f"{_KERNEL}Xid (PCI:0): 79[4242]: segfault at 0",), []),
+    # The prefixes of logs.
+    *(
+        ("", (prefix + _FALLEN,), ["unfit: xid-79"])
+        for prefix in ("", "[ 9.1] ", "[    9.123456] [  T1946] ", "[    9.1][    T7] ", "<4>[ 9.1] ", _KERNEL)
+    ),
+]
 
 
-@pytest.mark.parametrize("number", [31, 43, 13, 9999])
-def test_an_xid_of_a_program_and_an_unknown_one_are_no_trouble(number: int) -> None:
-    unknown = {**healthy(), "gpu_recovery_action": ""}
-    assert judge(Readings((unknown,), kernel_log=(_XID.format(f"{number}, pid=7"),))) == ()
-
-
-def test_an_xid_before_the_gpu_was_reset_is_settled() -> None:
-    reset = _XID.format("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")
-    gpu = {**healthy(), "gpu_recovery_action": ""}
-    again = _XID.format("95, pid=7, after it")
-    assert judge(Readings((gpu,), kernel_log=(_XID.format("95, pid=7"), reset))) == ()
-    (found,) = judge(Readings((gpu,), kernel_log=(reset, again)))
-    assert found.verdict == "degraded"
-    assert again in found.evidence
-
-
-def test_an_xid_before_the_driver_was_loaded_again_is_settled() -> None:
-    gpu = {**healthy(), "gpu_recovery_action": ""}
-    loaded = "2026-11-23T19:00:00+0000 gpu1 kernel: NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.105.08"
-    asks = _XID.format("154, GPU recovery action changed from 0x0 (None) to {}")
-    reset, reboot = asks.format("0x1 (GPU Reset Required)"), asks.format("0x2 (Node Reboot Required)")
-    assert judge(Readings((gpu,), kernel_log=(_XID.format("48, pid=7"), reset, loaded))) == ()
-    (found,) = judge(Readings((gpu,), kernel_log=(reboot, loaded)))
-    assert found.rule == "recovery-reboot"
-    assert judge(Readings((gpu,), kernel_log=(loaded, _XID.format("48, pid=7"))))
-
-
-@pytest.mark.parametrize("line", [
-    "[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out",
-    "[ 9.1] oom-kill:task_memcg=/user.slice/NVRM: Xid (PCI:0000:1b:00): 79, x,task=a.out,pid=7,uid=1000",
-    "2026-11-23T19:00:00+0000 gpu1 kernel: Xid (PCI:0): 79[4242]: segfault at 0",
-])  # fmt: skip
-def test_a_line_that_a_user_can_make_is_no_xid(line: str) -> None:
-    assert judge(Readings(_WELL, kernel_log=(line,))) == ()
-
-
-@pytest.mark.parametrize("start", ["", "[ 9.1] ", "[    9.123456] [  T1946] ", "[    9.1][    T7] ", "<4>[ 9.1] ",
-                                   "2026-11-23T19:00:00+0000 gpu1 kernel: "])  # fmt: skip
-def test_an_xid_is_known_behind_each_log_prefix(start: str) -> None:
-    gpu = {**healthy(), "gpu_recovery_action": ""}
-    (found,) = judge(Readings((gpu,), kernel_log=(start + _XID.format("79, GPU has fallen off the bus."),)))
-    assert found.rule == "xid-79"
+@pytest.mark.parametrize(("action", "log", "found"), LOGS)
+def test_the_kernel_log_tells_xids(action: str, log: tuple[str, ...], found: list[str]) -> None:
+    gpu = {**healthy(), "gpu_recovery_action": action}
+    told = judge(Readings((gpu, healthy(1)), kernel_log=log))
+    assert [f"{one.verdict}: {one.rule}" for one in told] == found
+    assert all(any(line in one.evidence for line in log) for one in told if one.rule.startswith("xid"))
 
 
 def test_an_xid_of_a_gpu_that_is_gone_is_the_hosts() -> None:
@@ -232,19 +221,24 @@ class HealthHost(FakeHost):
             return self.journal
         return Completed(words, NOT_FOUND)
 
+    def examined(self) -> tuple[Finished, list[Event]]:
+        events: list[Event] = []
+        return examine(self, events.append), events
+
+    def rules_found(self) -> list[str]:
+        return [one.rule for one in self.examined()[1] if isinstance(one, HealthFound)]
+
 
 @pytest.mark.parametrize(("journal", "notes", "code"), [
     (Completed((), 1), 0, ExitCode.DONE),
     (Completed((), 1, stderr="No journal files were opened due to insufficient permissions."), 1, ExitCode.DONE),
     (Completed((), 0, _XID.format("62, pid=7")), 0, ExitCode.UNFIT),
 ])  # fmt: skip
-def test_a_user_who_reads_the_journal_needs_no_dmesg(
-    tmp_path: Path, journal: Completed, notes: int, code: ExitCode
-) -> None:
+def test_a_reader_of_the_journal_needs_no_dmesg(tmp_path: Path, journal: Completed, notes: int, code: ExitCode) -> None:
     host = HealthHost(tmp_path)
     host.report, host.journal = report_of("", ""), journal
-    events: list[Event] = []
-    assert examine(host, events.append).exit_code == code
+    finished, events = host.examined()
+    assert finished.exit_code == code
     assert sum(isinstance(one, Note) for one in events) == notes
 
 
@@ -259,13 +253,10 @@ def report_of(*gpus: str) -> Completed:
     (("<compute_mode>Prohibited</compute_mode>", "<persistence_mode>Disabled</persistence_mode>"), ExitCode.UNFIT,
      "unfit: 2 findings"),
 ])  # fmt: skip
-def test_the_exit_code_is_that_of_the_worst_gpu(
-    tmp_path: Path, gpus: tuple[str, ...], code: ExitCode, words: str
-) -> None:
+def test_the_exit_code_is_the_worst_gpus(tmp_path: Path, gpus: tuple[str, ...], code: ExitCode, words: str) -> None:
     host = HealthHost(tmp_path)
     host.report = report_of(*gpus)
-    events: list[Event] = []
-    finished = examine(host, events.append)
+    finished, events = host.examined()
     assert (finished.exit_code, finished.summary) == (code, words)
     found = [one for one in events if isinstance(one, HealthFound)]
     checks = [one for one in events if isinstance(one, CheckDone)]
@@ -285,31 +276,32 @@ def test_the_same_trouble_of_several_gpus_is_told_once(tmp_path: Path) -> None:
 def test_a_warning_of_the_inforom_leaves_the_report(tmp_path: Path) -> None:
     host = HealthHost(tmp_path)
     report = report_of("", "")
-    host.report = replace(
-        report, returncode=14, stdout=f"{report.stdout}\nWARNING: infoROM is corrupted at gpu 0000:1b"
-    )
-    finished = examine(host, lambda event: None)
+    warning = "WARNING: infoROM is corrupted at gpu 0000:1b"
+    host.report = replace(report, returncode=14, stdout=f"{report.stdout}\n{warning}")
+    finished, _ = host.examined()
     assert (finished.exit_code, finished.versions["gpus"]) == (ExitCode.DEGRADED, "2")
 
 
-def test_a_machine_without_gpus_that_has_the_programs_is_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("programs", [True, False])
+def test_a_machine_without_gpus_is_fit(tmp_path: Path, programs: bool) -> None:
     host = HealthHost(tmp_path, gpus=0)
-    host.which = lambda program: f"/usr/bin/{program}"  # type: ignore[method-assign]
-    host.report = Completed(("nvidia-smi",), 9, "NVIDIA-SMI has failed because it couldn't communicate with the driver")
-    assert examine(host, lambda event: None).exit_code == ExitCode.DONE
+    if programs:
+        host.which = lambda program: f"/usr/bin/{program}"  # type: ignore[method-assign]
+        host.report = Completed(
+            ("nvidia-smi",), 9, "NVIDIA-SMI has failed because it couldn't communicate with the driver"
+        )
+    finished, _ = host.examined()
+    assert (finished.exit_code, finished.summary) == (ExitCode.DONE, "ok: 0 GPUs")
 
 
 @pytest.mark.parametrize(
     ("container", "rules_found"), [(True, set()), (False, {"gpus-fewer", "fabric-manager-missing"})]
 )
-def test_a_container_is_not_judged_by_what_sys_shows_of_its_host(
-    tmp_path: Path, container: bool, rules_found: set[str]
-) -> None:
+def test_a_container_is_not_judged_by_its_hosts_sysfs(tmp_path: Path, container: bool, rules_found: set[str]) -> None:
     host = HealthHost(tmp_path, metal=not container)
-    host.report = report_of("")
-    host.report = replace(
-        host.report, stdout=host.report.stdout.replace("log>", "log><driver_version>550.2</driver_version>", 1)
-    )
+    report = report_of("")
+    text = report.stdout.replace("log>", "log><driver_version>550.2</driver_version>", 1)
+    host.report = replace(report, stdout=text)
     for device in host.path("/sys/bus/pci/devices").iterdir():
         (device / "driver").unlink(missing_ok=True)
         (device / "driver").symlink_to("/sys/bus/pci/drivers/nvidia")
@@ -317,9 +309,7 @@ def test_a_container_is_not_judged_by_what_sys_shows_of_its_host(
     switch.mkdir()
     (switch / "vendor").write_text("0x10de\n")
     (switch / "class").write_text("0x068000\n")
-    events: list[Event] = []
-    examine(host, events.append)
-    assert {one.rule for one in events if isinstance(one, HealthFound)} == rules_found
+    assert {*host.rules_found()} == rules_found
 
 
 @pytest.mark.parametrize(("version", "findings"), [("Linux version 6.1", 1), ("Linux version 5.15-microsoft-WSL2", 0)])
@@ -335,9 +325,7 @@ def test_wsl_shows_no_processes(tmp_path: Path, version: str, findings: int) -> 
     (True, Completed((), 0, "INITIALIZING\n"), "nvidia-imex-ctl -q: INITIALIZING"),
     (True, Completed((), 0, "READY\n"), ""), (True, Completed((), NOT_FOUND), ""),
 ])  # fmt: skip
-def test_an_imex_domain_that_is_not_ready_makes_the_host_unfit(
-    tmp_path: Path, active: bool, domain: Completed, seen: str
-) -> None:
+def test_imex_that_is_not_ready_makes_a_host_unfit(tmp_path: Path, active: bool, domain: Completed, seen: str) -> None:
     class ImexHost(HealthHost):
         def run(self, argv: Sequence[str], **more: Any) -> Completed:
             if argv[0] == "nvidia-imex-ctl":
@@ -349,9 +337,7 @@ def test_an_imex_domain_that_is_not_ready_makes_the_host_unfit(
 
     host = ImexHost(tmp_path)
     host.report = report_of("")
-    events: list[Event] = []
-    examine(host, events.append)
-    found = [(one.rule, one.evidence) for one in events if isinstance(one, HealthFound)]
+    found = [(one.rule, one.evidence) for one in host.examined()[1] if isinstance(one, HealthFound)]
     assert [rule for rule, _ in found] == ["imex-missing"] * bool(seen)
     assert all(seen in evidence for _, evidence in found)
 
@@ -384,18 +370,11 @@ def test_values_without_end_do_not_end_the_judgement(tmp_path: Path) -> None:
     host.report = report_of(f"<pci><pci_bus_id>{nines}</pci_bus_id></pci><temperature><gpu_temp>{nines} C</gpu_temp>"
                             "<gpu_temp_slow_threshold>87 C</gpu_temp_slow_threshold></temperature>", "")  # fmt: skip
     host.journal = Completed((), 0, _XID.format(nines))
-    events: list[Event] = []
-    assert examine(host, events.append).exit_code == ExitCode.DEGRADED
-    assert [one.rule for one in events if isinstance(one, HealthFound)] == ["temperature"]
+    assert host.examined()[0].exit_code == ExitCode.DEGRADED
+    assert host.rules_found() == ["temperature"]
 
 
 def test_a_report_that_is_none_makes_the_host_unfit(tmp_path: Path) -> None:
     host = HealthHost(tmp_path)
     host.report = Completed(("nvidia-smi",), 0, "not a report")
-    finished = examine(host, lambda event: None)
-    assert finished.exit_code == ExitCode.UNFIT
-
-
-def test_a_host_without_gpus_is_fit(tmp_path: Path) -> None:
-    finished = examine(HealthHost(tmp_path, gpus=0), lambda event: None)
-    assert (finished.exit_code, finished.summary) == (ExitCode.DONE, "ok: 0 GPUs")
+    assert host.examined()[0].exit_code == ExitCode.UNFIT

@@ -145,9 +145,7 @@ def test_a_scontrol_that_fails_is_named(slurm: Slurm, tmp_path: Path) -> None:
     (GpuprovError("no memory"), 2, "unknown: no memory\n"),
     (_SMI_HANGS, 2, "unknown: nvidia-smi hangs: a GPU does not answer\n"),
 ])  # fmt: skip
-def test_npd_gets_a_code_and_a_short_line(
-    monkeypatch: pytest.MonkeyPatch, finished: Finished, code: int, line: str
-) -> None:
+def test_npd_gets_code_and_line(monkeypatch: pytest.MonkeyPatch, finished: Finished, code: int, line: str) -> None:
     _judging(monkeypatch, finished)
     done = CliRunner().invoke(cli, ["health", "--for", "npd"])
     assert (done.exit_code, done.output.rstrip()) == (code, line.rstrip())
