@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,20 +25,31 @@ from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.spec import option_names
 
-COMMANDS = (
-    "install", "verify", "doctor", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle",
-    "completion",
-)  # fmt: skip
-
-
 Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def run(*argv: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **(env or {})}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment, check=False, **more)
+
+
 def gpuprov(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        (sys.executable, "-m", "gpuprov", *words), capture_output=True, text=True, timeout=60,
-        env={**os.environ, **(env or {})},
-    )  # fmt: skip
+    return run(sys.executable, "-m", "gpuprov", *words, env=env)
+
+
+def in_shell(script: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return run("bash", "-c", f"set -o pipefail; {script}", "bash", *words, env=env)
+
+
+def facts_of_a_fake_host(root: Path, *words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tests.unit.on_fake_host", str(root / "host"), "facts", *words)
+
+
+def commands(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield each group and each command, and the words that call it."""
+    yield words, command
+    for name, inner in command.commands.items() if isinstance(command, click.Group) else ():
+        yield from commands(inner, *words, name)
 
 
 @pytest.fixture
@@ -71,37 +83,23 @@ def called_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
     return seen[0]
 
 
-@pytest.mark.parametrize(
-    "words", [(), *((name,) for name in COMMANDS), ("agent", "build"), ("bundle", "create")], ids=" ".join
-)
+@pytest.mark.parametrize("words", [words for words, _ in commands(cli)], ids=" ".join)
 def test_help_has_examples(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, (*words, "--help"))
     assert result.exit_code == 0
-    assert "Example" in result.output
+    assert "Example" in result.output and " ".join(("gpuprov", *words)) in result.output
 
 
-def groups(command: click.Command, *words: str) -> list[tuple[str, ...]]:
-    """Return the words of every group of commands."""
-    if not isinstance(command, click.Group):
-        return []
-    return [words, *(one for name, inner in command.commands.items() for one in groups(inner, *words, name))]
-
-
-@pytest.mark.parametrize("words", groups(cli), ids=" ".join)
+@pytest.mark.parametrize("words", [words for words, one in commands(cli) if isinstance(one, click.Group)], ids=" ".join)
 def test_lists_of_commands_are_told_in_whole_sentences(words: tuple[str, ...]) -> None:
     listed = CliRunner().invoke(cli, (*words, "--help"), terminal_width=80).output.partition("\nCommands:\n")[2]
     assert listed.strip()
     assert all(len(line) <= 80 and not line.endswith("...") and line.endswith(".") for line in listed.splitlines())
 
 
-def every_option(command: click.Command) -> list[click.Option]:
-    inner = command.commands.values() if isinstance(command, click.Group) else ()
-    own = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    return [*own, *(option for one in inner for option in every_option(one))]
-
-
 def test_every_option_says_what_it_does() -> None:
-    assert [option.opts for option in every_option(cli) if not (option.help or option.hidden)] == []
+    options = [one for _, command in commands(cli) for one in command.params if isinstance(one, click.Option)]
+    assert [option.opts for option in options if not (option.help or option.hidden)] == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_quick_answers_load_nothing_heavy(words: tuple[str, ...]) -> None:
         "try: main()\nexcept SystemExit: pass\n"
         f"print('LOADED', sorted(set({heavy!r}) & set(sys.modules)))"
     )
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, timeout=60)
+    done = run(sys.executable, "-c", code)
     assert "LOADED []" in done.stdout, done.stdout + done.stderr
 
 
@@ -188,11 +186,7 @@ USAGE = [
     ("cause of hosts", ("doctor", "--explain", "gpu-nouveau", "--hosts", "a,"), "--explain examines no host"),
     ("cause of a root", ("doctor", "--explain", "gpu-nouveau", "--root", "/"), "--explain examines no host"),
     ("variable without a value", ("cuda", "--env", "LD_LIBRARY_PATH"), "give NAME=VALUE"),
-    (
-        "unknown result",
-        ("cuda", "--explain", "7", "--json"),
-        "7: not in gpuprov's table of CUDA results\n  seen: known: ",
-    ),
+    ("unknown result", ("cuda", "--explain", "7", "--json"), "7: not in gpuprov's table of CUDA results\n  seen: "),
 ]
 
 
@@ -234,7 +228,7 @@ def test_a_name_that_dns_cannot_have_is_not_known() -> None:
 
 def test_this_machine_needs_root() -> None:
     code = "import os; os.geteuid = lambda: 1000; from gpuprov.cli.main import main; main()"
-    done = subprocess.run((sys.executable, "-c", code, "install"), capture_output=True, text=True, timeout=60)
+    done = run(sys.executable, "-c", code, "install")
     assert done.returncode == 2
     assert "run it with sudo: sudo gpuprov install" in done.stderr
 
@@ -247,9 +241,7 @@ def test_a_user_without_name_or_home_gets_no_traceback(tmp_path: Path) -> None:
         "pwd.getpwuid = unknown\n"
         "from gpuprov.cli.main import main; main()"
     )
-    done = subprocess.run(
-        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60, cwd=tmp_path,
-    )  # fmt: skip
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -264,10 +256,8 @@ def test_the_inventory_needs_no_home_and_leaves_nothing_there(tmp_path: Path, ho
 
 @pytest.mark.parametrize(("piped", "said"), [("", "SSH password"), ("secret\n", "sudo password")])
 def test_passwords_that_nobody_can_type_are_told(piped: str, said: str) -> None:
-    done = subprocess.run(
-        (sys.executable, "-m", "gpuprov", "install", "--hosts", "a,", "-k", "-K"),
-        input=piped, capture_output=True, text=True, timeout=60, start_new_session=True,
-    )  # fmt: skip
+    words = ("-m", "gpuprov", "install", "--hosts", "a,", "-k", "-K")
+    done = run(sys.executable, *words, input=piped, start_new_session=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"there is nobody to ask for the {said}\n")
 
@@ -277,10 +267,7 @@ def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> N
         "import gpuprov.cli.reference as r\nfrom gpuprov.cli.main import main\n"
         "def broken(columns): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
     )
-    done = subprocess.run(
-        (sys.executable, "-c", code, "options"), capture_output=True, text=True, timeout=60,
-        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
-    )  # fmt: skip
+    done = run(sys.executable, "-c", code, "options", env={"XDG_STATE_HOME": str(tmp_path)})
     log = next((tmp_path / "gpuprov/log").iterdir())
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -325,9 +312,7 @@ def test_completion_script_names_the_program(called: Call, shell: str) -> None:
         ("hook explain --bundle ", "dir,"),
     ],
 )
-def test_words_and_paths_are_completed(
-    called: Call, monkeypatch: pytest.MonkeyPatch, words: str, completed: str
-) -> None:
+def test_words_and_paths_complete(called: Call, monkeypatch: pytest.MonkeyPatch, words: str, completed: str) -> None:
     monkeypatch.setenv("_GPUPROV_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", f"gpuprov {words}")
     monkeypatch.setenv("COMP_CWORD", str(len(f"{words}x".split())))
@@ -342,24 +327,11 @@ def test_agent_build_writes_the_file(tmp_path: Path) -> None:
     assert (nowhere.returncode, "agent.pyz can't be written" in nowhere.stderr) == (1, True)
 
 
-def facts_of_a_fake_host(root: Path, *words: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "tests.unit.on_fake_host", str(root / "host"), "facts", *words)
-
-
-def in_shell(script: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ("bash", "-c", f"set -o pipefail; {script}", "bash", *words), capture_output=True, text=True, timeout=60,
-        env={**os.environ, **(env or {})},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("redirected", "code", "said"),
     [("| true", 0, ""), ("| head -n 1", 0, ""), (">&-", 0, ""), (">/dev/full", 1, "No space left on device")],
 )
-def test_a_run_goes_on_when_its_output_is_no_longer_taken(
-    tmp_path: Path, redirected: str, code: int, said: str
-) -> None:
+def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path, redirected: str, code: int, said: str) -> None:
     """`tee` dies of the same Ctrl-C that lets the hosts finish."""
     page = tmp_path / "page.html"
     words = facts_of_a_fake_host(tmp_path, "--json", "--report", str(page))
@@ -371,7 +343,7 @@ def test_a_run_goes_on_when_its_output_is_no_longer_taken(
 
 @pytest.mark.parametrize("words", ["options --json", "--help", "cdi list --json", "completion bash"])
 def test_short_answers_end_quietly_with_their_reader(words: str) -> None:
-    done = in_shell(f'"$0" -m gpuprov {words} | head -n 1'.replace("$0", "$1"), sys.executable)
+    done = in_shell(f'"$1" -m gpuprov {words} | head -n 1', sys.executable)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -385,10 +357,8 @@ def test_a_locale_that_is_not_installed_ends_no_command(tmp_path: Path, words: t
 
 
 def test_an_old_locale_shows_question_marks(tmp_path: Path) -> None:
-    done = subprocess.run(
-        facts_of_a_fake_host(tmp_path), capture_output=True, text=True, timeout=60,
-        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
-    )  # fmt: skip
+    old = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = run(*facts_of_a_fake_host(tmp_path), env=old)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
     assert "  ?  " in done.stdout  # a dash: no driver
@@ -408,7 +378,7 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback(module: str) -> None:
         f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Early())\nsys.argv[1:] = ['facts']\nrunpy.run_module('gpuprov', run_name='__main__')"
     )
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
+    done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (LOADED[module], "", "")
 
 
@@ -470,20 +440,12 @@ def test_a_result_of_cuda_is_explained(called: Call, result: str, line: str) -> 
     assert called("cuda", "--explain", result).stdout.startswith(line)
 
 
-def _commands(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    for word, one in group.commands.items():
-        if isinstance(one, click.Group):
-            yield from _commands(one, f"{name}{word} ")
-        else:
-            yield f"{name}{word}", one
-
-
 def test_every_command_that_goes_to_hosts_has_the_same_options_for_them() -> None:
     wanted = {
         "--hosts", "--limit", "-l", "--extra-vars", "-e", "--vault-password-file", "--accept-new-host-keys",
         "--connect-timeout", "--ask-pass", "-k", "--ask-become-pass", "-K",
     }  # fmt: skip
-    found = {name: {flag for one in command.params for flag in one.opts} for name, command in _commands(cli)}
+    found = {" ".join(words): {flag for one in command.params for flag in one.opts} for words, command in commands(cli)}
     # Two read the inventory, and go to no host; one has none yet.
     with_hosts = {name for name, flags in found.items() if "--hosts" in flags} - {"bundle create", "options", "init"}
     assert with_hosts >= {"install", "doctor", "hook explain"}
