@@ -51,6 +51,7 @@ class FakeHost(System):
         self.commands: list[tuple[str, ...]] = []
         self.slept = 0.0
         self.failing_unit = "no unit"
+        self.unit_log = "the unit's last words"
         self.python_version = ".".join(map(str, sys.version_info[:3]))
         self.initramfs_error = ""
         self.initramfs_forgets = False
@@ -126,7 +127,7 @@ class FakeHost(System):
             "cp": self._cp,
             "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
             "docker": self._docker, "dockerd": self._dockerd, "systemctl": self._systemctl,
-            "journalctl": lambda words: (0, "the unit's last words"),
+            "journalctl": lambda words: (0, self.unit_log),
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
             "modinfo": self._modinfo, PYTHON: self._python,

@@ -70,17 +70,8 @@ def written(facts: HostFacts, wanted: HostSpec) -> set[str]:
     return {path for path, _ in prepared(facts, wanted).files}
 
 
-EVERYWHERE = {
-    boot.PROGRAM,
-    f"{UNITS}/{NODES}",
-    f"{UNITS}/{REFRESH}",
-    f"{UNITS}/{WATCH}",
-    UDEV_RULES,
-    boot.USERS,
-    boot.ROOT,
-    f"{UNITS}/{boot.CHANGED}",
-    f"{UNITS}/{boot.SOCKETS}",
-}
+_OF_SYSTEMD = (NODES, REFRESH, WATCH, boot.CHANGED, boot.SOCKETS)
+EVERYWHERE = {boot.PROGRAM, boot.USERS, boot.ROOT, UDEV_RULES, *(f"{UNITS}/{name}" for name in _OF_SYSTEMD)}
 _ENGINES = (
     "docker", "containerd", "crio", "podman-restart", "k3s", "k3s-agent", "rke2-server", "rke2-agent", "kubelet"
 )  # fmt: skip
@@ -180,26 +171,20 @@ def test_systemd_reads_the_units_without_a_complaint(tmp_path: Path) -> None:
         env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     # systemctl is waited for until systemd itself ends the start.
-    limits = re.findall(
-        r"^TimeoutStartSec=(\d+)$", "".join((tmp_path / name).read_text() for name in units), re.MULTILINE
-    )
+    texts = "".join((tmp_path / name).read_text() for name in units)
+    limits = re.findall(r"^TimeoutStartSec=(\d+)$", texts, re.MULTILINE)
     assert limits and max(map(int, limits)) < prepare.START_SECONDS
     said = [line for line in done.stderr.splitlines() if str(tmp_path) in line or "not executable" not in line]
     assert units and said == []
 
 
-def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
-    packaged = replace(metal, boot=replace(metal.boot, persistence_packaged=True))
-    assert written(packaged, spec()) == EVERYWHERE | {MODULES}
-
-
 def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
     path = f"{UNITS}/{PERSISTENCE}"
+    packaged = replace(metal, boot=replace(metal.boot, persistence_packaged=True))
+    assert written(packaged, spec()) == EVERYWHERE | {MODULES}
     ours = FileFact(prepare.content_of(path), 0o644, 0, 0)
-    packaged = replace(metal.boot, persistence_packaged=True)
-    assert prepared(replace(metal, boot=packaged, files={**metal.files, path: ours}), spec()).stale == (path,)
-    theirs = replace(ours, content=b"[Unit]\n")
-    assert prepared(replace(metal, boot=packaged, files={**metal.files, path: theirs}), spec()).stale == ()
+    for file, stale in ((ours, (path,)), (replace(ours, content=b"[Unit]\n"), ())):
+        assert prepared(replace(packaged, files={**metal.files, path: file}), spec()).stale == stale
 
 
 def test_a_list_of_modules_that_a_container_no_longer_needs_stops_no_unit(host: FakeHost) -> None:

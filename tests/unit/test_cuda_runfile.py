@@ -30,7 +30,7 @@ from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.runs import undo_last
 from tests.simgpu.cuda_run import build_cuda_run
-from tests.unit.ask import ask
+from tests.unit.ask import ask, problem_of
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Answer, Scripted
 
@@ -210,9 +210,7 @@ def test_an_installation_is_proved_and_not_believed(tmp_path: Path, name: str) -
     code, files, what = UNPROVED[name]
     path = f"{CACHE_DIRECTORY}/cuda.run"
     host = Installer(tmp_path, path, files, code)
-    with pytest.raises(GpuprovError) as raised:
-        InstallCudaToolkit("12.4", path).apply(host, lambda *_: None)
-    (problem,) = raised.value.problems
+    problem = problem_of(InstallCudaToolkit("12.4", path).apply, host, lambda *_: None)
     assert what in problem.what and problem.next_step
     if "not installed" in what:
         assert problem.evidence.splitlines()[-1] == f"{LOG}: [ERROR]: no space left"
@@ -224,9 +222,7 @@ def test_an_installation_is_proved_and_not_believed(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("existed", [True, False])
 @pytest.mark.parametrize("uninstaller", [True, False])
-def test_the_undo_removes_what_is_new_and_keeps_what_was_there(
-    tmp_path: Path, existed: bool, uninstaller: bool
-) -> None:
+def test_the_undo_removes_what_is_new_alone(tmp_path: Path, existed: bool, uninstaller: bool) -> None:
     files = {path: text for path, text in INSTALLED.items() if uninstaller or path != UNINSTALLER}
     host, change = Installer(tmp_path, "/root/cuda.run", files), InstallCudaToolkit("12.4", "/root/cuda.run")
     loader = "/etc/ld.so.conf.d/cuda-12-4.conf"
@@ -256,9 +252,7 @@ def test_the_undo_removes_what_is_new_and_keeps_what_was_there(
         ({PREFIX: "12.40.1"}, PREFIX, [InstallCudaToolkit]), ({"/opt/cuda": "12.4.1"}, PREFIX, [InstallCudaToolkit]),
     ],
 )  # fmt: skip
-def test_what_is_planned_depends_on_version_and_link(
-    host: CudaHost, toolkits: dict[str, str], link: str, kinds: list[type]
-) -> None:
+def test_the_plan_by_version_and_link(host: CudaHost, toolkits: dict[str, str], link: str, kinds: list[type]) -> None:
     facts = gather(host)
     facts = replace(facts, cuda=replace(facts.cuda, toolkits=toolkits, link=link))
     assert [type(one) for one in cuda_toolkit.plan(facts, spec(host))] == kinds

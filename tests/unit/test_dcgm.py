@@ -113,9 +113,7 @@ def test_the_packages_are_those_of_the_drivers_cuda_as_apt_dnf_and_zypper_name_t
     ({"driver_version": "535.261.03", "driver": "preinstalled"}, "580"),
     ({"driver_version": "", "driver": "preinstalled"}, "580"),
 ])  # fmt: skip
-def test_its_packages_are_those_of_the_driver_that_the_host_will_have(
-    facts: HostFacts, values: dict[str, Any], branch: str
-) -> None:
+def test_its_packages_are_those_of_the_driver_to_come(facts: HostFacts, values: dict[str, Any], branch: str) -> None:
     has = replace(facts, driver=replace(facts.driver, library_version="580.95.05"))
     assert dcgm.wanted_packages(source_of(has, spec(**values))) == packages(branch, spec())
 

@@ -161,9 +161,7 @@ def test_what_was_written_for_it_goes_when_another_driver_is_asked_for(some: Hos
         ("debian 13", (_H100,), {"kernel_modules": "precompiled"}, "Debian 13 has no compiled kernel modules"),
     ],
 )
-def test_what_a_distribution_has_not_is_refused(
-    some: HostFacts, where: str, gpus: tuple[str, ...], values: dict[str, Any], said: str
-) -> None:
+def test_what_is_refused(some: HostFacts, where: str, gpus: tuple[str, ...], values: dict[str, Any], said: str) -> None:
     assert said in problem(host(some, where, gpus=gpus), spec(**values))
 
 
@@ -268,10 +266,9 @@ def test_suse_has_the_modules_alone_and_nvidias_repository_the_rest(some: HostFa
     assert module in kernel.questions(source_of(machine, wanted))
     versions = dict.fromkeys(("nv-prefer-signed-open-driver", "nvidia-compute-utils-G06"), "580.178.04-1.x86_64")
     offered = offering(machine, {**versions, module: "580.178.04_k6.4.0_150600.21-1.x86_64"})
-    (changes,) = (
-        one.change.names for one in make_plan(offered, wanted).changes if isinstance(one.change, InstallRpmPackages)
-    )
-    assert f"{module}=580.178.04_k6.4.0_150600.21" in changes
+    changes = [one.change for one in make_plan(offered, wanted).changes]
+    (installation,) = (one for one in changes if isinstance(one, InstallRpmPackages))
+    assert f"{module}=580.178.04_k6.4.0_150600.21" in installation.names
     assert distribution.as_packages(host(some, "debian 13").distribution, spec()) == spec()
 
 
@@ -307,9 +304,8 @@ def test_another_branch_takes_the_place_of_the_installed_one(some: HostFacts) ->
     assert isinstance(change, SwitchBranch) and change.wanted == "535"
     assert change.names == (*_TESLA_535, "nvidia-tesla-535-kernel-dkms")
     # What both branches have stays.
-    assert "nvidia-persistenced" not in change.instead and {"nvidia-alternative", "nvidia-kernel-dkms"} < {
-        *change.instead
-    }
+    assert "nvidia-persistenced" not in change.instead
+    assert {"nvidia-alternative", "nvidia-kernel-dkms"} < {*change.instead}
     assert "remove libcuda1" in change.summary()
     assert source_of(machine, spec(driver_version="535")).packages() == ()
 

@@ -98,9 +98,7 @@ def test_a_real_machine_gets_its_row(tmp_path: Path, name: str) -> None:
 
 
 def test_every_os_release_is_looked_at() -> None:
-    assert {path.name for path in OS_RELEASES.iterdir()} == {
-        *KNOWN, *REFUSED, *ENDED, "README.md",
-    }  # fmt: skip
+    assert {path.name for path in OS_RELEASES.iterdir()} == {*KNOWN, *REFUSED, *ENDED, "README.md"}
 
 
 def test_every_row_has_an_os_release_that_was_seen() -> None:
@@ -274,7 +272,6 @@ def test_kernels_to_come_are_of_the_running_ones_flavour(
 @pytest.mark.parametrize(
     ("name", "version", "architecture", "folder"),
     [
-        ("ubuntu", "26.04", "x86_64", "ubuntu2604/x86_64"),
         ("ubuntu", "22.04", "aarch64", "ubuntu2204/sbsa"),
         ("debian", "12", "aarch64", "debian12/sbsa"),
         ("almalinux", "10.0", "aarch64", "rhel10/sbsa"),
@@ -282,7 +279,6 @@ def test_kernels_to_come_are_of_the_running_ones_flavour(
         ("sles", "15", "aarch64", "sles15/sbsa"),
         ("fedora", "43", "aarch64", "fedora43/sbsa"),
         ("opensuse-leap", "15.6", "x86_64", "opensuse15/x86_64"),
-        ("opensuse-leap", "16.0", "x86_64", "suse16/x86_64"),
         ("opensuse-tumbleweed", "20240609", "x86_64", ""),
         ("debian", "12", "riscv64", ""),
         # NVIDIA has nothing for Arm there.
@@ -322,5 +318,4 @@ def test_what_is_supported_is_told_by_name() -> None:
     ],
 )
 def test_a_kernel_of_another_compiler_is_built_with_that(version: str, kernel: str, folder: str) -> None:
-    row = find_distribution("ol", version)
-    assert row is not None and kernel_compiler(row, kernel) == folder
+    assert kernel_compiler(row("ol", version), kernel) == folder

@@ -131,12 +131,8 @@ def test_every_file_that_the_architecture_names_exists() -> None:
 
 def test_every_key_of_the_runtimes_configuration_is_explained() -> None:
     text = (ROOT / "docs/container-runtime.md").read_text()
-    missing = [
-        key
-        for key in KEYS
-        if f"`{key.removeprefix('nvidia-container-runtime.').removeprefix('features.')}`" not in text
-    ]
-    assert missing == []
+    names = [key.removeprefix("nvidia-container-runtime.").removeprefix("features.") for key in KEYS]
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_every_folder_that_travels_is_held_to_the_import_contract() -> None:

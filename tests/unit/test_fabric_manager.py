@@ -25,13 +25,10 @@ from gpuprov.packages.managers import manager_of
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.events import ChangeDone
-from gpuprov.protocol.request import Request
-from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
-from tests.unit.ask import ask
-from tests.unit.fake_host import FakeHost, write_runfile
-from tests.unit.test_packages import held_by_another
+from tests.unit.ask import problem_of
+from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
 VERSION, OTHER = simgpu.DRIVER_VERSION, "535.261.03"
@@ -120,9 +117,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("device_id", "count", "hidden", "rack"), MODELS)
-def test_switches_that_are_not_in_sight_are_judged_by_the_model(
-    tmp_path: Path, device_id: str, count: int, hidden: bool, rack: bool
-) -> None:
+def test_hidden_switches_by_model(tmp_path: Path, device_id: str, count: int, hidden: bool, rack: bool) -> None:
     host = with_gpus(tmp_path / "root", device_id, count)
     facts = gather(host)
     assert (bool(facts.fabric.hidden), facts.fabric.rack, facts.fabric.switches) == (hidden, rack, ())
@@ -167,17 +162,12 @@ def test_modules_for_switches_behind_adapters_are_loaded_first(host: SwitchHost)
     assert fabric_manager.plan(source_of(settled, wanted)) == ()
 
 
-def test_a_missing_module_is_named_with_its_command(host: SwitchHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_is_named_with_its_command(host: SwitchHost) -> None:
     host.version, host.failing_unit = VERSION, UNIT
     says = 'Kernel module "ib_umad" has not been loaded, fabric manager cannot be started'
-    plain = host.run
-    monkeypatch.setattr(
-        host, "run",
-        lambda argv, **more: Completed(tuple(argv), 0, says) if argv[0] == "journalctl" else plain(argv, **more),
-    )  # fmt: skip
-    with pytest.raises(GpuprovError) as raised:
-        RunFabricManager(VERSION).apply(host, lambda *words: None)
-    assert says in str(raised.value) and "modprobe -a mlx5_ib ib_umad" in str(raised.value)
+    host.unit_log = says
+    said = str(problem_of(RunFabricManager(VERSION).apply, host, lambda *words: None))
+    assert says in said and "modprobe -a mlx5_ib ib_umad" in said
 
 
 @pytest.mark.parametrize(
@@ -311,16 +301,6 @@ def test_a_verification_names_what_keeps_cuda_from_coming_up(host: SwitchHost, n
         verify._fabric_manager(host, facts)
     good = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
     assert verify._fabric_manager(host, good) == (VERSION, "")
-
-
-def test_a_run_that_installs_it_waits_for_the_package_manager_before_its_first_change(host: SwitchHost) -> None:
-    """The step is "driver", not "packages": what counts is what the changes do."""
-    wanted = spec_to_json(spec(driver_url="/driver.run", lock_timeout=0))
-    write_runfile(host.root / "driver.run")
-    with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
-        finished, events = ask(host, Request("install", wanted, steps=("driver",)))
-    assert [one.what for one in finished.problems] == ["another program holds the package manager's lock"]
-    assert not any(isinstance(one, ChangeDone) for one in events)
 
 
 def test_each_change_that_uses_the_package_manager_says_so() -> None:

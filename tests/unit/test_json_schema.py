@@ -106,9 +106,8 @@ def require_documented(line: str) -> str:
     require_kinds(found, wanted)
     for name, part in _PARTS.items():
         for one in found.get(name, []):
-            assert {key: _KINDS[pages[part][key]](value) for key, value in one.items()} == dict.fromkeys(
-                pages[part], True
-            )
+            assert set(one) == set(pages[part])
+            require_kinds(one, pages[part])
     return str(found["event"])
 
 
@@ -280,10 +279,7 @@ def test_anything_else_is_no_event(line: str) -> None:
         ('{"event":"FactsGathered","facts":{"a":[-Infinity]}}', "FactsGathered.facts.a[0] is no number that JSON has"),
         (f'{{"event":"Note","message":{"[" * 100_000}', "a line is nested too deep"),
         (f'{{"event":"FactsGathered","facts":{{"a":{"[" * 40}{"]" * 40}}}}}', "is nested too deep"),
-        (
-            f'{{"event":"Finished","exit_code":0,"summary":"{"x" * 3_000_000}"}}',
-            "Finished.summary is larger than 10000",
-        ),
+        (f'{{"event":"Finished","exit_code":0,"summary":"{"x" * 3_000_000}"}}', "Finished.summary is larger than 1000"),
     ],
     ids=lambda value: value[:60],
 )
