@@ -49,6 +49,9 @@ PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 VARIABLES = {"gpuprov_driver_version": "550.163.01", "ansible_user": "ops", "gpuprov_play_serial": 4}
 
 
+BUNDLE = {"bundle": "/b.tar", "bundle_digest": "d"}
+
+
 # -- the request ----------------------------------------------------------------------------------------------------
 
 
@@ -57,29 +60,7 @@ def test_a_request_holds_the_spec_of_the_variables_and_survives_the_wire() -> No
     assert parse_spec(request.spec).driver_version == "550.163.01"
     assert (request.check, request.diff, request.steps, request.run_id) == (False, True, ("driver", "cdi"), "one play")
     assert request_from_line(dump(request)) == request
-
-
-@pytest.mark.parametrize(("command", "given"), [("plan", True), ("install", True), ("verify", False), ("facts", False)])
-def test_a_bundle_goes_with_what_installs(command: str, given: bool) -> None:
-    request = task_request(command, VARIABLES, bundle="/b.tar", bundle_digest="d")
-    assert (request.bundle, request.bundle_digest) == (("/b.tar", "d") if given else ("", ""))
-
-
-@pytest.mark.parametrize(("command", "given"), [("verify", True), ("doctor", False), ("install", False)])
-def test_verify_alone_is_told_to_remember(command: str, given: bool) -> None:
-    assert task_request(command, VARIABLES, remember=True).remember is given
-
-
-@pytest.mark.parametrize(("command", "given"), [("doctor", ("reset", "reboot")), ("install", ())])
-def test_the_doctor_alone_may_repair_gpus(command: str, given: tuple[str, ...]) -> None:
-    request = task_request(command, VARIABLES, fix=True, allow=["reset", "reboot"])
-    assert request.allow == given
-    assert request_from_line(dump(request)) == request
-
-
-@pytest.mark.parametrize(("command", "given"), [("rollback", {"this_run": True}), ("install", {})])
-def test_rollback_alone_may_be_of_this_run(command: str, given: dict[str, Any]) -> None:
-    assert task_request(command, VARIABLES, this_run=True).arguments == given
+    assert request.caller_returns, "the play comes back after a reboot"
 
 
 def test_no_task_begins_outside_of_its_window() -> None:
@@ -93,12 +74,28 @@ def test_no_task_begins_outside_of_its_window() -> None:
         task_request("plan", VARIABLES, window="always")
 
 
-def test_an_older_controllers_request_is_for_all_steps() -> None:
+@pytest.mark.parametrize(
+    ("options", "fields", "commands", "others"),
+    [
+        (BUNDLE, BUNDLE, "plan install", "verify facts"),
+        ({"remember": True}, {"remember": True}, "verify", "doctor install"),
+        ({"fix": True, "allow": ["reset", "reboot"]}, {"allow": ("reset", "reboot")}, "doctor", "install"),
+        ({"this_run": True}, {"arguments": {"this_run": True}}, "rollback", "install"),
+    ],
+)
+def test_an_option_goes_to_its_commands(options: Any, fields: dict[str, Any], commands: str, others: str) -> None:
+    usual = {name: getattr(Request("facts"), name) for name in fields}
+    for command in (*commands.split(), *others.split()):
+        request = task_request(command, VARIABLES, **options)
+        found = {name: getattr(request, name) for name in fields}
+        assert found == (fields if command in commands.split() else usual)
+        assert request_from_line(dump(request)) == request
+
+
+def test_requests_of_earlier_versions_are_read() -> None:
     assert request_from_line('{"command": "install"}') == Request("install")
-
-
-def test_a_request_that_an_earlier_version_stored_is_read() -> None:
-    assert request_from_line('{"command": "install", "undisturbed": true}') == Request("install", require_drained=True)
+    stored = '{"command": "install", "undisturbed": true}'
+    assert request_from_line(stored) == Request("install", require_drained=True)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +171,19 @@ def test_check_mode_leaves_out_what_cannot_be_told_without_doing_it(command: str
 PLANNED = Planned((PlannedChange("a", "docker", "write a", "--- a\n+++ a\n+x"), PlannedChange("b", "docker", "do b")))
 
 
+MADE = (PLANNED, ChangeDone("a", 1), ChangeDone("b", 1), Finished(0, 2, summary="2 changes made"))
+
+
 def result(command: str, *events: Event) -> dict[str, Any]:
     return task_result(command, (Started("1", command, 1), *events)).answer({})
 
 
 def test_an_installation_tells_its_changes_and_their_diffs_in_ansibles_form() -> None:
-    found = result("install", PLANNED, ChangeDone("a", 1), ChangeDone("b", 1), Finished(0, 2, summary="2 changes made"))
+    found = result("install", *MADE)
     assert (found["changed"], found["failed"], found["msg"]) == (True, False, "2 changes made")
     assert found["changes"] == [{"step": "docker", "summary": "write a"}, {"step": "docker", "summary": "do b"}]
     assert found["diff"] == [{"prepared": "--- a\n+++ a\n+x\n"}]
+    assert not result("install", Planned(()), Finished(0, 0))["changed"]
 
 
 @pytest.mark.parametrize(("command", "changed"), [("install", True), ("plan", False)])
@@ -206,19 +207,13 @@ def test_a_plan_says_whether_containers_stop(disturbs: bool) -> None:
     assert result("plan", Planned(PLANNED.changes, disturbs), Finished(0, 2))["disturbs"] is disturbs
 
 
-def test_no_changes_is_ok() -> None:
-    assert not result("install", Planned(()), Finished(0, 0))["changed"]
-
-
 def test_a_failure_tells_what_evidence_next_step_and_that_something_was_changed_before() -> None:
     problem = Problem("docker did not come up", "no-such-driver", "fix it")
     found = result("install", PLANNED, ChangeDone("a", 1), Finished(1, problems=(problem,)))
     assert (found["failed"], found["changed"]) == (True, True)
     assert found["msg"] == "docker did not come up; next: fix it\n  seen: no-such-driver"
     assert one_line(found) == "docker did not come up; next: fix it"
-    assert found["problems"] == [
-        {"what": "docker did not come up", "evidence": "no-such-driver", "next_step": "fix it"}
-    ]
+    assert found["problems"] == [{"what": problem.what, "evidence": problem.evidence, "next_step": problem.next_step}]
 
 
 def test_a_failed_verification_names_the_checks_that_failed() -> None:
@@ -230,10 +225,7 @@ def test_a_failed_verification_names_the_checks_that_failed() -> None:
 
 
 def test_one_line_tells_what_changed_and_what_was_verified() -> None:
-    changed = result(
-        "install", PLANNED, ChangeDone("a", 1), ChangeDone("b", 1), Finished(0, 2, summary="2 changes made")
-    )
-    assert one_line(changed) == "2 changes made (docker: write a, do b)"
+    assert one_line(result("install", *MADE)) == "2 changes made (docker: write a, do b)"
     checks = (CheckDone("driver", "ok"), CheckDone("torch", "skipped", reason="no image"))
     verified = result("verify", *checks, Finished(0, summary="containers see this host's GPUs"))
     assert one_line(verified) == "containers see this host's GPUs (1 of 2 checks ok)"
@@ -243,11 +235,8 @@ def test_one_line_tells_what_changed_and_what_was_verified() -> None:
 
 def test_a_reboot_that_is_needed_and_not_allowed_ends_the_play() -> None:
     """What follows in the play could not work before it."""
-    found = result(
-        "install",
-        PLANNED,
-        Finished(int(ExitCode.REBOOT_NEEDED), problems=(Problem("nouveau has a GPU", "lspci", "reboot"),)),
-    )
+    needed = Finished(int(ExitCode.REBOOT_NEEDED), problems=(Problem("nouveau has a GPU", "lspci", "reboot"),))
+    found = result("install", PLANNED, needed)
     assert (found["failed"], found["changed"], found["reboot_needed"]) == (True, False, True)
     assert "nouveau has a GPU" in found["msg"]
 
@@ -257,10 +246,6 @@ def test_both_halves_of_a_run_that_a_reboot_cut_are_one() -> None:
     assert (left_boot(first), left_boot(first[:2])) == ("boot-1", "")
     found = result("install", *before_reboot(first), Finished(0, 0))
     assert (found["failed"], found["changed"], found["reboot_needed"]) == (False, True, False)
-
-
-def test_a_host_is_told_that_the_play_comes_back_after_a_reboot() -> None:
-    assert task_request("install", {}).caller_returns
 
 
 def test_facts_join_the_other_local_facts_of_the_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,63 +23,58 @@ pytestmark = pytest.mark.root
 _HEADERS = f"linux-headers-{RELEASE}"
 
 
-def install(
-    host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = (), lock_timeout: int = 300
-) -> tuple[Finished, list[Event]]:
+@pytest.fixture
+def metal(tmp_path: Path) -> FakeHost:
+    return FakeHost(tmp_path / "root", metal=True)
+
+
+def install(host: FakeHost, *, lock_timeout: int = 300, **options: Any) -> tuple[Finished, list[Event]]:
     wanted = {"driver_version": "550.163.01", "driver_url": "/driver.run", "lock_timeout": lock_timeout}
-    spec = parse_spec(wanted)
     write_runfile(host.root / "driver.run")
-    return ask(host, Request("install", spec_to_json(spec), check=check, steps=steps))
+    return ask(host, Request("install", spec_to_json(parse_spec(wanted)), **options))
+
+
+def notes(events: list[Event], word: str) -> list[str]:
+    """Return the notes that have this word."""
+    return [one.message for one in events if isinstance(one, Note) and word in one.message]
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_headers_that_nobody_has_are_told_before_anything_is_changed(tmp_path: Path, *, check: bool) -> None:
-    host = FakeHost(tmp_path / "root", metal=True)
-    del host.available[_HEADERS]
-    before = sorted(host.root.rglob("*"))
-    finished, _ = install(host, check=check)
+def test_headers_that_nobody_has_are_told_before_anything_is_changed(metal: FakeHost, *, check: bool) -> None:
+    del metal.available[_HEADERS]
+    before = sorted(metal.root.rglob("*"))
+    finished, _ = install(metal, check=check)
     (problem,) = finished.problems
     assert problem.what == f"no repository of this host has the headers of the running kernel {RELEASE}"
     assert problem.evidence == f"apt was asked for {_HEADERS}"
     assert "boot the newest kernel: apt-get install linux-image-amd64" in problem.next_step
-    changed = {path for path in host.root.rglob("*") if path not in before}
+    changed = {path for path in metal.root.rglob("*") if path not in before}
     assert {path.name for path in changed} <= {"driver.run", "lock", "gpuprov", "gpuprov.lock"}, changed
-    assert all("install" not in command for command in host.commands)
+    assert all("install" not in command for command in metal.commands)
 
 
-def test_the_repositories_are_asked_once_and_told_so(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root", metal=True)
-    _, events = install(host, check=True)
-    notes = [event.message for event in events if isinstance(event, Note)]
-    assert f"asking the repositories for {_HEADERS}" in notes
-    host.installed[_HEADERS] = "6.1.55-1"
-    _, events = install(host, check=True)
-    assert not any("asking" in event.message for event in events if isinstance(event, Note))
+def test_the_repositories_are_asked_once_and_told_so(metal: FakeHost) -> None:
+    assert f"asking the repositories for {_HEADERS}" in notes(install(metal, check=True)[1], "asking")
+    metal.installed[_HEADERS] = "6.1.55-1"
+    assert notes(install(metal, check=True)[1], "asking") == []
     # The second dry run reads the sources for the packages that it would install; the headers are not asked for again.
-    asked = [one for one in host.commands if "madison" in one]
-    assert asked[0] == host.commands[_first(host, "madison")] and _HEADERS in asked[0]
-    assert not any(_HEADERS in one for one in asked[1:])
-    assert host.list_directory("/var/tmp") == ()
+    asked = [one for one in metal.commands if "madison" in one]
+    assert _HEADERS in asked[0] and not any(_HEADERS in one for one in asked[1:])
+    assert metal.list_directory("/var/tmp") == ()
 
 
-def _first(host: FakeHost, word: str) -> int:
-    return next(number for number, command in enumerate(host.commands) if word in command)
+def test_who_does_not_install_packages_need_not_ask(metal: FakeHost) -> None:
+    install(metal, check=True, steps=("docker",))
+    assert not any("madison" in command for command in metal.commands)
 
 
-def test_who_does_not_install_packages_need_not_ask(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root", metal=True)
-    install(host, check=True, steps=("docker",))
-    assert not any("madison" in command for command in host.commands)
-
-
-def test_a_repository_that_can_not_be_asked_is_a_problem_among_the_others(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root", metal=True)
-    host._apt_get = lambda words: (100, "E: Failed to fetch http://x/InRelease  Could not connect to x:80")  # type: ignore[method-assign]
-    (host.root / "sys/class/drm").mkdir(parents=True, exist_ok=True)
-    finished, _ = install(host, check=True)
-    (problem,) = finished.problems
+def test_a_repository_that_can_not_be_asked_is_a_problem_among_the_others(metal: FakeHost) -> None:
+    said = "E: Failed to fetch http://x/InRelease  Could not connect to x:80"
+    metal._apt_get = lambda words: (100, said)  # type: ignore[method-assign]
+    (metal.root / "sys/class/drm").mkdir(parents=True, exist_ok=True)
+    (problem,) = install(metal, check=True)[0].problems
     assert problem.what == "the package index could not be refreshed: a repository can't be reached"
-    assert host.list_directory("/var/tmp") == ()
+    assert metal.list_directory("/var/tmp") == ()
 
 
 def test_an_answer_of_apts() -> None:
@@ -136,41 +132,35 @@ def test_an_answer_of_zyppers() -> None:
     assert Offers("zypper", found).lacking(("kernel-default-devel=6.4.0-150600.23.7",)) == ()
 
 
-def test_nothing_is_lacking_where_nobody_could_be_asked(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root", metal=True)
-    host._apt_get = lambda words: (100, "E: something")  # type: ignore[method-assign]
-    answer = managers.ask(host, APT, ("gcc",), ())
+def test_nothing_is_lacking_where_nobody_could_be_asked(metal: FakeHost) -> None:
+    metal._apt_get = lambda words: (100, "E: something")  # type: ignore[method-assign]
+    answer = managers.ask(metal, APT, ("gcc",), ())
     assert answer.problems
     assert answer.lacking(("gcc",)) == ()
 
 
-def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root", metal=True)
-    with held_by_another(host.root / "var/lib/dpkg/lock-frontend") as holder:
-        _, events = install(host, check=True)
-        (note,) = (one.message for one in events if isinstance(one, Note) and "holds" in one.message)
+def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(metal: FakeHost) -> None:
+    with held_by_another(metal.root / "var/lib/dpkg/lock-frontend") as holder:
+        (note,) = notes(install(metal, check=True)[1], "holds")
         assert f"(pid {holder.pid}" in note or "a process that can't be seen" in note
         assert note.endswith("holds the package manager's lock; a run waits up to 300 s for it")
         # Nobody waits for it who installs no packages.
-        _, events = install(host, check=True, steps=("docker",))
-        assert not [one for one in events if isinstance(one, Note) and "holds" in one.message]
-        before = sorted(host.root.rglob("*"))
-        finished, events = install(host, lock_timeout=0)
+        assert notes(install(metal, check=True, steps=("docker",))[1], "holds") == []
+        before = sorted(metal.root.rglob("*"))
+        finished, events = install(metal, lock_timeout=0)
         (problem,) = finished.problems
         assert problem.what == "another program holds the package manager's lock"
         assert not any(isinstance(one, ChangeDone) for one in events)
-        made = {path.name for path in set(host.root.rglob("*")) - set(before)}
+        made = {path.name for path in set(metal.root.rglob("*")) - set(before)}
         assert made <= {"gpuprov", "lock", "gpuprov.lock"}, made
-    _, events = install(host)
-    assert any(isinstance(one, ChangeDone) for one in events)
+    assert any(isinstance(one, ChangeDone) for one in install(metal)[1])
 
 
 def test_the_lock_is_awaited_for_the_fabric_managers_packages_too(tmp_path: Path) -> None:
     """They are installed in the step `driver`, for they must match it."""
     host = SwitchHost(tmp_path / "root")
     with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
-        _, events = install(host, check=True, steps=("download", "driver"))
-        assert [one for one in events if isinstance(one, Note) and "holds the package manager's lock" in one.message]
+        assert notes(install(host, check=True, steps=("download", "driver"))[1], "holds the package manager's lock")
         finished, events = install(host, steps=("download", "driver"), lock_timeout=0)
     (problem,) = finished.problems
     assert problem.what == "another program holds the package manager's lock"

@@ -113,12 +113,15 @@ agent.main()
 """
 
 
+def run(*argv: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, input=typed, capture_output=True, text=True, timeout=60, check=False)
+
+
+REQUEST = f"{dump(Request('facts', run_id='r'))}\n"
+
+
 def crash(log: Path, error: str = "ZeroDivisionError('a defect')") -> subprocess.CompletedProcess[str]:
-    request = dump(Request("facts", run_id="r"))
-    return subprocess.run(
-        (sys.executable, "-c", _AGENT, str(log), error), input=f"{request}\n", capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    return run(sys.executable, "-c", _AGENT, str(log), error, typed=REQUEST)
 
 
 def test_a_defect_is_one_sentence_and_a_traceback_in_the_log(tmp_path: Path) -> None:
@@ -157,10 +160,8 @@ def test_no_memory_is_no_defect(tmp_path: Path, error: str) -> None:
 def test_a_low_limit_of_memory_is_named_before_anything_else(program: str, tmp_path: Path) -> None:
     # Root may lift it, unless it lacks the capability.
     unprivileged = ("setpriv", "--bounding-set=-sys_resource") if os.geteuid() == 0 else ()
-    done = subprocess.run(
-        (*unprivileged, "prlimit", "--as=100000000", sys.executable, "-m", program, "facts"), capture_output=True,
-        text=True, timeout=60, check=False, input=f"{dump(Request('facts', run_id='r'))}\n",
-    )  # fmt: skip
+    limited = (*unprivileged, "prlimit", "--as=100000000")
+    done = run(*limited, sys.executable, "-m", program, "facts", typed=REQUEST)
     said = done.stdout + done.stderr
     assert done.returncode == 1
     assert "this login may use too little memory" in said and "ulimit -v: 97656" in said
@@ -170,20 +171,16 @@ def test_a_low_limit_of_memory_is_named_before_anything_else(program: str, tmp_p
 @pytest.mark.root
 def test_what_dockers_client_needs_is_required_on_this_machine_too() -> None:
     """With less, Go prints its stack, and docker would seem not to answer."""
-    done = subprocess.run(
-        ("setpriv", "--bounding-set=-sys_resource", "prlimit", "--as=800000000", sys.executable, "-m", "gpuprov",
-         "verify"), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    limited = ("setpriv", "--bounding-set=-sys_resource", "prlimit", "--as=800000000")
+    done = run(*limited, sys.executable, "-m", "gpuprov", "verify")
     assert (done.returncode, done.stdout) == (1, "")
     assert "gpuprov and its programs need 2097152 KiB of addresses\n  seen: ulimit -v: 781250" in done.stderr
 
 
 def test_the_limit_of_memory_is_lifted_if_possible() -> None:
     lift = "import resource; from gpuprov.core.commands import lift_memory_limit as lift; lift(1 << 30)"
-    done = subprocess.run(
-        ("prlimit", f"--as=100000000:{4 << 30}", sys.executable, "-c", f"{lift}; print(resource.getrlimit(9)[0])"),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    code = f"{lift}; print(resource.getrlimit(9)[0])"
+    done = run("prlimit", f"--as=100000000:{4 << 30}", sys.executable, "-c", code)
     assert done.stdout.strip() in ("-1", str(4 << 30)), done.stderr
 
 

@@ -11,35 +11,29 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core import units
 from gpuprov.core.commands import Completed
 from gpuprov.core.device_rules import UnregisteredDevices, allows, register_devices, unregistered_devices
 from gpuprov.core.units import daemon_reload
-from gpuprov.protocol.events import ChangeStarted, Event, Finished, Note, Planned
+from gpuprov.protocol.events import ChangeStarted, Event, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.runtime_hook import device_cgroup
 from gpuprov.runtime_hook.device_cgroup import program
 from gpuprov.runtime_hook.errors import Refused
+from tests.unit.ask import ask, finished
 from tests.unit.fake_host import FakeHost, write_runfile
 from tests.unit.runtime_hook.test_device_cgroup import ALLOW, DENY, EXIT, LOADS, NODES, verdict
 
 pytestmark = pytest.mark.root
-ID = "4f5c" * 16
+ID, CRI = "4f5c" * 16, ("cri-containerd", "crio")
 SCOPE = f"docker-{ID}.scope"
 GROUP = f"/system.slice/{SCOPE}"
 HOOKS = program([{"type": "c", "major": 195, "minor": 0, "access": "rw"}], LOADS + DENY + EXIT)
-NEEDS = [
-    {"type": "c", "major": 195, "minor": 0, "access": "rw"},
-    {"type": "c", "major": 195, "minor": 1, "access": "r"},
-]
 
 
 def code(*steps: tuple[int, int, int, int, int]) -> bytes:
     """Return instructions: operation, to, from, offset, number."""
-    return b"".join(
-        struct.pack("=BBhi", op, source << 4 | to, offset, number) for op, to, source, offset, number in steps
-    )
+    return b"".join(struct.pack("=BBhi", op, source << 4 | to, offset, last) for op, to, source, offset, last in steps)
 
 
 # As runc's rule `c 195:1 rw` (opencontainers/runc, devicefilter) and systemd's (bpf-devices.c) are written.
@@ -66,10 +60,9 @@ def test_programs_of_runc_and_systemd_are_understood(written: bytes) -> None:
 @pytest.mark.parametrize("then", [ALLOW, DENY])
 def test_programs_of_the_hook_are_understood(then: bytes) -> None:
     whole = program(NODES, LOADS + then + EXIT)
-    for kind, major, minor, access in [
-        (kind, *rest) for kind in (1, 2) for rest in ((195, 0, 2), (195, 0, 1), (8, 1, 7))
-    ]:
-        assert allows(whole, kind, major, minor, access) == bool(verdict(whole, kind, access, major, minor))
+    for kind in (1, 2):
+        for major, minor, access in ((195, 0, 2), (195, 0, 1), (8, 1, 7)):
+            assert allows(whole, kind, major, minor, access) == bool(verdict(whole, kind, access, major, minor))
 
 
 @pytest.mark.parametrize(
@@ -165,13 +158,10 @@ def test_version_1_has_its_rules_as_text(host: ScopeHost, rules: str, found: dic
     assert [one.nodes for one in unregistered_devices(host)] == ([found] if found else [])
 
 
-def events_of(host: ScopeHost, request: Request) -> list[Event]:
-    events: list[Event] = []
+def events_of(host: ScopeHost, command: str = "install", **options: Any) -> list[Event]:
     write_runfile(host.root / "driver.run")
     spec = {"driver_version": "550.163.01", "driver_url": "/driver.run", "packages": ["site-gpu-tools"]}
-    run_request(Request(request.command, spec, check=request.check, steps=("packages",),
-                        require_drained=request.require_drained), events.append, host)  # fmt: skip
-    return events
+    return ask(host, Request(command, spec, steps=("packages",), **options))[1]
 
 
 def unreadable(host: ScopeHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,54 +179,43 @@ def unreadable(host: ScopeHost, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_names_the_containers_and_what_they_lose(host: ScopeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = events_of(host, Request("install", {}, check=True))
+    events = events_of(host, check=True)
     told = "before the first change, systemd is told of devices that running containers use: docker 4f5c4f5c4f5c"
     assert [one.message for one in events if isinstance(one, Note) and "systemd is told" in one.message] == [
         f"{told} (/dev/nvidia0)"
     ], events
     assert [one.disturbs for one in events if isinstance(one, Planned)] == [False]
     unreadable(host, monkeypatch)
-    events = events_of(host, Request("install", {}, check=True))
+    events = events_of(host, check=True)
     assert [one.disturbs for one in events if isinstance(one, Planned)] == [True]
-    (said,) = (
-        one.message for one in events if isinstance(one, Note) and one.level == "warning" and "reload" in one.message
-    )
-    assert said.startswith(
-        "`systemctl daemon-reload` takes devices from docker 4f5c4f5c4f5c (/dev/nvidia1): this kernel"
-    )
+    warnings = (one.message for one in events if isinstance(one, Note) and one.level == "warning")
+    (said,) = (one for one in warnings if "reload" in one)
+    assert said.startswith("`systemctl daemon-reload` takes devices from docker 4f5c4f5c4f5c (/dev/nvidia1): this ")
     assert register_devices(host)[0][1] == "this kernel does not show the device cgroup's program"
 
 
 def test_a_host_that_is_not_drained_keeps_its_containers(host: ScopeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     unreadable(host, monkeypatch)
-    events = events_of(host, Request("install", {}, require_drained=True))
-    assert isinstance(events[-1], Finished)
-    assert events[-1].problems[0].what == "the host is not drained, and what is left to do disturbs containers"
+    events = events_of(host, require_drained=True)
+    assert finished(events).problems[0].what == "the host is not drained, and what is left to do disturbs containers"
     assert not any(isinstance(one, ChangeStarted) for one in events)
 
 
 @pytest.mark.parametrize("command", ["install", "rollback"])
 def test_a_systemd_that_refuses_ends_the_run_before_its_first_change(host: ScopeHost, command: str) -> None:
     if command == "rollback":
-        assert isinstance(events_of(host, Request("install", {}))[-1], Finished)
+        events_of(host)
         host.allowed = host.allowed[:2]
     host.refuses = "Failed to set unit properties: Access denied"
-    events = events_of(host, Request(command, {}))
-    assert isinstance(events[-1], Finished)
-    (problem,) = events[-1].problems
+    events = events_of(host, command)
+    (problem,) = finished(events).problems
     assert "Access denied" in problem.evidence and "docker stop 4f5c4f5c4f5c" in problem.next_step
     assert not any(isinstance(one, ChangeStarted) for one in events)
 
 
 @pytest.mark.parametrize(
     ("prefix", "command"),
-    [
-        ("docker", "docker"),
-        ("libpod", "podman"),
-        ("nerdctl", "nerdctl"),
-        ("cri-containerd", "crictl"),
-        ("crio", "crictl"),
-    ],
+    [("docker", "docker"), ("libpod", "podman"), ("nerdctl", "nerdctl"), *((one, "crictl") for one in CRI)],
 )
 def test_each_engines_containers_are_stopped_by_its_own_command(prefix: str, command: str) -> None:
     assert UnregisteredDevices(f"{prefix}-{ID}.scope", {}).stop == f"{command} stop 4f5c4f5c4f5c"

@@ -13,7 +13,7 @@ from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.driver.kernel import dkms_note, dkms_packages, dkms_source
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.distros import find_distribution
+from gpuprov.machine.distros import Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.known_repositories import dkms_repository
@@ -41,19 +41,28 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
 
 
+def row(name: str, version: str) -> Distribution:
+    found = find_distribution(name, version)
+    assert found is not None
+    return found
+
+
 def host(debian: HostFacts, name: str = "rocky", version: str = "9.5", *installed: str, files: str = "") -> HostFacts:
     """A bare machine; `files` is the content of a .repo file of the host's own."""
-    row = find_distribution(name, version)
-    assert row is not None
-    folder = "/etc/yum.repos.d" if row.package_manager == "dnf" else "/etc/zypp/repos.d"
+    manager = row(name, version).package_manager
+    folder = "/etc/yum.repos.d" if manager == "dnf" else "/etc/zypp/repos.d"
     releases = {"dnf": "5.14.0-427.el9.x86_64", "zypper": "6.4.0-150600.23-default"}
     return replace(
         debian,
         os=OperatingSystem(name, version, "", (), f"{name} {version}"),
-        kernel=replace(debian.kernel, container="", takes_modules=True, release=releases[row.package_manager]),
-        packages=PackageFacts(row.package_manager, dict.fromkeys(("bash", *installed), "1-1.x86_64")),
+        kernel=replace(debian.kernel, container="", takes_modules=True, release=releases[manager]),
+        packages=PackageFacts(manager, dict.fromkeys(("bash", *installed), "1-1.x86_64")),
         files={f"{folder}/own.repo": FileFact(files.encode(), 0o644, 0, 0)} if files else {},
     )
+
+
+def added_files(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
+    return {one.path: one.content for one in PlanContext(facts, spec).repository_changes if isinstance(one, WriteFile)}
 
 
 @pytest.mark.parametrize(
@@ -65,11 +74,9 @@ def host(debian: HostFacts, name: str = "rocky", version: str = "9.5", *installe
         ("almalinux", "10.1", "epel/10/Everything/x86_64/", "epel/RPM-GPG-KEY-EPEL-10", EPEL10),
         ("sles", "15.6", ":/Backports:/SLE-15-SP6/standard/", "-SP6/standard/repodata/repomd.xml.key", BACKPORTS),
     ],
-)  # fmt: skip
+)
 def test_each_release_has_its_repository_and_key(name: str, version: str, uri: str, key: str, fingerprint: str) -> None:
-    row = find_distribution(name, version)
-    assert row is not None
-    found = dkms_repository(row, version, "x86_64", HostSpec())
+    found = dkms_repository(row(name, version), version, "x86_64", HostSpec())
     assert found is not None
     assert found.uri.startswith("https://") and found.uri.endswith(uri) and found.key_url.endswith(key)
     assert (found.key_fingerprint, found.only) == (fingerprint, ("dkms*",))
@@ -77,30 +84,22 @@ def test_each_release_has_its_repository_and_key(name: str, version: str, uri: s
 
 @pytest.mark.parametrize(("name", "version"), [("sles", "16.0"), ("fedora", "44"), ("debian", "12")])
 def test_what_is_not_known_is_not_guessed(name: str, version: str) -> None:
-    row = find_distribution(name, version)
-    assert row is not None
-    assert dkms_repository(row, version, "x86_64", HostSpec()) is None
+    assert dkms_repository(row(name, version), version, "x86_64", HostSpec()) is None
 
 
 def test_a_site_says_where_and_whose_key() -> None:
-    row = find_distribution("sles", "16.0")
-    assert row is not None
+    sles = row("sles", "16.0")
     own = HostSpec(epel_repository="http://mirror/backports/", epel_key_fingerprint="A" * 40)
-    found = dkms_repository(row, "16.0", "x86_64", own)
+    found = dkms_repository(sles, "16.0", "x86_64", own)
     assert found is not None and found.key_fingerprint == "A" * 40
     assert found.uri == "http://mirror/backports/SLE-16-SP0/standard/"
-    assert dkms_repository(row, "16.0", "x86_64", replace(own, epel_key_fingerprint="")) is None
+    assert dkms_repository(sles, "16.0", "x86_64", replace(own, epel_key_fingerprint="")) is None
 
 
 @pytest.mark.parametrize("spec", [RUNFILE, PACKAGES])
 def test_only_dkms_may_come_from_epel(debian: HostFacts, spec: HostSpec) -> None:
     facts = host(debian)
-    files = {
-        one.path: one.content.decode()
-        for one in PlanContext(facts, spec).repository_changes
-        if isinstance(one, WriteFile)
-    }
-    text = files["/etc/yum.repos.d/gpuprov-epel.repo"]
+    text = added_files(facts, spec)["/etc/yum.repos.d/gpuprov-epel.repo"].decode()
     assert "includepkgs=dkms*\n" in text and "gpgcheck=1\n" in text and "enabled=1\n" in text
     (install,) = (one for one in PlanContext(facts, spec).package_changes if isinstance(one, InstallRpmPackages))
     assert "dkms" in install.names and install.options == ()
@@ -108,10 +107,7 @@ def test_only_dkms_may_come_from_epel(debian: HostFacts, spec: HostSpec) -> None
 
 def test_package_hub_counts_for_dkms_alone(debian: HostFacts) -> None:
     facts = host(debian, "sles", "15.6")
-    (found,) = (
-        one
-        for one in rpm_repositories(ZYPPER, RUNFILE, "x86_64", software.extra_repositories(source_of(facts, RUNFILE)))
-    )
+    (found,) = rpm_repositories(ZYPPER, RUNFILE, "x86_64", software.extra_repositories(source_of(facts, RUNFILE)))
     assert "enabled=0\n" in str(found) and "priority=200\n" in str(found)
     changes = PlanContext(facts, RUNFILE).package_changes
     first, second = (one for one in changes if isinstance(one, InstallRpmPackages))
@@ -146,9 +142,7 @@ def test_a_host_with_epel_gets_no_second_one(debian: HostFacts, text: str) -> No
 )
 def test_a_file_that_dnf_does_not_read_or_that_is_ours_is_no_epel(debian: HostFacts, path: str) -> None:
     facts = replace(host(debian), files={path: FileFact(b"[epel]\nbaseurl=x\n", 0o644, 0, 0)})
-    row = find_distribution("rocky", "9.5")
-    assert row is not None
-    assert dkms_source(source_of(facts, RUNFILE)) == dkms_repository(row, "9.5", "x86_64", RUNFILE)
+    assert dkms_source(source_of(facts, RUNFILE)) == dkms_repository(row("rocky", "9.5"), "9.5", "x86_64", RUNFILE)
 
 
 @pytest.mark.parametrize("name", ["SUSE_Package_Hub_15_SP6_x86_64:SUSE-PackageHub-15-SP6-Pool", "openSUSE_Backports"])
@@ -173,13 +167,9 @@ def test_where_nothing_is_built_there_is_no_epel(debian: HostFacts) -> None:
 
 def test_a_repository_that_was_added_stays_with_what_it_gave(debian: HostFacts) -> None:
     facts = host(debian)
-    added = {
-        one.path: FileFact(one.content, 0o644, 0, 0)
-        for one in PlanContext(facts, RUNFILE).repository_changes
-        if isinstance(one, WriteFile)
-    }
+    added = {path: FileFact(content, 0o644, 0, 0) for path, content in added_files(facts, RUNFILE).items()}
     after = replace(facts, files=added, packages=replace(facts.packages, installed={"dkms": "3-1.noarch"}))
-    assert not any(isinstance(one, WriteFile) for one in PlanContext(after, RUNFILE).repository_changes)
+    assert added_files(after, RUNFILE) == {}
     kept = dkms_source(source_of(after, RUNFILE))
     assert kept is not None and kept == dkms_source(source_of(facts, RUNFILE))
     gone = [one.summary() for one in PlanContext(after, replace(RUNFILE, epel=False)).repository_changes]

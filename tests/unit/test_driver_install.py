@@ -26,6 +26,7 @@ from gpuprov.protocol.spec import parse_spec
 from gpuprov.protocol.tables import known_sha256
 from tests import simgpu
 from tests.triplet import TRIPLET
+from tests.unit.ask import problem_of
 from tests.unit.fake_host import FakeHost, write_runfile
 
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
@@ -160,9 +161,8 @@ def test_an_installation_needs_room_in_the_cache_and_in_its_place(tmp_path: Path
         require_room(host, "/driver.run", 3, "/usr", "it")
         require_room(host, "/absent", 1 << 40, "/usr", "it")
         return
-    with pytest.raises(GpuprovError, match=f"not enough room on the file system of {full} to install it") as caught:
-        require_room(host, "/driver.run", 3, "/usr", "it")
-    (problem,) = caught.value.problems
+    problem = problem_of(require_room, host, "/driver.run", 3, "/usr", "it")
+    assert f"not enough room on the file system of {full} to install it" in problem.what
     assert (problem.evidence, problem.next_step) == ("29 MiB free, 30 MiB needed", f"make room: df -h {full}")
 
 
@@ -171,9 +171,9 @@ def test_a_file_with_another_digest_is_not_installed(tmp_path: Path) -> None:
     system = System(str(tmp_path))
     require_digest(system, "/file", "", "it", "v")
     require_digest(system, "/file", hashlib.sha256(b"x").hexdigest(), "it", "v")
-    with pytest.raises(GpuprovError, match="it is not the one that was asked for") as caught:
-        require_digest(system, "/file", "0" * 64, "it", "v")
-    assert f"v is {'0' * 64}" in caught.value.problems[0].evidence and caught.value.problems[0].next_step
+    problem = problem_of(require_digest, system, "/file", "0" * 64, "it", "v")
+    assert "it is not the one that was asked for" in problem.what
+    assert f"v is {'0' * 64}" in problem.evidence and problem.next_step
 
 
 _OURS = "https://us.download.nvidia.com/XFree86/Linux-x86_64/580.1.1/NVIDIA-Linux-x86_64-580.1.1.run"
@@ -192,9 +192,7 @@ _KNOWN = "580.178.04"
         ({"driver": "preinstalled"}, f"{CACHE_DIRECTORY}/NVIDIA-Linux-x86_64-580.1.1.run", False, False),
     ],
 )
-def test_where_a_runfile_comes_from(
-    tmp_path: Path, wanted: dict[str, str], place: str, needs: bool, fetched: bool
-) -> None:
+def test_the_place_of_a_runfile(tmp_path: Path, wanted: dict[str, str], place: str, needs: bool, fetched: bool) -> None:
     spec = parse_spec({"driver_version": "580.1.1", **wanted})
     facts = gather(FakeHost(tmp_path / "root"))
     url = wanted.get("driver_url", _OURS)

@@ -64,9 +64,7 @@ def test_what_nobody_knows_is_held_against_nothing(device_id: str) -> None:
         ([], "550.163.01", "auto", "auto"),
     ],
 )
-def test_kernel_modules_are_those_that_the_gpus_need(
-    device_ids: list[str], version: str, asked: str, kind: str
-) -> None:
+def test_kernel_modules_are_what_the_gpus_need(device_ids: list[str], version: str, asked: str, kind: str) -> None:
     assert module_type(device_ids, version, asked) == kind
     assert problems(device_ids, version, asked) == ()
 
@@ -78,13 +76,7 @@ def test_kernel_modules_are_those_that_the_gpus_need(
         ([K80], "550.163.01", "auto", "no longer serves this host's Kepler GPU", 'version: "470"'),
         ([B200], "550.163.01", "auto", "does not know this host's Blackwell GPU yet", 'version: "580"'),
         ([L4], "470.256.02", "auto", "does not know this host's Ada Lovelace GPU yet", 'version: "580"'),
-        (
-            [V100, B200],
-            "580.159.04",
-            "auto",
-            "this driver serves Volta GPUs and Blackwell GPUs, but not in one host",
-            "vfio-pci",
-        ),
+        ([V100, B200], "580.159.04", "auto", "serves Volta GPUs and Blackwell GPUs, but not in one host", "vfio-pci"),
         ([V100], "580.159.04", "open", "open kernel modules do not serve Volta GPUs", "type: proprietary"),
         ([B200], "580.159.04", "proprietary", "proprietary kernel modules do not serve", "type: open"),
         (["3182"], "570.211.01", "auto", "does not know this host's Blackwell Ultra GPU yet", 'version: "580"'),
@@ -94,9 +86,7 @@ def test_kernel_modules_are_those_that_the_gpus_need(
         ([A100], "620.10", "proprietary", "has no proprietary kernel modules any more", 'version: "580"'),
     ],
 )
-def test_what_cannot_work_is_said_with_its_way_out(
-    device_ids: list[str], version: str, asked: str, says: str, next_step: str
-) -> None:
+def test_refusals_name_a_way_out(device_ids: list[str], version: str, asked: str, says: str, next_step: str) -> None:
     found = problems(device_ids, version, asked)
     assert says in found[0].what
     assert next_step in found[0].next_step

@@ -68,6 +68,12 @@ def spec(*kinds: str, **values: Any) -> HostSpec:
     return parse_spec({"driver": "preinstalled", "gpudirect": list(kinds), **values})
 
 
+def put_program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
 def test_packages_are_installed_after_the_driver_in_their_order(host: Rdma) -> None:
     source = source_of(gather(host), spec(*ALL))
     assert gpudirect.packages(source) == ("gdrdrv-dkms", "libgdrapi", "nvidia-fs-dkms")
@@ -85,9 +91,7 @@ def test_packages_are_installed_after_the_driver_in_their_order(host: Rdma) -> N
 
 
 @pytest.mark.parametrize(("kinds", "builds"), [([], False), (["rdma"], False), (["gdrcopy"], True), (ALL, True)])
-def test_what_dkms_needs_is_installed_beside_a_driver_that_is_not_built(
-    host: Rdma, kinds: list[str], builds: bool
-) -> None:
+def test_what_dkms_needs_is_installed_beside_any_driver(host: Rdma, kinds: list[str], builds: bool) -> None:
     source = source_of(gather(host), spec(*kinds))
     assert ({f"linux-headers-{RELEASE}", "gcc", "dkms"} <= {*software.wanted(source)}) is builds
 
@@ -107,14 +111,10 @@ _PROGRAMS = {
     ({"gdrdrv": 1000, "nvidia-fs": 1000}, []),
     ({"gdrdrv": 999, "nvidia-fs": 1500}, ["gdrdrv"]),
 ])  # fmt: skip
-def test_a_module_that_is_missing_or_older_than_the_driver_is_built(
-    host: Rdma, tmp_path: Path, built: dict[str, float], builds: list[str]
-) -> None:
-    folder, root = tmp_path / "bin", tmp_path / "modules"
-    folder.mkdir()
+def test_old_modules_are_built_again(host: Rdma, tmp_path: Path, built: dict[str, float], builds: list[str]) -> None:
+    root = tmp_path / "modules"
     for name, text in _PROGRAMS.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
+        put_program(tmp_path / "bin", name, text)
     for name in ("gdrdrv-2.6", "nvidia-fs-2.29.4"):
         (root / "src" / name).mkdir(parents=True)
     for name, time in {"nvidia": 1000.0, **built}.items():
@@ -123,7 +123,7 @@ def test_a_module_that_is_missing_or_older_than_the_driver_is_built(
     unit = unit_of(gather(host), GPUDIRECT, spec(*ALL)).replace("\\\n", "")
     commands = [one.replace("$$", "$") for one in re.findall(r"^ExecStart=/bin/sh -c '(.*?)'$", unit, re.MULTILINE)]
     command = commands[0].replace("/usr/src", str(root / "src"))
-    env = {"PATH": f"{folder}:/usr/bin:/bin", "ROOT": str(root), "FAILS": ""}
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "ROOT": str(root), "FAILS": ""}
     subprocess.run(["/bin/sh", "-c", command], check=True, env=env)
     asked = (root / "asked").read_text().splitlines() if builds else []
     version = {"gdrdrv": "2.6", "nvidia-fs": "2.29.4"}
@@ -141,9 +141,8 @@ def test_a_module_that_is_missing_or_older_than_the_driver_is_built(
 
 def test_what_prevents_it_is_told_before_anything_is_changed(host: Rdma, tmp_path: Path) -> None:
     def told(facts: HostFacts, *kinds: str) -> list[str]:
-        return [
-            str(one) for one in refusals(source_of(facts, spec(*kinds))) if one.what != "no NVIDIA driver is installed"
-        ]
+        found = refusals(source_of(facts, spec(*kinds)))
+        return [str(one) for one in found if one.what != "no NVIDIA driver is installed"]
 
     facts = gather(host)
     assert told(facts, *ALL) == told(facts) == []
@@ -213,12 +212,10 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
     host.path("/dev/tdx_guest").write_text("")
     unit = unit_of(gather(host), CONFIDENTIAL, spec())
     (command,) = re.findall(r"^ExecStart=/bin/sh -c '(.*)'$", unit, re.MULTILINE)
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" = -q ] && cat <<X\n{state}X\nexit 0\n')
-    program.chmod(0o755)
-    subprocess.run(["/bin/sh", "-c", command], check=True, env={"PATH": f"{folder}:/usr/bin:/bin"})
+    put_program(
+        tmp_path / "bin", "nvidia-smi", f'echo "$@" >> {tmp_path}/asked\n[ "$2" = -q ] && cat <<X\n{state}X\nexit 0'
+    )
+    subprocess.run(["/bin/sh", "-c", command], check=True, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
     assert ("conf-compute -srs 1" in (tmp_path / "asked").read_text()) is sets
     host.answers["sh"] = Completed((), 0, state, "")
     host.path(f"{UNITS}/{CONFIDENTIAL}").parent.mkdir(parents=True, exist_ok=True)
@@ -240,9 +237,7 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
         ("Microsoft Corporation", "", "", False), ("QEMU", "sev-snp\n", "", False),
     ],
 )  # fmt: skip
-def test_azures_confidential_guests_are_known_by_hyper_v(
-    host: Rdma, vendor: str, detected: str, log: str, found: bool
-) -> None:
+def test_azures_guests_are_known_by_hyper_v(host: Rdma, vendor: str, detected: str, log: str, found: bool) -> None:
     host.path("/sys/class/dmi/id").mkdir(parents=True, exist_ok=True)
     host.path("/sys/class/dmi/id/sys_vendor").write_text(f"{vendor}\n")
     for program, answer in (("systemd-detect-virt", detected), ("journalctl", log)):
@@ -250,12 +245,9 @@ def test_azures_confidential_guests_are_known_by_hyper_v(
     assert boot.gather_boot(host).confidential is found
 
 
-def test_verify_is_content_where_the_driver_knows_no_confidential_computing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_passes_a_driver_without_confidential_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guest with encrypted memory and a GPU or a driver without the mode: the unit has nothing to do there either."""
-    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "ERROR: Option $1 is not recognized."; exit 2\n')
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    put_program(tmp_path, "nvidia-smi", 'echo "ERROR: Option $1 is not recognized."; exit 2')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "root/etc/systemd/system").mkdir(parents=True)
     (tmp_path / "root/etc/systemd/system" / CONFIDENTIAL).write_text("")
@@ -286,9 +278,7 @@ def test_the_unit_of_gpudirect_makes_the_node_that_the_module_leaves_to_others(h
     ("storage", "/dev/nvidia-fs0\n/sys/module/nvidia_fs\n", 0, "nvidia_fs"),
     ("storage", "", 2, None),
 ])  # fmt: skip
-def test_verify_proves_module_device_and_program(
-    host: Rdma, kind: str, output: str, code: int, result: str | None
-) -> None:
+def test_verify_proves_module_and_program(host: Rdma, kind: str, output: str, code: int, result: str | None) -> None:
     checks = dict(features.checks(host, spec(kind)))
     assert list(checks) == [f"GPUDirect {kind}"]
     host.answers["sh"] = Completed(("sh",), code, output, "")
@@ -305,9 +295,8 @@ def test_the_commands_of_verify_are_sound(kind: str) -> None:
     ((_, check),) = features.checks(System(), spec(kind))
     with pytest.raises(Failed) as caught:
         check()
-    assert "yntax error" not in str(caught.value) and "does not work" in str(caught.value).replace(
-        "is not loaded", "does not work"
-    )
+    said = str(caught.value)
+    assert "yntax error" not in said and ("does not work" in said or "is not loaded" in said)
 
 
 def test_a_daemon_of_mps_that_never_starts_is_failed_in_the_end(host: Rdma) -> None:
