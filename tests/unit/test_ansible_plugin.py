@@ -18,15 +18,10 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.vars.hostvars import HostVars
 from ansible.vars.manager import VariableManager
 
-from gpuprov.agent.playbook_task import (
-    TASK_COMMANDS,
-    task_result,
-)
+from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import (
-    Finished,
-)
+from gpuprov.protocol.events import Finished
 from gpuprov.protocol.spec_fields import PREFIX
 from tools.zipapps import pack
 
@@ -63,9 +58,7 @@ def test_the_agent_is_looked_for_once_in_a_run(plugin: ModuleType, monkeypatch: 
     assert plugin._agent() == first
 
 
-def test_a_collections_plugin_takes_the_agent_that_it_carries(
-    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collection_carries_its_agent(plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     carried = tmp_path / "gpuprov-agent.pyz"
     carried.write_bytes(pack({"gpuprov/__init__.py": b""}))
     monkeypatch.setattr(plugin, "_CARRIED", carried)
@@ -79,9 +72,7 @@ def test_two_tasks_at_once_unpack_it_once(plugin: ModuleType, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["gpuprov"]
 
 
-def test_without_any_gpuprov_it_says_what_to_do(
-    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_gpuprov_says_what_to_do(plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_CLONE", tmp_path)
     monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(plugin.AnsibleError, match=f"next: make -C {tmp_path} setup"):
@@ -153,9 +144,7 @@ def test_people_see_one_line_of_a_result(
 
 
 @pytest.mark.parametrize(("reboots", "failed", "waits"), [(2, False, 2), (99, True, 3)])
-def test_a_host_that_still_asks_for_a_reboot_after_three_runs_fails_its_task(
-    plugin: ModuleType, reboots: int, failed: bool, waits: int
-) -> None:
+def test_a_fourth_reboot_fails_the_task(plugin: ModuleType, reboots: int, failed: bool, waits: int) -> None:
     asking = Finished(int(ExitCode.REBOOT_NEEDED), left_boot="boot")
     runs = [*([asking] * reboots), Finished(int(ExitCode.DONE))]
     waited: list[str] = []
@@ -221,9 +210,7 @@ def test_a_limit_reads_no_more_of_other_hosts_than_it_needs(
     ("batch", "alone", "missing"),
     [(["a1", "a2"], False, ""), (["a1", "free"], False, "a2"), (["a1", "a2"], True, "a2")],
 )
-def test_a_play_over_a_part_of_a_domain_is_refused(
-    plugin: ModuleType, batch: list[str], alone: bool, missing: str
-) -> None:
+def test_a_part_of_a_domain_is_refused(plugin: ModuleType, batch: list[str], alone: bool, missing: str) -> None:
     """A limit, another batch, a host that failed before: the play's batch lacks it."""
     plugin._agent()
     task = SimpleNamespace(_task_vars={"inventory_hostname": "a1", "ansible_play_batch": batch})

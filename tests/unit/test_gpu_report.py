@@ -34,9 +34,7 @@ def test_a_machine_without_it_says_why_each_is_skipped(tmp_path: Path) -> None:
         ("MPS", "run/gpuprov-mps/control", "sh", ("100.0\n", "\n")),
     ],
 )
-def test_a_machine_with_it_proves_it(
-    tmp_path: Path, name: str, path: str, program: str, answers: tuple[str, str]
-) -> None:
+def test_a_machine_proves_it(tmp_path: Path, name: str, path: str, program: str, answers: tuple[str, str]) -> None:
     host = Rdma(tmp_path / "root")
     host.path(f"/{path}").parent.mkdir(parents=True, exist_ok=True)
     host.path(f"/{path}").touch()

@@ -61,15 +61,8 @@ def run(python: str, program: Path, *words: object, home: Path) -> subprocess.Co
     argv = (python, str(program), *map(str, words))
     if os.geteuid() == 0:
         (home / "cache").mkdir(exist_ok=True)
-        argv = (
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            'mount --bind "$0" /var/cache && exec "$@"',
-            str(home / "cache"),
-            *argv,
-        )
+        empty = ("sh", "-c", 'mount --bind "$0" /var/cache && exec "$@"', str(home / "cache"))
+        argv = ("unshare", "--mount", *empty, *argv)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
     return subprocess.run(argv, env=environment, cwd=home, capture_output=True, text=True, timeout=120, check=False)
 
@@ -103,12 +96,8 @@ def test_the_versions_are_those_that_the_package_asks_for() -> None:
     assert set(needed) - set(versions) == {"ansible-core", "fabric"}
     assert [name for name, specifier in needed.items() if name in versions and versions[name] not in specifier] == []
     on_hosts = set(re.findall(r'"([a-z0-9-]+)[^"]*",\s+# \[host\]', text))
-    assert {one.name for one in locked() if one.in_agent} - on_hosts == {
-        "certifi",
-        "charset-normalizer",
-        "idna",
-        "packaging",
-    }
+    below = {"certifi", "charset-normalizer", "idna", "packaging"}
+    assert {one.name for one in locked() if one.in_agent} - on_hosts == below
 
 
 def test_the_controller_may_take_every_newer_release() -> None:

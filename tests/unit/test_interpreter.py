@@ -63,9 +63,7 @@ SPOILS: dict[str, tuple[Callable[[FakeHost], object], str]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_one_that_another_user_could_replace_is_not_run_and_the_distributions_is_taken(
-    host: FakeHost, spoil: str
-) -> None:
+def test_one_that_another_user_could_replace_is_not_run(host: FakeHost, spoil: str) -> None:
     path = another(host, f"/opt/py/{PYTHON}")
     assert gather_interpreter(host, path).path == path
     host.commands.clear()
