@@ -5,24 +5,24 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.agent.run import run_request
+from gpuprov.checks import accept as checks
 from gpuprov.checks.accept import accept, judge, parse_printed, plan
 from gpuprov.checks.engines import ALL, DOCKER
 from gpuprov.checks.smi import SmiGpu, SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.driver import GpuHolder
-from gpuprov.protocol.errors import GpuprovError, Stopped
-from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.errors import Stopped
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import AcceptCommand, HostSpec
+from tests.unit.ask import ask, problem_of
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Answer, Scripted
 
 _UUIDS = ("GPU-0", "GPU-1")
 _HOST = SmiReport("580", "13.0", tuple(SmiGpu(uuid, "H100", "", "", "", "") for uuid in _UUIDS))
@@ -116,57 +116,47 @@ def test_a_second_accept_is_refused_in_one_sentence(tmp_path: Path) -> None:
             path.write_text(text)
         (tmp_path / f"proc/{other.pid}/fd").mkdir()
         (tmp_path / f"proc/{other.pid}/fd/3").symlink_to(tmp_path / "run/gpuprov.lock")
-        events: list[Event] = []
-        run_request(Request("accept", {}), events.append, FakeHost(tmp_path))
+        (problem,) = ask(FakeHost(tmp_path), Request("accept", {}))[0].problems
     finally:
         other.kill()
         other.wait()
         lock.close()
-    assert isinstance(events[-1], Finished)
-    (problem,) = events[-1].problems
     assert problem.what == "another gpuprov run holds this host"
     assert "gpuprov accept, since now" in problem.evidence
 
 
 def test_an_interrupted_run_removes_its_container() -> None:
-    class Interrupted(System):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ran: list[tuple[str, ...]] = []
-
-        def run(self, argv: Sequence[str], **_: Any) -> Completed:
-            self.ran.append(tuple(argv))
+    class Interrupted(Scripted):
+        def answer(self, argv: tuple[str, ...]) -> Answer:
             if argv[1] == "run":
                 raise Stopped
-            return Completed(tuple(argv), 0)
+            return ""
 
     system = Interrupted()
     with pytest.raises(Stopped):
         DOCKER.run(system, "image", ("python3",), ALL)
-    (started, removed) = system.ran
+    (started, removed) = system.asked
     assert removed[:3] == ("docker", "rm", "--force")
     assert f"--name={removed[-1]}" in started
 
 
+def refusal(system: System) -> str:
+    """Return the evidence with which a run ends that must not start."""
+    words = (system, HostSpec(), lambda event: None, 1, lambda tests: pytest.fail("it started"))
+    return problem_of(accept, *words).evidence
+
+
 def test_nothing_starts_while_a_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     user = GpuHolder(812, "python3 train.py", "/dev/nvidia-uvm", container="abc")
-    monkeypatch.setattr(
-        "gpuprov.checks.accept.gather_holders", lambda system, *, computing: (user,) if computing else ()
-    )
-    with pytest.raises(GpuprovError) as raised:
-        accept(System(), HostSpec(), lambda event: None, 1, lambda tests: pytest.fail("it started"))
-    assert "process 812 (python3 train.py)" in raised.value.problems[0].evidence
+    monkeypatch.setattr(checks, "gather_holders", lambda system, *, computing: (user,) if computing else ())
+    assert "process 812 (python3 train.py)" in refusal(System())
 
 
 def test_nothing_starts_on_a_gpu_with_mig(monkeypatch: pytest.MonkeyPatch) -> None:
     # CUDA shows a program one instance of one GPU: each GPU would seem to be silent.
     gpu = "<uuid>GPU-0</uuid><mig_mode><current_mig>Enabled</current_mig></mig_mode>"
 
-    class Divided(System):
-        def run(self, argv: Sequence[str], **_: Any) -> Completed:
-            return Completed(tuple(argv), 0, f"<nvidia_smi_log><gpu id='0'>{gpu}</gpu></nvidia_smi_log>")
-
-    monkeypatch.setattr("gpuprov.checks.accept.gather_holders", lambda system, *, computing: ())
-    with pytest.raises(GpuprovError) as raised:
-        accept(Divided(), HostSpec(), lambda event: None, 1, lambda tests: pytest.fail("it started"))
-    assert "GPU-0: MIG is enabled" in raised.value.problems[0].evidence
+    divided = Scripted()
+    divided.answer = lambda argv: f"<nvidia_smi_log><gpu id='0'>{gpu}</gpu></nvidia_smi_log>"  # type: ignore[method-assign]
+    monkeypatch.setattr(checks, "gather_holders", lambda system, *, computing: ())
+    assert "GPU-0: MIG is enabled" in refusal(divided)

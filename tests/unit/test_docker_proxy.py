@@ -39,14 +39,21 @@ PID = 4711
 class ProxyHost(FakeHost):
     """A host with a driver, whose docker reads its drop-in when it starts."""
 
+    pid: str | None = str(PID)
+    containers = "0"
+
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         simgpu.install_tree(root)
 
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if "--property=MainPID" in words:
-            return 0, f"{PID}\n"
+        if words == ("show", "docker.service", "--property=MainPID", "--value"):
+            return (1, "no systemd") if self.pid is None else (0, f"{self.pid}\n")
         return super()._systemctl(words)
+
+    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
+        counted = "ContainersRunning" in words[-1] and self.docker_active
+        return (0, f"{self.containers} false\n") if counted else super()._docker(words)
 
     def _load_docker(self) -> None:
         super()._load_docker()
@@ -186,13 +193,8 @@ def test_the_old_password_is_kept_for_root_alone_until_it_is_back(tmp_path: Path
     ("active", "containers", "restarts"), [(True, "0", 1), (True, "2", 0), (False, "0", 0)], ids=str
 )
 def test_an_undo_restarts_docker_if_nothing_stops(tmp_path: Path, active: bool, containers: str, restarts: int) -> None:
-    class Busy(ProxyHost):
-        def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
-            counted = "ContainersRunning" in words[-1] and self.docker_active
-            return (0, f"{containers} false\n") if counted else super()._docker(words)
-
-    host = Busy(tmp_path)
-    host.docker_active = active
+    host = ProxyHost(tmp_path)
+    host.docker_active, host.containers = active, containers
     before = FIRST.capture(host)
     FIRST.apply(host, tell)
     assert (host.docker_starts, host.docker_active) == (0, active)
@@ -229,12 +231,8 @@ def test_a_docker_that_does_not_start_with_its_proxy_is_an_error(tmp_path: Path)
 def test_whether_the_running_docker_has_exactly_this_proxy(
     tmp_path: Path, url: str, drop_in: bool, pid: str | None, environment: str | None, in_use: bool | None
 ) -> None:
-    class Shown(FakeHost):
-        def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
-            assert words == ("show", "docker.service", "--property=MainPID", "--value")
-            return (1, "no systemd") if pid is None else (0, f"{pid}\n")
-
-    host = Shown(tmp_path)
+    host = ProxyHost(tmp_path)
+    host.pid = pid
     files = {DROP_IN: "" if drop_in else None, "/proc/4711/environ": environment}
     for path, text in files.items():
         if text is not None:

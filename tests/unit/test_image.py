@@ -61,9 +61,8 @@ def test_each_generation_that_can_be_said_has_a_device_id_of_its_own() -> None:
 
 def test_generation_that_a_sites_table_lacks_is_named() -> None:
     table = tables.packaged(tables.MODELS)
-    tables.use(
-        {tables.MODELS: {**table, "generations": [one for one in table["generations"] if one["name"] != "Volta"]}}
-    )
+    others = [one for one in table["generations"] if one["name"] != "Volta"]
+    tables.use({tables.MODELS: {**table, "generations": others}})
     try:
         with pytest.raises(GpuprovError, match="volta"):
             generations.ids_of(("maxwell", "volta"))
@@ -81,21 +80,15 @@ def test_wrong_generations_are_named() -> None:
         parse_spec({"image_gpus": ["voodoo"]})
 
 
-def test_what_is_not_said_and_decides_something_is_an_error(facts: HostFacts) -> None:
+def test_an_image_that_could_not_work_is_refused(facts: HostFacts) -> None:
     assert "which kernel modules the image needs is not said" in what(facts, spec(image_gpus=[]))
     assert "which kernel modules" not in what(facts, spec(image_gpus=[], kernel_module_type="open"))
     assert "whether the image will meet NVSwitches" in what(facts, spec(image_nvswitch=None))
     assert "NVSwitches" not in what(facts, spec(image_nvswitch=None, image_gpus=["turing"]))
     assert "can't be divided by MIG" in what(facts, spec(mig_layout=["disabled"]))
-
-
-def test_an_image_without_a_kernel_is_refused_unless_it_comes_from_elsewhere(facts: HostFacts) -> None:
     empty = replace(facts, image=ImageFacts(offline=True), kernel=kernel_to_come(""))
     assert "there is no kernel in this image" in what(empty, spec())
-    assert "there is no kernel" not in what(empty, spec(kernel_modules="none"))
-
-
-def test_a_driver_that_does_not_serve_the_gpus_to_come_is_refused(facts: HostFacts) -> None:
+    assert "there is no kernel" not in what(empty, spec(kernel_modules="none")), "it comes from elsewhere"
     pascal = replace(facts, image=replace(facts.image or ImageFacts(), device_ids=generations.ids_of(("pascal",))))
     assert "no longer serves this host's Pascal GPU" in what(pascal, spec(driver_version="590.48.01"))
 
@@ -128,15 +121,12 @@ def test_options_that_an_installer_does_not_know_are_left_out(version: str, skip
 
 def test_only_kernels_without_a_module_are_built_again(facts: HostFacts) -> None:
     kernels = (InstalledKernel(_OLD, headers=True, module=False), InstalledKernel(_NEW, headers=True, module=True))
-    done = replace(
-        facts, image=ImageFacts(kernels), driver=replace(facts.driver, library_version="550.163.01"), driver_damage=""
-    )
+    driver = replace(facts.driver, library_version="550.163.01")
+    done = replace(facts, image=ImageFacts(kernels), driver=driver, driver_damage="")
     assert kernel.plan_image(source_of(done, spec())) == (kernel.BuildModules((_OLD,)),)
     whole = replace(done, image=ImageFacts(kernels[1:]))
-    assert kernel.plan_image(source_of(whole, spec())) == kernel.plan_image(
-        source_of(done, spec(kernel_modules="none"))
-    )
-    assert kernel.plan_image(source_of(replace(done, image=None), spec())) == ()
+    for there, wanted in ((whole, spec()), (done, spec(kernel_modules="none")), (replace(done, image=None), spec())):
+        assert kernel.plan_image(source_of(there, wanted)) == ()
     # A driver that comes has modules for none.
     for version in ("", "535.261.03"):
         before = replace(done, driver=replace(facts.driver, library_version=version))
@@ -232,9 +222,8 @@ def test_the_mark_of_an_image_is_written_once(facts: HostFacts) -> None:
 
 def test_no_example_of_an_image_sets_a_password() -> None:
     examples = [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
-    assert examples and not [
-        path for path in examples if re.search(r"passw(?!ord is set)|pwauth: true", path.read_text())
-    ]
+    password = re.compile(r"passw(?!ord is set)|pwauth: true")
+    assert examples and not [path for path in examples if password.search(path.read_text())]
 
 
 @pytest.mark.parametrize("remove", [True, False])

@@ -20,10 +20,10 @@ from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, gather_left
 from gpuprov.facts.leftovers import NVIDIA_DOCKER as PATH
 from gpuprov.packages.interface import PackageFacts, PackageManager
 from gpuprov.plan.context import PlanContext
-from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from tests import simgpu
+from tests.unit.ask import problem_of
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -36,9 +36,8 @@ CONFIG = {
     "gone": "/opt/nvidia-container-runtime.gone", "kata": "/usr/bin/kata",
 }  # fmt: skip
 RUNTIMES = {**{name: {"path": path} for name, path in CONFIG.items()}, "odd": None, "none": {}}
-DOCKER = DockerFacts(
-    installed=True, active=True, running_containers=("job",), config_text=json.dumps({"runtimes": RUNTIMES})
-)
+_DAEMON_JSON = json.dumps({"runtimes": RUNTIMES})
+DOCKER = DockerFacts(installed=True, active=True, running_containers=("job",), config_text=_DAEMON_JSON)
 # As docker 20.10 takes them; anything else is an error of usage.
 _PS = ("docker", "ps", "--all", "--quiet", "--no-trunc")
 _INSPECT = ("docker", "inspect", "--format", "{{.Name}} {{.State.Status}} {{.HostConfig.Runtime}} {{json .Mounts}}")
@@ -141,12 +140,9 @@ def test_without_packages_of_it_nobody_is_asked_who_uses_them(host: OldHost) -> 
 
 
 def test_a_host_without_a_trace_is_asked_nothing(tmp_path: Path) -> None:
-    class Untouched(FakeHost):
-        def run(self, argv: Sequence[str], **more: Any) -> Completed:
-            raise AssertionError(argv)
-
-    manager = cast(PackageManager, None)
-    assert gather_leftovers(Untouched(tmp_path), PackageFacts("apt", {}), DockerFacts(), manager) == Leftovers()
+    host = FakeHost(tmp_path)
+    assert gather_leftovers(host, PackageFacts("apt", {}), DockerFacts(), cast(PackageManager, None)) == Leftovers()
+    assert host.commands == []
 
 
 def test_a_link_in_the_folders_place_is_not_the_plugins(tmp_path: Path) -> None:
@@ -189,9 +185,8 @@ def test_docker_is_asked_only_where_there_is_a_trace(host: OldHost) -> None:
 def test_a_docker_that_does_not_tell_is_an_error_where_it_must(host: OldHost, silent: tuple[str, ...]) -> None:
     host.answers[silent] = (1, "1\n2\n3\n4\nCannot connect")
     found = gathered(host)
-    with pytest.raises(GpuprovError, match="docker does not tell") as caught:
-        with_docker(host, found, DOCKER, PACKAGES, always=True)
-    (problem,) = caught.value.problems
+    problem = problem_of(with_docker, host, found, DOCKER, PACKAGES, always=True)
+    assert "docker does not tell" in problem.what
     assert problem.evidence.endswith("Cannot connect") and problem.next_step
     assert with_docker(host, found, DOCKER, PACKAGES) == found
 
