@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.facts.host import HostFacts, gather
 from tests import world
 from tests.read_once import read_once
+from tests.unit.fake_host import FakeHost
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +22,12 @@ def known() -> Iterator[None]:
     """Compile the hook once in a session: hundreds of tests deploy the same texts."""
     with read_once():
         yield
+
+
+@pytest.fixture(scope="session")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    """Return what is known of a system container of Debian 12 with GPUs, docker, and nothing of gpuprov's."""
+    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
 
 
 @pytest.fixture(autouse=True)

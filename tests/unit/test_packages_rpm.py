@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.changes import tell_nobody
 from gpuprov.core.commands import Completed
-from gpuprov.core.system import System
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import Installation, PackageFacts
 from gpuprov.packages.keys import armored, dearmored, fingerprints, parse_keys
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager, added, parse_rpm, rpm_lock_holder
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
+from tests.unit.refused import refused
 from tests.unit.scripted import Recorded
 from tests.unit.test_packages import WithLocks, held_by_another
 
@@ -34,7 +35,7 @@ def facts(manager: str = "dnf") -> PackageFacts:
     return PackageFacts(manager, installed, provided=provided)
 
 
-def test_versions_of_one_package_stand_beside_each_other_and_keys_are_no_packages() -> None:
+def test_versions_stand_side_by_side_and_keys_are_no_packages() -> None:
     installed, provided = parse_rpm(RPM)
     assert installed["kernel-devel"].split() == ["5.14.0-427.13.1.el9_4.x86_64", "5.14.0-503.11.1.el9_5.x86_64"]
     assert set(installed) == {"kernel-devel", "vim-enhanced", "bash", "kernel-default-devel"}
@@ -125,30 +126,6 @@ def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: RpmMana
     assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
 
 
-def test_a_unit_that_a_package_brings_is_enabled_after_it_is_there(tmp_path: Path) -> None:
-    host = RecordedRpm(tmp_path)
-    change = InstallRpmPackages(DNF, ("docker",), ("docker.service",))
-    assert change.summary() == "install docker; enable docker.service"
-    change.apply(host, lambda *_: None)
-    assert host.asked[-1] == ("systemctl", "enable", "docker.service") and host.asked[-2][0] == "dnf"
-
-
-def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
-    host = RecordedRpm(tmp_path)
-    host.installs = ("gcc-11-1.x86_64", "cpp-11-1.x86_64")
-    change = InstallRpmPackages(DNF, ("gcc",))
-    before = change.capture(host)
-    outcome = change.apply(host, lambda *_: None)
-    assert outcome["added"] == ["cpp-11-1.x86_64", "gcc-11-1.x86_64"]
-    host.packages.append("vim-8-1.x86_64")
-    change.undo(host, before, outcome)
-    assert host.asked[-1] == ("rpm", "-e", "cpp-11-1.x86_64", "gcc-11-1.x86_64")
-    host.asked.clear()
-    host.packages = ["bash-5.1.8-9.el9.x86_64"]
-    change.undo(host, before, outcome)
-    assert host.asked == []
-
-
 @pytest.mark.parametrize("code", [102, 103])
 def test_zypper_has_exit_codes_that_are_no_failures(tmp_path: Path, code: int) -> None:
     host = RecordedRpm(tmp_path, (code, "", ""))
@@ -158,6 +135,7 @@ def test_zypper_has_exit_codes_that_are_no_failures(tmp_path: Path, code: int) -
         InstallRpmPackages(DNF, ("gcc",)).apply(host, lambda *_: None)
 
 
+UNTRUSTED = "not signed with a key that this host trusts"
 # Recorded from dnf 4.14, dnf 5.4 and zypper 1.14.
 FAILURES = [
     ("System management is locked by the application with pid 4711 (zypper).", "holds the package manager's lock"),
@@ -166,19 +144,16 @@ FAILURES = [
     ("'x=9' not found in package names. Trying capabilities.\nNo provider of 'x=9' found.",
      "no repository has such a package"),
     ("Warning: File 'repomd.xml' from repository 'site' is signed with an unknown key '374C81318826EB35'.\n"
-     "History:\n - Signature verification failed for repomd.xml", "not signed with a key that this host trusts"),
-    ("Package unsigned-one-1-1.noarch.rpm is not signed\nError: GPG check FAILED",
-     "not signed with a key that this host trusts"),
+     "History:\n - Signature verification failed for repomd.xml", UNTRUSTED),
+    ("Package unsigned-one-1-1.noarch.rpm is not signed\nError: GPG check FAILED", UNTRUSTED),
     ("Error: Failed to download metadata for repo 'gpuprov-site': repomd.xml GPG signature verification error: "
      "Bad GPG signature", "a repository's signature is wrong"),
     ('Transaction failed: Signature verification failed.\nOpenPGP check for package "site-gpu-tools-1.0-1.noarch" '
      '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: Import of the key didn\'t help, wrong key?',
-     "not signed with a key that this host trusts"),
+     UNTRUSTED),
     ('Transaction failed: Signature verification failed.\nOpenPGP check for package "unsigned-1.0-1.noarch" '
-     '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: The package is not signed.',
-     "not signed with a key that this host trusts"),
-    ("repomd.xml GPG signature verification error: Signing key not found",
-     "not signed with a key that this host trusts"),
+     '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: The package is not signed.', UNTRUSTED),
+    ("repomd.xml GPG signature verification error: Signing key not found", UNTRUSTED),
     ("repomd.xml GPG signature verification error: Bad PGP signature", "a repository's signature is wrong"),
     ("Error: /usr is configured to be read-only. You may be running an image-based or immutable operating system.",
      "this host's system files can't be written"),
@@ -209,9 +184,7 @@ FAILURES = [
 @pytest.mark.parametrize(("said", "meaning"), FAILURES)
 def test_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str) -> None:
     host = RecordedRpm(tmp_path, (1, "Reading installed packages...", said))
-    with pytest.raises(GpuprovError) as caught:
-        InstallRpmPackages(DNF, ("gcc", "make")).apply(host, lambda *_: None)
-    (problem,) = caught.value.problems
+    problem = refused(InstallRpmPackages(DNF, ("gcc", "make")).apply, host, tell_nobody)
     assert problem.what.startswith("gcc, make could not be installed: ") and meaning in problem.what
     assert problem.evidence.startswith("dnf exited 1: ") and "\n" not in problem.evidence
     assert problem.next_step
@@ -219,9 +192,7 @@ def test_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str
 
 def test_a_failure_that_nobody_knows_shows_all_of_it(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path, (1, "", "Error: something new\nand more"))
-    with pytest.raises(GpuprovError) as caught:
-        RefreshRpmIndex(DNF).apply(host, lambda *_: None)
-    (problem,) = caught.value.problems
+    problem = refused(RefreshRpmIndex(DNF).apply, host, tell_nobody)
     assert problem.what == "the package index could not be refreshed"
     assert "Error: something new\nand more" in problem.evidence and "makecache" in problem.evidence
 
@@ -243,12 +214,7 @@ def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
 def test_a_database_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.rpm_answers = 1
-    with pytest.raises(GpuprovError, match="rpm's database can't be read"):
-        DNF.gather(host)
-
-
-def test_a_machine_without_its_package_manager_has_none(tmp_path: Path) -> None:
-    assert DNF.gather(System(str(tmp_path))) == PackageFacts("", {})
+    assert "rpm's database can't be read" in refused(DNF.gather, host).what
 
 
 KEY = dearmored(
@@ -266,7 +232,7 @@ def test_a_key_survives_its_armor() -> None:
     assert text.startswith(b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n\n") and b"\n=" in text
 
 
-def test_trusted_keys_are_known_by_the_whole_fingerprint_whatever_rpm_calls_them() -> None:
+def test_trusted_keys_are_known_by_the_whole_fingerprint() -> None:
     (fingerprint,) = fingerprints(KEY)
     block = armored(KEY).decode().replace("BLOCK-----\n\n", "BLOCK-----\nVersion: rpm-4.18.0\n\n", 1)
     broken = "gpg-pubkey-aaaaaaaa-1\n-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nAAAA\n-----END PGP PUBLIC KEY BLOCK-----\n"
@@ -291,14 +257,13 @@ def test_the_wait_for_the_lock_is_told_and_has_an_end(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(text)
     told: list[str] = []
-    with pytest.raises(GpuprovError, match="another program holds the package manager's lock") as caught:
-        RefreshRpmIndex(ZYPPER).apply(host, lambda message, *_: told.append(message))
-    assert "YaST2 (pid 77); waited 300 s for its end" in str(caught.value)
+    problem = refused(RefreshRpmIndex(ZYPPER).apply, host, lambda message, *_: told.append(message))
+    assert problem.what == "another program holds the package manager's lock"
+    assert "YaST2 (pid 77); waited 300 s for its end" in problem.evidence
     assert told == ["waiting up to 300 s for YaST2 (pid 77), which holds the package manager's lock"]
     assert host.asked == [] and 300 <= host.slept < 305
     host.lock_timeout = 7
-    with pytest.raises(GpuprovError, match="waited 7 s"):
-        InstallRpmPackages(ZYPPER, ("gcc",)).apply(host, lambda *_: None)
+    assert "waited 7 s" in refused(InstallRpmPackages(ZYPPER, ("gcc",)).apply, host, tell_nobody).evidence
     assert host.asked == [] and 307 <= host.slept < 313
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov import repos
-from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
+from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import docker_repository, find_distribution
@@ -22,7 +22,6 @@ from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, SiteRepository, parse_spec
 from gpuprov.repos import RpmRepository, rpm_repositories
 from tests.unit.fake_host import FakeHost
@@ -31,16 +30,12 @@ from tests.unit.test_packages_rpm import KEY
 (FINGERPRINT,) = fingerprints(KEY)
 KEY_PATH = "/etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-site"
 URI = "https://rpm.example.org/gpu"
+DRIVER = parse_spec({"driver_version": "550.163.01"})
 SITE = HostSpec(repositories=(SiteRepository("site", URI, f"{URI}/key.asc", FINGERPRINT),))
 SYSTEMS = {
     "dnf": OperatingSystem("rocky", "9.5", "", ("rhel", "centos", "fedora"), "Rocky Linux 9.5"),
     "zypper": OperatingSystem("opensuse-leap", "15.6", "", ("suse", "opensuse"), "openSUSE Leap 15.6"),
 }
-
-
-@pytest.fixture(scope="module")
-def debian(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
-    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
 
 
 @pytest.fixture(params=SYSTEMS)
@@ -59,14 +54,6 @@ def rpm(facts: HostFacts) -> RpmManager:
     return facts.package_manager
 
 
-def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return repos.plan(facts, spec)
-
-
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    return tuple(repos.problems(facts, spec))
-
-
 def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:
     """The same host as `spec` wants it."""
     (one,) = rpm_repositories(rpm(facts), spec, facts.architecture)
@@ -76,27 +63,20 @@ def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:
 
 def test_a_repository_is_checked_twice_and_never_passed_over() -> None:
     one = RpmRepository("site", URI, f"{URI}/key.asc", FINGERPRINT, DNF)
-    assert str(one) == (
-        "[gpuprov-site]\n"
-        "name=site (gpuprov)\n"
-        f"baseurl={URI}\n"
-        "enabled=1\n"
-        "repo_gpgcheck=1\n"
-        "gpgcheck=1\n"
-        f"gpgkey=file://{KEY_PATH}\n"
-        "skip_if_unavailable=0\n"
-    )
+    lines = ["[gpuprov-site]", "name=site (gpuprov)", f"baseurl={URI}", "enabled=1", "repo_gpgcheck=1", "gpgcheck=1"]
+    lines += [f"gpgkey=file://{KEY_PATH}", "skip_if_unavailable=0"]
+    assert str(one) == "".join(f"{line}\n" for line in lines)
     assert one.file_path == "/etc/yum.repos.d/gpuprov-site.repo"
     zypper = str(replace(one, manager=ZYPPER))
     assert {"gpgcheck=1", "repo_gpgcheck=1", "pkg_gpgcheck=1", "autorefresh=1"} <= set(zypper.splitlines())
 
 
 def test_a_bare_host_gets_key_and_file_and_a_settled_one_nothing(facts: HostFacts) -> None:
-    key, file = plan_repositories(facts, SITE)
+    key, file = repos.plan(facts, SITE)
     assert key == InstallRpmKey(KEY_PATH, f"{URI}/key.asc", FINGERPRINT)
     assert FINGERPRINT in key.summary()
     assert isinstance(file, WriteFile) and file.path == f"{rpm(facts).repository_directory}/gpuprov-site.repo"
-    assert plan_repositories(settled(facts), SITE) == ()
+    assert repos.plan(settled(facts), SITE) == ()
 
 
 @pytest.mark.parametrize("wrong", ["other", "binary", "mode", "nonsense", "two", "untrusted"])
@@ -107,11 +87,10 @@ def test_a_key_that_is_not_wholly_right_is_installed_again(facts: HostFacts, wro
         "mode": fact(armored(KEY), 0o600), "nonsense": fact("no key"), "two": fact(armored(KEY) + armored(KEY)),
         "untrusted": fact(armored(KEY)),
     }  # fmt: skip
-    trusted = frozenset[str]() if wrong == "untrusted" else frozenset({FINGERPRINT})
-    host = replace(
-        good, files={**good.files, KEY_PATH: bad[wrong]}, packages=replace(good.packages, trusted_keys=trusted)
-    )
-    assert [type(change) for change in plan_repositories(host, SITE)] == [InstallRpmKey]
+    trusted = frozenset() if wrong == "untrusted" else good.packages.trusted_keys
+    packages = replace(good.packages, trusted_keys=trusted)
+    host = replace(good, files={**good.files, KEY_PATH: bad[wrong]}, packages=packages)
+    assert [type(change) for change in repos.plan(host, SITE)] == [InstallRpmKey]
 
 
 def test_what_is_no_longer_asked_for_goes_and_what_others_have_stays(facts: HostFacts) -> None:
@@ -121,7 +100,7 @@ def test_what_is_no_longer_asked_for_goes_and_what_others_have_stays(facts: Host
         f"{place}/epel.repo": fact("[epel]\nbaseurl=https://epel.example.org/$basearch\n"),
         "/etc/pki/rpm-gpg/RPM-GPG-KEY-Rocky-9": fact("theirs"),
     }
-    changes = plan_repositories(replace(good, files={**good.files, **others}), HostSpec())
+    changes = repos.plan(replace(good, files={**good.files, **others}), HostSpec())
     assert {change.path for change in changes if isinstance(change, RemoveFile)} == set(good.files)
     assert len(changes) == 2
 
@@ -143,10 +122,8 @@ def test_second_definitions(facts: HostFacts, name: str) -> None:
     text, removed = DOUBLES[name]
     path = f"{rpm(facts).repository_directory}/old.repo"
     good = settled(facts)
-    changes = plan_repositories(replace(good, files={**good.files, path: fact(text)}), SITE)
-    assert [change.summary() for change in changes] == (
-        [f"remove {path} (a second definition of {URI})"] if removed else []
-    )
+    changes = repos.plan(replace(good, files={**good.files, path: fact(text)}), SITE)
+    assert [change.summary() for change in changes] == [f"remove {path} (a second definition of {URI})"] * removed
 
 
 def test_a_variable_for_the_architecture_hides_nothing(facts: HostFacts) -> None:
@@ -157,10 +134,10 @@ def test_a_variable_for_the_architecture_hides_nothing(facts: HostFacts) -> None
         f"gpgcheck=0\nenabled={enabled}\n"
         for name, folder, enabled in (("", "stable", 1), ("-experimental", "experimental", 0))
     )
-    changes = plan_repositories(replace(facts, files={path: fact(stable + experimental)}), spec)
+    changes = repos.plan(replace(facts, files={path: fact(stable + experimental)}), spec)
     assert [change.path for change in changes if isinstance(change, RemoveFile)] == [path]
     mixed = fact(f"{stable}[other]\nbaseurl=https://other.example.org\n")
-    (problem,) = problems(replace(facts, files={path: mixed}), spec)
+    (problem,) = repos.problems(replace(facts, files={path: mixed}), spec)
     assert "section [nvidia-container-toolkit]" in problem.evidence
 
 
@@ -193,8 +170,7 @@ def test_no_repository_is_without_any_signature(facts: HostFacts) -> None:
 
 
 def test_a_plan_for_rpm_has_nothing_of_apts(facts: HostFacts) -> None:
-    spec = replace(parse_spec({"driver_version": "550.163.01", "packages": ["gcc"]}), repositories=SITE.repositories)
-    plan = make_plan(facts, spec)
+    plan = make_plan(facts, replace(DRIVER, packages=("gcc",), repositories=SITE.repositories))
     assert plan.problems == ()
     changes = [item.change for item in plan.changes]
     assert any(isinstance(change, RefreshRpmIndex) for change in changes)
@@ -204,77 +180,60 @@ def test_a_plan_for_rpm_has_nothing_of_apts(facts: HostFacts) -> None:
 
 
 def test_a_bare_machine_gets_the_headers_of_its_very_kernel(facts: HostFacts) -> None:
-    releases = {"dnf": "5.14.0-427.el9.x86_64", "zypper": "6.4.0-150600.23-default"}
-    expected = {
-        "dnf": "kernel-devel=5.14.0-427.el9.x86_64",
-        "zypper": "kernel-default-devel=6.4.0-150600.23",
-    }
-    manager = facts.packages.manager
-    kernel = replace(facts.kernel, container="", takes_modules=True, release=releases[manager])
-    plan = make_plan(replace(facts, kernel=kernel), parse_spec({"driver_version": "550.163.01"}))
+    release, headers = {
+        "dnf": ("5.14.0-427.el9.x86_64", "kernel-devel=5.14.0-427.el9.x86_64"),
+        "zypper": ("6.4.0-150600.23-default", "kernel-default-devel=6.4.0-150600.23"),
+    }[facts.packages.manager]
+    kernel = replace(facts.kernel, container="", takes_modules=True, release=release)
+    plan = make_plan(replace(facts, kernel=kernel), DRIVER)
     (install,) = (item.change for item in plan.changes if isinstance(item.change, InstallRpmPackages))
-    assert expected[manager] in install.names and {"gcc", "make"} <= set(install.names)
+    assert {headers, "gcc", "make"} <= set(install.names)
 
 
 def test_where_the_next_kernel_would_be_without_a_driver_the_plan_says_so(facts: HostFacts) -> None:
     metal = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
-    wanted = parse_spec({"driver_version": "550.163.01"})
-    notes = " ".join(make_plan(metal, wanted).notes)
-    assert notes == ""
-    without = make_plan(metal, replace(wanted, epel=False))
+    assert make_plan(metal, DRIVER).notes == ()
+    without = make_plan(metal, replace(DRIVER, epel=False))
     assert ("EPEL has" in " ".join(without.notes)) is (facts.packages.manager != "zypper")
     assert "gpuprov-epel" not in str(without.changes)
     with_dkms = replace(metal, packages=replace(metal.packages, installed={"dkms": "3.0-1.noarch"}))
-    assert make_plan(with_dkms, wanted).notes == ()
-    assert make_plan(metal, replace(wanted, packages=("dkms",))).notes == ()
+    assert make_plan(with_dkms, DRIVER).notes == ()
+    assert make_plan(metal, replace(DRIVER, packages=("dkms",))).notes == ()
 
 
 def test_where_docker_comes_from(facts: HostFacts) -> None:
     bare = replace(facts, docker=DockerFacts())
-    own = make_plan(bare, parse_spec({"driver_version": "550.163.01"}))
-    dockers = make_plan(bare, parse_spec({"driver_version": "550.163.01", "docker": "docker-ce"}))
+    own, dockers = make_plan(bare, DRIVER), make_plan(bare, replace(DRIVER, docker="docker-ce"))
     if facts.packages.manager == "dnf":
         assert "Rocky Linux 9 has no docker of its own" in str(own.problems[0])
         said = "\n".join(item.change.summary() for item in dockers.changes)
-        assert (
-            "install docker-ce, docker-ce-cli, containerd.io, docker-buildx-plugin, docker-compose-plugin; "
-            "enable docker.service"
-            in said
-            and "gpuprov-docker-ce.repo" in said
-        )
+        names = "docker-ce, docker-ce-cli, containerd.io, docker-buildx-plugin, docker-compose-plugin"
+        assert f"install {names}; enable docker.service" in said and "gpuprov-docker-ce.repo" in said
     else:
         assert "install docker" in "\n".join(item.change.summary() for item in own.changes)
         assert "Docker has no repository for" in str(dockers.problems[0])
 
 
 def test_docker_from_its_own_repository_on_debian(debian: HostFacts) -> None:
-    spec = parse_spec({"driver_version": "550.163.01", "docker": "docker-ce"})
-    plan = make_plan(replace(debian, docker=DockerFacts(), packages=PackageFacts("apt", {})), spec)
-    (source,) = (
-        item.change.content.decode()
-        for item in plan.changes
-        if isinstance(item.change, WriteFile) and "docker-ce" in item.change.path
-    )
-    assert "URIs: https://download.docker.com/linux/debian\nSuites: bookworm\nComponents: stable\n" in source
+    bare = replace(debian, docker=DockerFacts(), packages=PackageFacts("apt", {}))
+    changes = [item.change for item in make_plan(bare, replace(DRIVER, docker="docker-ce")).changes]
+    (source,) = (one.content for one in changes if isinstance(one, WriteFile) and "docker-ce" in one.path)
+    assert b"URIs: https://download.docker.com/linux/debian\nSuites: bookworm\nComponents: stable\n" in source
 
 
 def test_a_host_without_its_package_manager_is_refused(facts: HostFacts) -> None:
-    (problem,) = preflight(
-        PlanContext(replace(facts, packages=PackageFacts("", {})), parse_spec({"driver_version": "550.163.01"}))
-    )
+    (problem,) = preflight(PlanContext(replace(facts, packages=PackageFacts("", {})), DRIVER))
     assert f"package manager, {facts.packages.manager}, is missing" in problem.what
 
 
 def test_the_way_to_purge_a_packaged_driver_is_told_in_the_managers_words(facts: HostFacts) -> None:
-    (problem,) = preflight(
-        PlanContext(replace(facts, driver_packaged="nvidia-driver"), parse_spec({"driver_version": "550.163.01"}))
-    )
+    (problem,) = preflight(PlanContext(replace(facts, driver_packaged="nvidia-driver"), DRIVER))
     assert f"{facts.packages.manager} remove '*nvidia*'" in problem.next_step
 
 
 def test_a_derivative_is_warned_about_in_the_plan(facts: HostFacts) -> None:
     os = replace(facts.os, id="someone", like=(facts.os.id,), name="Someone's Linux")
-    plan = make_plan(replace(facts, os=os), parse_spec({"driver_version": "550.163.01"}))
+    plan = make_plan(replace(facts, os=os), DRIVER)
     assert plan.problems == ()
     assert any("Someone's Linux is not in the table" in note for note in plan.notes)
 

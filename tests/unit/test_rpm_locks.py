@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.packages import rpm_locks
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import HELD_LIST, LockFacts, PackageFacts
 from gpuprov.packages.rpm import RpmManager
-from gpuprov.packages.rpm_locks import (
-    LOCK_TOOLS,
-    HoldRpmPackages,
-    edited,
-    gather_locks,
-    held_names,
-    plan,
-    plan_driver,
-)
+from gpuprov.packages.rpm_locks import LOCK_TOOLS, HoldRpmPackages, edited, gather_locks, held_names
 from gpuprov.packages.zypper import ZYPPER
 from tests.unit.scripted import Answer, Scripted
 
@@ -101,7 +94,7 @@ def test_when_a_hold_is_taken_off_and_set(
     changes: list[str],
 ) -> None:  # fmt: skip
     facts = LockFacts("zypper", "/etc/zypp/locks", frozenset(held), frozenset(held_here))
-    before, behind = plan(facts, wanted, lacking)
+    before, behind = rpm_locks.plan(facts, wanted, lacking)
     assert [change.summary() for change in (*before, *behind)] == changes
     assert {(change.tool, change.path) for change in (*before, *behind)} <= {("zypper", "/etc/zypp/locks")}
 
@@ -125,8 +118,8 @@ def test_when_the_driver_is_held(
     locks = LockFacts("dnf", LIST, frozenset(held), frozenset(held_here))
     facts = PackageFacts("dnf", dict.fromkeys((*DRIVER, NAME), "1"), locks=locks)
     expected = HoldRpmPackages("dnf", LIST, names or (), release or (), driver=hold)
-    assert plan_driver(facts, hold, coming) == (() if names is None else (expected,))
-    assert plan_driver(PackageFacts("dnf", facts.installed), hold, coming) == (), "nothing holds packages"
+    assert rpm_locks.plan_driver(facts, hold, coming) == (() if names is None else (expected,))
+    assert rpm_locks.plan_driver(PackageFacts("dnf", facts.installed), hold, coming) == (), "nothing holds packages"
 
 
 class Host(Scripted):
@@ -179,7 +172,7 @@ def test_the_drivers_hold_is_of_what_is_installed_by_then(tmp_path: Path, text: 
     assert host.read_text(LIST) == text + "".join(f"{name}-3:580-1.*\n" for name in added)
 
 
-def test_the_undo_of_a_list_that_was_removed_since_restores_its_own_entries(tmp_path: Path) -> None:
+def test_undo_of_a_removed_list_restores_its_own_entries(tmp_path: Path) -> None:
     host = make_host(tmp_path, **{LIST[1:]: "tmux\nbash\nvim\n"})
     change = HoldRpmPackages("dnf", LIST, (), ("vim", "tmux"))
     before, outcome = change.capture(host), change.apply(host, tell)
