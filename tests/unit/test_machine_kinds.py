@@ -20,7 +20,7 @@ from paramiko.ssh_exception import NoValidConnectionsError
 
 from gpuprov.agent.probe import parse_probe, python_problem
 from gpuprov.core.system import System
-from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import ImageFacts
 from gpuprov.fleet import ssh
 from gpuprov.fleet.inventory import HostTarget
@@ -32,7 +32,6 @@ from gpuprov.plan.preflight import preflight, read_only
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
-from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
 DEBIAN = "ID=debian\nVERSION_ID=12\nVERSION_CODENAME=bookworm\n"
@@ -66,16 +65,8 @@ TREES: dict[str, tuple[dict[str, str], str]] = {
     "Host of Proxmox VE": (
         {"/etc/os-release": DEBIAN, "/etc/pve/.version": "{}"}, "gpuprov docker-args --for lxc >> /etc/pve/lxc/ID.conf",
     ),
-    "Host of Incus or LXD": (
-        {"/etc/os-release": DEBIAN, "/var/lib/incus/database/local.db": ""}, "gpuprov docker-args --for incus",
-    ),
+    "Host of Incus or LXD": ({"/etc/os-release": DEBIAN, "/var/lib/incus/database/local.db": ""}, "args --for incus"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
-    """A host with GPUs and docker, and nothing of gpuprov's."""
-    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
 
 
 def kinds_of(root: Path, files: dict[str, str]) -> dict[str, str]:
@@ -92,8 +83,8 @@ def row(name: str) -> MachineKind:
     return found
 
 
-def of_kind(facts: HostFacts, root: Path, name: str) -> HostFacts:
-    return replace(facts, kinds=kinds_of(root, TREES[name][0]), os=gather_os(System(str(root))))
+def of_kind(debian: HostFacts, root: Path, name: str) -> HostFacts:
+    return replace(debian, kinds=kinds_of(root, TREES[name][0]), os=gather_os(System(str(root))))
 
 
 def test_each_row_has_a_tree_and_a_source() -> None:
@@ -121,8 +112,8 @@ def test_a_dgx_spark_is_known_by_its_product_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [one.name for one in MACHINES if one.served == "no"])
-def test_a_refused_kind_is_the_one_thing_said(facts: HostFacts, tmp_path: Path, name: str) -> None:
-    found = of_kind(facts, tmp_path, name)
+def test_a_refused_kind_is_the_one_thing_said(debian: HostFacts, tmp_path: Path, name: str) -> None:
+    found = of_kind(debian, tmp_path, name)
     for driver in ("runfile", "preinstalled"):
         (problem,) = preflight(PlanContext(replace(found, gpus=()), parse_spec({"driver": driver})))
         assert problem.what == row(name).what and TREES[name][1] in problem.next_step and problem.evidence
@@ -131,40 +122,39 @@ def test_a_refused_kind_is_the_one_thing_said(facts: HostFacts, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", [one.name for one in MACHINES if one.served == "preinstalled"])
-def test_a_machine_with_a_driver_of_its_own_is_served_beside_it(facts: HostFacts, tmp_path: Path, name: str) -> None:
-    found = of_kind(facts, tmp_path, name)
+def test_a_machine_with_a_driver_of_its_own_is_served_beside_it(debian: HostFacts, tmp_path: Path, name: str) -> None:
+    found = of_kind(debian, tmp_path, name)
     (problem,) = preflight(PlanContext(found, parse_spec({"driver_version": "550.163.01"})))
     assert problem.what == row(name).what and TREES[name][1] in problem.next_step
     beside = preflight(PlanContext(found, parse_spec({"driver": "preinstalled"})))
     assert row(name).what not in [one.what for one in beside]
 
 
-def test_an_image_is_not_of_the_kind_that_it_is_built_on(facts: HostFacts, tmp_path: Path) -> None:
-    found = replace(facts, image=ImageFacts(), kinds=kinds_of(tmp_path, TREES["WSL 2"][0]))
+def test_an_image_is_not_of_the_kind_that_it_is_built_on(debian: HostFacts, tmp_path: Path) -> None:
+    found = replace(debian, image=ImageFacts(), kinds=kinds_of(tmp_path, TREES["WSL 2"][0]))
     assert not [one for one in preflight(PlanContext(found, parse_spec({"target": "image"}))) if "WSL" in one.what]
 
 
-def test_on_an_ostree_host_usr_is_not_to_be_remounted(facts: HostFacts, tmp_path: Path) -> None:
-    found = of_kind(facts, tmp_path, "bootc, ostree (Silverblue, RHEL image mode)")
+def test_on_an_ostree_host_usr_is_not_to_be_remounted(debian: HostFacts, tmp_path: Path) -> None:
+    found = of_kind(debian, tmp_path, "bootc, ostree (Silverblue, RHEL image mode)")
     (problem,) = read_only(replace(found, read_only={"/usr": "/usr (ro)"}), ["/usr"])
     assert "remount" not in problem.next_step and "bootc switch" in problem.next_step
-    dgx = of_kind(facts, tmp_path / "dgx", "DGX Spark, DGX OS")
+    dgx = of_kind(debian, tmp_path / "dgx", "DGX Spark, DGX OS")
     (problem,) = read_only(replace(dgx, read_only={"/usr": "/usr (ro)"}), ["/usr"])
     assert problem.next_step == "mount -o remount,rw /usr", "an ordinary file system"
 
 
 @pytest.mark.parametrize("name", [one.name for one in MACHINES if one.served == "yes"])
-def test_a_served_kind_is_told_the_way_and_nothing_is_refused(facts: HostFacts, tmp_path: Path, name: str) -> None:
-    found = replace(facts, kinds=kinds_of(tmp_path, TREES[name][0]))
+def test_a_served_kind_is_told_the_way_and_nothing_is_refused(debian: HostFacts, tmp_path: Path, name: str) -> None:
+    found = replace(debian, kinds=kinds_of(tmp_path, TREES[name][0]))
     plan = make_plan(found, parse_spec({"driver_version": "550.163.01"}))
     assert plan.problems == ()
     assert [note for note in plan.notes if TREES[name][1] in note and note.startswith(row(name).what)]
 
 
 def test_a_host_without_python_is_refused_by_what_its_login_shows() -> None:
-    probe = parse_probe(
-        "gpuprov-probe 1\nsystem Linux x86_64\nuid 0\nos flatcar|4230.2.0|||Flatcar Container Linux||\nend\n"
-    )
+    os_line = "os flatcar|4230.2.0|||Flatcar Container Linux||"
+    probe = parse_probe(f"gpuprov-probe 1\nsystem Linux x86_64\nuid 0\n{os_line}\nend\n")
     assert probe is not None
     problem = python_problem(probe, "")
     assert problem is not None and "Flatcar builds its driver itself" in problem.what
@@ -199,9 +189,7 @@ def test_talos_is_known_by_the_port_of_its_api(monkeypatch: pytest.MonkeyPatch) 
     (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), False),  # sshd answered
     (EOFError("the connection ended"), False),
 ])  # fmt: skip
-def test_a_host_whose_ssh_port_is_open_is_not_taken_for_talos(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, talos: bool
-) -> None:
+def test_an_open_ssh_port_is_not_talos(monkeypatch: pytest.MonkeyPatch, error: Exception, talos: bool) -> None:
     hop: Any = types.SimpleNamespace(**vars(connection()), user="root")
     target = HostTarget("gpu1", parse_spec({}))
     with listening() as port:

@@ -15,12 +15,13 @@ from gpuprov.driver import run_files
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import gather
 from gpuprov.protocol import tables
-from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.loopback import serving
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 NVIDIA = """\
@@ -40,24 +41,23 @@ APACHE = """\
 <tr><td><a href="/elsewhere/570.211.01/">up</a></td></tr></table>
 """
 LATEST_TXT = "580.95.05 580.95.05/NVIDIA-Linux-x86_64-580.95.05.run\n"
-NESTED = "{0}/NVIDIA-Linux-x86_64-{0}.run"
+
+
+def nested(*versions: str) -> dict[str, str]:
+    return {one: f"{one}/NVIDIA-Linux-x86_64-{one}.run" for one in versions}
+
+
 INDEXES: dict[str, tuple[str, dict[str, str]]] = {
-    "NVIDIA's folders": (
-        NVIDIA, {one: NESTED.format(one) for one in ("550.54.14", "550.163.01", "565.77", "580.95.05")},
-    ),
+    "NVIDIA's folders": (NVIDIA, nested("550.54.14", "550.163.01", "565.77", "580.95.05")),
     "Apache's files": (APACHE, {"550.163.01": "NVIDIA-Linux-x86_64-550.163.01.run"}),
-    "NVIDIA's latest.txt": (LATEST_TXT, {"580.95.05": NESTED.format("580.95.05")}),
-    "a text of versions": (
-        "550.163.01\n570.211.01\n", {one: NESTED.format(one) for one in ("550.163.01", "570.211.01")},
-    ),
+    "NVIDIA's latest.txt": (LATEST_TXT, nested("580.95.05")),
+    "a text of versions": ("550.163.01\n570.211.01\n", nested("550.163.01", "570.211.01")),
     "relative paths": (
         "./550.163.01/ ./NVIDIA-Linux-x86_64-565.77.run sub/NVIDIA-Linux-x86_64-580.95.05.run",
-        {"550.163.01": NESTED.format("550.163.01"), "565.77": "NVIDIA-Linux-x86_64-565.77.run",
+        {**nested("550.163.01"), "565.77": "NVIDIA-Linux-x86_64-565.77.run",
          "580.95.05": "sub/NVIDIA-Linux-x86_64-580.95.05.run"},
     ),
-    "a file before its folder": (
-        "a/NVIDIA-Linux-x86_64-565.77.run 565.77/", {"565.77": "a/NVIDIA-Linux-x86_64-565.77.run"},
-    ),
+    "file, folder": ("a/NVIDIA-Linux-x86_64-565.77.run 565.77/", {"565.77": "a/NVIDIA-Linux-x86_64-565.77.run"}),
     "other places": ("http://x/NVIDIA-Linux-x86_64-565.77.run ../NVIDIA-Linux-x86_64-565.77.run "
                      "/NVIDIA-Linux-x86_64-565.77.run ?/NVIDIA-Linux-x86_64-565.77.run "
                      "#/NVIDIA-Linux-x86_64-565.77.run", {}),
@@ -72,14 +72,15 @@ def test_an_index_is_read_in_the_forms_that_servers_give_it(name: str) -> None:
     assert run_files.parse_index(text, "x86_64") == expected
 
 
-@pytest.mark.parametrize(
-    ("wanted", "version"), [("550", "550.163.01"), ("565", "565.77"), ("latest", "580.95.05"), ("570", "")]
-)
-def test_a_branch_is_its_newest_by_number(wanted: str, version: str) -> None:
-    assert run_files.newest(wanted, run_files.parse_index(NVIDIA, "x86_64")) == version
+NEWEST = {"550": "550.163.01", "565": "565.77", "latest": "580.95.05", "570": ""}
 
 
-def test_latest_of_a_mirror_without_the_long_term_branch_is_the_newest_there() -> None:
+@pytest.mark.parametrize("wanted", NEWEST)
+def test_a_branch_is_its_newest_by_number(wanted: str) -> None:
+    assert run_files.newest(wanted, run_files.parse_index(NVIDIA, "x86_64")) == NEWEST[wanted]
+
+
+def test_latest_without_the_long_term_branch_is_the_newest() -> None:
     assert run_files.newest("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
 
 
@@ -135,9 +136,8 @@ def test_a_version_needs_no_index(server: Served) -> None:
 
 
 def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) -> None:
-    with pytest.raises(GpuprovError, match="has no driver of branch 570") as raised:
-        run_files.resolved(System(), spec("570", server.url), "x86_64")
-    assert raised.value.problems[0].evidence == "branches in its index: 550"
+    problem = refused(run_files.resolved, System(), spec("570", server.url), "x86_64")
+    assert "has no driver of branch 570" in problem.what and problem.evidence == "branches in its index: 550"
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ def test_the_module_in_modules_dep(tmp_path: Path, text: str) -> None:
 def test_the_newest_by_number_and_of_the_same_flavour() -> None:
     releases = ("6.1.0-9-amd64", "6.1.0-13-amd64", "6.1.0-40-rt-amd64")
     found = newest([InstalledKernel(release, headers=True, module=True) for release in releases], "6.1.0-9-amd64")
-    assert found is not None
-    assert found.release == "6.1.0-13-amd64"
+    assert found and found.release == "6.1.0-13-amd64"
 
 
 FAULTS: dict[str, tuple[bool, bool, bool, tuple[str, ...], str]] = {
@@ -89,12 +88,8 @@ FAULTS: dict[str, tuple[bool, bool, bool, tuple[str, ...], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults(name: str) -> None:
     headers, module, dkms, missing, sentence = FAULTS[name]
-    found = fault(
-        InstalledKernel(NEXT, headers=headers, module=module),
-        headers=(f"linux-headers-{NEXT}",),
-        missing=missing,
-        dkms=dkms,
-    )
+    kernel = InstalledKernel(NEXT, headers=headers, module=module)
+    found = fault(kernel, headers=(f"linux-headers-{NEXT}",), missing=missing, dkms=dkms)
     assert found == sentence if not sentence else sentence in found
 
 
@@ -106,10 +101,9 @@ def test_modules_that_come_compiled_come_as_a_package() -> None:
     assert module_package(("kmod-nvidia-latest-dkms",), following) == ""
     kmp = "nvidia-open-driver-G06-signed-cuda-kmp-default"
     assert module_package((kmp, "nv-prefer-signed-open-driver"), "6.4.0-150600.23.7-default") == kmp
-    ubuntu = "linux-modules-nvidia-580-server-open-"
-    assert module_package((f"{ubuntu}generic", f"{ubuntu}6.8.0-30-generic"), "6.8.0-31-generic") == (
-        f"{ubuntu}6.8.0-31-generic"
-    )
+    ubuntu = "linux-modules-nvidia-580-server-open"
+    there = (f"{ubuntu}-generic", f"{ubuntu}-6.8.0-30-generic")
+    assert module_package(there, "6.8.0-31-generic") == f"{ubuntu}-6.8.0-31-generic"
     for release, said in ((running, True), (following, False)):
         found = InstalledKernel(release, headers=False, module=said)
         reason = fault(found, headers=("kernel-devel",), missing=(), dkms=False, compiled=package)

@@ -27,9 +27,10 @@ from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
-from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 
 def row(name: str, version: str) -> Distribution:
@@ -74,9 +75,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "version", "kernel", "held"), CASES)
-def test_which_package_of_which_place_and_the_next_command(
-    name: str, version: str, kernel: str, held: list[str]
-) -> None:
+def test_advice_names_package_place_and_command(name: str, version: str, kernel: str, held: list[str]) -> None:
     found = said(name, version, kernel)
     assert [words for words in held if words not in found.next_step] == []
     assert kernel in found.meaning
@@ -112,12 +111,9 @@ def test_archives_that_anybody_may_read(name: str, version: str, kernel: str, ur
 @pytest.fixture(scope="module")
 def rocky(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     found = gather(FakeHost(tmp_path_factory.mktemp("host") / "root", metal=True))
-    return replace(
-        found,
-        os=OperatingSystem("rocky", "9.4", "", ("rhel",), "Rocky Linux 9.4"),
-        kernel=replace(found.kernel, release=EL9, takes_modules=True),
-        packages=PackageFacts("dnf", {"kernel-core": EL9}),
-    )
+    os = OperatingSystem("rocky", "9.4", "", ("rhel",), "Rocky Linux 9.4")
+    kernel = replace(found.kernel, release=EL9, takes_modules=True)
+    return replace(found, os=os, kernel=kernel, packages=PackageFacts("dnf", {"kernel-core": EL9}))
 
 
 def planned(facts: HostFacts, **options: object) -> list[str]:
@@ -157,13 +153,9 @@ SAID = {
 
 
 def failure(program: str, output: str, found: Advice) -> str:
+    finish = finish_apt if program == "apt-get" else finish_rpm
     done = Completed((program, "install"), 1, "", output)
-    with pytest.raises(GpuprovError) as caught:
-        if program == "apt-get":
-            finish_apt(done, "headers could not be installed", found)
-        else:
-            finish_rpm(done, "headers could not be installed", advice=found)
-    return str(caught.value)
+    return str(refused(lambda: finish(done, "headers could not be installed", advice=found)))
 
 
 @pytest.mark.parametrize("program", SAID)
@@ -202,9 +194,8 @@ def test_a_site_has_its_own_servers(servers: Callable[[object], HostSpec], rocky
     mirrors = {"rocky": "https://mirror.example/rocky/", "rocky-vault": "https://mirror.example/vault"}
     spec = servers({"format": 1, "servers": mirrors})
     use_tables(json.loads(json.dumps(for_request(spec))))
-    (found, _) = software.past_releases(
-        source_of(rocky, parse_spec({"kernel_archive": True, "driver_version": "550.163.01"}))
-    )
+    asked = parse_spec({"kernel_archive": True, "driver_version": "550.163.01"})
+    (found, _) = software.past_releases(source_of(rocky, asked))
     assert found.uri.startswith("https://mirror.example/vault/9.")
     assert found.key_url == "https://mirror.example/rocky/RPM-GPG-KEY-Rocky-9"
     (source, _) = rpm_sources("rocky", "9", "x86_64", ())
@@ -219,9 +210,7 @@ def test_a_site_has_its_own_servers(servers: Callable[[object], HostSpec], rocky
      {"format": 1, "servers": {"epl": "https://a"}}, {"format": 1, "servers": {"epel": "ftp://a"}},
      {"format": 1, "servers": {"epel": "https://a {major}"}}],
 )  # fmt: skip
-def test_a_table_of_servers_that_is_not_sound_is_refused(
-    servers: Callable[[object], HostSpec], content: object
-) -> None:
+def test_wrong_table_of_servers_is_refused(servers: Callable[[object], HostSpec], content: object) -> None:
     with pytest.raises(UsageError, match="table of servers is not valid"):
         for_request(servers(content))
 

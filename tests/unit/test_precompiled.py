@@ -15,7 +15,7 @@ from gpuprov.core.changes import FileFact
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, kernel, precompiled
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
-from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import PciGpu
 from gpuprov.packages.interface import PackageFacts
@@ -27,7 +27,6 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests.unit.bundle.test_rpm import MANIFEST
-from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
 _RHEL_KERNEL, _SLES_KERNEL = "5.14.0-611.24.1.el9_7.x86_64", "6.4.0-150600.23.7-default"
@@ -35,10 +34,9 @@ _V100 = (PciGpu("0000:01:00.0", "1db4"),)
 
 
 @pytest.fixture(scope="module")
-def metal(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+def metal(debian: HostFacts) -> HostFacts:
     """A bare machine with a V100, which the proprietary modules serve alone."""
-    facts = gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
-    return replace(facts, driver=DriverFacts(), gpus=_V100)
+    return replace(debian, driver=DriverFacts(), gpus=_V100)
 
 
 def rhel(facts: HostFacts, installed: Mapping[str, str] | None = None, *, stream: str = "", **more: Any) -> HostFacts:
@@ -46,10 +44,8 @@ def rhel(facts: HostFacts, installed: Mapping[str, str] | None = None, *, stream
     os = replace(facts.os, id=more.pop("id", "rhel"), version=more.pop("version", "9.7"), name="RHEL", codename="")
     running = replace(facts.kernel, release=more.pop("release", _RHEL_KERNEL), container="", takes_modules=True, **more)
     file = FileFact(f"[nvidia-driver]\nstream={stream}\n".encode(), 0o644, 0, 0)
-    packages = PackageFacts("dnf", installed or {})
-    return replace(
-        facts, os=os, kernel=running, packages=packages, files={cuda_repository.STREAM_FILE: file} if stream else {}
-    )
+    files = {cuda_repository.STREAM_FILE: file} if stream else {}
+    return replace(facts, os=os, kernel=running, packages=PackageFacts("dnf", installed or {}), files=files)
 
 
 def sles(facts: HostFacts, installed: Mapping[str, str] | None = None) -> HostFacts:
@@ -94,7 +90,7 @@ def test_the_repositories_are_asked_for_this_kernels_modules_and_headers(metal: 
     assert source_of(rhel(metal), spec(module_signing_key="/root/mok.key")).questions() == ()
 
 
-def test_the_newest_driver_with_modules_for_this_kernel_is_taken_and_nothing_is_built(metal: HostFacts) -> None:
+def test_newest_driver_with_modules_for_this_kernel_is_taken(metal: HostFacts) -> None:
     others = (kmod("580.200.01", "5.14.0-611.30.1"), kmod("580.99.01", kind="open-"), "kernel-devel 0:5-1.x86_64")
     facts = offered(rhel(metal), kmod("570.211.01"), kmod("580.95.05"), kmod("580.105.08"), *others)
     assert source_of(facts, spec()).plan_preparation() == (EnableStream("580"),)
@@ -107,8 +103,7 @@ def test_the_newest_driver_with_modules_for_this_kernel_is_taken_and_nothing_is_
 def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) -> None:
     facts = offered(rhel(metal), kmod("590.48.01"), kmod("580.105.08"))
     found = precompiled.chosen(facts, spec())
-    assert found is not None
-    assert found.driver == "580.105.08", "580 is the last branch for Volta"
+    assert found and found.driver == "580.105.08", "580 is the last branch for Volta"
 
 
 def test_open_modules_have_streams_of_their_own(metal: HostFacts) -> None:
@@ -165,8 +160,7 @@ def test_an_updated_driver_needs_modules_of_its_own(metal: HostFacts) -> None:
     facts = rhel(metal, {**_INSTALLED, "cuda-drivers": "3:580.126.16-1.el9.noarch"}, stream="580")
     assert precompiled.chosen(facts, spec()) is None
     found = precompiled.chosen(offered(facts, kmod("580.126.16")), spec())
-    assert found is not None
-    assert found.module == "kmod-nvidia-580.126.16-5.14.0-611.24.1"
+    assert found and found.module == "kmod-nvidia-580.126.16-5.14.0-611.24.1"
 
 
 def test_another_branch_brings_its_modules_first(metal: HostFacts) -> None:
@@ -191,9 +185,7 @@ def test_another_branch_brings_its_modules_first(metal: HostFacts) -> None:
         (_INSTALLED, "precompiled", ""),
     ],
 )
-def test_one_way_is_not_changed_into_the_other(
-    metal: HostFacts, installed: Mapping[str, str], asked: str, says: str
-) -> None:
+def test_built_and_compiled_ones_stay(metal: HostFacts, installed: Mapping[str, str], asked: str, says: str) -> None:
     found = module_problems(rhel(metal, installed), spec(kernel_modules=asked))
     assert [says in one.what for one in found] == [True] * bool(says)
 
@@ -206,9 +198,8 @@ def test_a_run_file_has_none(metal: HostFacts) -> None:
 
 def test_secure_boot_wants_nvidias_key_enrolled_for_nvidias_modules(metal: HostFacts) -> None:
     def problems(facts: HostFacts) -> tuple[Problem, ...]:
-        return kernel.problems(
-            source_of(offered(facts, kmod("580.105.08"), kmod("580.105.08", "6.12.0-124.20.1")), spec())
-        )
+        modules = kmod("580.105.08"), kmod("580.105.08", "6.12.0-124.20.1")
+        return kernel.problems(source_of(offered(facts, *modules), spec()))
 
     (problem,) = problems(rhel(metal, secure_boot="enabled"))
     assert "rhel9/x86_64/NVIDIA2019-public_key.der" in problem.next_step
@@ -224,9 +215,7 @@ def test_the_kernels_list_of_keys(tmp_path: Path) -> None:
         (tmp_path / "proc/keys").write_text(keys)
         return gather_kernel(System(str(tmp_path))).trusts_nvidia
 
-    ours = (
-        "1f5e1f3c I------     1 perm 1f030000     0     0 asymmetri Debian Secure Boot CA: 6cceff: X509.rsa b41e1e []\n"
-    )
+    ours = "1f5e1f3c I------     1 perm 1f030000     0     0 asymmetri Debian Secure Boot CA: 6cceff: X509.rsa b4 []\n"
     assert not trusts_nvidia(ours)
     assert not trusts_nvidia("2a I--- 1 perm 3f 0 0 user NVIDIA: 8\n")
     assert trusts_nvidia(ours + "2b I------     1 perm 1f030000     0     0 asymmetri NVIDIA 2019: 9c: X509 []\n")
@@ -251,9 +240,8 @@ def test_suse_signs_modules_for_a_service_pack(metal: HostFacts) -> None:
     expected = (*(f"{name}=580.105.08" for name in names), module)
     assert source_of(facts, spec()).packages() == expected
     assert kernel.packages(source_of(facts, spec())) == ()
-    there = sles(
-        metal, {**dict.fromkeys(names, "580.105.08-1.x86_64"), _KMP: "580.105.08_k6.4.0_150600.21-150600.3.1.x86_64"}
-    )
+    utilities = dict.fromkeys(names, "580.105.08-1.x86_64")
+    there = sles(metal, {**utilities, _KMP: "580.105.08_k6.4.0_150600.21-150600.3.1.x86_64"})
     assert kernel.questions(source_of(there, spec())) == ()
     assert source_of(there, spec()).packages() == expected
     secure = replace(there, kernel=replace(there.kernel, secure_boot="enabled"))

@@ -20,6 +20,7 @@ from gpuprov.driver import recommended
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.recommended import choose, recommend
 from gpuprov.driver.run_files import RECORD
+from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.plan.steps import Plan, StepChange, make_plan
 from gpuprov.protocol import tables
@@ -50,13 +51,8 @@ def released(version: str) -> dict[str, Any]:
 def bulletin(fixed_in: str) -> dict[str, Any]:
     """The advisories of a later day: all releases of the long-term branch before this one have a hole."""
     table = json.loads(json.dumps(tables.packaged("advisories")))
-    row = {
-        **table["rows"][0],
-        "bulletin": "2027/6001",
-        "published": "2027-01-20",
-        "branch": "580",
-        "fixed_in": fixed_in,
-    }
+    new = {"bulletin": "2027/6001", "published": "2027-01-20", "branch": "580", "fixed_in": fixed_in}
+    row = {**table["rows"][0], **new}
     later = [{**row, "branch": "615", "fixed_in": "615.99.01"}]
     return {"advisories": {**table, "updated": "2027-01-20", "rows": [row, *later, *table["rows"]]}}
 
@@ -333,10 +329,8 @@ def test_a_run_that_is_stopped_has_recorded_its_choice(tmp_path: Path) -> None:
     host, events = FakeHost(tmp_path), list[Any]()
     write_runfile(tmp_path / "driver.run")
     wanted = {"driver_url": "/driver.run", "driver_version": simgpu.DRIVER_VERSION}
-    code = run_request(
-        Request("install", wanted), events.append, host, lambda: bool(events[-1:]) and is_done(events[-1])
-    )
-    assert code == 130, events[-1]
+    stop = lambda: bool(events[-1:]) and is_done(events[-1])  # noqa: E731
+    assert run_request(Request("install", wanted), events.append, host, stop) == 130, events[-1]
     found = last_choice(host)
     assert found is not None and (found.driver, found.version, found.done) == ("runfile", simgpu.DRIVER_VERSION, False)
 
@@ -427,10 +421,11 @@ def test_the_source_that_works_here_is_proposed(
     host.write("/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c", b"\6\0\0\0\1")
     down = (Problem("us.download.nvidia.com can't be reached"),) if unreachable else ()
     monkeypatch.setattr(install, "unreachable", lambda system, urls: down if urls else ())
-    plan = make_plan
-    monkeypatch.setattr(
-        install, "make_plan", lambda facts, spec, steps: Plan(()) if spec.driver in works else plan(facts, spec, steps)
-    )
+
+    def plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...]) -> Plan:
+        return Plan(()) if spec.driver in works else make_plan(facts, spec, steps)
+
+    monkeypatch.setattr(install, "make_plan", plan)
     before = host.state()
     ended: list[Any] = []
     assert run_request(Request("install"), ended.append, host) == code

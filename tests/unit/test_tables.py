@@ -63,15 +63,11 @@ def test_a_row_with_an_unknown_key_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_row_has_everything_else_from_the_row_that_it_is_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    like = [
-        {"id": "a", "what": "one", "version": "2", "like": "a 1"},
-        {"id": "a", "what": "two", "version": "1", "next_step": "stop"},
-    ]
+    one, two = {"version": "2", "like": "a 1"}, {"version": "1", "next_step": "stop"}
+    like = [{"id": "a", "what": "one", **one}, {"id": "a", "what": "two", **two}]
     monkeypatch.setattr(tables, "packaged", lambda name: {"like": like})
-    assert tables.rows("like", "like", Unsupported) == (
-        Unsupported("a", "2", "one", "stop"),
-        Unsupported("a", "1", "two", "stop"),
-    )
+    expected = Unsupported("a", "2", "one", "stop"), Unsupported("a", "1", "two", "stop")
+    assert tables.rows("like", "like", Unsupported) == expected
 
 
 # Device id → model, form, fabric, whether it may be divided by MIG.
@@ -189,9 +185,8 @@ def asked(tmp_path: Path) -> HostSpec:
     file = tmp_path / "config.yaml"
     file.write_text(FILE)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    found = parse_spec(
-        {"driver": "preinstalled", "mig_configs": str(file), "mig_configs_sha256": digest, "mig_config": "all-balanced"}
-    )
+    configs = {"mig_configs": str(file), "mig_configs_sha256": digest, "mig_config": "all-balanced"}
+    found = parse_spec({"driver": "preinstalled", **configs})
     use_tables(json.loads(json.dumps(for_request(found))))
     return found
 
