@@ -20,7 +20,7 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.events import CheckDone, Event, PlannedChange
+from gpuprov.protocol.events import CheckDone, Event, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from gpuprov.verify import verify
@@ -76,7 +76,7 @@ def failed(host: DoctorHost, name: str) -> str:
     return next(one.reason for one in seen if isinstance(one, CheckDone) and (one.name, one.status) == (name, "failed"))
 
 
-def test_an_installation_behind_another_library_is_refused_before_anything_is_changed(host: DoctorHost) -> None:
+def test_installation_behind_another_library_is_refused(host: DoctorHost) -> None:
     path = hide(host)
     plan = make_plan(facts_for(host, RUNFILE), RUNFILE)
     assert plan.changes == ()
@@ -93,7 +93,7 @@ def test_verify_names_the_library_that_hides_the_drivers(host: DoctorHost) -> No
     assert "nvidia-smi exited 18" in reason and path in reason and "; rm " in reason
 
 
-def test_verify_says_files_and_module_of_different_versions_in_one_sentence(host: DoctorHost) -> None:
+def test_verify_names_files_and_module_of_different_versions(host: DoctorHost) -> None:
     host.answers["nvidia-smi"] = (18, "Failed to initialize NVML: Driver/library version mismatch")
     simgpu.write_kernel_tree(host.root, 2, STALE)
     sentence = f"the driver's files are {simgpu.DRIVER_VERSION}, the loaded module is {STALE}: run `gpuprov install -e"
@@ -190,10 +190,8 @@ def test_check_shows_a_mode_and_changes_nothing(host: DoctorHost) -> None:
     before = host.state()
     ended, seen = ask(host, Request("install", spec_to_json(SPEC), check=True, diff=True))
     assert ended.changed == 1
-    diffs = [
-        change.diff for event in seen for change in getattr(event, "changes", ()) if isinstance(change, PlannedChange)
-    ]
-    assert diffs and "(mode 0600)" in diffs[0]
+    (plan,) = (event for event in seen if isinstance(event, Planned))
+    assert "(mode 0600)" in plan.changes[0].diff
     assert host.state() == before
 
 

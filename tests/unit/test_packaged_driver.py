@@ -15,16 +15,8 @@ from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
-from gpuprov.driver.packaged import (
-    ChangeDriverPackages,
-    InstallDriverPackages,
-    InstallDriverRpms,
-    LoadDriver,
-    SwitchBranch,
-    SwitchPin,
-    keep,
-    restoring,
-)
+from gpuprov.driver import packaged
+from gpuprov.driver.packaged import ChangeDriverPackages, InstallDriverPackages, InstallDriverRpms, LoadDriver, keep
 from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.packages.apt_changes import InstallPackages
 from gpuprov.packages.dnf import DNF
@@ -83,8 +75,12 @@ def take_550(host: FakeHost, **values: Any) -> tuple[Finished, list[Event]]:
     return install(host, steps=steps, driver="packages", driver_version="550", driver_url="", **values)
 
 
-def test_another_branch_of_packages_is_loaded_in_the_same_run(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
+@pytest.fixture
+def host(tmp_path: Path) -> PackagedHost:
+    return PackagedHost(tmp_path / "root")
+
+
+def test_another_branch_of_packages_is_loaded_in_the_same_run(host: PackagedHost) -> None:
     finished, events = take_550(host)
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert loaded(host) == (NEW, NEW)
@@ -95,8 +91,7 @@ def test_another_branch_of_packages_is_loaded_in_the_same_run(tmp_path: Path) ->
     assert take_550(host)[0].changed == 0
 
 
-def test_a_rollback_restores_and_loads_the_packages_of_before(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
+def test_a_rollback_restores_and_loads_the_packages_of_before(host: PackagedHost) -> None:
     take_550(host)
     for _ in range(2):
         finished, _ = install(host, command="rollback")
@@ -106,8 +101,7 @@ def test_a_rollback_restores_and_loads_the_packages_of_before(tmp_path: Path) ->
     assert not host.exists(REBOOT_ASKED)
 
 
-def test_a_rollback_asks_for_a_reboot_if_a_container_uses_the_driver(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
+def test_a_rollback_asks_for_a_reboot_if_a_container_uses_the_driver(host: PackagedHost) -> None:
     take_550(host)
     host.container("train", 900)
     finished, events = install(host, command="rollback")
@@ -118,9 +112,8 @@ def test_a_rollback_asks_for_a_reboot_if_a_container_uses_the_driver(tmp_path: P
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a_rollback_writes_specifications_again_which_another_hand_wrote(tmp_path: Path, used: bool) -> None:
+def test_a_rollback_writes_specifications_again_which_another_hand_wrote(host: PackagedHost, used: bool) -> None:
     """The unit that watches for drivers may write them before the run does: they are not in its journal."""
-    host = PackagedHost(tmp_path / "root")
     take_550(host)
     written = render_json(specification(discover(host)))
     host.make_directory("/etc/cdi")
@@ -134,8 +127,7 @@ def test_a_rollback_writes_specifications_again_which_another_hand_wrote(tmp_pat
     assert (found == written, f"libcuda.so.{OLD}".encode() in found) == (used, not used)
 
 
-def test_packages_of_a_driver_in_use_are_left_alone(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
+def test_packages_of_a_driver_in_use_are_left_alone(host: PackagedHost) -> None:
     host.container("train", 900)
     before = host.tree()
     finished, _ = take_550(host)
@@ -148,8 +140,7 @@ def test_packages_of_a_driver_in_use_are_left_alone(tmp_path: Path) -> None:
     assert (host.running, host.installed["nvidia-open"]) == ({"train"}, f"{NEW}-1")
 
 
-def test_packages_that_are_not_the_drivers_do_not_go_for_it(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
+def test_packages_that_are_not_the_drivers_do_not_go_for_it(host: PackagedHost) -> None:
     host.removes = "Remv libnvidia-compute-535 [535.261.03-1]\nRemv pytorch [2.0]\n"
     finished, _ = take_550(host)
     assert finished.problems[0].what == "apt would take away pytorch for driver 550"
@@ -188,9 +179,8 @@ def test_packages_that_a_rollback_installs_outlive_those_that_it_undoes(tmp_path
 def test_kept_packages_lie_in_the_folder_of_the_drivers_version(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root")
     own = {"libnvidia-egl-wayland1": "1:9.1.10-1", "libnvidia-ml1": "580.82.07-1", "nvidia-smi": "580.82.07-1"}
-    own.update(
-        dict.fromkeys(("libnvidia-container1", "libnvidia-container-tools", "nvidia-container-toolkit"), "1.18.0-1")
-    )
+    toolkit = ("libnvidia-container1", "libnvidia-container-tools", "nvidia-container-toolkit")
+    own.update(dict.fromkeys(toolkit, "1.18.0-1"))
     host.installed.update({**own, "vim": "9-1"})
     # Not the driver's; not installed; not in the bundle that was unpacked.
     every = {**own, "vim": "9-1", "nvidia-open": "580.82.07-1", "libnvidia-cfg1": "580.82.07-1"}
@@ -309,13 +299,15 @@ def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
     more: dict[str, Any] = {"instead": ("nvidia-old",), "options": ("-o", "Dir=bundle")}
     for name, wanted in (("nvidia-open", "535"), ("nvidia-open=1", f"{OLD}-1")):
         ChangeDriverPackages((name,), wanted=wanted, **more).apply(host, tell_nobody)
-    SwitchPin(("nvidia-open",), **more).apply(host, tell_nobody)
+    packaged.SwitchPin(("nvidia-open",), **more).apply(host, tell_nobody)
     found = [("Dir=bundle" in one, one[-1]) for one in host.commands if "install" in one and "--" in one]
     assert found == [(True, "nvidia-old-")] * 5
     for change in (
-        ChangeDriverPackages(("nvidia-open",), wanted="550"), ChangeDriverPackages(("missing",), wanted="550"),
-        SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)), SwitchPin(("missing",)),
-    ):  # fmt: skip
+        ChangeDriverPackages(("nvidia-open",), wanted="550"),
+        ChangeDriverPackages(("missing",), wanted="550"),
+        packaged.SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)),
+        packaged.SwitchPin(("missing",)),
+    ):
         with pytest.raises(GpuprovError):
             change.apply(host, tell_nobody)
     assert host.commands[-1][-2:] == ("--", "missing")
@@ -326,7 +318,7 @@ def test_an_installation_that_replaces_the_drivers_packages_restores_them() -> N
         InstallPackages(("site=1", "nvidia-open=2")), InstallPackages(("vim",)), InstallPackages(("nvidia-smi",)),
         InstallRpmPackages(DNF, ("nvidia-container-toolkit",)), LoadDriver(),
     )  # fmt: skip
-    assert restoring(changes, ("nvidia-open", "vim", "nvidia-container-toolkit")) == (
+    assert packaged.restoring(changes, ("nvidia-open", "vim", "nvidia-container-toolkit")) == (
         InstallDriverPackages(("site=1", "nvidia-open=2")), *changes[1:3],
         InstallDriverRpms(DNF, ("nvidia-container-toolkit",)), LoadDriver(),
     )  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.agent.run import run_request
 from gpuprov.core import retention
 from gpuprov.core.apply import undo_runs
 from gpuprov.core.changes import WriteFile
@@ -18,7 +17,6 @@ from gpuprov.core.places import CACHE_DIRECTORY, KEPT_PACKAGES
 from gpuprov.core.retention import BOUNDS, JOURNALS, Bound, prune
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode
-from gpuprov.protocol.events import Event
 from gpuprov.protocol.request import Request
 from tests.runs import as_a_run, ignore, undo_last
 from tests.unit.ask import ask
@@ -47,6 +45,12 @@ def journals(host: FakeHost) -> list[str]:
     return [name for name in host.list_directory(RUNS_DIRECTORY) if name.endswith(".jsonl")]
 
 
+def write_often(host: FakeHost, times: int, path: str = "/etc/one") -> None:
+    """Make runs that write a file, each with its number."""
+    for number in range(times):
+        as_a_run(host, WriteFile(path, str(number).encode()))
+
+
 def undo_all(host: FakeHost) -> None:
     runs = [one for one in reversed(read_runs(host)) if one.undoable]
     undo_runs(host, runs, CHANGE_KINDS, ignore)
@@ -73,9 +77,7 @@ def test_a_thousand_runs_keep_the_newest_and_the_first_state(host: Still, tmp_pa
     ("gigabytes", "keep_driver", "left"),
     [(0, True, ("2", "3")), (0, False, ()), (1, True, ("2", "3")), (3, True, ("3",)), (5, True, ("3",))],
 )
-def test_packages_of_two_drivers_stay_within_a_bound(
-    host: Still, gigabytes: int, keep_driver: bool, left: tuple[str, ...]
-) -> None:
+def test_packages_of_two_drivers_stay(host: Still, gigabytes: int, keep_driver: bool, left: tuple[str, ...]) -> None:
     """The installed driver's stay, whatever their size."""
     for number in (1, 2, 3):
         folder = host.path(f"{KEPT_PACKAGES}/{number}")
@@ -111,8 +113,7 @@ def test_journals_of_a_large_size_are_fewer(host: Still, monkeypatch: pytest.Mon
 def test_a_journal_that_an_undo_needs_stays(host: Still, add: Callable[[FakeHost], object]) -> None:
     as_a_run(host, WriteFile("/etc/one", b"first"))
     add(host)
-    for number in range(2 * JOURNALS.number):
-        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
+    write_often(host, 2 * JOURNALS.number)
     prune(host, CHANGE_KINDS)
     assert journals(host)[:2] == ["0001.jsonl", "0002.jsonl"]
     assert len(journals(host)) == JOURNALS.number + 2
@@ -120,10 +121,8 @@ def test_a_journal_that_an_undo_needs_stays(host: Still, add: Callable[[FakeHost
 
 def test_the_last_run_that_wrote_a_file_stays(host: Still) -> None:
     """It shows whether somebody changed the file since."""
-    for number in range(3):
-        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
-    for number in range(2 * JOURNALS.number):
-        as_a_run(host, WriteFile("/etc/two", str(number).encode()))
+    write_often(host, 3)
+    write_often(host, 2 * JOURNALS.number, "/etc/two")
     prune(host, CHANGE_KINDS)
     assert journals(host)[:3] == ["0001.jsonl", "0003.jsonl", "0004.jsonl"]
 
@@ -135,14 +134,12 @@ def test_undone_runs_go_and_no_journal_counts_as_lost(host: Still) -> None:
         journal.end("rolled-back")
     prune(host, CHANGE_KINDS)
     assert len(journals(host)) == JOURNALS.number
-    events: list[Event] = []
-    assert run_request(Request("uninstall", {}), events.append, host) == ExitCode.DONE, events[-1]
+    assert ask(host, Request("uninstall", {}))[0].exit_code == ExitCode.DONE
     assert not host.exists(RUNS_DIRECTORY)
 
 
 def test_a_kill_between_note_and_removal_loses_nothing(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(2 * JOURNALS.number):
-        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
+    write_often(host, 2 * JOURNALS.number)
 
     def killed(path: str) -> None:
         raise KeyboardInterrupt
@@ -162,13 +159,13 @@ def test_folders_and_downloads_have_a_bound(host: Still, tmp_path: Path) -> None
     cache = tmp_path / CACHE_DIRECTORY[1:]
     cache.mkdir(parents=True)
     for number in range(100):
-        (cache / f"agent-{number:02}").mkdir()
-        (cache / f"NVIDIA-{number}.run").write_text("x")
-        (cache / f"bundle-{number}.tar.part").write_text("x")
-        (tmp_path / f"var/tmp/gpuprov-tmp-abcd_{number:03}").mkdir()
-        for path in (f"agent-{number:02}", f"NVIDIA-{number}.run", f"bundle-{number}.tar.part"):
-            os.utime(cache / path, (number, number))
-        os.utime(tmp_path / f"var/tmp/gpuprov-tmp-abcd_{number:03}", (number, number))
+        folders = cache / f"agent-{number:02}", tmp_path / f"var/tmp/gpuprov-tmp-abcd_{number:03}"
+        files = cache / f"NVIDIA-{number}.run", cache / f"bundle-{number}.tar.part"
+        for folder in folders:
+            folder.mkdir()
+        for path in (*folders, *files):
+            path.touch()
+            os.utime(path, (number, number))
     (cache / "bundle").mkdir()
     (cache / "unpack").mkdir()
     (tmp_path / "var/tmp/gpuprov-backup").mkdir()  # an administrator's own
@@ -238,8 +235,7 @@ def test_no_link_is_followed_and_only_files_of_root_go(host: Still, tmp_path: Pa
 
 
 def test_a_folder_that_cannot_be_written_fails_no_run(host: Still, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(2 * JOURNALS.number):
-        as_a_run(host, WriteFile("/etc/one", str(number).encode()))
+    write_often(host, 2 * JOURNALS.number)
     (host.root / CACHE_DIRECTORY[1:]).mkdir(parents=True)
     for number in range(9):
         (host.root / CACHE_DIRECTORY[1:] / f"{number}.run").write_text("x")

@@ -55,9 +55,7 @@ def test_write_keeps_acl_and_user_attributes(system: System, tmp_path: Path) -> 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_write_keeps_the_other_attributes_if_one_is_refused(
-    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_keeps_other_attributes(system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("old")
     names = ("user.a", "user.b", "user.c")
@@ -141,10 +139,6 @@ def test_run_returns_output_and_exit_code() -> None:
     assert "exited 3" in done.evidence()
 
 
-def test_run_without_such_a_program_is_127() -> None:
-    assert System().run(("no-such-program",)).returncode == NOT_FOUND
-
-
 def test_run_ends_a_command_and_its_children_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = clock_of(monkeypatch, "gpuprov.core.commands")
     children: list[int] = []
@@ -205,8 +199,9 @@ def test_run_does_not_wait_for_a_daemon_that_holds_the_pipes() -> None:
     os.kill(int(done.stdout), signal.SIGKILL)
 
 
-def test_run_by_a_signal_is_128_and_more() -> None:
+def test_run_gives_the_exit_codes_of_a_shell() -> None:
     assert System().run(("sh", "-c", "kill -9 $$")).returncode == 137
+    assert System().run(("no-such-program",)).returncode == NOT_FOUND
 
 
 def test_run_gets_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,24 +368,7 @@ def test_a_journal_that_had_no_room_is_read_and_written_on_as_before(tmp_path: P
     assert [(entry.key, entry.state) for entry in run.entries] == [("a", "undone")]
 
 
-def test_an_appended_line_is_on_the_disk_and_so_is_the_name_of_a_new_file(tmp_path: Path, calls: list[str]) -> None:
-    files.append_whole(tmp_path / "lines", b"one\n")
-    assert calls == ["fsync lines", f"fsync {tmp_path.name}"]
-    calls.clear()
-    files.append_whole(tmp_path / "lines", b"two\n")
-    assert calls == ["fsync lines"]
-
-
-def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_before_anything_else(
-    tmp_path: Path, calls: list[str]
-) -> None:
-    files.write_whole(tmp_path / "file", b"new", 0o644, None)
-    assert calls == ["fsync .file.gpuprov", "rename .file.gpuprov file", f"fsync {tmp_path.name}"]
-
-
-def test_directory_that_another_process_makes_meanwhile_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_made_by_another_process_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exists = Path.exists
 
     def made_after(self: Path) -> bool:
@@ -404,31 +382,26 @@ def test_directory_that_another_process_makes_meanwhile_is_no_error(
     assert (tmp_path / "gpuprov").stat().st_mode & 0o777 == 0o755
 
 
-def _make_directories(system: System) -> None:
-    system.make_directory("/a/b")
+# In this order: a content before the name under which it is found, and each new name before anything else.
+ON_DISK: dict[str, tuple[Callable[[System], object], list[str]]] = {
+    "a line": (lambda system: system.append("/x.part", b"one\n"), ["fsync x.part"]),
+    "a first line": (lambda system: system.append("/x", b"one\n"), ["fsync x", "fsync root"]),
+    "a file": (lambda system: system.write("/x", b"new"), ["fsync .x.gpuprov", "rename .x.gpuprov x", "fsync root"]),
+    "folders": (lambda system: system.make_directory("/a/b"), ["fsync root", "fsync a"]),
+    "a name": (lambda system: system.rename("/x.part", "/to/x"), ["fsync x.part", "rename x.part x", "fsync to"]),
+}
 
 
-def _rename(system: System) -> None:
-    system.rename("/x.part", "/there/x")
-
-
-@pytest.mark.parametrize(
-    ("act", "expected"),
-    [(_make_directories, ["fsync root", "fsync a"]), (_rename, ["fsync x.part", "rename x.part x", "fsync there"])],
-    ids=["directories", "a rename"],
-)
-def test_names_are_on_the_disk_too(
-    tmp_path: Path, calls: list[str], act: Callable[[System], None], expected: list[str]
-) -> None:
-    (tmp_path / "root/there").mkdir(parents=True)
+@pytest.mark.parametrize("name", ON_DISK)
+def test_contents_and_names_are_on_the_disk_before_anything_else(tmp_path: Path, calls: list[str], name: str) -> None:
+    act, expected = ON_DISK[name]
+    (tmp_path / "root/to").mkdir(parents=True)
     (tmp_path / "root/x.part").write_bytes(b"x")
     act(System(str(tmp_path / "root")))
     assert calls == expected
 
 
-def test_each_file_system_is_synced_once_and_missing_folders_are_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_system_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     call = files._call_libc
 

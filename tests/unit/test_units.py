@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core.changes import tell_nobody
 from gpuprov.core.units import RestartUnit, daemon_reload, is_active, log_of, restart, systemctl
-from gpuprov.protocol.errors import GpuprovError
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 LOG = ("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", "a.service")
-
-
-def ignore(text: str, done: int = 0, total: int = 0) -> None:
-    """Take progress."""
 
 
 class Systemd(Scripted):
@@ -64,13 +61,11 @@ def test_a_unit_that_does_not_start_is_named_with_error_and_log(tmp_path: Path) 
     host = Systemd(tmp_path, {("systemctl", "restart", "a.service"): (1, "failed"), LOG: (0, "no such option")})
     change = RestartUnit("a.service")
     assert change.summary() == "restart a.service"
-    with pytest.raises(GpuprovError) as caught:
-        change.apply(host, ignore)
-    problem = caught.value.problems[0]
+    problem = refused(change.apply, host, tell_nobody)
     assert problem.what == "a.service does not start"
     assert problem.evidence.splitlines()[-1] == "no such option" and "failed" in problem.evidence
     assert problem.next_step == "systemctl status a.service"
-    change.apply(Systemd(tmp_path), ignore)
+    change.apply(Systemd(tmp_path), tell_nobody)
 
 
 @pytest.mark.parametrize("active", [True, False])
