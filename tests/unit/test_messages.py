@@ -11,12 +11,10 @@ import gpuprov
 
 _ROOT = Path(gpuprov.__file__).parent
 # Their sentence ends in what to do, as checks have it, or the next step is the host's own.
-_ELSEWHERE = frozenset(
-    (
-        "Problem(check_text(check))",
-        "Problem(f'{check.name}: {check.reason}', f'host: {here}, container: {there}' if there else here)",
-    )
-)
+_ELSEWHERE = {
+    "Problem(check_text(check))",
+    "Problem(f'{check.name}: {check.reason}', f'host: {here}, container: {there}' if there else here)",
+}
 
 
 def without_next_step(source: str) -> Iterator[tuple[int, str]]:

@@ -27,6 +27,7 @@ from tests.unit.loaded_host import DCGM, PERSISTENCED, LoadedHost
 
 BOTH = ("reset", "reboot")
 _XID = "[ 9.1] NVRM: Xid (PCI:0000:1b:00): {}, pid=7"
+_WRONG = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")
 
 
 def _readings(*log: str, **first: str) -> Readings:
@@ -64,9 +65,7 @@ _LOG = {"gpu_recovery_action": ""}
     # nvidia-smi does not show the GPU.
     (Readings((healthy(1),), kernel_log=(_XID.format(95),)), BOTH, "reboot", ""),
 ])  # fmt: skip
-def test_a_finding_needs_its_action_and_leave(
-    readings: Readings, allow: tuple[str, ...], action: str, refused: str
-) -> None:
+def test_finding_needs_action_and_leave(readings: Readings, allow: tuple[str, ...], action: str, refused: str) -> None:
     wanted = decide(readings, allow)
     assert (wanted.action, wanted.refused) == (action, refused)
     assert bool(wanted.changes) == (bool(action) and not refused)
@@ -87,9 +86,7 @@ _V100, _A100, _H100 = "1DB110DE", "20B210DE", "233010DE"
     (_V100, True, True, True), (_V100, False, False, True), (_A100, True, True, False), (_A100, True, False, True),
     (_A100, False, False, False), (_H100, True, True, False),
 ])  # fmt: skip
-def test_gpus_that_nvlink_joins_are_reset_together_as_nvidia_smi_has_it(
-    device: str, switches: bool, manager: bool, whole: bool
-) -> None:
+def test_gpus_joined_by_nvlink_are_reset_together(device: str, switches: bool, manager: bool, whole: bool) -> None:
     x = _readings(gpu_recovery_action="Reset", **{"pci/pci_device_id": device})
     fabric = FabricFacts(("0000:05:00.0",) if switches else (), version="550", active=manager)
     found = decide(replace(x, fabric=fabric, driver="550"), BOTH)
@@ -157,9 +154,8 @@ class IllHost(LoadedHost):
             is_joining = self.slept < self.joining and not self.imex
             text += f"<fabric><state>{'In Progress' if is_joining else 'Completed'}</state></fabric>"
             pci = "<pci><pci_bus_id>00000000:1B:00.0</pci_bus_id></pci>"
-            return Completed(
-                words, 0, f"<?xml version='1.0'?><nvidia_smi_log><gpu id='0'>{text}{pci}</gpu></nvidia_smi_log>"
-            )
+            report = f"<nvidia_smi_log><gpu id='0'>{text}{pci}</gpu></nvidia_smi_log>"
+            return Completed(words, 0, f"<?xml version='1.0'?>{report}")
         if self.refusal:
             return Completed(words, 3, self.refusal)
         self.resets += (words,)
@@ -191,22 +187,25 @@ def _doctor(host: IllHost, *allow: str, **more: Any) -> tuple[Finished, list[Eve
 
 
 def _repairs(events: list[Event]) -> list[str]:
-    return [
-        one.summary for event in events if isinstance(event, Planned) for one in event.changes if one.step == "repair"
-    ]
+    plans = (event.changes for event in events if isinstance(event, Planned))
+    return [one.summary for changes in plans for one in changes if one.step == "repair"]
+
+
+def _notes(events: list[Event]) -> str:
+    return "\n".join(one.message for one in events if isinstance(one, Note))
+
+
+def _reboot(host: IllHost) -> None:
+    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
 
 
 def _record(host: IllHost) -> Record:
     return load(Record, json.loads(sorted(host.root.glob("var/lib/gpuprov/repairs/*"))[-1].read_text()), trusted=True)
 
 
-def _holding(host: IllHost, pid: int, command: str, group: str) -> None:
-    host.process(pid, command, group, mapped=True)
-
-
 def test_everything_that_ends_is_named_then_stopped_and_runs_again(host: IllHost) -> None:
     _opens_the_gpu(host)
-    _holding(host, 901, "python3 notebook.py", "/user.slice/user-1000.slice/session-3.scope")
+    host.process(901, "python3 notebook.py", "/user.slice/user-1000.slice/session-3.scope", mapped=True)
     _, events = _doctor(host, "reset", check=True)
     (planned,) = _repairs(events)
     for name in ("container job", PERSISTENCED, "process 901 (python3 notebook.py)"):
@@ -226,7 +225,7 @@ def test_everything_that_ends_is_named_then_stopped_and_runs_again(host: IllHost
 
 def test_mig_devices_which_a_reset_removes_are_made_again(host: IllHost) -> None:
     host.mig, host.instances = "Enabled", ("3g.40gb", "3g.40gb")
-    _holding(host, 902, "nv-hostengine", f"/system.slice/{DCGM}")
+    host.process(902, "nv-hostengine", f"/system.slice/{DCGM}", mapped=True)
     finished, _ = _doctor(host, "reset")
     assert host.resets
     assert (host.mig, host.instances) == ("Enabled", ("3g.40gb", "3g.40gb"))
@@ -248,7 +247,7 @@ def test_a_gpu_is_judged_once_the_fabric_or_the_imex_domain_has_it(host: IllHost
     assert (host.resets != (), _record(host).outcome) == (True, "ok")
     host.action = "Reboot"
     _doctor(host, *BOTH, caller_returns=True)
-    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    _reboot(host)
     host.action, host.joining = "None", host.slept + 40
     _doctor(host, *BOTH, caller_returns=True)
     assert _record(host).outcome == "ok"
@@ -261,7 +260,7 @@ def test_who_does_not_have_the_gpu_open_goes_on(host: IllHost) -> None:
 
 
 def test_of_a_user_the_process_ends_and_not_all_that_the_user_runs(host: IllHost) -> None:
-    _holding(host, 901, "python3 notebook.py", "/user.slice/user-7.slice/user@7.service/app.slice/x.service")
+    host.process(901, "python3 notebook.py", "/user.slice/user-7.slice/user@7.service/app.slice/x.service", mapped=True)
     _, events = _doctor(host, "reset")
     (planned,) = set(_repairs(events))
     assert "process 901 (python3 notebook.py)" in planned
@@ -270,18 +269,19 @@ def test_of_a_user_the_process_ends_and_not_all_that_the_user_runs(host: IllHost
 
 
 def test_the_unit_that_gpuprov_itself_runs_in_is_not_stopped(host: IllHost) -> None:
-    _holding(host, 901, "agent", "/system.slice/agent.service")
+    host.process(901, "agent", "/system.slice/agent.service", mapped=True)
     own = host.root / f"proc/{host.own_pid()}"
     own.mkdir(exist_ok=True)
     (own / "cgroup").write_text("0::/system.slice/agent.service\n")
     _, events = _doctor(host, *BOTH)
     assert (host.resets, host.stopped) == ((), [])
-    assert any(isinstance(one, Note) and "gpuprov itself runs in agent.service" in one.message for one in events)
+    assert "gpuprov itself runs in agent.service" in _notes(events)
 
 
 def test_a_reboot_names_who_has_a_gpu_open_in_containers_of_other_engines(host: IllHost) -> None:
     host.action = "Reboot"
-    _holding(host, 901, "vllm serve", f"/kubepods.slice/kubepods-pod1.slice/cri-containerd-{'5e' * 32}.scope")
+    group = f"/kubepods.slice/kubepods-pod1.slice/cri-containerd-{'5e' * 32}.scope"
+    host.process(901, "vllm serve", group, mapped=True)
     _, events = _doctor(host, *BOTH, check=True)
     assert _repairs(events)[-1].endswith("ends container job, process 901 (vllm serve)")
 
@@ -290,7 +290,7 @@ def test_without_leave_nothing_is_touched_and_the_option_is_named(host: IllHost)
     before = set(host.units)
     finished, events = _doctor(host)
     assert (host.resets, host.units, _repairs(events)) == ((), before, [])
-    assert any(isinstance(one, Note) and one.message.endswith("needs --allow reset") for one in events)
+    assert "needs --allow reset" in _notes(events)
     assert finished.exit_code != ExitCode.UNFIT
     assert not (host.root / "var/lib/gpuprov/repairs").exists()
 
@@ -311,58 +311,50 @@ def test_one_that_stays_unfit_gets_its_container_not_back(host: IllHost) -> None
     assert _record(host).outcome == "unfit"
 
 
-def test_a_gpu_that_fails_under_load_after_its_reset_leaves_the_host_unfit(
-    host: IllHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_that_fails_under_load_after_reset_is_unfit(host: IllHost, monkeypatch: pytest.MonkeyPatch) -> None:
     _opens_the_gpu(host)
-    wrong = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")
     running: list[set[str]] = []
 
     def load(system: IllHost, spec: HostSpec, sink: Sink, minutes: int, verify: object) -> None:
         running.append(set(system.running))
-        sink(wrong)
+        sink(_WRONG)
         sink(CheckDone("GPU 0, program", "failed", reason="accept-wrong"))
 
     monkeypatch.setattr(repair, "accept", load)
     finished, events = _doctor(host, "reset")
     assert running == [set()]
     assert (finished.exit_code, host.running) == (ExitCode.UNFIT, set())
-    assert (_record(host).outcome, _record(host).after) == ("unfit", (wrong,))
-    assert events.count(wrong) == 1
+    assert (_record(host).outcome, _record(host).after) == ("unfit", (_WRONG,))
+    assert events.count(_WRONG) == 1
     assert "GPU 0, program" not in [one.name for one in events if isinstance(one, CheckDone)]
 
 
-def test_where_gpus_can_not_be_loaded_the_rest_counts_and_a_note_says_so(
-    host: IllHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_can_not_be_loaded_are_noted(host: IllHost, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise GpuprovError("the GPUs are in use", "process 7", "drain the host")
 
     monkeypatch.setattr(repair, "accept", refuse)
     _, events = _doctor(host, "reset")
     assert _record(host).outcome == "ok"
-    assert any("not loaded after the repair: the GPUs are in use" in one.message
-               for one in events if isinstance(one, Note))  # fmt: skip
+    assert "not loaded after the repair: the GPUs are in use" in _notes(events)
 
 
-def test_what_verify_finds_beside_the_gpus_keeps_no_container_stopped(
-    host: IllHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_failures_keep_no_container_stopped(host: IllHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repair, "accept", accept)
     # No container can be started here, and much else is missing: nothing of it is a GPU's fault.
     finished, events = _doctor(host, "reset")
     assert (_record(host).outcome, host.running) == ("ok", {"job"})
     assert "GPUs: ok" in finished.summary
-    assert any("not loaded after the repair" in one.message for one in events if isinstance(one, Note))
+    assert "not loaded after the repair" in _notes(events)
 
 
 def test_gpus_that_a_service_has_again_are_not_loaded(host: IllHost, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[object] = []
     monkeypatch.setattr(repair, "accept", lambda *_: loads.append(1))
-    _holding(host, 903, "vllm serve", "/system.slice/vllm.service")
+    host.process(903, "vllm serve", "/system.slice/vllm.service", mapped=True)
     _, events = _doctor(host, "reset")
     assert (loads, _record(host).outcome) == ([], "ok")
-    assert any("vllm.service runs on them again" in one.message for one in events if isinstance(one, Note))
+    assert "vllm.service runs on them again" in _notes(events)
 
 
 def test_of_a_host_that_stays_unfit_100_records_are_kept(host: IllHost) -> None:
@@ -391,36 +383,33 @@ def test_a_reboot_ends_the_run_and_the_next_one_judges_the_host(host: IllHost) -
     assert (finished.exit_code, finished.left_boot) == (ExitCode.REBOOT_NEEDED, "boot-1")
     assert "ends container job" in _repairs(events)[-1]
     assert _record(host).outcome == ""
-    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    _reboot(host)
     finished, events = _doctor(host, *BOTH, caller_returns=True)
     assert finished.exit_code == ExitCode.UNFIT
-    assert any(isinstance(one, Note) and one.message.endswith("a reboot has not changed that") for one in events)
+    assert "a reboot has not changed that" in _notes(events)
     assert _record(host).outcome == "unfit"
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_gpus_are_loaded_after_a_reboot_before_the_host_gets_work(
-    host: IllHost, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    wrong = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")
+def test_gpus_are_loaded_after_reboot(host: IllHost, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     outcomes: list[str] = []
 
     def load(system: IllHost, spec: HostSpec, sink: Sink, minutes: int, verify: object) -> None:
         # A run that is killed now leaves the load to the next one.
         outcomes.append(_record(host).outcome)
         if fails:
-            sink(wrong)
+            sink(_WRONG)
 
     monkeypatch.setattr(repair, "accept", load)
     host.action = "Reboot"
     _doctor(host, *BOTH, caller_returns=True)
     assert outcomes == []
-    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    _reboot(host)
     host.action = "None"
     finished, events = _doctor(host, *BOTH, caller_returns=True)
     assert outcomes == [""]
-    assert (_record(host).outcome, _record(host).after) == (("unfit", (wrong,)) if fails else ("ok", ()))
-    assert (finished.exit_code == ExitCode.UNFIT, wrong in events) == (fails, fails)
+    assert (_record(host).outcome, _record(host).after) == (("unfit", (_WRONG,)) if fails else ("ok", ()))
+    assert (finished.exit_code == ExitCode.UNFIT, _WRONG in events) == (fails, fails)
     # The next run repairs nothing, so it loads nothing.
     _doctor(host, *BOTH, caller_returns=True)
     assert outcomes == [""]
@@ -436,7 +425,7 @@ def test_after_a_reboot_no_gpu_is_loaded_that_computes_or_is_unfit(
     monkeypatch.setattr(repair, "verify", lambda *_, **__: pytest.fail("a container started"))
     host.action = "Reboot"
     _doctor(host, *BOTH, caller_returns=True)
-    (host.root / "proc/sys/kernel/random/boot_id").write_text("boot-2\n")
+    _reboot(host)
     (host.root / "proc/900/fd/4").symlink_to("/dev/nvidia-uvm")
     host.action = action
     _, events = _doctor(host, *allow, caller_returns=True)
@@ -460,7 +449,7 @@ def test_in_a_container_the_gpus_are_not_this_machines_to_reset(host: IllHost) -
     (host.root / "run/systemd/container").write_text("lxc\n")
     _, events = _doctor(host, *BOTH)
     assert host.resets == ()
-    assert any(isinstance(one, Note) and "belong to the host of this lxc container" in one.message for one in events)
+    assert "belong to the host of this lxc container" in _notes(events)
 
 
 def test_nothing_to_repair_is_no_change() -> None:

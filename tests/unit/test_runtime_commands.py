@@ -70,12 +70,16 @@ def test_flags_of_nvidias_tool_are_known() -> None:
         (("--runtime", "containerd", "--drop-in-config", "/dev/full"), "--drop-in-config must name a file"),
         (("--nvidia-runtime-name", ""), "is no name of a runtime"),
         (("--nvidia-runtime-name", "a b"), "is no name of a runtime"),
+        (("--runtime", "containerd", "--config", "x.toml"), "--config"),
+        (("--runtime", "containerd", "--drop-in-config", "x"), "--drop-in-config"),
+        (("--runtime", "containerd", "--nvidia-runtime-path", "runtime"), "--nvidia-runtime-path"),
     ],
 )
 def test_wrong_values_are_refused_with_what_to_type(words: tuple[str, ...], what: str) -> None:
-    error = error_of(run(*words, "--dry-run"))
-    assert what in str(error)
-    assert (error.exit_code, bool(error.problems[0].next_step)) == (ExitCode.USAGE, True)
+    for more in ((), ("--dry-run",)):
+        error = error_of(run(*words, *more))
+        assert what in str(error)
+        assert (error.exit_code, bool(error.problems[0].next_step)) == (ExitCode.USAGE, True)
 
 
 def test_docker_that_tells_no_configuration_is_said(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_file_that_a_link_names_is_edited_where_it_lies(main: Path, words: list[
 
 
 def test_dry_run_prints_the_file_and_writes_nothing(main: Path, words: list[object]) -> None:
-    done = CliRunner().invoke(cli, ["runtime", "configure", *map(str, words), "--dry-run"])
+    done = run(*words, "--dry-run")
     assert main.read_text() == CONFIG
     assert tomllib.loads(done.stdout)["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]["nvidia"]
     assert "nothing was written" in done.stderr
@@ -135,9 +139,7 @@ def test_diff_shows_what_changes(main: Path, words: list[object]) -> None:
     assert [line for line in done.output.splitlines() if line.startswith("-") and not line.startswith("---")] == []
 
 
-def test_drop_in_is_written_and_imported_and_goes_again(
-    tmp_path: Path, main: Path, words: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drop_in_and_back(tmp_path: Path, main: Path, words: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     drop_in = tmp_path / "conf.d/99-nvidia.toml"
     monkeypatch.setattr(containerd, "DROP_IN", str(drop_in))
     main.write_text("version = 2\n")
@@ -150,12 +152,11 @@ def test_drop_in_is_written_and_imported_and_goes_again(
 
 
 def test_json_for_programs(main: Path, words: list[object]) -> None:
-    done = CliRunner().invoke(cli, ["runtime", "configure", *map(str, words), "--json"])
-    found = json.loads(done.stdout)
+    found = json.loads(run(*words, "--json").stdout)
     assert (found["changed"], found["written"], found["restart"]) == (True, True, "systemctl restart containerd")
     (file,) = found["files"]
     assert (file["path"], file["before"], file["after"]) == (str(main), CONFIG, main.read_text())
-    again = json.loads(CliRunner().invoke(cli, ["runtime", "configure", *map(str, words), "--json"]).stdout)
+    again = json.loads(run(*words, "--json").stdout)
     assert (again["changed"], again["written"]) == (False, False)
 
 
@@ -171,25 +172,14 @@ def test_file_that_cannot_be_read_is_left_alone(main: Path, words: list[object],
     assert main.read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    "options", [("--config", "x.toml"), ("--drop-in-config", "x"), ("--nvidia-runtime-path", "runtime")]
-)
-def test_relative_path_is_refused(options: tuple[str, str]) -> None:
-    error = error_of(run("--runtime", "containerd", *options))
-    assert options[0] in str(error) and error.exit_code is ExitCode.USAGE
-
-
 def test_docker_keeps_other_features(tmp_path: Path) -> None:
     path = tmp_path / "daemon.json"
     text = '{\n  "features": {\n    "buildkit": true\n  },\n  "live-restore": true,\n  "exec-opts": ["x=y"]\n}'
     path.write_text(text)
     run("--config", path, "--cdi.enabled", "--nvidia-runtime-path", "/opt/x")
     found = json.loads(path.read_text())
-    assert found == {
-        **json.loads(text),
-        "features": {"buildkit": True, "cdi": True},
-        "runtimes": {"nvidia": {"path": "/opt/x", "args": []}},
-    }
+    features, runtimes = {"buildkit": True, "cdi": True}, {"nvidia": {"path": "/opt/x", "args": []}}
+    assert found == {**json.loads(text), "features": features, "runtimes": runtimes}
     done = run("--config", path, "--cdi.enabled", "--nvidia-runtime-path", "/opt/x", "--unset")
     assert path.read_text() == text
     assert "systemctl restart docker" in done.output
@@ -222,22 +212,14 @@ def test_docker_has_no_drop_ins(tmp_path: Path) -> None:
     assert error_of(run("--drop-in-config", tmp_path / "x.json")).exit_code is ExitCode.USAGE
 
 
-def test_hook_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [("--runtime", "podman"), ()])
+def test_hook_goes_where_it_is_asked_to_and_needs_no_engine(tmp_path: Path, engine: tuple[str, ...]) -> None:
     path = tmp_path / "hooks.d/hook.json"
     words = ("--config-mode", "hook", "--hook-path", path, "--nvidia-runtime-hook-path", "/opt/h")
-    done = run("--runtime", "podman", *words)
+    done = run(*engine, *words)
     assert json.loads(path.read_text())["hook"]["path"] == "/opt/h"
     assert "the next container reads this" in done.output
-    run("--runtime", "podman", *words, "--unset")
-    assert not path.exists()
-
-
-def test_hook_needs_no_engine_as_with_nvidias_tool(tmp_path: Path) -> None:
-    path = tmp_path / "hook.json"
-    words = ("--config-mode", "hook", "--hook-path", path, "--nvidia-runtime-hook-path", "/opt/h")
-    run(*words)
-    assert json.loads(path.read_text())["hook"]["path"] == "/opt/h"
-    run(*words, "--unset")
+    run(*engine, *words, "--unset")
     assert not path.exists()
     assert "docker reads no OCI hooks" in str(error_of(run(*words, "--runtime", "docker")))
 

@@ -210,7 +210,7 @@ def test_a_request_waits_while_the_server_works_on_all_it_may(port: int) -> None
 
 
 @pytest.mark.root
-def test_the_unix_socket_is_roots_and_the_other_ones_clients_take_no_place_of_it(tmp_path: Path) -> None:
+def test_unix_socket_is_roots_and_has_places_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "run/serve.sock"
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:  # of a server that was killed

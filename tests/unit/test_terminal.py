@@ -67,9 +67,7 @@ def test_control_sequences_and_forged_lines_do_not_reach_the_terminal(words: tup
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_names_of_hosts_in_sentences_about_a_run_do_no_harm(
-    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_names_of_hosts_do_no_harm(more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(fleet: Fleet, *_: object) -> tuple[HostResult, ...]:
         fleet.output(f"drained now: {EVIL}")
         return (HostResult("a", ExitCode.DONE),)
@@ -88,13 +86,8 @@ def test_an_errors_lines_are_its_own(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 2
     assert not re.search(r"[\x1b\x9b\r\u202e]", printed.out + printed.err)
-    assert [line[:7] for line in printed.err.splitlines() if line[:7].strip()] == [
-        "x",
-        "  signe",
-        "    nex",
-        "  seen:",
-        "  next:",
-    ]
+    begins = [line[:7] for line in printed.err.splitlines() if line[:7].strip()]
+    assert begins == ["x", "  signe", "    nex", "  seen:", "  next:"]
 
 
 def test_blank_evidence_has_no_line() -> None:

@@ -91,8 +91,10 @@ def test_after_two_runs_the_host_is_as_before_the_first(host: FakeHost) -> None:
     # systemd makes LogsDirectory=, and leaves it.
     host.path("/var/log/gpuprov-mps").mkdir(parents=True)
     host.path("/var/log/gpuprov-mps/control.log").write_text("[2026-11-27 20:00:00.000 Control] Start\n")
-    ended = done(carry_out(host, "uninstall"))
+    events = carry_out(host, "uninstall")
+    ended = done(events)
     assert (whole_tree(host), dict(host.installed), dict(host.docker_loaded)) == before
+    assert warnings(events) == []
     assert [path.name for path in (host.root / "dev/char").iterdir()] == ["4:1"]
     assert not (host.root / "var/cache/gpuprov").exists()
     assert not host.exists("/var/log/gpuprov-mps")
@@ -110,9 +112,7 @@ def test_a_runtime_that_was_upgraded_leaves_nothing(host: FakeHost) -> None:
     assert whole_tree(host) == before
 
 
-def test_modules_of_other_names_are_removed_by_an_upgrade_and_come_back_by_a_rollback(
-    host: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upgrade_removes_old_modules_and_rollback_restores(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier versions had more modules; none of them, nor its byte code, may stay importable."""
     before = whole_tree(host)
     folder = host.root / LIBRARY_PATH.lstrip("/") / "runtime_hook"
@@ -171,7 +171,7 @@ _BEFORE_THE_RECORD = {
 }
 
 
-def test_a_deployment_that_named_no_recorded_python_is_upgraded_and_comes_back(host: FakeHost) -> None:
+def test_deployment_without_a_recorded_python_is_upgraded(host: FakeHost) -> None:
     before = whole_tree(host)
     done(carry_out(host, "install"))
     for path, text in _BEFORE_THE_RECORD.items():
@@ -187,7 +187,7 @@ def test_a_deployment_that_named_no_recorded_python_is_upgraded_and_comes_back(h
     assert whole_tree(host) == before
 
 
-def test_a_python_that_is_gone_is_replaced_by_the_next_run_and_all_can_be_undone(host: FakeHost) -> None:
+def test_missing_python_is_replaced_by_the_next_run(host: FakeHost) -> None:
     before = whole_tree(host)
     done(carry_out(host, "install"))
     named = (LAUNCHER_PATH, HOOK_PATH, NVIDIA_HOOK_PATH, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}")
@@ -240,21 +240,26 @@ class Killed(BaseException):
     """As by kill -9: nothing tidies up behind it."""
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 7, 11])
-def test_an_uninstall_that_is_killed_anywhere_is_resumed(host: FakeHost, number: int) -> None:
-    before = (whole_tree(host), dict(host.installed))
-    install_in_two_runs(host)
-    done_before = 0
+def killed_in(host: FakeHost, request: Request, number: int) -> list[Event]:
+    """Carry out a request that is killed when its change of that number starts; return what happened before."""
+    events: list[Event] = []
 
     def sink(event: Event) -> None:
         if isinstance(event, ChangeStarted) and event.index == number:
             raise Killed
-        nonlocal done_before
-        done_before += isinstance(event, ChangeDone)
+        events.append(event)
 
     with pytest.raises(Killed):
-        run_request(Request("uninstall"), sink, host)
-    assert done_before == number - 1
+        run_request(request, sink, host)
+    return events
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 7, 11])
+def test_an_uninstall_that_is_killed_anywhere_is_resumed(host: FakeHost, number: int) -> None:
+    before = (whole_tree(host), dict(host.installed))
+    install_in_two_runs(host)
+    events = killed_in(host, Request("uninstall"), number)
+    assert sum(isinstance(event, ChangeDone) for event in events) == number - 1
     rest = [event.index for event in carry_out(host, "uninstall") if isinstance(event, ChangeStarted)]
     assert rest[-1] == len(rest) > 0
     assert (whole_tree(host), dict(host.installed)) == before
@@ -262,13 +267,7 @@ def test_an_uninstall_that_is_killed_anywhere_is_resumed(host: FakeHost, number:
 
 def test_an_installation_that_was_cut_off_is_undone_too(host: FakeHost) -> None:
     before = (whole_tree(host), dict(host.installed))
-
-    def sink(event: Event) -> None:
-        if isinstance(event, ChangeStarted) and event.index == 4:
-            raise Killed
-
-    with pytest.raises(Killed):
-        run_request(Request("install", spec_to_json(SPEC)), sink, host)
+    killed_in(host, Request("install", spec_to_json(SPEC)), 4)
     assert read_runs(host)[-1].end == ""
     done(carry_out(host, "uninstall"))
     assert (whole_tree(host), dict(host.installed)) == before
@@ -306,16 +305,13 @@ def test_a_roll_back_tells_it_too(host: FakeHost) -> None:
     assert isinstance(events[1], Note)
 
 
-def test_nothing_is_told_where_all_comes_back(host: FakeHost) -> None:
-    install_in_two_runs(host)
-    assert warnings(carry_out(host, "uninstall")) == []
+class WithContainers(FakeHost):
+    """A host with containers that docker lists for that word: those that run, or those that were stopped."""
 
-
-class WithContainer(FakeHost):
-    """A host on which a container runs with our runtime."""
+    listed_for = "--quiet"
 
     def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if words[0] == "ps" and "--quiet" in words:
+        if words[0] == "ps" and self.listed_for in words:
             return 0, "4c5f\n77aa\n"
         if words[0] == "inspect":
             rows = ("nvidia no - /trainer", "runc no - /web", "runc always gpus /server", "runc no gpus /once")
@@ -324,7 +320,7 @@ class WithContainer(FakeHost):
 
 
 def test_a_container_that_still_runs_keeps_its_runtime(tmp_path: Path) -> None:
-    host = with_runfile(WithContainer(tmp_path))
+    host = with_runfile(WithContainers(tmp_path))
     done(carry_out(host, "install"))
     before = host.state()
     problem, restarted = finished(carry_out(host, "uninstall")).problems
@@ -388,10 +384,8 @@ def test_what_prevents_a_command_is_known_before_its_first_change(tmp_path: Path
         assert step in problem.next_step
         assert host.state() == before
     finally:
-        script = (
-            'chattr -R -i "$1"; umount -l "$1/host/etc/docker/daemon.json" "$1/host/etc" "$1/host/var"; umount -l "$1"'
-        )
-        subprocess.run(("sh", "-c", script, "sh", place), capture_output=True, check=True)
+        script = 'umount -l "$1/etc/docker/daemon.json" "$1/etc" "$1/var"; chattr -R -i "$2"; umount -l "$2"'
+        subprocess.run(("sh", "-c", script, "sh", place / "host", place), capture_output=True, check=True)
 
 
 @pytest.mark.parametrize(
@@ -411,22 +405,12 @@ def test_without_all_journals_nothing_is_undone(host: FakeHost, gone: str, evide
     assert whole_tree(host) == before
 
 
-class WithStopped(FakeHost):
-    """A host on which containers were stopped."""
-
-    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if words[0] == "ps" and "status=exited" in words:
-            return 0, "4c5f\n77aa\n"
-        if words[0] == "inspect":
-            return 0, "nvidia no - /nightly\nrunc no gpus /weekly\nrunc always - /db"
-        return super()._docker(words)
-
-
 @pytest.mark.parametrize("command", ["rollback", "uninstall"])
 def test_stopped_containers_with_gpus_are_named_before_anything_is_done(tmp_path: Path, command: str) -> None:
-    host = with_runfile(WithStopped(tmp_path))
-    done(carry_out(host, "install"))
-    told = ["stopped containers with GPUs can't start again without gpuprov: nightly, weekly (docker)"]
+    host = WithContainers(tmp_path)
+    host.listed_for = "status=exited"
+    done(carry_out(with_runfile(host), "install"))
+    told = ["stopped containers with GPUs can't start again without gpuprov: once, server, trainer (docker)"]
     assert warnings(carry_out(host, command, check=True)) == told
     assert warnings(carry_out(host, command)) == told
 

@@ -149,9 +149,8 @@ def checks(host: RecordedHost, spec: HostSpec = SPEC) -> tuple[bool, dict[str, C
 
 
 def states(done: Mapping[str, CheckDone]) -> dict[str, list[str]]:
-    return {
-        status: [one.name for one in done.values() if one.status == status] for status in ("ok", "failed", "skipped")
-    }
+    names = ("ok", "failed", "skipped")
+    return {status: [one.name for one in done.values() if one.status == status] for status in names}
 
 
 def test_a_host_that_is_well(host: RecordedHost) -> None:
@@ -168,10 +167,7 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     [
         ((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", ""), "modprobe -a"),
         ((12, "", "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."), "lists none: gpuprov install"),
-        (
-            (18, "Failed to initialize NVML: Driver/library version mismatch\n", ""),
-            "of different versions: gpuprov doctor",
-        ),
+        ((18, "Failed to initialize NVML: Driver/library version mismatch\n", ""), "versions: gpuprov doctor"),
         ((127, "", "nvidia-smi: command not found"), "nvidia-smi is not installed"),
         ((1, "", ""), "(silent)"),
         ((0, "garbage", ""), "prints no report, but: garbage; is it the driver's own program?"),
@@ -179,9 +175,7 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
         ((0, "<nvidia_smi_log/>", ""), "nvidia-smi sees no GPU"),
     ],
 )
-def test_without_the_driver_no_container_is_tried(
-    host: RecordedHost, answer: tuple[int, str, str], reason: str
-) -> None:
+def test_no_container_without_driver(host: RecordedHost, answer: tuple[int, str, str], reason: str) -> None:
     host.answers["smi"] = answer
     good, done = checks(host)
     assert not good
@@ -231,9 +225,7 @@ def test_each_skipped_check_names_what_it_lacks_itself(host: RecordedHost) -> No
         ("{", RUNTIME, "daemon.json is not valid JSON: line 1, column 2"),
     ],
 )
-def test_without_the_runtime_no_container_is_tried(
-    host: RecordedHost, daemon_json: str | None, loaded: str | None, reason: str
-) -> None:
+def test_no_runtime_no_container(host: RecordedHost, daemon_json: str | None, loaded: str | None, reason: str) -> None:
     if daemon_json is not None:
         host.write("/etc/docker/daemon.json", daemon_json.encode())
     runtimes = {"nvidia": {"path": loaded}} if loaded else {}
@@ -245,30 +237,27 @@ def test_without_the_runtime_no_container_is_tried(
     assert done["docker, no GPU"].reason == "requires the runtime"
 
 
-def test_a_runtime_whose_program_is_gone_fails(host: RecordedHost) -> None:
-    host.remove(RUNTIME)
-    assert checks(host)[1]["runtime nvidia"].reason == f"{RUNTIME} is missing; run gpuprov install"
-
-
-def test_a_missing_node_fails_and_the_rest_goes_on(host: RecordedHost) -> None:
-    host.remove("/dev/nvidia1")
-    good, done = checks(host)
-    assert not good
-    assert states(done)["failed"] == ["device nodes"] and states(done)["skipped"] == []
-    assert done["device nodes"].reason == "/dev/nvidia1 is missing; run gpuprov install, which makes it"
-
-
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "is missing"), (b"{}", "does not describe the driver and GPUs")]
+    ("path", "content", "failed", "reason"),
+    [
+        (RUNTIME, None, "runtime nvidia", f"{RUNTIME} is missing; run gpuprov install"),
+        ("/dev/nvidia1", None, "device nodes", "/dev/nvidia1 is missing; run gpuprov install, which makes it"),
+        ("/proc/driver/nvidia/version", None, "device nodes", "modprobe nvidia"),
+        (toolkit.CDI_SPECIFICATION, None, "CDI specification", "is missing"),
+        (toolkit.CDI_SPECIFICATION, b"{}", "CDI specification", "does not describe the driver and GPUs"),
+    ],
 )
-def test_a_specification_that_is_missing_or_old_fails(host: RecordedHost, content: bytes | None, reason: str) -> None:
-    host.remove(toolkit.CDI_SPECIFICATION)
+def test_a_file_that_is_missing_or_old_fails(
+    host: RecordedHost, path: str, content: bytes | None, failed: str, reason: str
+) -> None:
+    host.remove(path)
     if content is not None:
-        host.write(toolkit.CDI_SPECIFICATION, content)
+        host.write(path, content)
     good, done = checks(host)
-    assert not good
-    assert states(done)["failed"] == ["CDI specification"]
-    assert reason in done["CDI specification"].reason
+    assert (good, done[failed].status, reason in done[failed].reason) == (False, "failed", True)
+    found = states(done)
+    assert path.startswith("/proc") or found["failed"] == [failed]
+    assert found["skipped"] == (CONTAINERS if path == RUNTIME else [])
 
 
 def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
@@ -328,15 +317,7 @@ def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
         assert argv[place - 2] == "--entrypoint" and argv[place - 1] in ("nvidia-smi", "sh")
 
 
-def test_nodes_of_a_driver_that_is_not_loaded_are_not_there(host: RecordedHost) -> None:
-    host.remove("/proc/driver/nvidia/version")
-    good, done = checks(host)
-    assert not good
-    assert done["device nodes"].status == "failed"
-    assert "modprobe nvidia" in done["device nodes"].reason
-
-
-def test_a_specification_with_what_only_nvml_knows_is_right_while_nvml_is_silent(host: RecordedHost) -> None:
+def test_specification_with_facts_of_nvml_is_right_while_nvml_is_silent(host: RecordedHost) -> None:
     driver = discover(host)
     gpus = tuple(replace(one, brand="NVIDIA", compute_capability="9.0") for one in driver.gpus)
     written = render_json(specification(replace(driver, gpus=gpus, cuda_version="12.4")))
@@ -431,9 +412,7 @@ def _container(argv: tuple[str, ...]) -> Completed:
         ),
     ],
 )  # fmt: skip
-def test_an_engine_that_is_not_configured_fails_only_if_it_is_asked_for(
-    host: RecordedHost, spec: HostSpec, status: str, reason: str
-) -> None:
+def test_engine_without_runtime_fails_if_named(host: RecordedHost, spec: HostSpec, status: str, reason: str) -> None:
     host.programs |= {"podman", "containerd"}
     _, done = checks(host, spec)
     assert done["podman"].status == status and done["podman"].reason.startswith(reason)
