@@ -1,8 +1,8 @@
-"""A machine whose commands are not run: a test's subclass answers them, and they are kept."""
+"""A machine whose commands are not run: a test answers them, and they are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
 
@@ -14,10 +14,14 @@ Answer = Union[str, tuple[int, str], tuple[int, str, str]]
 
 
 class Scripted(System):
-    """A machine below a folder that has every program; `asked` are the commands, `timeouts` their limits."""
+    """A machine below a folder that has every program; `asked` are the commands, `timeouts` their limits.
 
-    def __init__(self, root: Path | str = "/nowhere") -> None:
+    A command answers what `answers` has for words that are in it; others answer nothing.
+    """
+
+    def __init__(self, root: Path | str = "/nowhere", answers: Mapping[str, Answer] | None = None) -> None:
         super().__init__(str(root))
+        self.replies = answers or {}
         self.asked: list[tuple[str, ...]] = []
         self.timeouts: list[object] = []
 
@@ -26,7 +30,7 @@ class Scripted(System):
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         """Return what a command answers."""
-        return ""
+        return next((said for words, said in self.replies.items() if {*words.split()} <= {*argv}), "")
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         self.asked.append(tuple(argv))

@@ -29,7 +29,7 @@ from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from gpuprov.toolkit import InstallRuntime
 from tests.keys import key_fingerprint, key_packet
 from tests.unit.refused import refused
-from tests.unit.scripted import Answer, Scripted
+from tests.unit.scripted import Scripted
 
 pytestmark = pytest.mark.root
 TOOLKIT = dict.fromkeys(retired.TOOLKIT, "1.13.5-1")
@@ -252,16 +252,9 @@ def test_a_control_file_has_the_package_s_fields_and_none_of_dpkgs() -> None:
 # -- The changes themselves --------------------------------------------------------------------------------------------
 
 
-class Machine(Scripted):
-    """A machine whose programs answer by their first words: an exit code, and what they print to stderr."""
-
-    def __init__(self, root: Path, **answers: tuple[int, str]) -> None:
-        super().__init__(root)
-        self.answers = answers
-
-    def answer(self, argv: tuple[str, ...]) -> Answer:
-        code, error = next((one for name, one in self.answers.items() if name in argv), (0, ""))
-        return code, "", error
+def machine(root: Path, **answers: tuple[int, str]) -> Scripted:
+    """Return a machine that answers a command with this word: an exit code, and what it prints to stderr."""
+    return Scripted(root, {word: (code, "", error) for word, (code, error) in answers.items()})
 
 
 @pytest.mark.parametrize(
@@ -269,7 +262,7 @@ class Machine(Scripted):
     [((0, ""), None), ((1, "Error: No such volume: v"), None), ((1, "Error: volume is in use - [9f]"), "is in use")],
 )
 def test_a_volume_goes_unless_docker_refuses(tmp_path: Path, answer: tuple[int, str], evidence: str | None) -> None:
-    host, change = Machine(tmp_path, docker=answer), RemoveVolume("v")
+    host, change = machine(tmp_path, docker=answer), RemoveVolume("v")
     assert (change.key, change.capture(host)) == ("remove volume v", {"name": "v"})
     assert "remove volume v " in change.summary() and "can't restore" in change.summary()
     if evidence is None:
@@ -294,7 +287,7 @@ def test_a_volume_goes_unless_docker_refuses(tmp_path: Path, answer: tuple[int, 
     ids=str,
 )
 def test_stop_of_plugin_is_undone(tmp_path: Path, answers: dict[str, tuple[int, str]], started: list[str]) -> None:
-    host, change = Machine(tmp_path, **answers), StopPlugin(UNIT)
+    host, change = machine(tmp_path, **answers), StopPlugin(UNIT)
     assert change.summary() == f"stop and disable {UNIT}"
     before = change.capture(host)
     assert before == {"unit": UNIT, "active": "start" in started, "enabled": "enable" in started}
@@ -309,7 +302,7 @@ def test_stop_of_plugin_is_undone(tmp_path: Path, answers: dict[str, tuple[int, 
 
 
 def test_a_plugin_that_does_not_stop_is_an_error(tmp_path: Path) -> None:
-    host = Machine(tmp_path, disable=(1, "Failed to disable unit"))
+    host = machine(tmp_path, disable=(1, "Failed to disable unit"))
     problem = refused(StopPlugin(UNIT).apply, host, tell_nobody)
     assert UNIT in problem.what and "Failed to disable unit" in problem.evidence
     assert problem.next_step == f"systemctl status {UNIT}"
@@ -328,7 +321,7 @@ def test_a_plugin_that_does_not_stop_is_an_error(tmp_path: Path) -> None:
 def test_an_account_is_made_again_where_it_is_gone(
     tmp_path: Path, answers: dict[str, tuple[int, str]], line: str, programs: list[str]
 ) -> None:
-    host = Machine(tmp_path, **answers)
+    host = machine(tmp_path, **answers)
     CHANGE_KINDS["RemoveAccount"].undo(host, {"name": "x", "line": line}, {})
     assert [words[0] for words in host.asked] == programs
     if programs[1:]:
@@ -342,7 +335,7 @@ def test_an_account_is_made_again_where_it_is_gone(
 
 
 def test_an_account_that_can_not_be_made_again_is_an_error(tmp_path: Path) -> None:
-    host = Machine(tmp_path, id=(1, ""), useradd=(4, "useradd: UID 998 is not unique"))
+    host = machine(tmp_path, id=(1, ""), useradd=(4, "useradd: UID 998 is not unique"))
     before = {"name": "x", "line": "x:x:998:997::/:/bin/sh"}
     problem = refused(CHANGE_KINDS["RemoveAccount"].undo, host, before, {})
     assert "user x" in problem.what and "UID 998 is not unique" in problem.evidence
@@ -351,7 +344,7 @@ def test_an_account_that_can_not_be_made_again_is_an_error(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["folder", "link", "nothing"])
 def test_plugin_folder_comes_back_empty_and_a_link_stays(tmp_path: Path, kind: str) -> None:
-    host, change = Machine(tmp_path), RemoveFolder("/srv/plugin")
+    host, change = machine(tmp_path), RemoveFolder("/srv/plugin")
     host.make_directory("/srv")
     place = host.path("/srv/plugin")
     if kind == "folder":
@@ -387,7 +380,7 @@ def test_plugin_folder_comes_back_empty_and_a_link_stays(tmp_path: Path, kind: s
     ids=["itself", "below", "beside"],
 )  # fmt: skip
 def test_what_is_mounted_in_a_folder_is_unmounted_first(tmp_path: Path, mounted: tuple[str, ...], step: str) -> None:
-    host = Machine(tmp_path)
+    host = machine(tmp_path)
     host.make_directory("/srv/plugin/a")
     host.write("/srv/plugin/a/file", b"another file system's")
     host.make_directory("/proc/self")

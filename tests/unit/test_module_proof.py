@@ -43,14 +43,11 @@ class Host(Scripted):
     which = System.which
 
     def __init__(self, root: Path, status: str, version: str) -> None:
-        super().__init__(root)
-        self._answers = {"dkms": status, "modinfo": version}
+        answers = {"dkms": status, "modinfo": version}
+        super().__init__(root, {name: said or (1, "", f"{name}: ERROR: not found") for name, said in answers.items()})
 
     def kernel_release(self) -> str:
         return KERNEL
-
-    def answer(self, argv: tuple[str, ...]) -> Answer:
-        return self._answers[argv[0]] or (1, "", f"{argv[0]}: ERROR: not found")
 
 
 FAULTS = {
