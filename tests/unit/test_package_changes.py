@@ -218,6 +218,8 @@ def test_holds_are_set_taken_off_and_brought_back(tmp_path: Path) -> None:
     HoldPackages.undo(host, before, {})
     assert host.asked == [("apt-mark", "hold", "old"), ("apt-mark", "unhold", "new")]
     assert host.read_text(HELD_LIST) == "old\n"
+    HoldPackages(("a",)).apply(host, tell_nobody)
+    assert host.asked[2:] == [("apt-mark", "hold", "a")]
 
 
 def test_a_hold_that_is_refused_is_an_error(tmp_path: Path) -> None:
