@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ DEFAULT = {"compute", "utility"}
 ALL = set(driver_files.ALL)
 ENVVAR_REFUSED = {"accept-nvidia-visible-devices-envvar-when-unprivileged": False}
 MOUNTS_ACCEPTED = {"accept-nvidia-visible-devices-as-volume-mounts": True}
+NO_VERSIONS = ("nine", "9.0.1.2", "9.", "9.0-rc1", "-9", "v", "vv9", "4294967296", "1.4294967296", "٩", "9" * 5000)
+IMEX_IGNORED = {"features.ignore-imex-channel-requests": True}
 MOUNT_ROOT = "/var/run/nvidia-container-devices"
 SYS_ADMIN = {"bounding": ["CAP_CHOWN", "CAP_SYS_ADMIN"]}
 
@@ -117,6 +120,10 @@ def test_where_unprivileged_containers_may_not_ask_privileged_ones_may(
         (("imex/3",), ["9"]),
         (("",), ["9"]),
         (("../0",), ["9"]),
+        (("cdi/nvidia.com/=0",), ["9"]),
+        (("cdi/nvidia.com=0",), ["9"]),
+        (("cdi/nvidia.com/gpu=",), ["9"]),
+        (("cdi/gpu",), ["9"]),
         ((), ["9"]),
     ],
 )
@@ -211,33 +218,18 @@ def test_requirements(environment: str, requirements: list[str]) -> None:
         ("NVIDIA_DRIVER_CAPABILITIES=Compute", "asks for Compute"),
         ("NVIDIA_MIG_CONFIG_DEVICES=all", "NVIDIA_MIG_CONFIG_DEVICES is for privileged containers"),
         ("NVIDIA_MIG_MONITOR_DEVICES=0", "NVIDIA_MIG_MONITOR_DEVICES is for privileged containers"),
-        *(
-            (f"CUDA_VERSION={text}", f"CUDA_VERSION={text} is no version")
-            for text in (
-                "nine",
-                "9.0.1.2",
-                "9.",
-                "9.0-rc1",
-                "-9",
-                "v",
-                "vv9",
-                "4294967296",
-                "1.4294967296",
-                "9" * 5000,
-                "٩",
-            )
-        ),
+        *((f"CUDA_VERSION={text}", f"CUDA_VERSION={text} is no version") for text in NO_VERSIONS),
     ],
 )
 def test_what_cannot_be_is_refused(environment: str, says: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Refused, match=re.escape(says)):
         parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}".strip()), Settings({}))
-    assert says in str(caught.value)
 
 
 def test_a_privileged_container_may_ask_for_mig_devices() -> None:
-    config = config_of("NVIDIA_VISIBLE_DEVICES=all NVIDIA_MIG_CONFIG_DEVICES=all", capabilities=SYS_ADMIN)
-    assert devices_of(config) == ["all"]
+    asked = "NVIDIA_VISIBLE_DEVICES=all NVIDIA_MIG_CONFIG_DEVICES=all NVIDIA_MIG_MONITOR_DEVICES=0:1"
+    request = parse_request(config_of(asked, capabilities=SYS_ADMIN), Settings({}))
+    assert (request.devices, request.mig_config, request.mig_monitor) == (["all"], "all", "0:1")
 
 
 @pytest.mark.parametrize("environment", ["NVIDIA_MIG_CONFIG_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=telepathy"])
@@ -287,6 +279,38 @@ def test_annotations_and_mounts_need_no_privilege() -> None:
     assert devices_of(config_of("", f"{MOUNT_ROOT}/0"), {**ENVVAR_REFUSED, **MOUNTS_ACCEPTED}) == ["0"]
 
 
+def devices_of_mounts(mounts: object) -> list[str] | None:
+    return devices_of({**config_of("NVIDIA_VISIBLE_DEVICES=9"), "mounts": mounts}, MOUNTS_ACCEPTED)
+
+
+@pytest.mark.parametrize("mounts", [None, 5, "x", {}, [None, "x", 5, []], [{}], [{"source": "/dev/null"}]], ids=repr)
+def test_mounts_that_name_nothing_leave_it_to_the_environment(mounts: object) -> None:
+    assert devices_of_mounts(mounts) == ["9"]
+
+
+def test_mounts_of_other_files_are_passed_over() -> None:
+    other = {"source": "/dev/zero", "destination": f"{MOUNT_ROOT}/1"}
+    named = {"source": "/dev/null", "destination": f"{MOUNT_ROOT}/2"}
+    elsewhere = {"source": "/dev/null", "destination": "/elsewhere/3"}
+    assert devices_of_mounts([other, "x", elsewhere, named]) == ["2"]
+
+
+def test_a_container_that_asks_for_no_gpu_asks_for_nothing_else() -> None:
+    request = parse_request(config_of("NVIDIA_MIG_CONFIG_DEVICES=all NVIDIA_REQUIRE_CUDA=cuda>=99"), Settings({}))
+    assert request.devices is None
+    assert (request.mig_config, request.mig_monitor, request.by_annotation) == ("", "", False)
+    assert (request.capabilities, request.requirements, request.imex_channels, request.extras) == (
+        frozenset(), [], [], [],
+    )  # fmt: skip
+
+
+def test_cuda_versions_of_four_thousand_digits_are_none() -> None:
+    longest = f"NVIDIA_VISIBLE_DEVICES=all CUDA_VERSION=9.1.{'1' * 3999}"
+    assert parse_request(config_of(longest), Settings({})).requirements == ["cuda>=9.1"]
+    with pytest.raises(Refused, match="is no version"):
+        parse_request(config_of(f"{longest}1"), Settings({}))
+
+
 @pytest.mark.parametrize(
     ("environment", "mounts", "settings", "channels"),
     [
@@ -298,7 +322,7 @@ def test_annotations_and_mounts_need_no_privilege() -> None:
         ("CUDA_VERSION=9.0", (), {}, []),
         ("NVIDIA_IMEX_CHANNELS=1", ("imex/2",), MOUNTS_ACCEPTED, ["2"]),
         ("NVIDIA_IMEX_CHANNELS=1", ("imex/2",), {}, ["1"]),
-        ("NVIDIA_IMEX_CHANNELS=1", (), {"features.ignore-imex-channel-requests": True}, []),
+        ("NVIDIA_IMEX_CHANNELS=1", (), IMEX_IGNORED, []),
     ],
 )
 def test_imex_channels(
@@ -321,14 +345,6 @@ def test_what_goes_with_gpus_is_asked_for_by_name(name: str) -> None:
         assert parse_request(config, Settings({})).extras == extras
 
 
-def test_mig_rights_are_handed_on_verbatim() -> None:
-    config = config_of(
-        "NVIDIA_VISIBLE_DEVICES=0 NVIDIA_MIG_CONFIG_DEVICES=all NVIDIA_MIG_MONITOR_DEVICES=0:1", capabilities=SYS_ADMIN
-    )
-    request = parse_request(config, Settings({}))
-    assert (request.mig_config, request.mig_monitor) == ("all", "0:1")
-
-
 def test_an_environment_that_cannot_be_read_closes_the_door_for_gpu_containers_alone() -> None:
     with pytest.raises(Refused, match="an entry without '=': 'BROKEN'"):
         devices_of(config_of("NVIDIA_VISIBLE_DEVICES=0 BROKEN"))
@@ -336,43 +352,31 @@ def test_an_environment_that_cannot_be_read_closes_the_door_for_gpu_containers_a
 
 
 @pytest.mark.parametrize(
-    ("environment", "settings", "says"),
+    ("environment", "mounts", "settings", "says"),
     [
-        ("NVIDIA_VISIBLE_DEVICES=0", {}, "named by NVIDIA_VISIBLE_DEVICES"),
-        ("S=0", {"swarm-resource": "S"}, "named by S"),
-        ("CUDA_VERSION=9.0", {}, "a legacy image: all devices"),
-        ("NVIDIA_VISIBLE_DEVICES=0", ENVVAR_REFUSED, "when-unprivileged is false"),
-        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_DISABLE_REQUIRE=1", {}, "not checked: NVIDIA_DISABLE_REQUIRE"),
-        ("NVIDIA_VISIBLE_DEVICES=0", {"disable-require": True}, "not checked: disable-require"),
-        ("", {}, "NVIDIA_VISIBLE_DEVICES is not set"),
-        ("NVIDIA_VISIBLE_DEVICES=void", {}, "NVIDIA_VISIBLE_DEVICES names no device"),
-        ("S= NVIDIA_VISIBLE_DEVICES=0", {"swarm-resource": "S"}, "S names no device"),
-        ("NVIDIA_VISIBLE_DEVICES=0", {}, "NVIDIA_DRIVER_CAPABILITIES is not set: the default"),
-        ("CUDA_VERSION=9.0", {}, "NVIDIA_DRIVER_CAPABILITIES is not set: all for a legacy image"),
-        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_IMEX_CHANNELS=all", {}, "NVIDIA_IMEX_CHANNELS=all is no channel"),
-        (
-            "NVIDIA_VISIBLE_DEVICES=0",
-            {"features.ignore-imex-channel-requests": True},
-            "ignore-imex-channel-requests is",
-        ),
+        ("NVIDIA_VISIBLE_DEVICES=0", (), {}, "named by NVIDIA_VISIBLE_DEVICES"),
+        ("S=0", (), {"swarm-resource": "S"}, "named by S"),
+        ("CUDA_VERSION=9.0", (), {}, "a legacy image: all devices"),
+        ("NVIDIA_VISIBLE_DEVICES=0", (), ENVVAR_REFUSED, "when-unprivileged is false"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_DISABLE_REQUIRE=1", (), {}, "not checked: NVIDIA_DISABLE_REQUIRE"),
+        ("NVIDIA_VISIBLE_DEVICES=0", (), {"disable-require": True}, "not checked: disable-require"),
+        ("", (), {}, "NVIDIA_VISIBLE_DEVICES is not set"),
+        ("NVIDIA_VISIBLE_DEVICES=void", (), {}, "NVIDIA_VISIBLE_DEVICES names no device"),
+        ("S= NVIDIA_VISIBLE_DEVICES=0", (), {"swarm-resource": "S"}, "S names no device"),
+        ("NVIDIA_VISIBLE_DEVICES=0", (), {}, "NVIDIA_DRIVER_CAPABILITIES is not set: the default"),
+        ("CUDA_VERSION=9.0", (), {}, "NVIDIA_DRIVER_CAPABILITIES is not set: all for a legacy image"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_IMEX_CHANNELS=all", (), {}, "NVIDIA_IMEX_CHANNELS=all is no channel"),
+        ("NVIDIA_VISIBLE_DEVICES=0", (), IMEX_IGNORED, "IMEX channels don't count: ignore-imex-channel-requests is"),
+        ("NVIDIA_VISIBLE_DEVICES=0", ("0",), MOUNTS_ACCEPTED, "devices are named by volume mounts"),
+        ("NVIDIA_VISIBLE_DEVICES=0", ("0",), {}, "accept-nvidia-visible-devices-as-volume-mounts is false"),
+        ("NVIDIA_VISIBLE_DEVICES=0", ("cdi/nvidia.com",), MOUNTS_ACCEPTED, "no CDI device don't count: cdi/nvidia.com"),
+        ("NVIDIA_VISIBLE_DEVICES=0", ("imex/2",), MOUNTS_ACCEPTED, "IMEX channels are named by volume mounts"),
     ],
 )
-def test_the_rule_that_decided_is_named(environment: str, settings: dict[str, Any], says: str) -> None:
-    decisions = parse_request(config_of(environment), Settings(settings)).decisions
-    assert [one for one in decisions if says in one]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "says"),
-    [
-        ("0", MOUNTS_ACCEPTED, "devices are named by volume mounts"),
-        ("0", {}, "accept-nvidia-visible-devices-as-volume-mounts is false"),
-        ("cdi/nvidia.com", MOUNTS_ACCEPTED, "name no CDI device don't count: cdi/nvidia.com"),
-        ("imex/2", MOUNTS_ACCEPTED, "IMEX channels are named by volume mounts"),
-    ],
-)
-def test_what_became_of_a_volume_mount_is_said(name: str, settings: dict[str, Any], says: str) -> None:
-    config = config_of("NVIDIA_VISIBLE_DEVICES=0", f"{MOUNT_ROOT}/{name}")
+def test_the_rule_that_decided_is_named(
+    environment: str, mounts: tuple[str, ...], settings: dict[str, Any], says: str
+) -> None:
+    config = config_of(environment, *(f"{MOUNT_ROOT}/{name}" for name in mounts))
     assert [one for one in parse_request(config, Settings(settings)).decisions if says in one]
 
 
@@ -388,7 +392,8 @@ def test_however_gpus_are_asked_for_an_unreadable_environment_refuses(asking: st
         devices_of(config, MOUNTS_ACCEPTED)
 
 
-CDI = "nvidia-container-runtime.modes.cdi"
+REQUESTABLE = {"nvidia-container-runtime.modes.cdi.requestable-kinds": ["vendor.com/storage"]}
+DEFAULT_KIND = {"nvidia-container-runtime.modes.cdi.default-kind": "vendor.com/storage"}
 
 
 @pytest.mark.parametrize(
@@ -401,21 +406,9 @@ CDI = "nvidia-container-runtime.modes.cdi"
         (config_of("NVIDIA_VISIBLE_DEVICES=nvidia.com/gds=all,runtime.nvidia.com/gpu=0,1"), {}, True),
         # Not qualified: a name of the default kind, which is then not there.
         (config_of("NVIDIA_VISIBLE_DEVICES=vendor.com=admin"), {}, True),
-        (
-            config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"),
-            {f"{CDI}.requestable-kinds": ["vendor.com/storage"]},
-            True,
-        ),
-        (
-            config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/other=admin"),
-            {f"{CDI}.requestable-kinds": ["vendor.com/storage"]},
-            False,
-        ),
-        (
-            config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"),
-            {f"{CDI}.default-kind": "vendor.com/storage"},
-            True,
-        ),
+        (config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"), REQUESTABLE, True),
+        (config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/other=admin"), REQUESTABLE, False),
+        (config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"), DEFAULT_KIND, True),
         (config_of("SWARM=vendor.com/storage=admin"), {"swarm-resource": "SWARM"}, False),
         (config_of("", f"{MOUNT_ROOT}/cdi/vendor.com/storage/admin"), MOUNTS_ACCEPTED, False),
         (config_of("", f"{MOUNT_ROOT}/cdi/nvidia.com/gpu/0"), MOUNTS_ACCEPTED, True),
