@@ -16,6 +16,9 @@ import pytest
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.volumes import Volume, cover
+from tests.unit.runtime_hook.test_rootfs_edges import root, tree
+
+__all__ = ["root", "tree"]
 
 
 @pytest.fixture
@@ -23,14 +26,6 @@ def outside(tmp_path: Path) -> Path:
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "secret").write_text("secret")
-    return folder
-
-
-@pytest.fixture
-def tree(tmp_path: Path, outside: Path) -> Path:
-    folder = tmp_path / "root"
-    (folder / "usr/lib").mkdir(parents=True)
-    (folder / "etc").mkdir()
     return folder
 
 
@@ -51,27 +46,25 @@ def listing(folder: Path) -> list[str]:
         ("root", "/", "/root/root/root/usr/lib", "/usr/lib"),
     ],
 )
-def test_links_are_resolved_inside_the_root(tree: Path, link: str, target: str, path: str, ends: str) -> None:
+def test_links_are_resolved_inside_the_root(
+    tree: Path, root: Root, link: str, target: str, path: str, ends: str
+) -> None:
     (tree / "lib2").symlink_to("/usr/lib")
     (tree / link).symlink_to(target)
-    root = Root(str(tree))
     assert root.real_path(path) == ends
     assert os.path.samestat(os.fstat(root.open_directory(path)), (tree / ends.lstrip("/")).stat())
-    root.close()
 
 
 @pytest.mark.root
 @pytest.mark.parametrize(
     "target", ["/outside", "../outside", "{outside}", "/proc/self/root{outside}", "/proc/self/cwd"]
 )
-def test_a_link_that_leads_out_ends_inside(tree: Path, outside: Path, target: str) -> None:
+def test_a_link_that_leads_out_ends_inside(tree: Path, root: Root, outside: Path, target: str) -> None:
     (tree / "usr/lib/x").symlink_to(target.format(outside=outside))
     before = listing(outside)
-    root = Root(str(tree))
     root.write_file("/usr/lib/x/file", b"written", 0o644)
     root.make_link("/usr/lib/x/link", "file")
     assert root.read_file("/usr/lib/x/file", 100) == b"written"
-    root.close()
     assert listing(outside) == before
     assert not Path("file").exists()
 
@@ -79,14 +72,12 @@ def test_a_link_that_leads_out_ends_inside(tree: Path, outside: Path, target: st
 @pytest.mark.root
 @pytest.mark.parametrize("target", ["{outside}/secret", "../../outside/secret", "/proc/self/root{outside}/secret"])
 def test_a_file_behind_a_link_that_leads_out_is_not_read_and_is_replaced(
-    tree: Path, outside: Path, target: str
+    tree: Path, root: Root, outside: Path, target: str
 ) -> None:
     (tree / "etc/ld.so.cache").symlink_to(target.format(outside=outside))
-    root = Root(str(tree))
     assert root.read_file("/etc/ld.so.cache", 100) is None
     root.write_file("/etc/ld.so.cache", b"ours", 0o644)
     assert root.read_file("/etc/ld.so.cache", 100) == b"ours"
-    root.close()
     assert (outside / "secret").read_text() == "secret"
 
 
@@ -106,29 +97,25 @@ def test_the_temporary_name_taken_by_a_link_or_a_file_is_taken_back(tree: Path, 
 
 
 @pytest.mark.parametrize("target", ["loop", "a/b", "/loop/x"])
-def test_links_in_a_circle_end(tree: Path, target: str) -> None:
+def test_links_in_a_circle_end(tree: Path, root: Root, target: str) -> None:
     (tree / "loop").symlink_to(target)
     (tree / "a").symlink_to("loop")
-    root = Root(str(tree))
     assert not root.is_directory("/loop")
     with pytest.raises(OSError, match=r"many links|No such file"):
         root.open_directory("/loop")
-    root.close()
 
 
-def test_a_path_that_doubles_with_each_link_ends_too(tree: Path) -> None:
+def test_a_path_that_doubles_with_each_link_ends_too(tree: Path, root: Root) -> None:
     for number in range(30):
         (tree / f"l{number}").symlink_to(f"l{number + 1}/../l{number + 1}")
     (tree / "l30").mkdir()
-    root = Root(str(tree))
     with pytest.raises(OSError, match="too many links"):
         root.open_directory("/l0")
-    root.close()
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
-def test_what_is_no_regular_file_is_not_even_opened(tree: Path, kind: str) -> None:
+def test_what_is_no_regular_file_is_not_even_opened(tree: Path, root: Root, kind: str) -> None:
     """A pipe would hang the start, a device may act on being opened."""
     place = tree / "etc/ld.so.cache"
     if kind == "fifo":
@@ -139,38 +126,7 @@ def test_what_is_no_regular_file_is_not_even_opened(tree: Path, kind: str) -> No
         place.mkdir()
     else:
         os.mknod(place, stat.S_IFSOCK | 0o666)
-    root = Root(str(tree))
     assert root.read_file("/etc/ld.so.cache", 100) is None
-    root.close()
-
-
-def test_a_link_that_is_right_stays_and_a_wrong_one_is_replaced(tree: Path) -> None:
-    root = Root(str(tree))
-    root.make_link("/usr/lib/a", "a.1")
-    made = os.lstat(tree / "usr/lib/a")
-    root.make_link("/usr/lib/a", "a.1")
-    assert os.lstat(tree / "usr/lib/a").st_ino == made.st_ino
-    root.make_link("/usr/lib/a", "a.2")
-    assert str((tree / "usr/lib/a").readlink()) == "a.2"
-    (tree / "usr/lib/b").write_text("a file of the image")
-    root.make_link("/usr/lib/b", "b.1")
-    assert str((tree / "usr/lib/b").readlink()) == "b.1"
-    root.close()
-    assert listing(tree / "usr/lib") == ["a", "b"]
-
-
-def test_a_folder_in_a_links_place_is_not_taken_away(tree: Path) -> None:
-    (tree / "usr/lib/a/inner").mkdir(parents=True)
-    root = Root(str(tree))
-    with pytest.raises(OSError, match="directory"):
-        root.make_link("/usr/lib/a", "a.1")
-    root.close()
-    assert (tree / "usr/lib/a/inner").is_dir()
-
-
-def test_a_root_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        Root(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("link", ["root", "parent/root"])
@@ -191,10 +147,9 @@ def test_a_root_reached_by_a_link_is_refused(tmp_path: Path, tree: Path, link: s
     assert listing(Path("/proc/self/fd")) == files
 
 
-def test_an_empty_file_and_one_that_another_process_has_leased_are_not_waited_for(tree: Path) -> None:
+def test_an_empty_file_and_one_that_another_process_has_leased_are_not_waited_for(tree: Path, root: Root) -> None:
     """A write lease keeps a reader waiting for 45 s (/proc/sys/fs/lease-break-time)."""
     (tree / "etc/file").write_bytes(b"")
-    root = Root(str(tree))
     assert root.read_file("/etc/file", 10) is None
     (tree / "etc/file").write_bytes(b"content")
     with (tree / "etc/file").open("r+b") as file:
@@ -203,7 +158,6 @@ def test_an_empty_file_and_one_that_another_process_has_leased_are_not_waited_fo
         reader = subprocess.run(
             (sys.executable, "-c", _READ, str(tree)), capture_output=True, text=True, check=True, timeout=300
         )
-    root.close()
     assert reader.stdout == "None\n"
 
 
@@ -225,7 +179,7 @@ print(Root(sys.argv[1]).read_file("/etc/file", 100))
     ],
 )  # fmt: skip
 def test_a_volume_that_is_not_mounted_yet_covers_what_its_destination_leads_to(
-    tree: Path, destinations: list[str], path: str, says: str | None
+    tree: Path, root: Root, destinations: list[str], path: str, says: str | None
 ) -> None:
     if says and says.startswith("/rootfs"):
         (tree / "rootfs").mkdir()
@@ -234,7 +188,6 @@ def test_a_volume_that_is_not_mounted_yet_covers_what_its_destination_leads_to(
     (tree / "lib64").symlink_to("usr/lib")
     (tree / "up").symlink_to("usr/share/..")
     volumes = [Volume(destination, "bind", str(tree.parent)) for destination in destinations]
-    root = Root(str(tree))
     cover(root, volumes)
     before = listing(tree.parent)
     if says is None:
@@ -244,25 +197,21 @@ def test_a_volume_that_is_not_mounted_yet_covers_what_its_destination_leads_to(
             root.write_file(f"{path}/file", b"", 0o644)
         assert caught.value.errno == errno.EXDEV
         assert listing(tree.parent) == before
-    root.close()
 
 
 @pytest.mark.parametrize("destination", ["/", "/root", "/root/..", "/none/..", "//."])
-def test_a_volume_over_the_root_itself_is_refused(tree: Path, destination: str) -> None:
+def test_a_volume_over_the_root_itself_is_refused(tree: Path, root: Root, destination: str) -> None:
     (tree / "root").symlink_to("/")
-    root = Root(str(tree))
     with pytest.raises(Refused, match=f"the volume at {destination} covers it"):
         cover(root, [Volume(destination, "bind", "/")])
-    root.close()
 
 
 @pytest.mark.root
-def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, outside: Path) -> None:
+def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, root: Root, outside: Path) -> None:
     (outside / "lib").mkdir()
     (outside / "back").symlink_to("/etc")
     (outside / "lib/link").symlink_to("there")
     (tree / "usr/lib/hidden").touch()
-    root = Root(str(tree))
     cover(root, [Volume("/usr", "bind", str(outside)), Volume("/tmpfs", "tmpfs", "tmpfs")])
     assert not root.exists("/usr/lib/hidden")
     assert root.exists("/usr/lib/link")
@@ -271,7 +220,6 @@ def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, out
     root.write_file("/usr/back/file", b"", 0o644)
     assert (tree / "etc/file").exists()
     assert not root.exists("/tmpfs/x")
-    root.close()
     assert listing(outside) == ["back", "lib", "lib/link", "secret"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -254,10 +254,14 @@ def test_a_file_takes_the_place_of_a_file_a_link_or_a_pipe(tree: Path, root: Roo
         assert held.read() == "before"
 
 
-def test_a_folder_in_a_files_place_is_an_error_and_stays(tree: Path, root: Root) -> None:
+@pytest.mark.parametrize("make", [lambda root, path: root.write_file(path, b"ours", 0o644),
+                                  lambda root, path: root.make_link(path, "a.1")], ids=["file", "link"])  # fmt: skip
+def test_a_folder_in_the_way_is_an_error_and_stays(tree: Path, root: Root, make: Callable[[Root, str], object]) -> None:
+    (tree / "usr/lib/inner").mkdir()
     with pytest.raises(IsADirectoryError):
-        root.write_file("/usr/lib", b"ours", 0o644)
-    assert (tree / "usr/lib").is_dir()
+        make(root, "/usr/lib")
+    assert (tree / "usr/lib/inner").is_dir()
+    assert [path.name for path in (tree / "usr").iterdir()] == ["lib"]
 
 
 def test_a_link_takes_the_place_of_another_and_of_the_temporary_name(tree: Path, root: Root) -> None:
@@ -267,7 +271,10 @@ def test_a_link_takes_the_place_of_another_and_of_the_temporary_name(tree: Path,
     assert str((tree / "etc/link").readlink()) == "after"
     assert sorted(path.name for path in (tree / "etc").iterdir()) == ["link"]
     root.make_link("/opt/new/link", "../file")
+    made = (tree / "opt/new/link").lstat().st_ino
+    root.make_link("/opt/new/link", "../file")
     assert str((tree / "opt/new/link").readlink()) == "../file"
+    assert (tree / "opt/new/link").lstat().st_ino == made
 
 
 def test_what_is_roots_already_stays_roots_where_it_only_leads_there(tree: Path) -> None:
@@ -371,10 +378,11 @@ def test_only_what_is_named_is_taken_away(tree: Path, root: Root) -> None:
     assert (tree / "etc").is_dir()
 
 
-def test_the_root_itself_must_be_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "error"), [("file", NotADirectoryError), ("none", FileNotFoundError)])
+def test_the_root_itself_must_be_a_folder(tmp_path: Path, name: str, error: type[OSError]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        Root(str(tmp_path / "file"))
+    with pytest.raises(error):
+        Root(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("ways", [1, 3])

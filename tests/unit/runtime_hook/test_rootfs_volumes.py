@@ -99,15 +99,6 @@ def test_a_name_that_is_a_mount_itself_is_not_replaced_and_the_volume_is_named(
     assert [path.name for path in (tree / "etc").iterdir()] == ["file"]
 
 
-def test_another_error_of_a_replacement_stays_what_it_is(tree: Path) -> None:
-    (tree / "etc/folder").mkdir()
-    root = Root(str(tree))
-    with pytest.raises(IsADirectoryError):
-        root.make_link("/etc/folder", "target")
-    root.close()
-    assert sorted(path.name for path in (tree / "etc").iterdir()) == ["file", "folder"]
-
-
 def test_files_in_a_volume_are_not_read(mounted: Root) -> None:
     assert mounted.read_file("/volume/file", 100) is None
     assert mounted.read_file("/etc/file", 100) is None
