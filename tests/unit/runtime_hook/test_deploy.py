@@ -147,12 +147,21 @@ def test_byte_code_is_current_until_a_source_changes(modules: Path) -> None:
     assert bytecode_is_current(str(modules))
 
 
-@pytest.mark.parametrize("spoil", ["missing", "empty", "another Python's", "unchecked"])
+def bundle_of(modules: Path, name: str) -> Path:
+    (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
+    return bundle
+
+
+@pytest.mark.parametrize("spoil", ["missing", "empty", "another Python's", "unchecked", "a bundle of an older version"])
 def test_spoilt_byte_code_is_not_current(modules: Path, spoil: str) -> None:
     compile_bytecode(str(modules))
     (compiled,) = (modules / "__pycache__").glob("main.*.pyc")
+    if spoil == "a bundle of an older version":
+        compiled = bundle_of(modules, "main")
     content = compiled.read_bytes()
-    if spoil == "missing":
+    if spoil == "a bundle of an older version":
+        compiled.write_bytes(b"\0" + content[1:])
+    elif spoil == "missing":
         compiled.unlink()
     elif spoil == "empty":
         compiled.write_bytes(b"")
@@ -168,8 +177,7 @@ def test_spoilt_byte_code_is_not_current(modules: Path, spoil: str) -> None:
 @pytest.mark.parametrize("name", ["main", "hook_main"])
 def test_a_start_loads_all_modules_from_one_file(modules: Path, name: str) -> None:
     compile_bytecode(str(modules))
-    (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
-    text = deploy.render_start(name, str(modules.parent))
+    bundle, text = bundle_of(modules, name), deploy.render_start(name, str(modules.parent))
     watch = "import sys; sys.addaudithook(lambda event, words: event == 'open' and print(words[0]))\n"
     opened = isolated(modules, f"exec({watch + text!r})").stdout.split()
     assert str(bundle) in opened
@@ -185,7 +193,7 @@ def test_a_start_loads_all_modules_from_one_file(modules: Path, name: str) -> No
 @pytest.mark.parametrize("name", ["main", "hook_main"])
 def test_a_start_during_compilation_reads_a_whole_file(modules: Path, name: str) -> None:
     compile_bytecode(str(modules))
-    (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
+    bundle = bundle_of(modules, name)
     before = bundle.read_bytes()
     with (modules / "errors.py").open("a") as source, bundle.open("rb") as reading:
         source.write("ANOTHER = 1\n")
@@ -194,13 +202,6 @@ def test_a_start_during_compilation_reads_a_whole_file(modules: Path, name: str)
         assert bundle.read_bytes() != before
         assert reading.read() == before
     assert len(list((modules / "__pycache__").glob(f"{name}.*"))) == 2
-
-
-def test_a_bundle_of_an_older_version_is_not_current(modules: Path) -> None:
-    compile_bytecode(str(modules))
-    (bundle,) = [path for path in (modules / "__pycache__").glob("main.*") if path.suffix != ".pyc"]
-    bundle.write_bytes(b"\0" + bundle.read_bytes()[1:])
-    assert not bytecode_is_current(str(modules))
 
 
 def test_nvidias_own_hook_is_told_from_ours() -> None:

@@ -103,12 +103,6 @@ def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
     assert "libcuda.so.550" in names(files)
 
 
-def test_files_alone_come_without_the_groups_that_may_open_nodes(tmp_path: Path, common: dict[str, Any]) -> None:
-    common["deviceNodes"][0]["gid"] = 44
-    assert chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0").cdi["additionalGids"] == [44]
-    assert not chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none").cdi.get("additionalGids")
-
-
 def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
     tmp_path: Path, common: dict[str, Any]
 ) -> None:
@@ -136,11 +130,16 @@ def test_a_socket_that_is_gone_keeps_no_container_from_starting(tmp_path: Path, 
     ]
 
 
-def test_groups_can_be_turned_off(tmp_path: Path, common: dict[str, Any]) -> None:
-    assert chosen(tmp_path, common).cdi["additionalGids"] == [44]
-    off: dict[str, Any] = {"features.no-additional-gids-for-device-nodes": True}
-    without = chosen(tmp_path, common, **off)
-    assert "additionalGids" not in without.cdi
+@pytest.mark.parametrize(
+    ("devices", "off", "groups"), [("0", False, [44]), ("none", False, None), ("all", False, [44]), ("all", True, None)]
+)
+def test_groups_come_with_nodes_and_can_be_turned_off(
+    tmp_path: Path, common: dict[str, Any], devices: str, off: bool, groups: list[int] | None
+) -> None:
+    common["deviceNodes"][0]["gid"] = 44
+    settings = {"features.no-additional-gids-for-device-nodes": off}
+    got = chosen(tmp_path, common, f"NVIDIA_VISIBLE_DEVICES={devices}", **settings)
+    assert (got.cdi.get("additionalGids") or None) == groups
 
 
 @pytest.mark.parametrize(

@@ -42,24 +42,9 @@ def test_any_text_is_a_value_or_a_value_error(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        " ",
-        "{",
-        '{"a"}',
-        '{"a":}',
-        "{'a':1}",
-        "[1,]",
-        "[1 2]",
-        "tru",
-        "01",
-        "1 2",
-        "{} x",
-        '"\t"',
-        '"\\x"',
-        "\ufeff1",
-    ],
-)
+    ["", " ", "{", '{"a"}', '{"a":}', "{'a':1}", "[1,]", "[1 2]", "tru", "01", "1 2", "{} x", '"\t"', '"\\x"',
+     "\ufeff1"],
+)  # fmt: skip
 def test_invalid_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         jsonio.loads(text)

@@ -29,13 +29,16 @@ DRIVER = [
 ]
 
 
-def printed(cache: bytes, folder: Path) -> list[tuple[str, str]]:
+def printed(cache: Path) -> list[tuple[str, str]]:
     """Return (name, path) of each entry as ldconfig prints it, in the cache's order."""
-    file = folder / "printed"
-    file.write_bytes(cache)
-    done = subprocess.run(("/sbin/ldconfig", "-p", "-C", str(file)), capture_output=True, text=True, check=True)
+    done = subprocess.run(("/sbin/ldconfig", "-p", "-C", str(cache)), capture_output=True, text=True, check=True)
     rows = [line.strip().split(" => ") for line in done.stdout.splitlines() if " => " in line]
     return [(name.split()[0], path) for name, path in rows]
+
+
+def entries(cache: bytes, folder: Path) -> list[tuple[str, str]]:
+    (folder / "printed").write_bytes(cache)
+    return printed(folder / "printed")
 
 
 def ldconfig(root: Path, *names: str) -> bytes:
@@ -51,17 +54,17 @@ def ldconfig(root: Path, *names: str) -> bytes:
 
 
 def test_a_cache_made_from_nothing_is_one_to_ldconfig(tmp_path: Path) -> None:
-    found = printed(merge(b"", DRIVER), tmp_path)
+    found = entries(merge(b"", DRIVER), tmp_path)
     assert sorted(found) == sorted((name, path) for name, path, _ in DRIVER)
 
 
 def test_what_the_image_had_is_still_there_and_the_order_is_glibcs(tmp_path: Path) -> None:
     names = [f"/usr/lib/{TRIPLET}/lib{name}.so.1" for name in ("a", "cuda2", "cudart", "cuda-10", "z", "nvidia")]
     old = ldconfig(tmp_path / "root", *names, f"/usr/lib/{TRIPLET}/libz.so.1.2")
-    before = printed(old, tmp_path)
-    after = printed(merge(old, DRIVER), tmp_path)
+    before = entries(old, tmp_path)
+    after = entries(merge(old, DRIVER), tmp_path)
     assert [row for row in after if "libcuda.so" not in row[0] and "libnvidia-" not in row[0]] == before
-    fresh = printed(merge(b"", [(name, path, FLAG) for name, path in after]), tmp_path)
+    fresh = entries(merge(b"", [(name, path, FLAG) for name, path in after]), tmp_path)
     assert [name for name, _ in fresh] == list(dict.fromkeys(name for name, _ in after))
 
 
@@ -74,7 +77,7 @@ def test_what_the_image_had_is_still_there_and_the_order_is_glibcs(tmp_path: Pat
 )  # fmt: skip
 def test_names_are_ordered_as_the_loader_searches_them(tmp_path: Path, higher: str, lower: str) -> None:
     cache = merge(b"", [(name, f"/{name}", FLAG) for name in (lower, higher)])
-    assert [name for name, _ in printed(cache, tmp_path)] == [higher, lower]
+    assert [name for name, _ in entries(cache, tmp_path)] == [higher, lower]
 
 
 def test_a_second_start_leaves_the_same_bytes() -> None:
@@ -99,7 +102,7 @@ def test_another_drivers_libraries_are_replaced_and_the_file_does_not_grow_witho
 
 def test_an_images_own_entry_of_that_name_gives_way_only_for_the_same_kind_of_library(tmp_path: Path) -> None:
     old = merge(b"", [("libcuda.so.1", "/opt/stubs/libcuda.so.1", FLAG), ("libcuda.so.1", "/opt/32", FLAGS_32_BIT)])
-    found = printed(merge(old, [("libcuda.so.1", f"{FOLDER}/libcuda.so.1", FLAG)]), tmp_path)
+    found = entries(merge(old, [("libcuda.so.1", f"{FOLDER}/libcuda.so.1", FLAG)]), tmp_path)
     assert sorted(path for _, path in found) == ["/opt/32", f"{FOLDER}/libcuda.so.1"]
 
 
@@ -143,7 +146,7 @@ def test_a_cache_that_cannot_be_read_counts_as_none(spoil: str, tmp_path: Path) 
         "offsets": good[:52] + b"\xff\xff\xff\x7f" + good[56:],
         "count": good[:20] + b"\xff\xff\xff\xff" + good[24:],
     }.get(spoil, spoil.encode())
-    found = printed(merge(bad, DRIVER[:1]), tmp_path)
+    found = entries(merge(bad, DRIVER[:1]), tmp_path)
     assert found == [("libcuda.so.1", f"{FOLDER}/libcuda.so.1")]
 
 
@@ -190,7 +193,7 @@ def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
 def test_a_big_images_cache_is_merged_at_once(tmp_path: Path) -> None:
     names = [(f"lib{random.Random(n).random()}.so.{n}", f"/opt/{n}", FLAG) for n in range(3000)]
     old = merge(b"", names)
-    assert len(printed(merge(old, DRIVER), tmp_path)) == 3000 + len(DRIVER)
+    assert len(entries(merge(old, DRIVER), tmp_path)) == 3000 + len(DRIVER)
 
 
 # -- bounds: counted, because a time says nothing on a busy machine ---------------------------------------------------

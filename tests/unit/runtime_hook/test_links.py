@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import COMPAT_CONFIGURATION, find_compatibility, inject, statement_on_loader
 from gpuprov.runtime_hook.rootfs import Root
 from tests.triplet import LIBRARIES as MULTIARCH
+from tests.unit.runtime_hook.test_ldcache import printed
 
 pytestmark = pytest.mark.root
 
@@ -29,11 +29,7 @@ def edits(driver: str = "550.163.01", folder: str = MULTIARCH) -> ContainerEdits
 
 def cached(root: Path) -> dict[str, str]:
     """Return name → path as the loader's cache says, by ldconfig."""
-    done = subprocess.run(
-        ("/sbin/ldconfig", "-p", "-C", str(root / "etc/ld.so.cache")), capture_output=True, text=True, check=True
-    )
-    rows = [line.strip().split(" => ") for line in done.stdout.splitlines() if " => " in line]
-    return {name.split()[0]: path for name, path in rows}
+    return dict(printed(root / "etc/ld.so.cache"))
 
 
 def prepare(path: Path, given: ContainerEdits, *, cuda_compat: bool = True) -> ContainerEdits:

@@ -72,17 +72,17 @@ def daemon(tmp_path: Path) -> Daemon:
     return Daemon(tmp_path)
 
 
-def test_a_running_daemon_serves_its_folder(daemon: Daemon) -> None:
-    assert daemon.serves
+SERVING: dict[str, Callable[[Daemon], object]] = {
+    "as it started": lambda one: None,
+    "its program was upgraded": lambda one: one.link("exe", "/usr/bin/nvidia-cuda-mps-control (deleted)"),
+    # As a descriptor that was closed after it was listed: no link can be read.
+    "a client has left": lambda one: (one.process / "fd/5").touch(),
+}
 
 
-def test_a_daemon_whose_program_was_upgraded_still_serves(daemon: Daemon) -> None:
-    daemon.link("exe", "/usr/bin/nvidia-cuda-mps-control (deleted)")
-    assert daemon.serves
-
-
-def test_a_client_that_leaves_does_not_hide_the_daemon(daemon: Daemon) -> None:
-    (daemon.process / "fd/5").touch()  # as a descriptor that was closed after it was listed: no link can be read
+@pytest.mark.parametrize("name", SERVING)
+def test_a_running_daemon_serves_its_folder(daemon: Daemon, name: str) -> None:
+    SERVING[name](daemon)
     assert daemon.serves
 
 

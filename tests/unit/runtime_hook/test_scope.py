@@ -81,23 +81,20 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "found"),
+    ("folder", "container", "found"),
     [
-        (f"/sys/fs/cgroup/system.slice/{UNIT}", UNIT),
-        (f"/sys/fs/cgroup/unified/machine.slice/libpod-{ID}.scope/container", f"libpod-{ID}.scope"),
-        (f"/sys/fs/cgroup/docker/{ID}", ""),
-        (f"/sys/fs/cgroup/system.slice/docker-{ID[:-1]}0.scope", ""),
-        (f"/sys/fs/cgroup/{UNIT}/a/b", ""),
-        (f"/sys/fs/cgroup/system.slice/d\udcfcr-{ID}.scope", ""),
-        ("", ""),
+        (f"/sys/fs/cgroup/system.slice/{UNIT}", ID, UNIT),
+        (f"/sys/fs/cgroup/unified/machine.slice/libpod-{ID}.scope/container", ID, f"libpod-{ID}.scope"),
+        (f"/sys/fs/cgroup/docker/{ID}", ID, ""),
+        (f"/sys/fs/cgroup/system.slice/docker-{ID[:-1]}0.scope", ID, ""),
+        (f"/sys/fs/cgroup/{UNIT}/a/b", ID, ""),
+        (f"/sys/fs/cgroup/system.slice/d\udcfcr-{ID}.scope", ID, ""),
+        ("/sys/fs/cgroup/system.slice/docker-.scope", "", ""),
+        ("", ID, ""),
     ],
 )
-def test_the_scope_is_the_containers_own(folder: str, found: str) -> None:
-    assert scope_of(folder, ID) == found
-
-
-def test_without_an_id_no_scope_is_a_containers() -> None:
-    assert scope_of("/sys/fs/cgroup/system.slice/docker-.scope", "") == ""
+def test_the_scope_is_the_containers_own(folder: str, container: str, found: str) -> None:
+    assert scope_of(folder, container) == found
 
 
 def test_the_path_of_a_unit_is_systemds() -> None:
@@ -118,14 +115,19 @@ def test_the_nodes_are_added_to_the_units_list() -> None:
     assert body[88:].startswith(string("/dev/block/8:1"))
 
 
-@pytest.mark.parametrize("value", ["strict", "closed"])
-def test_systemd_is_asked_to_allow_the_nodes(systemd: Any, value: str) -> None:
-    served = systemd(policy(value), message(RETURN))
+def heard(served: Systemd) -> bytes:
+    """Tell this systemd of the nodes; return what it was sent."""
     device_cgroup.wait(device_cgroup.tell(UNIT, NODES))
     served.end()
-    assert served.heard.startswith(b"\0AUTH EXTERNAL ") and b"BEGIN\r\n" in served.heard
-    assert served.heard.count(b"l\1\0\1") == 2 and b"Hello" not in served.heard
-    assert served.heard.endswith(properties(UNIT, NODES))
+    return served.heard
+
+
+@pytest.mark.parametrize("value", ["strict", "closed"])
+def test_systemd_is_asked_to_allow_the_nodes(systemd: Any, value: str) -> None:
+    sent = heard(systemd(policy(value), message(RETURN)))
+    assert sent.startswith(b"\0AUTH EXTERNAL ") and b"BEGIN\r\n" in sent
+    assert sent.count(b"l\1\0\1") == 2 and b"Hello" not in sent
+    assert sent.endswith(properties(UNIT, NODES))
 
 
 def test_a_privileged_containers_scope_stays_without_rules(systemd: Any) -> None:
@@ -138,10 +140,8 @@ def test_a_privileged_containers_scope_stays_without_rules(systemd: Any) -> None
 def test_the_system_bus_is_greeted_and_signals_are_passed_over(systemd: Any) -> None:
     signal = message(SIGNAL, string("x"), fields=b"")
     hello = message(RETURN, string(":1.7")) + signal * 3
-    served = systemd(hello, signal + policy("strict"), message(RETURN), name="bus")
-    device_cgroup.wait(device_cgroup.tell(UNIT, NODES))
-    served.end()
-    assert b"Hello" in served.heard and b"SetUnitProperties" in served.heard
+    sent = heard(systemd(hello, signal + policy("strict"), message(RETURN), name="bus"))
+    assert b"Hello" in sent and b"SetUnitProperties" in sent
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,7 @@ def test_signals_that_another_user_sends_do_not_hide_the_answer(systemd: Any) ->
     """The bus hands a signal to whomever its sender names, in the sender's byte order."""
     other_order = struct.pack(">cBBBIII", b"B", SIGNAL, 1, 1, 3, 1, 0) + b"abc"
     flood = message(SIGNAL) * 500 + message(SIGNAL, bytes(1 << 20)) + other_order
-    served = systemd(flood + policy("strict"), message(RETURN))
-    device_cgroup.wait(device_cgroup.tell(UNIT, NODES))
-    served.end()
-    assert served.heard.endswith(properties(UNIT, NODES))
+    assert heard(systemd(flood + policy("strict"), message(RETURN))).endswith(properties(UNIT, NODES))
 
 
 def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,9 @@ def test_devices_come_in_the_order_in_which_they_are_named(gpus: Specifications)
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "7",
-        "00",
-        "GPU-5d4c3b2a",
-        UUID.lower(),
-        "0001:1b:00.0",
-        "1b:00.0",
-        "ALL",
-        "",
-        "0:0",
-        "00010000:1B:00.0",
-        "evil0000:1b:00.0",
-    ],
-)
+    ["7", "00", "GPU-5d4c3b2a", UUID.lower(), "0001:1b:00.0", "1b:00.0", "ALL", "", "0:0", "00010000:1B:00.0",
+     "evil0000:1b:00.0"],
+)  # fmt: skip
 def test_an_unknown_device_is_refused_with_those_that_there_are(gpus: Specifications, name: str) -> None:
     with pytest.raises(Refused) as caught:
         gpus.edits_of(["0", name])
@@ -92,16 +82,7 @@ def test_on_a_host_without_gpus_there_are_none(tmp_path: Path) -> None:
 
 
 def test_a_specification_is_read_with_what_it_says_of_the_host(tmp_path: Path) -> None:
-    words = [
-        "hook",
-        "createContainer",
-        "--host-driver-version",
-        "550.163.01",
-        "--host-cuda-version",
-        "12.4",
-        "--x",
-        "y",
-    ]
+    words = ["h", "createContainer", "--host-driver-version", "550.163.01", "--host-cuda-version", "12.4", "--x", "y"]
     common = {**COMMON, "hooks": [{"hookName": "createContainer", "path": "/hook", "args": words}]}
     write(tmp_path / "nvidia.json", {"0": FIRST}, containerEdits=common)
     found = specifications(tmp_path).own
@@ -170,9 +151,8 @@ def test_the_runtimes_own_kind_as_default_is_that_of_the_gpus(tmp_path: Path, na
 def test_a_device_of_another_kind_that_is_not_there_is_refused(tmp_path: Path, name: str, says: str) -> None:
     write(tmp_path / "a.json", {"x": FIRST}, "vendor.com/net")
     (tmp_path / "b.yaml").write_text('cdiVersion: "0.5.0"\nkind: "yaml.com/net"\n')
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Refused, match=re.escape(says)):
         specifications(tmp_path).edits_of([name])
-    assert says in str(caught.value)
 
 
 def test_a_device_that_an_annotation_names_and_only_yaml_has_is_the_engines(tmp_path: Path) -> None:
@@ -186,23 +166,10 @@ def test_a_device_that_an_annotation_names_and_only_yaml_has_is_the_engines(tmp_
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "{",
-        "[]",
-        "5",
-        "{}",
-        '{"devices": 5}',
-        '{"devices": [5]}',
-        '{"devices": [{}]}',
-        '{"devices": [{"name": []}]}',
-        '{"devices": []}',
-        '{"devices": [], "containerEdits": 5, "kind": "nvidia.com/gpu"}',
-        "\ufeff{}",
-        "kind: nvidia.com/gpu\n",
-        "\udcff",
-    ],
-)
+    ["", "{", "[]", "5", "{}", '{"devices": 5}', '{"devices": [5]}', '{"devices": [{}]}', '{"devices": [{"name": []}]}',
+     '{"devices": []}', '{"devices": [], "containerEdits": 5, "kind": "nvidia.com/gpu"}', "\ufeff{}",
+     "kind: nvidia.com/gpu\n", "\udcff"],
+)  # fmt: skip
 def test_a_broken_specification_is_refused_by_its_path(tmp_path: Path, text: str) -> None:
     path = tmp_path / "nvidia.json"
     path.write_text(text, errors="surrogateescape")
@@ -215,10 +182,8 @@ def test_a_broken_specification_is_refused_by_its_path(tmp_path: Path, text: str
 def test_a_missing_specification_says_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         _ = specifications(tmp_path).own
-    assert (
-        str(caught.value) == f"there is no CDI specification {tmp_path}/nvidia.json on this host: "
-        "run gpuprov install there"
-    )
+    said = f"there is no CDI specification {tmp_path}/nvidia.json on this host: run gpuprov install there"
+    assert str(caught.value) == said
     (tmp_path / "nvidia.json").mkdir()
     with pytest.raises(Refused, match="can't be used"):
         _ = specifications(tmp_path).own

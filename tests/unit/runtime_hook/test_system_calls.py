@@ -50,8 +50,5 @@ def test_the_kernel_is_called_without_the_package() -> None:
 @pytest.mark.parametrize("name", ["dlsym", "CFuncPtr", "_SimpleCData", "FUNCFLAG_USE_ERRNO"])
 def test_a_python_whose_c_module_has_other_names_gets_the_package(name: str) -> None:
     # ctypes itself needs most of them: it is loaded before the name is gone.
-    assert probe(sys.executable, f"import ctypes, _ctypes; del _ctypes.{name}") == [
-        "2 No such file or directory",
-        "True",
-        "True",
-    ]
+    said = probe(sys.executable, f"import ctypes, _ctypes; del _ctypes.{name}")
+    assert said == ["2 No such file or directory", "True", "True"]
