@@ -48,6 +48,11 @@ def report(old: str, new: str) -> Change:
     return lambda x: replace(x, smi=Smi(0, SMI.replace(old, new)))
 
 
+def reports(xml: str) -> Change:
+    """A report of nvidia-smi in which each GPU has this in the place of its compute mode."""
+    return report("<compute_mode>Default</compute_mode>", xml)
+
+
 def log(*lines: str) -> Change:
     """A kernel's log, on a host whose nvidia-smi finds no device."""
     return lambda x: replace(x, kernel_log=lines, smi=Smi(6, "No devices were found"))
@@ -146,6 +151,16 @@ def unit(name: str, **more: str) -> Change:
 
 def docker(**more: Any) -> Change:
     return lambda x: with_docker(x, **more)
+
+
+def daemon_json(keys: dict[str, Any], **more: Any) -> Change:
+    """More keys in docker's own file."""
+
+    def change(x: HostSnapshot) -> HostSnapshot:
+        text = json.dumps({**json.loads(x.host.docker.config_text or ""), **keys})
+        return with_docker(x, config_text=text, **more)
+
+    return change
 
 
 def docker_says(*lines: str) -> Change:

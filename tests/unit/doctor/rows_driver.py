@@ -29,6 +29,7 @@ from tests.unit.doctor.ill import (
     mismatched,
     nvidias,
     report,
+    reports,
     smi,
     switches,
     text,
@@ -42,6 +43,7 @@ PRELOAD_SAID = (
     "ERROR: ld.so: object '/opt/none.so' from /etc/ld.so.preload cannot be preloaded (cannot open shared object file): "
     "ignored."
 )
+_IN_PROGRESS = reports("<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>")
 DRIVER_ROWS = (
     # -- driver libraries
     Row("driver-incomplete", there("/var/lib/gpuprov/driver-incomplete"), "driver-incomplete", "gpuprov install"),
@@ -129,12 +131,10 @@ DRIVER_ROWS = (
     Row("compute-exclusive", report("<compute_mode>Default", "<compute_mode>Exclusive_Process"), "compute_mode",
         "-c DEFAULT", WARNING),
     Row("row-remap-failed",
-        report("<compute_mode>Default</compute_mode>",
-               "<remapped_rows>\n<remapped_row_failure>Yes</remapped_row_failure>\n</remapped_rows>"),
+        reports("<remapped_rows>\n<remapped_row_failure>Yes</remapped_row_failure>\n</remapped_rows>"),
         "failure", "RMA", LIKELY),
     Row("row-remap-pending",
-        report("<compute_mode>Default</compute_mode>",
-               "<remapped_rows>\n<remapped_row_pending>Yes</remapped_row_pending>\n</remapped_rows>"),
+        reports("<remapped_rows>\n<remapped_row_pending>Yes</remapped_row_pending>\n</remapped_rows>"),
         "pending", "--gpu-reset", WARNING),
     Row("confidential-not-ready", unit("gpuprov-confidential.service", active="failed", result="exit-code"),
         "failed, exit-code", "nvidia-smi conf-compute -q"),
@@ -148,24 +148,14 @@ DRIVER_ROWS = (
     Row("mps-failed", unit("gpuprov-mps.service", active="failed", result="exit-code"), "failed, exit-code",
         "systemctl restart gpuprov-mps.service"),
     Row("unlicensed",
-        report("<compute_mode>Default</compute_mode>",
-               "<vgpu_software_licensed_product>\n<license_status>Unlicensed (Unrestricted)</license_status>\n"
-               "</vgpu_software_licensed_product>"),
+        reports("<vgpu_software_licensed_product>\n<license_status>Unlicensed (Unrestricted)</license_status>\n"
+                "</vgpu_software_licensed_product>"),
         "license_status of GPU 0, 1", "systemctl restart nvidia-gridd"),
-    Row("fabric-state",
-        both(unit(FABRIC),
-             report("<compute_mode>Default</compute_mode>",
-                    "<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>")),
-        "state", "systemctl restart nvidia-fabricmanager", LIKELY),
-    Row("fabric-state",
-        report("<compute_mode>Default</compute_mode>",
-               "<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>"),
-        "state", "nvidia-smi -q | grep -A4 Fabric  # the fabric manager runs outside", LIKELY),
-    Row("fabric-state",
-        both(fabric(rack=True),
-             report("<compute_mode>Default</compute_mode>",
-                    "<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>")),
-        "state", "systemctl status nvidia-imex; nvidia-imex-ctl -N", LIKELY),
+    Row("fabric-state", both(unit(FABRIC), _IN_PROGRESS), "state", "systemctl restart nvidia-fabricmanager", LIKELY),
+    Row("fabric-state", _IN_PROGRESS, "state", "nvidia-smi -q | grep -A4 Fabric  # the fabric manager runs outside",
+        LIKELY),
+    Row("fabric-state", both(fabric(rack=True), _IN_PROGRESS), "state",
+        "systemctl status nvidia-imex; nvidia-imex-ctl -N", LIKELY),
     Row("fabric-hidden", fabric(hidden="8 GPUs that NVSwitches join; not loaded: mlx5_ib"), "not loaded: mlx5_ib",
         "modprobe -a mlx5_ib ib_umad && gpuprov install"),
     Row("fabric-manager-missing", switches(), "not-found",

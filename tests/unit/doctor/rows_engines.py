@@ -26,6 +26,7 @@ from tests.unit.doctor.ill import (
     Change,
     Row,
     both,
+    daemon_json,
     docker,
     docker_says,
     host,
@@ -131,18 +132,11 @@ ENGINE_ROWS = (
         f"runtime nvidia is {LAUNCHER_PATH}", "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no"),
     # docker 26.1, `docker run` with fluentd stopped.
     Row("log-driver-unreachable",
-        both(lambda x: docker(
-                 config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "log-driver": "fluentd"})
-             )(x),
-             docker_says(_NO_LOG_SERVER)),
-        "log-driver: fluentd",
+        both(daemon_json({"log-driver": "fluentd"}), docker_says(_NO_LOG_SERVER)), "log-driver: fluentd",
         "${EDITOR:-vi} /etc/docker/daemon.json; systemctl restart docker  # or start the server of fluentd", LIKELY),
     Row("log-driver-unreachable", docker_says(_NO_LOG_SERVER), "dial tcp 127.0.0.1:24224", "logging driver", WARNING),
-    Row("default-runtime-unknown",
-        lambda x: docker(
-            config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "default-runtime": "kata"})
-        )(x),
-        "default-runtime: kata", "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker", LIKELY),
+    Row("default-runtime-unknown", daemon_json({"default-runtime": "kata"}), "default-runtime: kata",
+        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker", LIKELY),
     Row("hook-missing", both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
         f"ls {NVIDIA_HOOK_PATH}", "systemctl restart docker"),
     Row("hook-missing",

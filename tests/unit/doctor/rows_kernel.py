@@ -112,39 +112,21 @@ KERNEL_ROWS = (
         log("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, Contained: CE User Channel (0x9). RST: No, D-RST: No"),
         "94, pid=7194", "nvidia-smi -q -d ECC", LIKELY),
     *(
-        Row(
-            f"xid-{number}",
-            log(f"NVRM: Xid (PCI:0000:65:00): {number}, pid='N/A', said so"),
-            f"{number}, pid",
-            step,
-            LIKELY,
-        )
+        Row(f"xid-{number}", log(f"NVRM: Xid (PCI:0000:65:00): {number}, pid='N/A', said so"), f"{number}, pid", step,
+            LIKELY)
         for number, step in (
             (31, "compute-sanitizer"),
             (43, "restart the program"),
-            (48, "--gpu-reset"),
-            (62, "--gpu-reset"),
-            (63, "--gpu-reset"),
             (64, "--gpu-reset; if it comes again, replace"),
             (74, "nvlink"),
             (92, "ECC"),
-            (95, "--gpu-reset"),
-            (109, "--gpu-reset"),
-            (140, "--gpu-reset"),
-            (46, "--gpu-reset"),
-            (110, "--gpu-reset"),
-            (136, "--gpu-reset"),
             (142, "nvidia-bug-report.sh"),
-            (143, "--gpu-reset"),
             (151, "systemctl reboot"),
-            (154, "--gpu-reset"),
-            (155, "--gpu-reset"),
-            (156, "--gpu-reset"),
-            (158, "--gpu-reset"),
             (54, "power cables"),
             (157, "nvidia-bug-report.sh"),
             (163, "TEMPERATURE"),
             (168, "--ecc-config=1"),
+            *((number, "--gpu-reset") for number in (46, 48, 62, 63, 95, 109, 110, 136, 140, 143, 154, 155, 156, 158)),
         )
     ),
     # NVIDIA/open-gpu-kernel-modules, issue 1150.

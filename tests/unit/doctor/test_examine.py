@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.doctor import examine
 from gpuprov.doctor.examine import diagnose, report
 from gpuprov.doctor.finding import AREAS
 from gpuprov.engines.docker_unit import last_words
@@ -186,12 +185,6 @@ def test_an_aside_is_a_warning_and_fails_nothing(host: DoctorHost) -> None:
 def test_it_needs_root(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "user_id", lambda: 1000)
     assert finished(events_of(host)).exit_code == ExitCode.USAGE
-
-
-def test_examine_is_what_the_agent_runs(host: DoctorHost) -> None:
-    told: list[Event] = []
-    assert examine(host, SPEC, told.append).exit_code == ExitCode.DONE
-    assert len(told) == len(AREAS)
 
 
 def test_the_doctor_quotes_the_sentence_that_an_installation_quotes(host: DoctorHost) -> None:
