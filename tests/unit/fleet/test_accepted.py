@@ -49,8 +49,18 @@ def found_in(results: tuple[HostResult, ...]) -> list[tuple[str, str, str]]:
     return [(one.host, found.gpu, found.what) for one in results for found in one.health]
 
 
-def test_a_fleet_that_is_well_has_no_outlier() -> None:
-    assert found_in(accepted.compared(fleet({}), {}, ())) == []
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, []),
+        # Less than five percent.
+        ({2: {"gpu1": 0.96}}, []),
+        # One GPU with slow links to all others.
+        ({1: {"link01": 0.5, "link12": 0.5, "link13": 0.5}}, [("gpu01", "1", "slow link to GPU 0, 2, 3")]),
+    ],
+)
+def test_outliers_of_a_fleet(changed: dict[int, dict[str, Any]], found: list[tuple[str, str, str]]) -> None:
+    assert found_in(accepted.compared(fleet(changed), {}, ())) == found
 
 
 def test_a_slow_gpu_and_a_flaky_link_are_named_and_nobody_else() -> None:
@@ -60,15 +70,6 @@ def test_a_slow_gpu_and_a_flaky_link_are_named_and_nobody_else() -> None:
     slow = results[2].health[0]
     assert "50 % below 100" in slow.evidence
     assert "median of 32" in slow.evidence
-
-
-def test_a_gpu_with_slow_links_to_all_others_is_named_alone() -> None:
-    results = accepted.compared(fleet({1: {"link01": 0.5, "link12": 0.5, "link13": 0.5}}), {}, ())
-    assert found_in(results) == [("gpu01", "1", "slow link to GPU 0, 2, 3")]
-
-
-def test_less_than_five_percent_is_no_outlier() -> None:
-    assert found_in(accepted.compared(fleet({2: {"gpu1": 0.96}}), {}, ())) == []
 
 
 def test_a_host_that_lies_does_not_decide_what_is_usual() -> None:

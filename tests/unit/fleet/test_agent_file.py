@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,33 +41,24 @@ def names(agent: Agent) -> list[str]:
 
 def test_same_input_gives_the_same_bytes(tmp_path: Path, agent: Agent) -> None:
     assert build_agent(tmp_path).content == agent.content
-
-
-def test_files_in_any_order_give_the_same_bytes() -> None:
     assert pack({"a": b"1", "b": b"2"}) == pack({"b": b"2", "a": b"1"})
 
 
-def test_second_build_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build_agent(tmp_path)
-    monkeypatch.setattr(zipapps, "pack", lambda files: pytest.fail("built again"))
-    assert zipapps.agent(tmp_path) == first.content
-
-
-def test_broken_cache_is_built_again(tmp_path: Path, agent: Agent) -> None:
+def test_second_build_comes_from_the_cache(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     build_agent(tmp_path)
     next(tmp_path.iterdir()).write_bytes(b"half a fi")
     assert build_agent(tmp_path) == agent
+    monkeypatch.setattr(zipapps, "pack", lambda files: pytest.fail("built again"))
+    assert zipapps.agent(tmp_path) == agent.content
 
 
-def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, agent: Agent) -> None:
+def test_agent_is_built_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> None:
     (tmp_path / "file").write_text("")
     assert build_agent(tmp_path / "file" / "cache") == agent
-
-
-def test_missing_home_directory_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Agent) -> None:
+    # A home directory that is missing is not made.
     monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))
     assert build_agent() == agent
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def digest_with(packages: Path, *flags: str) -> str:
@@ -119,11 +111,6 @@ def test_what_travels_of_others_is_locked_and_keeps_its_licence(agent: Agent) ->
     assert "LICENSE" in names(agent)
 
 
-def test_nothing_of_the_controller_travels(agent: Agent) -> None:
-    tops = {name.split("/")[0] for name in names(agent)}
-    assert tops.isdisjoint({"click", "rich", "fabric", "paramiko", "ansible", "jinja2", "yaml"})
-
-
 def test_what_travels_of_gpuprov_is_these_folders_and_files(agent: Agent) -> None:
     parts = {name.split("/")[1] for name in names(agent) if name.startswith("gpuprov/")}
     assert parts == {
@@ -131,13 +118,11 @@ def test_what_travels_of_gpuprov_is_these_folders_and_files(agent: Agent) -> Non
         "engines", "facts", "machine", "packages", "plan", "repos.py", "runtime_hook",
         "toolkit.py", "verify.py", "protocol",
     }  # fmt: skip
-    assert "gpuprov/agent/agent.py" in names(agent)
-
-
-def test_every_table_travels(agent: Agent) -> None:
     tables = {f"gpuprov/protocol/{path.name}" for path in Path(protocol.__file__).parent.glob("*.json")}
     assert len(tables) > 10
-    assert tables <= set(names(agent))
+    assert {"gpuprov/agent/agent.py", *tables} <= set(names(agent))
+    tops = {name.split("/")[0] for name in names(agent)}
+    assert tops.isdisjoint({"click", "rich", "fabric", "paramiko", "ansible", "jinja2", "yaml"})
 
 
 def test_no_module_that_travels_names_a_package_of_the_controller(agent: Agent) -> None:
@@ -147,12 +132,9 @@ def test_no_module_that_travels_names_a_package_of_the_controller(agent: Agent) 
     assert {name: words.findall(text) for name, text in ours.items() if words.search(text)} == {}
 
 
-def test_nothing_compiled_travels(agent: Agent) -> None:
+def test_nothing_compiled_and_no_trace_of_this_machine_travels(agent: Agent) -> None:
     assert not [name for name in names(agent) if name.endswith((".pyc", ".so"))]
     assert "charset_normalizer/md.py" in names(agent)
-
-
-def test_entries_bear_no_trace_of_this_machine(agent: Agent) -> None:
     entries = zipfile.ZipFile(io.BytesIO(agent.content)).infolist()
     assert {entry.date_time for entry in entries} == {(1980, 1, 1, 0, 0, 0)}
     assert {entry.external_attr >> 16 for entry in entries} == {0o100644}
@@ -169,16 +151,8 @@ def small(tmp_path: Path) -> Path:
     main, digest = main_program("agent", AGENT_START, {})
     start = re.sub(r"PLACE = .*", f"PLACE = {str(tmp_path / 'place')!r}", main.decode().replace(digest, "d1"))
     path = tmp_path / "agent.pyz"
-    path.write_bytes(
-        pack(
-            {
-                "__main__.py": start.encode(),
-                "gpuprov/__init__.py": b"",
-                "gpuprov/agent/__init__.py": b"",
-                "gpuprov/agent/agent.py": SAY,
-            }
-        )
-    )
+    empty = {"gpuprov/__init__.py": b"", "gpuprov/agent/__init__.py": b""}
+    path.write_bytes(pack({"__main__.py": start.encode(), **empty, "gpuprov/agent/agent.py": SAY}))
     return path
 
 
@@ -374,34 +348,32 @@ def test_root_reads_regular_files_only(account: Account, place: str) -> None:
     assert "the stored agent is not the one that was sent" in done.stderr
 
 
+def write_aged(folder: Path, names: Sequence[str], newest: int = 1_700_000_000) -> None:
+    """Write empty files, each a second older than the one before; by default older than one that is stored now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for age, name in enumerate(names):
+        (folder / name).touch()
+        os.utime(folder / name, (newest - age, newest - age))
+
+
 @pytest.mark.root
 def test_the_eight_newest_agents_stay_in_both_homes(account: Account) -> None:
-    mine = account.root / ".cache/gpuprov"
-    mine.mkdir(parents=True)
-    account.stored.parent.mkdir(parents=True)
+    newest = {f"agent-{number}.pyz" for number in range(7)}
     others = {"bundle-old.tar", "local-agent.pyz", "agent-unpacked"}
-    for folder in (account.stored.parent, mine):
-        (folder / "agent-unpacked").mkdir()
-        for age, name in enumerate(
-            [*(f"agent-{number}.pyz" for number in range(7)), ".agent-9", "agent-8.pyz", *others]
-        ):
-            (folder / name).touch()
-            # Older than the one that is stored, also for a shell without libfaketime.
-            os.utime(folder / name, (1_700_000_000 - age, 1_700_000_000 - age))
+    folders = (account.stored.parent, account.root / ".cache/gpuprov")
+    for folder in folders:
+        (folder / "agent-unpacked").mkdir(parents=True)
+        write_aged(folder, [*sorted(newest), ".agent-9", "agent-8.pyz", *others])
     account.store()
     assert account.run().returncode == 0
-    for folder in (account.stored.parent, mine):
-        kept = {path.name for path in folder.iterdir()}
-        assert kept == {*(f"agent-{number}.pyz" for number in range(7)), *others, account.stored.name}
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} == {*newest, *others, account.stored.name}
 
 
 @pytest.mark.root
 def test_an_agent_stays_on_a_host_whose_clock_is_behind(account: Account) -> None:
     for folder in (account.stored.parent, account.root / ".cache/gpuprov"):
-        folder.mkdir(parents=True)
-        for number in range(8):
-            (folder / f"agent-{number}.pyz").touch()
-            os.utime(folder / f"agent-{number}.pyz", (4_000_000_000 - number, 4_000_000_000 - number))
+        write_aged(folder, [f"agent-{number}.pyz" for number in range(8)], newest=4_000_000_000)
     account.store()
     assert account.run().stdout == f"ran {MINE} ['job'] request\n"
     assert not (account.stored.parent / "agent-7.pyz").exists()
@@ -409,15 +381,13 @@ def test_an_agent_stays_on_a_host_whose_clock_is_behind(account: Account) -> Non
 
 @pytest.mark.root
 def test_large_agents_are_fewer_and_the_newest_stays(account: Account) -> None:
-    account.stored.parent.mkdir(parents=True)
-    for number, size in enumerate((30 << 20, 30 << 20, 30 << 20, 1)):
-        place = account.stored.parent / f"agent-{number}.pyz"
-        place.touch()
-        os.truncate(place, size)
-        os.utime(place, (1_700_000_000 - number, 1_700_000_000 - number))
+    names = [f"agent-{number}.pyz" for number in range(4)]
+    write_aged(account.stored.parent, names)
+    for name, size in zip(names, (30 << 20, 30 << 20, 30 << 20, 1)):
+        os.truncate(account.stored.parent / name, size)
+    write_aged(account.stored.parent, names)
     account.store()
-    kept = {"agent-0.pyz", "agent-1.pyz", account.stored.name}
-    assert {path.name for path in account.stored.parent.iterdir()} == kept
+    assert {path.name for path in account.stored.parent.iterdir()} == {*names[:2], account.stored.name}
 
 
 @pytest.mark.root

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,9 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, ChosenDriver, Finished, PlannedChange, Sink
 from gpuprov.protocol.request import Request
 from tests.unit.fleet.test_batches import BERLIN, clock
-from tests.unit.fleet.test_rolling import Site, of, states
+from tests.unit.fleet.test_rolling import Site, of, site, states
+
+__all__ = ["site"]
 
 NEWEST = tables.resolved("580")
 RESULT = HostResult(
@@ -127,33 +130,21 @@ def test_runs_are_for_their_user_alone(state: Path) -> None:
     assert state.stat().st_mode & 0o777 == 0o700
     assert path.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in state.iterdir()] == [path.name]
-
-
-def test_folder_that_was_open_is_closed(state: Path) -> None:
-    state.mkdir(parents=True, mode=0o755)
+    state.chmod(0o755)
     save(run())
     assert state.stat().st_mode & 0o777 == 0o700
 
 
-def test_fifty_runs_are_kept(state: Path) -> None:
-    for number in range(53):
-        save(run(number))
-    assert len(list(state.iterdir())) == 50
-    assert (history.identifiers()[0], history.identifiers()[-1]) == ("20261121T081552-7", "20261121T081503-7")
-
-
-def test_the_latest_run_is_kept_whatever_the_clock_says(state: Path) -> None:
-    for number in range(50):
-        save(run(number))
-    old = save(replace(run(), identifier="20250101T000000Z-1"))
-    assert old.exists() and len(list(state.iterdir())) == 50
-
-
-def test_files_of_others_in_the_folder_stay(state: Path) -> None:
+def test_fifty_runs_are_kept_and_files_of_others(state: Path) -> None:
     state.mkdir(parents=True)
     (state / "notes.json").write_text("{}")
-    for number in range(51):
+    for number in range(53):
         save(run(number))
+    assert len(history.identifiers()) == 50
+    assert (history.identifiers()[0], history.identifiers()[-1]) == ("20261121T081552-7", "20261121T081503-7")
+    # The latest is kept, whatever the clock says.
+    old = save(replace(run(), identifier="20250101T000000Z-1"))
+    assert old.exists() and len(list(state.iterdir())) == 51
     assert (state / "notes.json").exists()
 
 
@@ -199,9 +190,8 @@ def test_run_that_is_not_there_or_broken_is_said_so(
     state.mkdir(parents=True)
     for name, text in files.items():
         (state / f"{name}.json").write_text(text)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=re.escape(what)):
         load(identifier)
-    assert what in str(caught.value)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -221,12 +211,15 @@ def called(*words: str) -> str:
     return result.output
 
 
-def test_report_shows_the_last_run() -> None:
+def test_report_shows_the_last_run_and_lists_the_latest_first() -> None:
     save(run(1))
     save(run(2, HostResult("gpu9", ExitCode.DONE)))
     assert "run 20261121T081502-7: gpuprov install on 1 host of hosts" in called()
     assert called().splitlines()[-1] == "1 host installed: 0 changes"
     assert "gpu1: full" in called("--run", "20261121T081501")
+    lines = called("--list").splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "20261121T081502-7", "20261121T081501-7"]
+    assert [entry["failed"] for entry in json.loads(called("--list", "--json"))] == [0, 1]
 
 
 def test_a_broken_run_is_told_beside_the_list(state: Path) -> None:
@@ -237,21 +230,9 @@ def test_a_broken_run_is_told_beside_the_list(state: Path) -> None:
     assert "the run 20261121T081500-7 cannot be read" in done.stderr
 
 
-def test_report_lists_runs_the_latest_first() -> None:
-    save(run(1))
-    save(run(2, HostResult("gpu9", ExitCode.DONE)))
-    lines = called("--list").splitlines()
-    assert [line.split()[0] for line in lines] == ["run", "20261121T081502-7", "20261121T081501-7"]
-    assert [entry["failed"] for entry in json.loads(called("--list", "--json"))] == [0, 1]
-
-
-def test_report_for_programs_is_what_is_kept() -> None:
-    path = save(run())
+def test_report_for_programs_is_what_is_kept_and_the_page_is_written(tmp_path: Path) -> None:
+    path = save(run(1))
     assert json.loads(called("--json")) == json.loads(path.read_text())
-
-
-def test_report_writes_a_page(tmp_path: Path) -> None:
-    save(run(1))
     assert called("--run", "20261121T081501", "--html", str(tmp_path / "a.html")) == ""
     assert "<!doctype html>" in (tmp_path / "a.html").read_text()
 
@@ -311,10 +292,7 @@ def killed_while(site: Site, names: str, command: str, host: str, **more: object
     site.told.clear()
 
 
-def test_the_next_run_says_who_is_drained_and_undrains_a_host_with_nothing_left_to_do(
-    tmp_path: Path, folder: Path
-) -> None:
-    site = Site(tmp_path)
+def test_the_next_run_says_who_is_drained_and_undrains_a_host_with_nothing_left_to_do(site: Site, folder: Path) -> None:
     rollout = parse_rollout("1", canary="1", window="00:00-24:00 UTC")
     killed_while(site, "abc", "verify", "a", rollout=rollout)
     (record,) = [json.loads(path.read_text()) for path in folder.glob("*.json")]
@@ -332,15 +310,13 @@ def test_the_next_run_says_who_is_drained_and_undrains_a_host_with_nothing_left_
     assert list(folder.iterdir()) == []
 
 
-def test_a_host_that_still_has_to_stop_containers_is_drained_again(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_a_host_that_still_has_to_stop_containers_is_drained_again(site: Site) -> None:
     killed_while(site, "a", "install", "a")
     site.run("a")
     assert of(site, "a") == ["look", "drain", "install", "verify", "undrain"]
 
 
-def test_a_host_that_is_not_green_stays_in_the_record_until_a_run_finds_it_green(tmp_path: Path, folder: Path) -> None:
-    site = Site(tmp_path)
+def test_a_host_that_is_not_green_stays_in_the_record_until_a_run_finds_it_green(site: Site, folder: Path) -> None:
     site.ill = "a"
     site.run("a")
     (record,) = folder.glob("*.json")
@@ -355,8 +331,7 @@ def test_a_host_that_is_not_green_stays_in_the_record_until_a_run_finds_it_green
     assert list(folder.iterdir()) == []
 
 
-def test_a_check_says_who_is_drained_and_takes_nothing_over(tmp_path: Path, folder: Path) -> None:
-    site = Site(tmp_path)
+def test_a_check_says_who_is_drained_and_takes_nothing_over(site: Site, folder: Path) -> None:
     killed_while(site, "a", "install", "a")
     before = sorted(folder.iterdir())
     site.run("a", check=True)
@@ -364,8 +339,7 @@ def test_a_check_says_who_is_drained_and_takes_nothing_over(tmp_path: Path, fold
     assert (of(site, "a"), sorted(folder.iterdir())) == (["look"], before)
 
 
-def test_a_host_that_has_begun_is_finished_outside_of_the_window(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_a_host_that_has_begun_is_finished_outside_of_the_window(site: Site) -> None:
     killed_while(site, "ab", "install", "a")
     closed = parse_rollout(window=f"Sat 02:00-06:00 {BERLIN}")
     results = site.run("ab", rollout=closed, clock=clock("2026-11-27 14:05"))
@@ -373,16 +347,14 @@ def test_a_host_that_has_begun_is_finished_outside_of_the_window(tmp_path: Path)
     assert of(site, "a")[-1] == "undrain"
 
 
-def test_window_holds_for_a_drained_host_where_the_run_does_not_drain(tmp_path: Path, folder: Path) -> None:
-    site = Site(tmp_path)
+def test_window_holds_for_a_drained_host_where_the_run_does_not_drain(site: Site, folder: Path) -> None:
     killed_while(site, "a", "install", "a")
     closed = parse_rollout(window=f"Sat 02:00-06:00 {BERLIN}")
     (result,) = site.run("a", rollout=closed, clock=clock("2026-11-27 14:05"), drain=False)
     assert (result.begun, of(site, "a"), len(list(folder.glob("*.json")))) == (False, [], 1)
 
 
-def test_record_keeps_the_command_that_undrains_if_the_next_run_names_none(tmp_path: Path, folder: Path) -> None:
-    site = Site(tmp_path)
+def test_record_keeps_the_command_that_undrains_if_the_next_run_names_none(site: Site, folder: Path) -> None:
     killed_while(site, "a", "install", "a")
     site.disturbing, site.settled = "", "a"
     site.run("a", after=False)
@@ -390,8 +362,7 @@ def test_record_keeps_the_command_that_undrains_if_the_next_run_names_none(tmp_p
     assert kept["after"].endswith("undrain a")
 
 
-def test_a_run_over_a_long_list_of_hosts_begins(tmp_path: Path) -> None:
-    site = Site(tmp_path)
+def test_a_run_over_a_long_list_of_hosts_begins(site: Site) -> None:
     site.hosts = (",".join(f"gpu{number:03}" for number in range(99)),)
     assert states(site.run("a")) == ["undrained"]
 

@@ -146,6 +146,13 @@ def test_batches_of_many_hosts_compare_no_two_of_them(monkeypatch: pytest.Monkey
     assert [len(batch.targets) for batch in make_batches(hosts, parse_rollout("20%"))] == [10] * 5
 
 
+def words_of(hosts: list[HostTarget], **options: Any) -> list[tuple[bool, str]]:
+    """Run over these hosts, one at a time; return whether each has begun and how it ended."""
+    fleet = Fleet(lambda: pytest.fail("no agent"), Options("install", forks=1), **options)
+    results = fleet.run(hosts, Request("install"), lambda host, event: None)
+    return [(result.begun, result.word) for result in results]
+
+
 def test_all_hosts_of_a_domain_run_at_once_with_fewer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(3)
 
@@ -154,9 +161,7 @@ def test_all_hosts_of_a_domain_run_at_once_with_fewer_forks(monkeypatch: pytest.
         sink(Finished(0))
 
     monkeypatch.setattr(Fleet, "run_host", run_host)
-    fleet = Fleet(lambda: pytest.fail("no agent"), Options("install", forks=1))
-    results = fleet.run(rack(1, 2, 3), Request("install"), lambda host, event: None)
-    assert [result.word for result in results] == ["done"] * 3
+    assert words_of(rack(1, 2, 3)) == [(True, "done")] * 3
 
 
 def test_no_host_is_verified_before_the_others_of_its_domain_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +186,7 @@ def test_no_host_is_verified_before_the_others_of_its_domain_are_changed(monkeyp
     monkeypatch.setattr(Fleet, "_claim", lambda *_: None)
     monkeypatch.setattr(Fleet, "_await_domain", awaited)
     hosts = [host for pair in zip(rack(1, 2, 3, domain="a"), rack(1, 2, 3, domain="b")) for host in pair]
-    fleet = Fleet(
-        lambda: pytest.fail("no agent"), Options("install", forks=1), commands=HostCommands(("true",), ("true",))
-    )
-    results = fleet.run(hosts, Request("install"), lambda host, event: None)
-    assert [result.word for result in results] == ["done"] * 6
+    assert words_of(hosts, commands=HostCommands(("true",), ("true",))) == [(True, "done")] * 6
     for domain in "ab":
         of_it = [command for command, name in ran if name[0] == domain]
         assert of_it == ["install"] * 3 + ["verify"] * 3
@@ -208,12 +209,8 @@ def test_a_domain_that_has_begun_goes_on_as_a_whole(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Fleet, "run_host", run_host)
     rollout = parse_rollout(max_fail="0") if stop == "max-fail" else parse_rollout(window="Thu 00:00-24:00 UTC")
-    fleet = Fleet(
-        lambda: pytest.fail("no agent"), Options("install", forks=1), rollout=rollout,
-        clock=lambda: 86400.0 if begun.is_set() else 0.0,
-    )  # fmt: skip
-    results = fleet.run([*a, *b, *c], Request("install"), lambda host, event: None)
-    assert [result.begun for result in results] == [True] * 5 + [False] * 2
+    ended = words_of([*a, *b, *c], rollout=rollout, clock=lambda: 86400.0 if begun.is_set() else 0.0)
+    assert [has_begun for has_begun, _ in ended] == [True] * 5 + [False] * 2
 
 
 @pytest.mark.parametrize("drains", [False, True])

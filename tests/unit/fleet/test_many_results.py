@@ -25,6 +25,7 @@ from gpuprov.fleet.report import print_report, summary, write_metrics
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Sink
 from gpuprov.protocol.request import Request
+from gpuprov.protocol.words import one_line
 from tests.unit.fleet.fleets import run_of
 from tests.unit.test_health import HealthHost, report_of
 
@@ -56,6 +57,8 @@ NAMES = [
     ([f"gpu{number:03}" for number in range(0, 300, 2)], "gpu000, gpu002, gpu004, gpu006, gpu008 and 145 more"),
     (["gpu1", "gpu2", "gpu3", "a", "b", "c", "d", "x7", "x8", "x9"], "gpu[1:3], a, b, c, d and 3 more"),
     (["gpu" + "1" * 30], "gpu" + "1" * 30),
+    (list("abc"), "a, b, c"),
+    (list("abcdefg"), "a, b, c, d, e and 2 more"),
     ([], ""),
 ]
 
@@ -69,6 +72,7 @@ def test_what_is_too_long_to_read_is_cut() -> None:
     assert shortened("a\nb\nc", lines=2) == "a\nb\n… 1 line more"
     assert shortened("x" * 500, columns=3) == "xxx …"
     assert shortened("short\n") == "short"
+    assert one_line("a\n  b") == "a b"
 
 
 # -- causes --------------------------------------------------------------------------------------------------------
@@ -89,24 +93,24 @@ def test_faults_that_differ_by_the_host_alone_are_one(what: str, common: str) ->
     assert found[0].next_step == "ssh -v root@HOST"
 
 
-def test_fault_of_one_host_keeps_its_words() -> None:
-    assert causes([failed("gpu1", "10.0.0.1 port 22 does not answer")])[0].what == "10.0.0.1 port 22 does not answer"
+# One host's fault keeps its words; versions are no hosts; a name within another one is left alone.
+APART = [
+    [("gpu1", "10.0.0.1 port 22 does not answer")],
+    [("a", "driver 550.163.01 is too old"), ("b", "driver 535.247.01 is too old")],
+    [("gpu1", "gpu10 is full"), ("gpu10", "gpu10 is full")],
+]
 
 
-def test_versions_are_no_hosts() -> None:
-    two = [failed("a", "driver 550.163.01 is too old"), failed("b", "driver 535.247.01 is too old")]
-    assert len(causes(two)) == 2
+@pytest.mark.parametrize("faults", APART, ids=["one", "versions", "names"])
+def test_faults_of_other_kinds_stay_apart(faults: list[tuple[str, str]]) -> None:
+    found = causes([failed(host, what) for host, what in faults])
+    assert [(cause.hosts, cause.what) for cause in found] == [((host,), what) for host, what in faults]
 
 
 def test_one_command_that_names_all_hosts_is_one_cause() -> None:
     found = causes([replace(failed(name, "not run"), problems=(Problem("not run", "", "gpuprov install --hosts a,b,"),))
                     for name in "ab"])  # fmt: skip
     assert [(cause.hosts, cause.next_step) for cause in found] == [(("a", "b"), "gpuprov install --hosts a,b,")]
-
-
-def test_name_within_another_name_is_left_alone() -> None:
-    found = causes([failed("gpu1", "gpu10 is full"), failed("gpu10", "gpu10 is full")])
-    assert [cause.what for cause in found] == ["gpu10 is full", "gpu10 is full"]
 
 
 def test_cause_of_most_hosts_comes_first_and_evidence_is_shown_thrice() -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from gpuprov.agent.result import HostResult, MadeChange
 from gpuprov.checks.outcome import all_gpus_check
 from gpuprov.fleet import command
-from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary
@@ -38,7 +37,7 @@ from gpuprov.protocol.events import (
     Started,
     Status,
 )
-from gpuprov.protocol.words import one_line, plain
+from gpuprov.protocol.words import plain
 from tests.unit.fleet.fleets import run_of
 
 EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
@@ -79,18 +78,20 @@ def test_control_sequences_go_and_text_stays(text: str, expected: str) -> None:
     assert plain(text) == expected
 
 
-def test_names_are_listed_up_to_a_point() -> None:
-    assert listed("abc") == "a, b, c"
-    assert listed("abcdefg") == "a, b, c, d, e and 2 more"
-    assert one_line("a\n  b") == "a b"
+def plain_lines(*told: tuple[str, Event], terminal: bool = False, **options: bool) -> str:
+    """Return what is printed of these hosts' events."""
+    to = console(terminal=terminal)
+    lines = PlainLines(to, **options)
+    for host, event in told:
+        lines(host, event)
+    return output(to)
+
+
+A_RUN = [("lab-a", event) for event in RUN]
 
 
 def test_pipe_gets_prefixed_lines() -> None:
-    to = console()
-    lines = PlainLines(to, diff=False)
-    for event in RUN:
-        lines("lab-a", event)
-    assert output(to).splitlines() == [
+    assert plain_lines(*A_RUN, diff=False).splitlines() == [
         "lab-a: warning: no GPU here",
         "lab-a: 1 change",
         "   1. write /etc/docker/daemon.json",
@@ -101,39 +102,25 @@ def test_pipe_gets_prefixed_lines() -> None:
 
 
 def test_verbose_tells_progress_and_diff_shows_it() -> None:
-    to = console()
-    lines = PlainLines(to, verbose=True, diff=True)
-    for event in RUN:
-        lines("lab-a", event)
-    assert "lab-a: half\nlab-a: a: done in 0.5 s\n" in output(to)
-    assert "lab-a: failed gpus: no device nodes\n" in output(to)
-    assert "      -{}\n      +{}\n" in output(to)
+    text = plain_lines(*A_RUN, verbose=True, diff=True)
+    assert "lab-a: half\nlab-a: a: done in 0.5 s\n" in text
+    assert "lab-a: failed gpus: no device nodes\n" in text
+    assert "      -{}\n      +{}\n" in text
+    coloured = plain_lines(("lab-a", RUN[2]), terminal=True, diff=True)
+    assert "\x1b[31m-{}" in coloured
+    assert "\x1b[32m+{}" in coloured
 
 
 def test_a_doctor_that_found_causes_has_not_failed_itself() -> None:
-    to = console()
-    lines = PlainLines(to)
     ending = Finished(1, problems=(Problem("no driver", "ls", "install"),), summary="causes found: 1")
-    lines("lab-a", CauseFound(1, "driver-missing", "driver", "no driver", "ls", "install", "certain"))
-    lines("lab-a", ending)
-    lines("lab-b", ending)
-    assert output(to).splitlines() == ["lab-a: causes found: 1", "lab-b: failed: no driver"]
-
-
-def test_diff_is_coloured_on_a_terminal() -> None:
-    to = console(terminal=True)
-    PlainLines(to, diff=True)("lab-a", RUN[2])
-    assert "\x1b[31m-{}" in output(to)
-    assert "\x1b[32m+{}" in output(to)
+    cause = CauseFound(1, "driver-missing", "driver", "no driver", "ls", "install", "certain")
+    text = plain_lines(("lab-a", cause), ("lab-a", ending), ("lab-b", ending))
+    assert text.splitlines() == ["lab-a: causes found: 1", "lab-b: failed: no driver"]
 
 
 def test_same_plan_is_shown_once() -> None:
-    to = console()
-    lines = PlainLines(to)
-    for host in ("lab-a", "lab-b"):
-        lines(host, RUN[2])
-    lines("lab-c", Planned(()))
-    assert output(to).splitlines()[2:] == ["lab-b: the same 1 change as lab-a", "lab-c: nothing to change"]
+    text = plain_lines(("lab-a", RUN[2]), ("lab-b", RUN[2]), ("lab-c", Planned(())))
+    assert text.splitlines()[2:] == ["lab-b: the same 1 change as lab-a", "lab-c: nothing to change"]
 
 
 def test_json_lines_bear_the_host() -> None:
@@ -275,19 +262,10 @@ GONE = HostResult("lab-d", ExitCode.UNREACHABLE, problems=(Problem("no answer"),
 
 
 def seen(host: str, count: str, status: Status = "ok", engine: str = "docker") -> HostResult:
-    code = ExitCode.DONE if status == "ok" else ExitCode.FAILED
-    checks = (
-        CheckDone("nvidia-smi", "ok", "550", "550"),
-        CheckDone(
-            all_gpus_check(engine),
-            status,
-            count,
-            count if status == "ok" else "0 GPUs",
-            "" if status == "ok" else "no nodes",
-            engine,
-        ),
-    )
-    return HostResult(host, code, checks=checks)
+    ended = (ExitCode.DONE, count, "") if status == "ok" else (ExitCode.FAILED, "0 GPUs", "no nodes")
+    code, in_container, reason = ended
+    check = CheckDone(all_gpus_check(engine), status, count, in_container, reason, engine)
+    return HostResult(host, code, checks=(CheckDone("nvidia-smi", "ok", "550", "550"), check))
 
 
 LAST_LINES = [
@@ -395,15 +373,13 @@ def test_name_of_the_check_that_counts_is_that_of_verify() -> None:
     assert all_gpus_check("podman") == f"podman{_ALL_GPUS}"
 
 
-def test_checks_are_green_and_red() -> None:
-    text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed")), terminal=True)
+def test_checks_are_green_and_red_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed"))
+    text = report("verify", results, terminal=True)
     assert "\x1b[32mok" in text
     assert "\x1b[1;31mfailed" in text
-
-
-def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed")), terminal=True)
+    text = report("verify", results, terminal=True)
     assert "\x1b[32m" not in text
     assert "31m" not in text
 

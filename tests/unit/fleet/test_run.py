@@ -298,45 +298,38 @@ def test_batch_begins_when_the_one_before_is_through() -> None:
     assert all(seen <= pair for seen in together for pair in map(set, ("ab", "cd", "ef")) if seen & pair)
 
 
-def test_batch_with_too_many_failures_is_the_last() -> None:
-    begun, results = in_order(parse_rollout("3", "1"), failing="bc")
-    assert sorted(begun) == ["a", "b", "c"]
-    assert [result.begun for result in results] == [True] * 3 + [False] * 3
-    assert results[5].problems[0].what == "not run: too many hosts failed before it (batch 1 of 2)"
-    assert "2 of 3 hosts failed, at most 1 may" in results[5].problems[0].evidence
+# The rollout, the hosts that fail, forks → the hosts that begin, and what is said of the last one.
+FAILURES = [
+    (parse_rollout("3", "1"), "bc", 20, "abc", "not run: too many hosts failed before it (batch 1 of 2)"),
+    (parse_rollout("1"), "b", 20, "ab", "not run: too many hosts failed before it (batch 2 of 6)"),
+    (parse_rollout(max_fail="1"), "abcdef", 1, "ab", "not run: too many hosts failed before it (the run)"),
+    (parse_rollout(canary="2"), "b", 20, "ab", "not run: too many hosts failed before it (canary)"),
+    (parse_rollout("3", "1"), "a", 20, "abcdef", ""),
+    (parse_rollout("3", "1"), "ad", 20, "abcdef", ""),
+    (Rollout(), "abcdef", 20, "abcdef", ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("rollout", "failing"),
-    [(parse_rollout("3", "1"), "a"), (parse_rollout("3", "1"), "ad"), (Rollout(), "abcdef")],
-    ids=["as many as may be", "one in each batch", "all, without a limit"],
-)
-def test_failures_within_the_limit_of_each_batch_stop_no_other_host(rollout: Rollout, failing: str) -> None:
-    assert len(in_order(rollout, failing=failing)[0]) == 6
-
-
-def test_batch_that_fails_as_a_whole_is_the_last() -> None:
-    assert in_order(parse_rollout("1"), failing="b")[0] == ["a", "b"]
-
-
-def test_without_batches_too_many_failures_still_keep_hosts_from_beginning() -> None:
-    begun, results = in_order(parse_rollout(max_fail="1"), failing="abcdef", forks=1)
-    assert begun == ["a", "b"]
+@pytest.mark.parametrize(("rollout", "failing", "forks", "begin", "said"), FAILURES, ids=range(len(FAILURES)))
+def test_batch_with_too_many_failures_is_the_last(
+    rollout: Rollout, failing: str, forks: int, begin: str, said: str
+) -> None:
+    begun, results = in_order(rollout, failing, forks)
+    assert "".join(sorted(begun)) == begin
+    assert [result.begun for result in results] == [host.name[-1] in begin for host in HOSTS]
+    assert {result.problems[0].what for result in results if not result.begun} == {said} - {""}
     assert overall_exit_code(results) == ExitCode.FAILED
+
+
+def test_batch_with_too_many_failures_says_how_many() -> None:
+    results = in_order(parse_rollout("3", "1"), failing="bc")[1]
+    assert "2 of 3 hosts failed, at most 1 may" in results[5].problems[0].evidence
 
 
 def test_canary_runs_first_and_results_keep_the_inventory_s_order() -> None:
     begun, results = in_order(parse_rollout(canary="lab-d"))
     assert begun[0] == "d"
     assert [result.host for result in results] == [host.name for host in HOSTS]
-
-
-def test_canary_that_fails_is_the_only_host() -> None:
-    begun, results = in_order(parse_rollout(canary="2"), failing="b")
-    assert sorted(begun) == ["a", "b"]
-    assert {result.problems[0].what for result in results[2:]} == {
-        "not run: too many hosts failed before it (canary)"
-    }  # fmt: skip
 
 
 def test_host_that_needs_a_reboot_has_not_failed() -> None:

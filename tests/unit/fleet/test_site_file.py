@@ -88,11 +88,7 @@ def _folder(file: Path) -> None:
         (_pipe, "is not an ordinary file", "mv "),
         (_folder, "is not an ordinary file", "mv "),
         (lambda file: file.write_bytes(b"\xff\xfe\x00a"), "is not text in UTF-8", "mv "),
-        (
-            lambda file: file.write_text("a: " + "[" * 600 + "]" * 600),
-            "cannot read the extra variables",
-            "fewer lists",
-        ),
+        (lambda file: file.write_text("a: " + "[" * 600 + "]" * 600), "cannot read the extra variables", "fewer lists"),
         (lambda file: file.write_text("gpuprov_packages: [a\n"), "cannot read the extra variables", "correct /"),
     ],
     ids=["pipe", "folder", "binary", "deep", "broken"],

@@ -71,6 +71,12 @@ def lookup(host: str, text: str = "", *options: tuple[str, str], **fields: Any) 
         return target.ssh_configuration.lookup(host)
 
 
+def probed(text: str) -> Probe:
+    probe = parse_probe(text)
+    assert probe is not None
+    return probe
+
+
 CONFIG = """
 User ops
 Host gateway
@@ -155,8 +161,7 @@ def test_probe_of_this_machine_is_read() -> None:
     done = subprocess.run(
         ("sh", "-s", "0" * 64, *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=300
     )  # fmt: skip
-    probe = parse_probe(f"Welcome to the machine!\n{done.stdout}")
-    assert probe is not None
+    probe = probed(f"Welcome to the machine!\n{done.stdout}")
     assert probe.system.startswith("Linux ")
     assert probe.python is not None
     assert probe.agent_digest == ""
@@ -172,8 +177,7 @@ def test_probe_names_the_packages_of_a_python_that_is_gone(tmp_path: Path) -> No
         ("/bin/sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
         env={"PATH": str(tmp_path), "HOME": "/root"},
     )  # fmt: skip
-    probe = parse_probe(done.stdout)
-    assert probe is not None
+    probe = probed(done.stdout)
     assert (probe.python, probe.owners) == (None, ("python3-minimal",))
 
 
@@ -189,8 +193,8 @@ def test_probe_finds_no_python_by_the_path_of_a_user_who_is_not_root() -> None:
                 ("sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
                 user=user, group=user, env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/nonexistent"},
             )  # fmt: skip
-            probe = parse_probe(done.stdout)
-            assert probe is not None and probe.uid == user
+            probe = probed(done.stdout)
+            assert probe.uid == user
             assert probe.python is not None and probe.python.path in expected
 
 
@@ -208,8 +212,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("lines", "python"), [a[1:] for a in ANSWERS], ids=[a[0] for a in ANSWERS])
 def test_interpreter_is_chosen(lines: str, python: str | None) -> None:
-    probe = parse_probe(ANSWER.format(lines))
-    assert probe is not None
+    probe = probed(ANSWER.format(lines))
     assert probe.cache == "/home/a b/.cache/gpuprov"
     assert (probe.python.path if probe.python else None) == python
     assert (python_problem(probe, "") is None) == (python is not None)
@@ -333,8 +336,8 @@ def test_a_python_that_is_new_enough_is_installed(os_release: tuple[str, ...], c
 )
 def test_a_python_whose_package_is_there_is_installed_again(lines: str, what: str, seen: str) -> None:
     answer = ANSWER.format(f"{lines}\nowner python3-minimal\nowner python3.11-minimal\nowner a;b")
-    probe = parse_probe(answer)
-    assert probe is not None and probe.owners == ("python3-minimal", "python3.11-minimal")
+    probe = probed(answer)
+    assert probe.owners == ("python3-minimal", "python3.11-minimal")
     probe = replace(probe, os_release=("debian", "12", "bookworm", "", "", "", ""))
     problem = python_problem(probe, "")
     assert problem is not None and problem.what == what and seen in problem.evidence
