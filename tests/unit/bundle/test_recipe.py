@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle_create.recipe import (
-    Mirror,
-    Recipe,
-    Wanted,
-    default_sources,
-    machine_mirror,
-    make_recipe,
-    mirror_at,
-)
+from gpuprov.bundle_create.recipe import Mirror, Recipe, Wanted, default_sources, machine_mirror, make_recipe, mirror_at
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.distros import ROWS, Distribution

@@ -54,24 +54,16 @@ def annotated(**annotations: str) -> Specification:
         (edited(Edits(intel_rdt=IntelRdt(enable_monitoring=True))), "1.1.0"),
         (edited(Edits(intel_rdt=IntelRdt(schemata=("L3:0=ff",)))), "1.1.0"),
         (edited(Edits(net_devices=(NetDevice("eth1", "eth0"),))), "1.1.0"),
+        # What all devices share counts as well.
+        (replace(GOOD, edits=Edits(mounts=(Mount("/a", "/b", type="bind"),))), "0.4.0"),
+        (replace(GOOD, edits=Edits(additional_gids=(44,))), "0.7.0"),
+        (replace(GOOD, edits=Edits(net_devices=(NetDevice("eth1", "eth0"),))), "1.1.0"),
     ],
 )
 def test_the_lowest_version_that_will_do(specification: Specification, version: str) -> None:
     assert minimum_version(specification) == version
     assert problems(specification) == ()
     assert parse_json(render_json(specification)) == replace(specification, declared_version=version)
-
-
-@pytest.mark.parametrize(
-    ("edits", "version"),
-    [
-        (Edits(mounts=(Mount("/a", "/b", type="bind"),)), "0.4.0"),
-        (Edits(additional_gids=(44,)), "0.7.0"),
-        (Edits(net_devices=(NetDevice("eth1", "eth0"),)), "1.1.0"),
-    ],
-)
-def test_what_all_devices_share_counts_as_well(edits: Edits, version: str) -> None:
-    assert minimum_version(replace(GOOD, edits=edits)) == version
 
 
 def test_a_declared_version_stays_and_may_be_higher() -> None:
@@ -240,10 +232,6 @@ def test_zero_is_written() -> None:
 # -- paths below another root ------------------------------------------------------------------------------------------
 def of(common: Edits, **devices: Edits) -> Specification:
     return Specification(tuple(Device(name, edits) for name, edits in devices.items()), common, {})
-
-
-GPU_NODE, OTHER_NODE = DeviceNode("/dev/nvidia0", major=195, minor=0), DeviceNode("/dev/nvidia1", major=195, minor=1)
-MOUNT = Mount("/usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1")
 
 
 @pytest.mark.parametrize(

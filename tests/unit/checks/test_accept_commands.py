@@ -80,12 +80,9 @@ WORDS = ("all_reduce_perf", "-b", "8G")
 PROGRAM = Completed((), 0, "".join(f'{{"step": "{step}", "gpu": "GPU-0"}}\n' for step in (*accept.STEPS, "end")))
 
 
-def test_dcgm_passes_where_each_test_passes() -> None:
+def test_dcgm_passes_where_each_test_passes_and_names_what_did_not() -> None:
     assert read_dcgm(DCGM_4.replace("Fail", "Pass")) == ("", {})
     assert read_dcgm(DCGM_3.replace("Skip", "Pass")) == ("", {})
-
-
-def test_dcgm_names_the_test_and_the_gpu() -> None:
     assert read_dcgm(DCGM_4)[0] == "memory: Fail, GPU 3"
     assert read_dcgm(DCGM_3)[0] == "PCIe: Skip, GPU 0"
 

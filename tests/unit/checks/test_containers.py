@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
 
@@ -24,7 +23,7 @@ from gpuprov.checks.engines import (
 )
 from gpuprov.checks.outcome import Failed
 from gpuprov.checks.smi import parse_smi
-from gpuprov.core.commands import TIMED_OUT, Completed
+from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.scripted import Answer, Scripted
@@ -165,6 +164,17 @@ def test_a_failed_check_keeps_its_traceback() -> None:
     assert str(caught.value) == caught.value.reason == "why"
 
 
+class Recording(Docker):
+    """An engine's program that ends with this code, whatever it is asked for."""
+
+    def __init__(self, code: int, said: str = "") -> None:
+        super().__init__()
+        self.code, self.said = code, said
+
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return self.code, self.said, ""
+
+
 @pytest.mark.parametrize(
     ("engine", "devices", "words"),
     [
@@ -179,31 +189,20 @@ def test_a_failed_check_keeps_its_traceback() -> None:
     ],
 )
 def test_each_engine_is_asked_for_gpus_in_its_own_words(engine: Engine, devices: str, words: str) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    class Host(Docker):
-        def run(self, argv: Sequence[str], **more: Any) -> Completed:
-            asked.append(tuple(argv))
-            return Completed(tuple(argv), 0, "GPU 0", "")
-
-    done = engine.run(Host(), IMAGE, ("nvidia-smi", "-L"), devices)
-    (argv,) = asked
+    host = Recording(0, "GPU 0")
+    done = engine.run(host, IMAGE, ("nvidia-smi", "-L"), devices)
+    (argv,) = host.asked
     assert done.stdout == "GPU 0" and argv[0] == {"containerd": "ctr"}.get(engine.name, engine.name)
     assert words in " ".join(argv) and argv[-1] == "-L"
 
 
 def test_a_container_of_containerd_that_hangs_is_removed() -> None:
-    asked: list[tuple[str, ...]] = []
-
-    class Host(Docker):
-        def run(self, argv: Sequence[str], **more: Any) -> Completed:
-            asked.append(tuple(argv))
-            return Completed(tuple(argv), TIMED_OUT, "", "")
-
-    Containerd("/opt/runtime").run(Host(), IMAGE, ("sleep", "1"), ALL)
-    container = asked[0][asked[0].index(IMAGE) + 1]
-    assert [argv[3:5] for argv in asked[1:]] == [("tasks", "kill"), ("tasks", "delete"), ("containers", "delete")]
-    assert all(argv[-1] == container for argv in asked[1:])
+    host = Recording(TIMED_OUT)
+    Containerd("/opt/runtime").run(host, IMAGE, ("sleep", "1"), ALL)
+    started, *others = host.asked
+    container = started[started.index(IMAGE) + 1]
+    assert [argv[3:5] for argv in others] == [("tasks", "kill"), ("tasks", "delete"), ("containers", "delete")]
+    assert all(argv[-1] == container for argv in others)
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,9 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     return made
 
 
-def test_a_healthy_host(case: Case) -> None:
-    found = case.checks()
+@pytest.mark.parametrize("engine", [DOCKER, PODMAN], ids=lambda engine: engine.name)
+def test_a_healthy_host(case: Case, engine: Engine) -> None:
+    found = case.checks(engine=engine)
     assert {one.status for one in found.values()} == {"ok"}
     assert (found["CUDA"].on_host, found["CUDA"].in_container) == (
         "CUDA 12.4, 2 GPUs",
@@ -114,7 +115,7 @@ def test_a_healthy_host(case: Case) -> None:
     assert found["libcuda.so.1"].on_host == "550.163.01"
     assert found["libcuda.so.1"].in_container == f"550.163.01 in {DRIVER}"
     assert found["CUDA kernel"].in_container == "right results on 2 GPUs"
-    assert ("docker", "rm", "--force", "--volumes", "c0ffee") in case.host.asked
+    assert (engine.name, "rm", "--force", "--volumes", "c0ffee") in case.host.asked
 
 
 def test_the_hosts_python_is_mounted_into_verifys_own_image(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +129,6 @@ def test_the_hosts_python_is_mounted_into_verifys_own_image(case: Case, monkeypa
     found = case.checks(own_image=True)
     assert [found[name].status for name in NAMES] == ["ok", "ok", "skipped", "skipped"]
     assert found["CUDA"].reason == "/usr/bin/python3.11 has no ctypes"
-
-
-def test_podman_is_asked_as_docker_is(case: Case) -> None:
-    assert {one.status for one in case.checks(engine=PODMAN).values()} == {"ok"}
-    assert ("podman", "rm", "--force", "--volumes", "c0ffee") in case.host.asked
 
 
 def test_containerds_containers_tell_by_themselves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

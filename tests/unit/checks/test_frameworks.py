@@ -21,6 +21,7 @@ from tests.unit.scripted import Answer, Scripted
 REPORT = SmiReport(
     "550.163.01", "12.4", tuple(SmiGpu(f"GPU-{number}", "", "", "", "", "Disabled") for number in (0, 1))
 )
+DIVIDED = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
 FOUND = {"version": "2.5.1", "cuda": "12.4", "hip": "", "available": True, "count": 2, "warnings": [], "error": ""}
 NONE = {**FOUND, "available": False, "count": 0}
 INIT = "CUDA initialization"
@@ -73,17 +74,15 @@ def test_what_is_well_is_shown_with_the_versions() -> None:
     ("key", "value"), [("count", "9"), ("count", None), ("warnings", 5), ("warnings", [5]), ("version", [[]])]
 )
 def test_an_image_that_answers_otherwise_fails_the_check(key: str, value: Any) -> None:
-    divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
     for do, answer in ((frameworks.torch, {**NONE, "available": key == "count"}), (frameworks.tensorflow, FLOW)):
-        test = EngineTest(Images(python3=(0, json.dumps({**answer, key: value}), "")), "app", divided)
+        test = EngineTest(Images(python3=(0, json.dumps({**answer, key: value}), "")), "app", DIVIDED)
         with pytest.raises(Failed, match=f"not the framework's: _Answer.{key}"):
             do(test)
 
 
 def test_a_gpu_that_is_divided_counts_otherwise() -> None:
     """CUDA has one of its MIG devices."""
-    divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
-    test = EngineTest(Images(python3=(0, json.dumps({**FOUND, "count": 1}), "")), "app", divided)
+    test = EngineTest(Images(python3=(0, json.dumps({**FOUND, "count": 1}), "")), "app", DIVIDED)
     assert frameworks.torch(test) == ("2 GPUs", "1 GPU, torch 2.5.1 for CUDA 12.4")
 
 

@@ -99,6 +99,8 @@ def test_the_first_green_verification_is_remembered(machine: Machine) -> None:
     assert (kept.driver, kept.day, kept.engines) == ("550.163.01", "2026-11-03", {"docker": "28.5.2"})
     check, said = look(machine)
     assert check == CheckDone(CHECK, "ok", "all 2 of 2026-11-03") and said == []
+    # An image is cleaned of it.
+    assert REMEMBERED in gather_identity(machine)
 
 
 def test_a_gpu_that_is_gone_fails_and_is_not_forgotten(machine: Machine) -> None:
@@ -242,11 +244,6 @@ def test_a_system_containers_machine_is_not_its_hosts(machine: Machine) -> None:
     assert {kept.machine, own.machine} == {"of the hardware", "of the system"}
 
 
-def test_an_image_is_cleaned_of_it(machine: Machine) -> None:
-    look(machine)
-    assert REMEMBERED in gather_identity(machine)
-
-
 def test_a_card_of_the_same_model_stands_for_a_missing_one() -> None:
     a, b, moved = Gpu("GPU-a", "H100", "0000:1b:00.0"), Gpu("GPU-b", "H100", "0000:2a:00.0"), "0000:3c:00.0"
     new = Gpu("GPU-c", "H100", b.bus_id)
@@ -299,13 +296,9 @@ def test_the_doctor_names_the_missing_gpu(ill: DoctorHost) -> None:
     assert cause.finding.next_step.startswith("systemctl reboot  # ")
 
 
-def test_the_doctor_names_it_where_no_driver_answers(ill: DoctorHost) -> None:
+def test_the_doctor_names_it_where_no_driver_answers_and_buses_have_their_numbers(ill: DoctorHost) -> None:
     ill.answers["nvidia-smi"] = (9, "NVIDIA-SMI has failed")
     assert "gpus-lost" in names(examined(ill))
-
-
-def test_which_gpu_is_missing_is_not_guessed_where_buses_have_other_numbers(ill: DoctorHost) -> None:
-    ill.answers["nvidia-smi"] = (9, "NVIDIA-SMI has failed")
     ill.path("/sys/bus/pci/devices/0000:2a:00.0").rename(ill.path("/sys/bus/pci/devices/0000:2b:00.0"))
     assert "gpus-lost" not in names(examined(ill))
 

@@ -138,18 +138,16 @@ def test_a_quadlet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "line"),
+    ("devices", "environment", "line"),
     [
-        ('A=b" "C=d', r'Environment="A=b\" \"C=d"'),
-        ("A=b\n[Service]\nExecStartPre=/bin/x", r'Environment="A=b\n[Service]\nExecStartPre=/bin/x"'),
-        ("A=C:\\x %h", r'Environment="A=C:\\x %%h"'),
-        ("A='b'", "Environment=\"A='b'\""),
+        ((), ('A=b" "C=d',), r'Environment="A=b\" \"C=d"'),
+        ((), ("A=b\n[Service]\nExecStartPre=/bin/x",), r'Environment="A=b\n[Service]\nExecStartPre=/bin/x"'),
+        ((), ("A=C:\\x %h",), r'Environment="A=C:\\x %%h"'),
+        ((), ("A='b'",), "Environment=\"A='b'\""),
+        ((Device("/dev/a b", "/dev/a b"),), (), 'AddDevice="/dev/a b:/dev/a b:rwm"'),
     ],
 )
-def test_a_variable_in_a_quadlet_stays_one_word(entry: str, line: str) -> None:
-    assert quadlet(PlainFlags((), (), (entry,), (), ())).splitlines() == ["[Container]", line]
-
-
-def test_a_device_with_blanks_in_a_quadlet_stays_one_word() -> None:
-    flags = PlainFlags((Device("/dev/a b", "/dev/a b"),), (), (), (), ())
-    assert quadlet(flags).splitlines()[1] == 'AddDevice="/dev/a b:/dev/a b:rwm"'
+def test_a_value_in_a_quadlet_stays_one_word(
+    devices: tuple[Device, ...], environment: tuple[str, ...], line: str
+) -> None:
+    assert quadlet(PlainFlags(devices, (), environment, (), ())).splitlines() == ["[Container]", line]
