@@ -124,7 +124,7 @@ def logged(line: str) -> Change:
     return lambda x: replace(x, kernel_log=(line,))
 
 
-NO_TROUBLE = (
+NO_TROUBLE: tuple[Change, ...] = (
     lambda x: x,
     read_by_docker("20.10.24", '{"debug": true, "debug": false, '),
     read_by_docker("26.1.5", '\ufeff{"debug": true, '),

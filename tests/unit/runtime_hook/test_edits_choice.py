@@ -137,7 +137,7 @@ def test_groups_come_with_nodes_and_can_be_turned_off(
     tmp_path: Path, common: dict[str, Any], devices: str, off: bool, groups: list[int] | None
 ) -> None:
     common["deviceNodes"][0]["gid"] = 44
-    settings = {"features.no-additional-gids-for-device-nodes": off}
+    settings: dict[str, Any] = {"features.no-additional-gids-for-device-nodes": off}
     got = chosen(tmp_path, common, f"NVIDIA_VISIBLE_DEVICES={devices}", **settings)
     assert (got.cdi.get("additionalGids") or None) == groups
 
