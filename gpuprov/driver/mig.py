@@ -33,6 +33,7 @@ from gpuprov.protocol.tables import MODELS, rows
 from gpuprov.protocol.words import counted
 
 _ALL = "all-"
+_NOT_FOUND = 6  # nvidia-smi(1), return values
 
 
 def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
@@ -131,7 +132,8 @@ def _bring(system: System, index: int, text: str) -> None:
         )
     if gpu.instances:
         for option in ("-dci", "-dgi"):
-            _smi(system, index, ("mig", "-i", str(index), option), "its instances can't be removed")
+            # A GPU instance may have no compute instances.
+            _smi(system, index, ("mig", "-i", str(index), option), "its instances can't be removed", _NOT_FOUND)
     _switch(system, index, "Disabled" if text == DISABLED else "Enabled")
     profiles = profiles_of(text, _look(system, index)) if text else ()
     if text.startswith(_ALL) and not profiles:
@@ -177,9 +179,9 @@ def _switch(system: System, index: int, mode: str) -> None:
         )
 
 
-def _smi(system: System, index: int, words: tuple[str, ...], what: str) -> Completed:
+def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted: int = 0) -> Completed:
     done = system.run((_SMI, *words), timeout=_SMI_SECONDS)
-    if not done.ok:
+    if done.returncode not in (0, accepted):
         # nvidia-smi says on stdout why it failed.
         said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
         raise GpuprovError(

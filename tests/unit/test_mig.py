@@ -13,6 +13,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.driver import mig
 from gpuprov.driver.mig import DivideGpus, is_right, profiles_of
 from gpuprov.facts import boot
+from gpuprov.facts.driver import GpuHolder
 from gpuprov.facts.gpus import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan.context import source_of
@@ -113,13 +114,17 @@ def test_one_text_is_for_all_gpus_a_list_for_each(facts: HostFacts) -> None:
 
 
 class MigHost(FakeHost):
-    """A bare machine with one GPU and an nvidia-smi that knows the commands of MIG; `busy`: only a reset helps."""
+    """A bare machine with one GPU and an nvidia-smi that knows the commands of MIG; `busy`: only a reset helps.
+
+    `answers`: option → exit code and output instead of what the command would do.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, gpus=1, metal=True)
         self.mode, self.pending = "Disabled", "Disabled"
         self.instances: list[str] = []
-        self.busy = self.resets = self.unable = self.used = False
+        self.busy = self.resets = False
+        self.answers: dict[str, tuple[int, str]] = {}
         self.changes: list[tuple[str, ...]] = []
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
@@ -138,16 +143,12 @@ class MigHost(FakeHost):
             rows = "".join(f"|   0  MIG {name:<18} 9   2   4:4     |\n" for name in self.instances)
             return (0, rows) if rows else (6, NONE)
         self.changes.append(tuple(words))
-        if self.unable and ("-mig" in words or "-cgi" in words):
-            return 0, UNABLE if "-mig" in words else NOT_ENABLED
-        if self.used and "-dci" in words:
-            return 19, "Unable to destroy a Compute instance: In use by another client\n"
+        if answer := next((self.answers[word] for word in words if word in self.answers), None):
+            return answer
         if "-dgi" in words:
             self.instances = []
         elif "-cgi" in words:
             asked = words[words.index("-cgi") + 1].split(",")
-            if len(asked) > 7:
-                return 19, "Failed to create GPU instances: Insufficient Resources\n"
             self.instances += asked
         elif "-mig" in words:
             self.pending = {"1": "Enabled", "0": "Disabled"}[words[-1]]
@@ -230,7 +231,8 @@ def test_a_gpu_that_is_not_there_is_named(host: MigHost) -> None:
     with pytest.raises(GpuprovError, match="there is no GPU 1 to divide") as raised:
         divide(host, "3g.40gb", 1)
     (problem,) = raised.value.problems
-    assert problem.evidence.startswith("nvidia-smi --query-gpu=index") and problem.next_step.startswith("nvidia-smi -L")
+    assert problem.evidence == "nvidia-smi --query-gpu=index,mig.mode.current,mig.mode.pending --format=csv,noheader"
+    assert problem.next_step.startswith("nvidia-smi -L")
     assert host.changes == []
 
 
@@ -311,34 +313,48 @@ def test_dcgm_runs_again_after_a_division_that_fails_and_one_that_does_not_is_to
     assert told[-1].startswith("nvidia-dcgm-exporter.service did not start again: ")
 
 
-FAULTS: dict[str, tuple[str, str, str]] = {
-    "in use": ("3g.40gb", "MIG on GPU 0 is Disabled, Enabled only after a reset", "In use by another client"),
-    "no MIG": ("3g.40gb", "GPU 0 can't be divided: it has no MIG", "[N/A]"),
-    "no such profile": ("all-2g.99gb", "GPU 0 has no MIG profile 2g.99gb", "1g.10gb, 1g.10gb+me, 3g.40gb"),
-    "not supported": ("3g.40gb", "MIG on GPU 0 is Disabled", "Unable to enable MIG Mode"),
-    "not made": ("3g.40gb", "GPU 0 is not divided as asked, though nvidia-smi", "No MIG-enabled devices found."),
-    "used": ("3g.40gb", "GPU 0: its instances can't be removed", "In use by another client"),
-    "no room": (",".join(["3g.40gb"] * 8), "can't be made", "Insufficient Resources"),
-}
+ON, OFF = "Enabled", "Disabled"
+USED = "Unable to destroy a Compute instance: In use by another client"
+DENIED = "Unable to enable MIG Mode for GPU 00000000:1B:00.0: Insufficient Permissions\nTerminating early"
+# The layout, the mode before, the program's answers; the problem and its evidence.
+FAULTS: dict[str, tuple[str, str, dict[str, tuple[int, str]], str, str]] = {
+    "in use": ("3g.40gb", OFF, {"-mig": (0, PENDING)}, "MIG on GPU 0 is Disabled, Enabled only after a reset",
+        "All done.\nprocess 1 (a) has /dev/nvidia0 open\nprocess 2 (b) has /dev/nvidia0 open"),
+    "no MIG": ("3g.40gb", "[N/A]", {}, "GPU 0 can't be divided: it has no MIG",
+        "mig.mode.pending --format=csv,noheader: 0, [N/A], "),
+    "no such profile": ("all-2g.99gb", OFF, {}, "GPU 0 has no MIG profile 2g.99gb", "1g.10gb, 1g.10gb+me, 3g.40gb"),
+    "not supported": ("3g.40gb", OFF, {"-mig": (0, UNABLE)}, "MIG on GPU 0 is Disabled", "Unable to enable MIG Mode"),
+    "denied": ("3g.40gb", OFF, {"-mig": (4, DENIED)}, "GPU 0: MIG can't be switched enabled",
+        f"`nvidia-smi -i 0 -mig 1` exited 4\n{DENIED}"),
+    "not made": ("1g.10gb,3g.40gb", ON, {"-cgi": (0, NOT_ENABLED)}, "GPU 0 is not divided as asked, though nvidia-smi",
+        f"there is nothing, asked for was 1g.10gb,3g.40gb\n{NOT_ENABLED}".strip()),
+    "used": ("3g.40gb", ON, {"-dci": (19, USED)}, "GPU 0: its instances can't be removed",
+        f"`nvidia-smi mig -i 0 -dci` exited 19\n{USED}"),
+    "no room": ("3g.40gb,4g.40gb", ON, {"-cgi": (19, "Insufficient Resources")}, "GPU 0: 3g.40gb,4g.40gb can't be made",
+        "Insufficient Resources"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_can_not_be_is_said(host: MigHost, name: str) -> None:
-    text, what, evidence = FAULTS[name]
-    host.busy = name == "in use"
-    host.unable = name in ("not supported", "not made")
+def test_what_can_not_be_is_said(host: MigHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, host.mode, host.answers, what, evidence = FAULTS[name]
+    users = tuple(GpuHolder(pid, command, "/dev/nvidia0") for pid, command in ((1, "a"), (2, "b")))
+    monkeypatch.setattr(mig, "gather_holders", lambda system: users)
     if name == "used":
-        host.used, host.instances = True, ["1g.10gb"]
-    if name in ("not made", "used"):
-        host.mode = host.pending = "Enabled"
-    if name == "no MIG":
-        host.mode = host.pending = "[N/A]"
+        host.instances = ["1g.10gb"]
     with pytest.raises(GpuprovError) as raised:
         divide(host, text)
     (problem,) = raised.value.problems
     assert what in problem.what
     assert evidence in problem.evidence and problem.next_step
     assert name != "no MIG" or "A30" in problem.next_step
+
+
+def test_gpu_instances_without_compute_instances_are_replaced(host: MigHost) -> None:
+    host.mode, host.instances = ON, ["1g.10gb"]
+    host.answers = {"-dci": (6, "No compute instances found: Not Found\n")}
+    divide(host, "3g.40gb")
+    assert host.instances == ["3g.40gb"]
 
 
 def test_a_gpu_without_mig_is_as_it_should_be_where_none_is_wanted(host: MigHost) -> None:
@@ -393,9 +409,9 @@ def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) ->
     two = replace(facts, gpus=(*facts.gpus, replace(facts.gpus[0], bus_id="0000:2b:00.0")))
     (problem,) = mig.problems(two, spec(*["disabled"] * 3))
     assert problem.evidence == ", ".join(gpu.bus_id for gpu in two.gpus) and problem.next_step
-    both = replace(spec("disabled"), mig_config="all-balanced")
+    both = replace(spec("disabled", "3g.40gb"), mig_config="all-balanced")
     (problem,) = mig.problems(inside, both)
-    assert problem.evidence == "gpuprov_mig_layout is disabled, gpuprov_mig_config is all-balanced"
+    assert problem.evidence == "gpuprov_mig_layout is disabled,3g.40gb, gpuprov_mig_config is all-balanced"
     assert problem.what and problem.next_step
 
 
