@@ -267,7 +267,9 @@ class WriteCdiSpecification(Change):
     def diff_in_short(self, system: System) -> str:
         files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
         pairs = ((path, system.read_bytes(path), content) for path, content in files)
-        return "\n".join(in_short(path, before, content) for path, before, content in pairs if before != content)
+        texts = [in_short(path, before, content) for path, before, content in pairs if before != content]
+        # One that is not a specification is shown only in the full diff.
+        return "\n".join(texts) if all(texts) else ""
 
     def capture(self, system: System) -> Json:
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *OTHER_PATHS)]}

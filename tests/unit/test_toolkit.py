@@ -85,7 +85,7 @@ def test_the_program_and_the_packages_of_each_toolkit() -> None:
     assert (runtime_path(BUNDLED), runtime_path(NVIDIA)) == (LAUNCHER_PATH, NVIDIA_RUNTIME)
     assert packages(BUNDLED) == ()
     assert len(packages(NVIDIA)) == 4 and all(name.endswith("=1.18.0-1") for name in packages(NVIDIA))
-    assert all("=" not in name for name in packages(HostSpec(toolkit="nvidia")))
+    assert packages(HostSpec(toolkit="nvidia")) == tuple(name.partition("=")[0] for name in packages(NVIDIA))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,7 @@ def made(host: System) -> DriverFacts:
 
 def test_missing_nodes_are_made_and_closed_ones_opened(host: System) -> None:
     driver = discover(host)
+    driver = replace(driver, nodes=tuple(replace(node, gid=44) for node in driver.nodes))
     nodes = (*driver.nodes, *driver.capability_nodes)
     assert nodes and len(driver.present) < len(nodes)
     closed = Node("/dev/nvidia0", 195, 0, 0o666, 44)
@@ -204,6 +205,7 @@ class Source(DriverSource):
     [
         ("current", None), ("absent", "new"), ("outdated", "new"), ("not root's", "new"), ("no nodes", "later"),
         ("driver comes", "later"), ("other absent", "same"), ("other outdated", "same"), ("other current", None),
+        ("others, too", "new"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("mode", "opened"), [(0o755, None), (None, None), (0o700, 0o755), (0o751, 0o755)])
@@ -213,7 +215,7 @@ def test_the_specification_is_written_if_it_is_not_the_drivers(
     driver = made(host)
     text = render_json(specification(driver))
     files = {CDI_SPECIFICATION: roots(text)}
-    if state == "absent":
+    if state in ("absent", "others, too"):
         files = {}
     elif state == "outdated":
         files = {CDI_SPECIFICATION: roots(render_json(specification(replace(driver, library_version="1.2.3"))))}
@@ -226,7 +228,7 @@ def test_the_specification_is_written_if_it_is_not_the_drivers(
     others = {OTHER: b"other"} if state.startswith("other") else {}
     source = Source(facts(files, driver=driver, other_specifications=others, cdi_folder_mode=mode), BUNDLED)
     source.__class__ = type("Now", (Source,), {"installs_now": state == "driver comes"})
-    missing = tuple(others.items()) if change == "same" else ()
+    missing = () if state == "other current" else tuple(others.items())
     written = () if change is None else (WriteCdiSpecification(None if change == "later" else text, missing),)
     assert plan_cdi(source) == (*(() if opened is None else (SetMode("/etc/cdi", opened),)), *written)
 
@@ -237,14 +239,21 @@ def test_the_summary_and_the_diffs_of_the_specification(host: System) -> None:
     assert later.summary().startswith(f"write {CDI_SPECIFICATION} (") and later.key == change.key
     assert CDI_SPECIFICATION in change.key and OTHER not in change.key
     diff = change.diff(host)
-    assert diff.count("+++") == 2 and CDI_SPECIFICATION in diff and OTHER in diff and "\n\n" not in diff
+    assert diff.count("+++") == 2 and CDI_SPECIFICATION in diff and OTHER in diff
+    assert all(line[0] in "+-@" for line in diff.splitlines())
     assert later.diff(host) == "" == later.diff_in_short(host)
-    assert f"{CDI_SPECIFICATION} (new)" in change.diff_in_short(host)
+    assert WriteCdiSpecification(b"{}").diff_in_short(host).startswith(f"{CDI_SPECIFICATION} (new)")
+    assert change.diff_in_short(host) == "", "one that is no specification is shown whole"
     change.apply(host, tell)
+    text = host.read_bytes(CDI_SPECIFICATION) or b""
     host.write(OTHER, b"{}\n")
     assert change.diff(host) == "" == change.diff_in_short(host)
     host.write(OTHER, b"other\n")
     assert OTHER in change.diff(host) and CDI_SPECIFICATION not in change.diff(host)
+    for path in (CDI_SPECIFICATION, OTHER):
+        host.write(path, text.replace(simgpu.DRIVER_VERSION.encode(), b"1.2.3"))
+    lines = WriteCdiSpecification(text, ((OTHER, text),)).diff_in_short(host).splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [CDI_SPECIFICATION, OTHER]
 
 
 @pytest.mark.parametrize("old_journal", [False, True])
