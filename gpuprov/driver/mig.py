@@ -133,7 +133,8 @@ def _bring(system: System, index: int, text: str) -> None:
     if gpu.instances:
         for option in ("-dci", "-dgi"):
             # A GPU instance may have no compute instances.
-            _smi(system, index, ("mig", "-i", str(index), option), "its instances can't be removed", _NOT_FOUND)
+            words: tuple[str, ...] = ("mig", "-i", str(index), option)
+            _smi(system, index, words, "its instances can't be removed", accepted=(0, _NOT_FOUND))
     _switch(system, index, "Disabled" if text == DISABLED else "Enabled")
     profiles = profiles_of(text, _look(system, index)) if text else ()
     if text.startswith(_ALL) and not profiles:
@@ -179,9 +180,9 @@ def _switch(system: System, index: int, mode: str) -> None:
         )
 
 
-def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted: int = 0) -> Completed:
+def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted: tuple[int, ...] = (0,)) -> Completed:
     done = system.run((_SMI, *words), timeout=_SMI_SECONDS)
-    if done.returncode not in (0, accepted):
+    if done.returncode not in accepted:
         # nvidia-smi says on stdout why it failed.
         said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
         raise GpuprovError(

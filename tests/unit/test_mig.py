@@ -339,7 +339,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, tuple[int, str]], str, str]] = {
 def test_what_can_not_be_is_said(host: MigHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, host.mode, host.answers, what, evidence = FAULTS[name]
     users = tuple(GpuHolder(pid, command, "/dev/nvidia0") for pid, command in ((1, "a"), (2, "b")))
-    monkeypatch.setattr(mig, "gather_holders", lambda system: users)
+    monkeypatch.setattr(mig, "gather_holders", lambda system: users if system is host else ())
     if name == "used":
         host.instances = ["1g.10gb"]
     with pytest.raises(GpuprovError) as raised:

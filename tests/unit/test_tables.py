@@ -244,9 +244,10 @@ def test_all_means_those_that_have_mig(asked: HostSpec) -> None:
 
 
 def test_a_configuration_without_an_entry_for_the_hosts_gpus_is_said(facts: HostFacts, asked: HostSpec) -> None:
-    (problem,) = mig.problems(replace(facts, gpus=(PciGpu("0000:17:00.0", "2901"),)), asked)
+    gpus = PciGpu("0000:17:00.0", "2901"), PciGpu("0000:18:00.0", "29bc")
+    (problem,) = mig.problems(replace(facts, gpus=gpus), asked)
     assert problem.what == "the MIG configuration all-balanced has no entry for the GPUs of this host"
-    assert problem.evidence == "0x290110DE"
+    assert problem.evidence == "0x290110DE, 0x29BC10DE" and problem.next_step
 
 
 def test_what_json_does_not_know_is_not_sent() -> None:
