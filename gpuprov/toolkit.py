@@ -201,10 +201,9 @@ def plan_device_nodes(facts: HostFacts) -> tuple[Change, ...]:
 
 def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
     """Return the changes that update outdated CDI specifications, and that open their folder to engines of users."""
-    facts, folder = driver.facts, parent_of(CDI_SPECIFICATION)
+    facts, folder, mode = driver.facts, parent_of(CDI_SPECIFICATION), driver.facts.cdi_folder_mode
     # Engines of users look there, too.
-    closed = facts.cdi_folder_mode is not None and facts.cdi_folder_mode & 0o555 != 0o555
-    opening = (SetMode(folder, facts.cdi_folder_mode | 0o555),) if closed and facts.cdi_folder_mode is not None else ()
+    opening = (SetMode(folder, mode | 0o555),) if mode is not None and mode & 0o555 != 0o555 else ()
     # Unknown until the driver and its nodes exist.
     if driver.plan() or missing_nodes(facts.driver):
         return (*opening, WriteCdiSpecification(None))
