@@ -244,6 +244,6 @@ def _fault(system: System, spec: HostSpec) -> str:
         return f"the IMEX that runs has other nodes: {', '.join(states)}"
     found = [f"{named[host]} is {states[host]}" for host in named if states[host] != "READY"]
     # A node that does not answer knows no connection of its own.
-    found += [f"{named[one]} to {named.get(other, other)}: {state}" for one, other, state in links
+    found += [f"{named[one]} to {named[other]}: {state}" for one, other, state in links
               if states[one] == states.get(other) == "READY" and state != "CONNECTED"]  # fmt: skip
     return f"it is {status}; {', '.join(found)}" if found or status != "UP" else ""

@@ -71,7 +71,7 @@ def listed(system: System, spec: HostSpec, architecture: str) -> Mapping[str, st
 
 def of_bundle(spec: HostSpec, version: str) -> HostSpec:
     """Return the spec where a bundle stands in for the mirror: a branch is the bundle's release, if that is of it."""
-    if not spec.driver_mirror or not spec.driver_version or "." in spec.driver_version:
+    if not spec.driver_mirror:
         return spec
     matches = spec.driver_version in ("latest", version.split(".")[0])
     return replace(spec, driver_version=version if matches else tables.resolved(spec.driver_version))
@@ -79,10 +79,9 @@ def of_bundle(spec: HostSpec, version: str) -> HostSpec:
 
 def _places(mirror: str) -> tuple[str, str]:
     """Return the folder and the index: the folder itself, or the named file in it."""
-    folder, _, name = mirror.rstrip("/").rpartition("/")
-    if re.search(r"\.(txt|html?)$", name):
-        return folder, mirror
-    return mirror.rstrip("/"), f"{mirror.rstrip('/')}/"
+    place = mirror.rstrip("/")
+    folder, _, name = place.rpartition("/")
+    return (folder, place) if re.search(r"\.(txt|html?)$", name) else (place, f"{place}/")
 
 
 def mirrored(mirror: str, version: str, architecture: str) -> str:

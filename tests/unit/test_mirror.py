@@ -82,6 +82,7 @@ def test_a_branch_is_its_newest_by_number(wanted: str) -> None:
 
 def test_latest_without_the_long_term_branch_is_the_newest() -> None:
     assert run_files.newest("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
+    assert run_files.newest("latest", {"580.95.05": "", "999.10": ""}) == "580.95.05"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("mirror")
     for version in ("550.54.14", "550.163.01"):
         (folder / version).mkdir()
-    (folder / "latest.txt").write_text(LATEST_TXT)
+    # Not UTF-8.
+    (folder / "latest.txt").write_bytes(b"\xe9\n" + LATEST_TXT.encode())
     with serving(functools.partial(_Handler, directory=str(folder))) as url:
         yield Served(url, _Handler.asked)
 
@@ -123,8 +125,9 @@ def test_a_branch_becomes_a_release_with_its_file_and_known_digest(server: Serve
     assert run_files.resolved(System(), found, "x86_64") == found
 
 
-def test_an_index_of_text_is_named_itself(server: Served) -> None:
-    found = run_files.resolved(System(), spec("latest", f"{server.url}/latest.txt"), "x86_64")
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_an_index_of_text_is_named_itself(server: Served, slash: str) -> None:
+    found = run_files.resolved(System(), spec("latest", f"{server.url}/latest.txt{slash}"), "x86_64")
     assert found.driver_url == f"{server.url}/580.95.05/NVIDIA-Linux-x86_64-580.95.05.run"
 
 
@@ -132,12 +135,14 @@ def test_a_version_needs_no_index(server: Served) -> None:
     server.asked.clear()
     found = run_files.resolved(System(), spec("565.77", server.url, driver_sha256="a" * 64), "aarch64")
     assert found.driver_url == f"{server.url}/565.77/NVIDIA-Linux-aarch64-565.77.run"
-    assert (found.driver_sha256, server.asked) == ("a" * 64, [])
+    assert (found.driver_version, found.driver_sha256, server.asked) == ("565.77", "a" * 64, [])
+    known = run_files.resolved(System(), spec("550.163.01", server.url), "x86_64")
+    assert known.driver_sha256 == tables.known_sha256("550.163.01", "x86_64") != ""
 
 
 def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) -> None:
     problem = refused(run_files.resolved, System(), spec("570", server.url), "x86_64")
-    assert "has no driver of branch 570" in problem.what and problem.evidence == "branches in its index: 550"
+    assert "has no driver of branch 570" in problem.what and problem.evidence == "branches in its index: 550" and problem.next_step
 
 
 @pytest.mark.parametrize(
