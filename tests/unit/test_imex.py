@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_changes import HoldPackages, RemovePackages
 from gpuprov.packages.interface import HELD_LIST
 from gpuprov.packages.managers import manager_of
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
@@ -120,10 +122,51 @@ def test_what_a_model_plans(tmp_path: Path, device_id: str, values: dict[str, An
     assert imex.problems(driver) == ()
 
 
+ACTIVE, ENABLED = {"active": True}, {"enabled": True}
+OLDER, NAMESAKE = {"nvidia-imex-570": "570.1-1", "docker-ce": "29"}, {"nvidia-imex": "580.1-1"}
+FREE, REMOVE = "no longer hold nvidia-imex-570", "remove nvidia-imex-570"
+INSTALL = f"install nvidia-imex={VERSION}-*"
+# The unit, the packages, gpuprov_imex → the changes.
+FOUND: list[tuple[dict[str, Any], dict[str, str], str, list[str]]] = [
+    ({"version": "570.1"}, OLDER, "off", []), (ACTIVE, OLDER, "off", [STOP]), (ENABLED, OLDER, "off", [STOP]),
+    ({"version": VERSION}, {}, "dra", [MASK]), ({"version": "570.1"}, OLDER, "dra", [FREE, REMOVE, INSTALL, MASK]),
+    (ACTIVE, OLDER, "dra", [FREE, STOP, REMOVE, INSTALL, MASK]), (ACTIVE, NAMESAKE, "dra", [INSTALL, MASK]),
+    (ENABLED, OLDER, "dra", [FREE, STOP, REMOVE, INSTALL, MASK]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("unit", "packages", "mode", "planned"), FOUND, ids=str)
+def test_what_is_planned_by_what_is_there(
+    tmp_path: Path, unit: dict[str, Any], packages: dict[str, str], mode: str, planned: list[str]
+) -> None:
+    facts = gather(with_gpus(tmp_path / "root", "2941", 1))
+    there = replace(facts, imex=FabricFacts(**unit), packages=replace(facts.packages, installed=packages))
+    keys = [change.key.partition(" (")[0] for change in imex.plan(source(there, imex=mode))]
+    assert [key for key in keys if "index" not in key] == planned
+
+
+@pytest.mark.parametrize("bundle", [None, SimpleNamespace(vendor_keys=())], ids=["sources", "bundle"])
+def test_packages_come_from_the_bundle_or_past_module_streams(
+    tmp_path: Path, bundle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostFacts, "package_manager", manager_of(None, "dnf"))
+    facts = replace(gather(with_gpus(tmp_path / "root", "2941", 1)), bundle=bundle)
+    (install,) = (one for one in imex.plan(source(facts, imex="dra")) if isinstance(one, InstallRpmPackages))
+    assert ("--setopt=gpuprov-cuda.module_hotfixes=1" in install.options) == (bundle is None)
+
+
 def test_the_plan_of_a_rack_host_without_a_domain_warns(tmp_path: Path) -> None:
     host = with_gpus(tmp_path / "root", "2941", 4)
-    plan = make_plan(gather(host), spec(kernel_modules="none"), ())
-    assert plan.problems or any("set gpuprov_imex_domain in the inventory" in one for one in plan.warnings)
+    simgpu.install_tree(host.root)
+    plan = make_plan(gather(host), spec(), ())
+    assert any("set gpuprov_imex_domain in the inventory" in one for one in plan.warnings)
+
+
+def test_a_branch_takes_the_version_of_the_installed_driver(tmp_path: Path) -> None:
+    facts = gather(with_gpus(tmp_path / "root", "2941", 1))
+    there = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    wanted = {"driver": "packages", "driver_version": "580", "imex": "dra"}
+    assert [imex.wanted_version(source(one, **wanted)) for one in (facts, there)] == ["", VERSION]
 
 
 def test_in_a_system_container_it_is_the_container_hosts_unless_asked_for(tmp_path: Path) -> None:
@@ -159,6 +202,7 @@ def test_a_service_without_a_list_is_refused(tmp_path: Path, values: dict[str, A
     image = replace(facts, image=None if not values else object())  # type: ignore[arg-type]
     (problem,) = imex.problems(source(image, imex="service", **values))
     assert problem.what == "the nodes of this host's IMEX domain are not known"
+    assert problem.evidence and problem.next_step
 
 
 WRONG = [
@@ -185,7 +229,7 @@ def test_off_is_what_yaml_makes_of_it() -> None:
 
 def test_config_cfg_keeps_other_keys_and_has_each_key_once() -> None:
     wanted = of_domain(imex_quorum="none", imex_settings=["IMEX_ENABLE_AUTH_ENCRYPTION=1", "IMEX_CMD_PORT=50010"])
-    text = edited("SITE=1\n" + PACKAGED_CONFIG, imex._settings(wanted))
+    text = edited("SITE=1\nIMEX_CMD_PORT=1=2\n" + PACKAGED_CONFIG.replace(NODES, "/list"), imex._settings(wanted))
     found = settings_of(text)
     assert {key: found[key] for key in ("SITE", "LOG_LEVEL", "SERVER_PORT")} == {
         "SITE": "1", "LOG_LEVEL": "4", "SERVER_PORT": "50000",
@@ -197,6 +241,7 @@ def test_config_cfg_keeps_other_keys_and_has_each_key_once() -> None:
     assert edited(text, imex._settings(wanted)) == text
     without = settings_of(edited(text, imex._settings(of_domain())))
     assert "IMEX_ENABLE_AUTH_ENCRYPTION" not in without, "a setting that is taken back"
+    assert without["IMEX_CMD_PORT"] == "50005"
 
 
 # -- a domain of hosts -------------------------------------------------------------------------------------------------
@@ -395,6 +440,7 @@ def test_a_unit_that_does_not_start_says_why(node: Node) -> None:
     install(node, spec(imex="dra"))
     finished, _ = request(node, of_domain(["10.0.0.8 a", "10.0.0.9 b"]))
     assert (finished.exit_code, finished.problems[0].what) == (1, f"{UNIT} does not start")
+    assert "failed" in finished.problems[0].evidence and finished.problems[0].next_step
     assert node.read_text(CONFIG) == PACKAGED_CONFIG and node.read_text(NODES) is None
 
 

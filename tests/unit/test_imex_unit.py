@@ -12,6 +12,7 @@ from gpuprov.core.changes import Change
 from gpuprov.driver import imex
 from gpuprov.driver.imex import RunImex, StopImex, UnmaskImex
 from gpuprov.facts.gpus import IMEX_CONFIG as CONFIG
+from gpuprov.facts.gpus import IMEX_NODES as NODES
 from gpuprov.facts.gpus import IMEX_PROGRAM as PROGRAM
 from gpuprov.facts.gpus import IMEX_UNIT as UNIT
 from gpuprov.protocol.spec import HostSpec
@@ -40,6 +41,8 @@ class Unit(Scripted):
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[0] == "nvidia-imex-ctl":
             return self.said
+        if argv[0] == "journalctl":
+            return "its last words" if argv[-1] == UNIT else ""
         return (1, "", "it fails") if self.fails and self.fails in argv else ""
 
 
@@ -48,12 +51,14 @@ class Unit(Scripted):
     [
         (UnmaskImex(), "unmask", ["unmask"]), (StopImex(), "disable", ["disable"]),
         (StopImex(mask=True), "mask", ["disable", "mask"]), (RunImex("580.1", (), ()), "enable", ["unmask", "enable"]),
+        (RunImex("580.1", (), ()), "restart", ["unmask", "enable", "reset-failed", "restart"]),
     ],
 )  # fmt: skip
 def test_a_verb_of_systemctl_that_fails_is_told(tmp_path: Path, change: Change, verb: str, verbs: list[str]) -> None:
     host = Unit(tmp_path, fails=verb)
     problem = problem_of(change.apply, host, lambda *_: None)
-    assert UNIT in problem.what and problem.next_step.startswith(f"systemctl status {UNIT}; ")
+    assert problem.what.startswith(f"{UNIT} ") and problem.next_step.startswith(f"systemctl status {UNIT}; ")
+    assert "it fails" in problem.evidence and ("its last words" in problem.evidence) == (verb == "restart")
     assert [words[1] for words in host.asked if words[0] == "systemctl"] == verbs
     assert all(words[-1] == UNIT for words in host.asked if words[0] == "systemctl")
 
@@ -102,13 +107,17 @@ def test_files_are_made_of_a_file_that_is_not_utf_8_and_of_none(tmp_path: Path) 
     change = RunImex("580.1", ("10.0.0.1 gpu1", "10.0.0.2"), ("A=1",))
     of_none, of_other = change.files(lambda _: None), change.files(lambda _: b"B=\xff\n")
     assert of_none.keys() == of_other.keys() and of_other[CONFIG].decode().startswith("B=\N{REPLACEMENT CHARACTER}\n")
-    assert b"10.0.0.1\n10.0.0.2\n" in of_none.values()
+    assert b"10.0.0.1\n10.0.0.2\n" in of_none.values() and of_none[CONFIG].startswith(b"# By gpuprov")
     host = Unit(tmp_path)
     for path, content in of_none.items():
         host.write(path, content)
     assert change.diff(host) == ""
     host.write(CONFIG, b"B=1\n")
     assert f"+++ {CONFIG}" in change.diff(host) and "10.0.0.1" not in change.diff(host)
+    host.write(NODES, b"")
+    assert f"\n--- {NODES}" in change.diff(host)
+    change.apply(host, lambda *_: None)
+    assert {found.mode for path in of_none if (found := host.status(path))} == {0o644}
 
 
 @pytest.mark.parametrize(

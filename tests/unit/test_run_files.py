@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.journal import STATE_DIRECTORY, Entry
 from gpuprov.core.places import CACHE_DIRECTORY, KEPT
 from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK, FetchRunfile
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
@@ -76,6 +79,27 @@ def test_a_download_is_private_shown_without_a_login_and_taken_back(tmp_path: Pa
         assert system.exists("/cache/x.run") is there
 
 
+@pytest.mark.parametrize(
+    ("published", "given", "error"),
+    [
+        ("", "", "SHA-256 is not known"), (SHA, "", ""), ("0" * 64, SHA, ""), (SHA, "0" * 64, "not the file"),
+    ],
+)  # fmt: skip
+def test_a_download_has_the_digest_that_is_given_or_published(
+    tmp_path: Path, published: str, given: str, error: str
+) -> None:
+    system = System(str(tmp_path))
+    system.make_directory("/mirror")
+    system.write("/mirror/x.run", b"driver")
+    if published:
+        system.write("/mirror/x.run.sha256sum", f"{published}  x.run\n".encode())
+    change = FetchRunfile("file:///mirror/x.run", "/cache/x.run", given)
+    with pytest.raises(GpuprovError, match=error) if error else nullcontext() as raised:
+        change.apply(system, lambda *_: None)
+    assert raised is None or raised.value.problems[0].next_step
+    assert system.exists("/cache/x.run") is (not error)
+
+
 def _image(content: bytes) -> Mapping[str, str]:
     return {"kind": "file", "content": base64.b64encode(content).decode()}
 
@@ -131,6 +155,8 @@ def test_whether_a_replaced_driver_comes_back_is_said(host: FakeHost, name: str)
     if comes:
         run_files.provide(host, replace(FORMER, url=url))
         assert host.read_bytes(FORMER.kept_path) == b"driver"
+        folder = host.status(KEPT)
+        assert kept is not None or (folder is not None and folder.mode == 0o700)
 
 
 def test_a_driver_without_a_record_does_not_come_back() -> None:
@@ -175,6 +201,91 @@ def test_a_copy_is_kept_if_it_is_the_file_that_was_installed(host: FakeHost, cha
     assert folder is not None and folder.mode == 0o700
     assert host.read_bytes(FORMER.kept_path) == (None if changed else b"driver")
     assert [("/home/old.run has changed" in text, *progress) for text, *progress in told] == [(True, 0, 0)] * changed
+
+
+@pytest.mark.parametrize(
+    ("path", "fails"), [("/old.run", "remove"), (f"{CACHE_DIRECTORY}/old.run", "rename"), ("/old.run", "_cp")]
+)
+def test_a_file_that_can_not_be_kept_fails_no_installation(
+    host: FakeHost, path: str, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    def fail(*words: object) -> tuple[int, str]:
+        if fails == "_cp":
+            return 1, "Read-only file system"
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    host.make_directory(CACHE_DIRECTORY)
+    host.write(path, b"driver")
+    monkeypatch.setattr(host, fails, fail)
+    run_files.keep(host, path, FORMER, content=True, replaces="", tell=lambda *words: told.append(words))
+    ((text, *progress),) = told
+    assert "Read-only file system" in text and progress == [0, 0]
+    assert not host.exists(FORMER.kept_path) and host.exists(path)
+
+
+# The driver on the disk, the former one's URL, whether its file is there, whether it is required → whether it is kept.
+FETCHED = [
+    (NEW, "file:///mirror/x", True, False, True), (OLD, "file:///mirror/x", True, True, False),
+    (NEW, "/mirror/x", True, True, False), (NEW, "file:///mirror/x", False, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("there", "url", "exists", "required", "kept"), FETCHED)
+def test_the_former_driver_is_fetched_before_the_undo(
+    host: FakeHost, there: str, url: str, exists: bool, required: bool, kept: bool
+) -> None:
+    simgpu.install_tree(host.root, there)
+    host.make_directory("/mirror")
+    if exists:
+        host.write("/mirror/x", b"driver")
+    before = {"version": NEW, "replaces": OLD, "by_hand": asdict(replace(FORMER, url=url))}
+    entries = [Entry(1, "driver", "InstallDriver", "done", before, {})]
+    for some in ([], entries):
+        run_files.fetch_former(host, some, required=required)
+    assert host.exists(FORMER.kept_path) is kept
+    if not exists:
+        with pytest.raises(GpuprovError):
+            run_files.fetch_former(host, entries, required=True)
+
+
+# What differs in the former driver, its file, the loaded driver, whether that is in use → whether the former driver
+# comes back (None: an error), whether the loaded one was to be unloaded.
+BACK: dict[str, tuple[dict[str, Any], bytes | None, str, bool, bool | None, bool]] = {
+    "unused": ({}, b"driver", NEW, False, True, True),
+    "in use": ({}, b"driver", NEW, True, None, True),
+    "in use, a later installer": ({"version": "570.1"}, b"driver", NEW, True, True, True),
+    "the former one is loaded": ({"version": NEW}, b"driver", NEW, True, True, False),
+    "the former one is loaded, an old installer": ({}, b"driver", OLD, False, True, True),
+    "in a container": ({"kernel_modules": False}, b"driver", NEW, True, True, False),
+    "nothing is loaded": ({}, b"driver", "", True, True, False),
+    "its file is gone": ({}, None, NEW, False, False, False),
+    "its file is another one": ({}, b"other", NEW, False, False, False),
+}
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_a_loaded_driver_gives_way_to_one_that_comes_back(
+    host: FakeHost, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, content, loaded, in_use, back, unloads = BACK[name]
+    former, asked = replace(FORMER, url="file:///mirror/x", **values), list[System]()
+    host.make_directory("/mirror")
+    if content is not None:
+        host.write("/mirror/x", content)
+    version = host.path("/proc/driver/nvidia/version")
+    version.write_text(version.read_text().replace(NEW, loaded) if loaded else "")
+
+    def unload(system: System) -> GpuprovError | None:
+        asked.append(system)
+        return GpuprovError("in use") if in_use else None
+
+    monkeypatch.setattr(run_files, "unload_for_undo", unload)
+    before = {"replaces": former.version, "by_hand": asdict(former)}
+    with nullcontext() if back is not None else pytest.raises(GpuprovError, match="in use"):
+        assert run_files.restorable(host, before) == (former if back else None)
+    assert asked == [host] * unloads
 
 
 class Uninstalled(Scripted):
