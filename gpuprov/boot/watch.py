@@ -158,7 +158,7 @@ class RemoveWatch(Change):
 
 def remove_metrics(system: System, path: str) -> None:
     """Remove the metrics file if the watch wrote it."""
-    status = system.status(path) if path else None
+    status = system.status(path)
     is_file = status is not None and status.kind == "file"
     if is_file and (system.read_start(path, 100) or b"").startswith(b"# HELP gpuprov_"):
         system.remove(path)
