@@ -131,6 +131,7 @@ def test_what_fails_is_told_with_the_logs_line_and_leaves_nothing(host: CudaHost
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another version": (lambda path: build_cuda_run(path.parent, "12.6.1").replace(path), "brought the CUDA toolkit"),
     "a web page": (lambda path: path.write_text("<html>"), "this is no CUDA .run file"),
+    "a compressed file": (lambda path: path.write_bytes(b"\x1f\x8b\x08\xff"), "this is no CUDA .run file"),
     "nothing": (lambda path: path.unlink(), "there is no file"),
 }
 
@@ -139,13 +140,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_wrong_file_is_refused(host: CudaHost, name: str) -> None:
     change, what = FILES[name]
     change(host.file)
-    finished = install(host, spec(host))
-    assert what in finished.problems[0].what
+    (problem,) = install(host, spec(host)).problems
+    assert what in problem.what and "gpuprov_cuda_url" in problem.next_step
+    assert (host.file.name in problem.evidence) is (".run file" in what)
     assert gather(host).cuda.toolkits == {}
 
 
 def test_another_digest_is_refused_before_anything_is_run(host: CudaHost) -> None:
-    with pytest.raises(GpuprovError, match="not the one that was asked for"):
+    with pytest.raises(GpuprovError, match=r"not the one that was asked for(.|\n)*gpuprov_cuda_sha256"):
         InstallCudaToolkit("12.4", f"/{host.file.name}", "0" * 64).apply(host, lambda *words: None)
     assert not host.exists("/var/log/cuda-installer.log")
 
@@ -161,7 +163,7 @@ class Installer(Scripted):
 
     def __init__(self, root: Path, path: str, files: dict[str, str], code: int = 0) -> None:
         super().__init__(root)
-        self.files, self.code = files, code
+        self.files, self.code, self.full = files, code, ""
         self.temporary: tuple[int, tuple[str, ...]] = (0, ("",))
         for name in ("/usr/local", "/var/log", parent_of(path), TEMPORARY):
             self.make_directory(name)
@@ -169,7 +171,7 @@ class Installer(Scripted):
         self.write(f"{TEMPORARY}/of-a-run-before", b"")
 
     def free_bytes(self, path: str) -> int:
-        return 1 << 30
+        return 0 if path == self.full else 1 << 30
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv[0] != "sh":
@@ -195,6 +197,15 @@ def test_the_installer_has_a_private_folder_and_a_download_goes(tmp_path: Path, 
     assert (tmp_path / "usr/local/cuda").readlink() == Path(PREFIX)
     ((text, *progress),) = told
     assert PREFIX in text and progress == [0, 0]
+
+
+@pytest.mark.parametrize("full", [CACHE_DIRECTORY, "/usr/local"])
+def test_a_full_file_system_is_named_before_the_installer_runs(tmp_path: Path, full: str) -> None:
+    host = Installer(tmp_path, "/root/cuda.run", INSTALLED)
+    host.full = full
+    with pytest.raises(GpuprovError, match=rf"not enough room on the file system of {full} .*CUDA"):
+        InstallCudaToolkit("12.4", "/root/cuda.run").apply(host, lambda *_: None)
+    assert host.asked == []
 
 
 UNPROVED: dict[str, tuple[int, dict[str, str], str]] = {
@@ -269,8 +280,11 @@ def test_the_plan_by_version_and_link(host: CudaHost, toolkits: dict[str, str], 
 
 def test_a_folder_in_the_links_place_is_told(host: CudaHost) -> None:
     (host.root / "usr/local/cuda").mkdir()
-    with pytest.raises(GpuprovError, match="/usr/local/cuda is a folder, not a link"):
+    with pytest.raises(GpuprovError, match="/usr/local/cuda is a folder, not a link") as raised:
         LinkCudaToolkit(PREFIX).apply(host, lambda *words: None)
+    (problem,) = raised.value.problems
+    assert problem.evidence.startswith("/usr/local/cuda/version.json")
+    assert "mv /usr/local/cuda /usr/local/cuda-old" in problem.next_step
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> list[Problem]:

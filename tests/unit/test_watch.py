@@ -64,7 +64,9 @@ def test_the_timer_is_installed_once_and_started(host: DoctorHost) -> None:
     assert host.read_bytes(PROGRAM) == b"the agent"
     assert ("systemctl", "restart", TIMER) in host.commands
     assert "OnCalendar=daily\nRandomizedDelaySec=2h\n" in (host.read_text(TIMER_FILE) or "")
-    assert "TimeoutStartSec=30min" in (host.read_text(SERVICE_FILE) or "")
+    service = host.read_text(SERVICE_FILE) or ""
+    assert "TimeoutStartSec=30min" in service
+    assert f"ExecStart={gather(host).interpreter.path} -I {PROGRAM} watch\n" in service
     assert {path: status.mode for path in (*TEXTS, PROGRAM) if (status := host.status(path))} == {
         SERVICE_FILE: 0o644, TIMER_FILE: 0o644, STORED: 0o600, PROGRAM: 0o644,
     }  # fmt: skip
@@ -84,7 +86,7 @@ def test_what_somebody_changed_is_corrected_and_the_program_stays(host: DoctorHo
     else:
         host.remove(LINK)
     (change,) = planned(host, DAILY)
-    assert PROGRAM not in change.diff
+    assert PROGRAM not in change.diff and "daily" in change.summary
     assert install(host, DAILY).changed == 1
     assert (host.tree(), planned(host, DAILY)) == (before, ())
 
@@ -94,6 +96,8 @@ def test_the_diff_has_the_texts_and_the_programs_name(host: DoctorHost) -> None:
     change = boot_watch.SetWatch("daily", METRICS, ((TIMER_FILE, b"new\n", 0o644),))
     diff = f"--- {TIMER_FILE}\n+++ {TIMER_FILE}\n@@ -1 +1 @@\n-old\n+new"
     assert change.diff(host) == diff
+    # The journal keeps no copy of a program that stays.
+    assert [image["path"] for image in change.capture(host)["files"]] == [TIMER_FILE, LINK]
     assert replace(change, agent="/srv/agent.pyz").diff(host) == f"{diff}\n+{PROGRAM}"
     install(host, DAILY)
     (removal,) = planned(host, SPEC)
