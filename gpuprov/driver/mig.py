@@ -22,7 +22,7 @@ from gpuprov.core.units import systemctl
 from gpuprov.driver.running_driver import MONITORS, active_units
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
-from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
+from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, NOT_FOUND, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.pci import own_ids
 from gpuprov.protocol.errors import GpuprovError, Problem
@@ -33,7 +33,6 @@ from gpuprov.protocol.tables import MODELS, rows
 from gpuprov.protocol.words import counted
 
 _ALL = "all-"
-_NOT_FOUND = 6  # nvidia-smi(1), return values
 
 
 def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
@@ -58,7 +57,12 @@ def is_right(text: str, gpu: MigGpu) -> bool:
     if text == DISABLED:
         return gpu.current in ("Disabled", "[N/A]", "N/A")
     profiles = profiles_of(text, gpu)
-    return gpu.current == "Enabled" and (profiles != () or text == ENABLED) and gpu.instances == profiles
+    return (
+        gpu.current == "Enabled"
+        and (profiles != () or text == ENABLED)
+        and gpu.instances == profiles
+        and not gpu.incomplete
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class DivideGpus(Change):
         return "divide GPUs by MIG: " + "; ".join(f"GPU {index}: {text}" for index, text in self.layout)
 
     def diff(self, system: System) -> str:
-        now = {gpu.index: ",".join(gpu.instances) or gpu.current for gpu in gather_mig(system)}
+        bare = {False: "", True: " (without compute instances)"}
+        now = {gpu.index: (",".join(gpu.instances) or gpu.current) + bare[gpu.incomplete] for gpu in gather_mig(system)}
         return "\n".join(f"-GPU {index}: {now.get(index, '?')}\n+GPU {index}: {text}" for index, text in self.layout)
 
     def capture(self, system: System) -> Json:
@@ -134,7 +139,7 @@ def _bring(system: System, index: int, text: str) -> None:
         for option in ("-dci", "-dgi"):
             # A GPU instance may have no compute instances.
             words: tuple[str, ...] = ("mig", "-i", str(index), option)
-            _smi(system, index, words, "its instances can't be removed", accepted=(0, _NOT_FOUND))
+            _smi(system, index, words, "its instances can't be removed", accepted=(0, NOT_FOUND))
     _switch(system, index, "Disabled" if text == DISABLED else "Enabled")
     profiles = profiles_of(text, _look(system, index)) if text else ()
     if text.startswith(_ALL) and not profiles:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import IMEX_OPTION
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
 from gpuprov.protocol.models import Fabric, fabric_of
@@ -31,7 +32,10 @@ _SMI = "nvidia-smi"
 _SMI_SECONDS = 120
 _QUERY = ("--query-gpu=index,mig.mode.current,mig.mode.pending", "--format=csv,noheader")
 # `|   0  MIG 3g.40gb           9        2          4:4     |`; a GPU instance's table has a placement at its end.
-_INSTANCE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+\d+\s+\d+:\d+\s*\|", re.MULTILINE)
+_INSTANCE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+(\d+)\s+\d+:\d+\s*\|", re.MULTILINE)
+# `|   0      2       MIG 3g.40gb          2         0          0:4     |`: GPU and GPU instance of a compute instance.
+_COMPUTE = re.compile(r"^\|\s+(\d+)\s+(\d+)\s+MIG ", re.MULTILINE)
+NOT_FOUND = 6  # nvidia-smi(1), return values
 # `|   0  MIG 1g.10gb       19     7/7        9.50 …`: free and total.
 _PROFILE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+\d+/(\d+)\s", re.MULTILINE)
 
@@ -41,6 +45,7 @@ class MigGpu:
     """The MIG state of a GPU: `current` and `pending` are Enabled, Disabled, or [N/A] where it has none.
 
     `instances`: the profiles of its GPU instances, sorted. `most`: profile → how many an empty GPU has room for.
+    `incomplete`: whether one of them has no compute instance: to a container it is no device.
     """
 
     index: int
@@ -48,6 +53,7 @@ class MigGpu:
     pending: str
     instances: tuple[str, ...] = ()
     most: Mapping[str, int] = field(default_factory=dict)
+    incomplete: bool = False
 
 
 def mig_layout(gpus: Iterable[tuple[object, Sequence[str]]]) -> str:
@@ -63,9 +69,11 @@ def gather_mig(system: System) -> tuple[MigGpu, ...]:
     rows = parse_modes(modes.stdout)
     if not any(current == "Enabled" for _, current, _ in rows):
         return tuple(MigGpu(*row) for row in rows)
-    instances = parse_instances(system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS).stdout)
+    listed = system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS).stdout
+    instances = parse_instances(listed)
+    bare = incomplete(listed, system.run((_SMI, "mig", "-lci"), timeout=_SMI_SECONDS)) if instances else frozenset()
     most = parse_profiles(system.run((_SMI, "mig", "-lgip"), timeout=_SMI_SECONDS).stdout)
-    return tuple(MigGpu(*row, instances.get(row[0], ()), most.get(row[0], {})) for row in rows)
+    return tuple(MigGpu(*row, instances.get(row[0], ()), most.get(row[0], {}), row[0] in bare) for row in rows)
 
 
 def parse_modes(text: str) -> tuple[tuple[int, str, str], ...]:
@@ -77,9 +85,17 @@ def parse_modes(text: str) -> tuple[tuple[int, str, str], ...]:
 def parse_instances(text: str) -> Mapping[int, tuple[str, ...]]:
     """Return GPU → profiles of its GPU instances, sorted, from the table of `nvidia-smi mig -lgi`."""
     found: dict[int, list[str]] = {}
-    for gpu, profile in _INSTANCE.findall(text):
+    for gpu, profile, _ in _INSTANCE.findall(text):
         found.setdefault(int(gpu), []).append(profile)
     return {gpu: tuple(sorted(profiles)) for gpu, profiles in found.items()}
+
+
+def incomplete(instances: str, compute: Completed) -> frozenset[int]:
+    """Return the GPUs with a GPU instance that has no compute instance, from `nvidia-smi mig -lgi` and `-lci`."""
+    found = set(_COMPUTE.findall(compute.stdout))
+    if not found and compute.returncode != NOT_FOUND:  # that is no answer
+        return frozenset()
+    return frozenset(int(gpu) for gpu, _, instance in _INSTANCE.findall(instances) if (gpu, instance) not in found)
 
 
 def parse_profiles(text: str) -> Mapping[int, Mapping[str, int]]:

@@ -116,6 +116,7 @@ def test_one_text_is_for_all_gpus_a_list_for_each(facts: HostFacts) -> None:
 class MigHost(FakeHost):
     """A bare machine with one GPU and an nvidia-smi that knows the commands of MIG; `busy`: only a reset helps.
 
+    `bare`: how many of its first GPU instances have no compute instance, as `-cgi` without `-C` leaves them.
     `answers`: option → exit code and output instead of what the command would do.
     """
 
@@ -123,6 +124,7 @@ class MigHost(FakeHost):
         super().__init__(root, gpus=1, metal=True)
         self.mode, self.pending = "Disabled", "Disabled"
         self.instances: list[str] = []
+        self.bare = 0
         self.busy = self.resets = False
         self.answers: dict[str, tuple[int, str]] = {}
         self.changes: list[tuple[str, ...]] = []
@@ -140,13 +142,21 @@ class MigHost(FakeHost):
         if words == ["mig", "-lgip"]:
             return 0, LGIP
         if words == ["mig", "-lgi"]:
-            rows = "".join(f"|   0  MIG {name:<18} 9   2   4:4     |\n" for name in self.instances)
+            rows = "".join(
+                f"|   0  MIG {one:<18} 9   {number}   4:4     |\n" for number, one in enumerate(self.instances)
+            )
             return (0, rows) if rows else (6, NONE)
+        if words == ["mig", "-lci"]:
+            numbers = range(self.bare, len(self.instances))
+            rows = "".join(
+                f"|   0      {number}       MIG 1c.{self.instances[number]}  0  0  0:1 |\n" for number in numbers
+            )
+            return self.answers.get("-lci", (0, rows) if rows else (6, NONE))
         self.changes.append(tuple(words))
         if answer := next((self.answers[word] for word in words if word in self.answers), None):
             return answer
         if "-dgi" in words:
-            self.instances = []
+            self.instances, self.bare = [], 0
         elif "-cgi" in words:
             asked = words[words.index("-cgi") + 1].split(",")
             self.instances += asked
@@ -178,6 +188,23 @@ def test_mig_is_switched_on_and_filled(host: MigHost) -> None:
     assert host.instances == ["1g.10gb"] * 7
     assert host.changes == [("-i", "0", "-mig", "1"), ("mig", "-i", "0", "-cgi", ",".join(["1g.10gb"] * 7), "-C")]
     assert is_right("all-1g.10gb", gather_mig(host)[0])
+
+
+@pytest.mark.parametrize(("bare", "wrong"), [(0, False), (1, True), (7, True)])
+def test_instances_that_containers_cannot_use_are_made_anew(host: MigHost, bare: int, wrong: bool) -> None:
+    host.mode = host.pending = "Enabled"
+    host.instances, host.bare = ["1g.10gb"] * 7, bare
+    (gpu,) = gather_mig(host)
+    assert (gpu.incomplete, is_right("all-1g.10gb", gpu)) == (wrong, not wrong)
+    assert (" (without compute instances)\n" in DivideGpus(((0, "all-1g.10gb"),)).diff(host)) is wrong
+    divide(host, "all-1g.10gb")
+    assert is_right("all-1g.10gb", gather_mig(host)[0])
+
+
+def test_a_list_of_compute_instances_that_fails_tells_nothing(host: MigHost) -> None:
+    host.mode = host.pending = "Enabled"
+    host.instances, host.answers = ["1g.10gb"] * 7, {"-lci": (255, "Failed to display compute instances\n")}
+    assert not gather_mig(host)[0].incomplete
 
 
 def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost) -> None:
