@@ -191,7 +191,7 @@ def test_mig_is_switched_on_and_filled(host: MigHost) -> None:
 
 
 @pytest.mark.parametrize(("bare", "wrong"), [(0, False), (1, True), (7, True)])
-def test_instances_that_containers_cannot_use_are_made_anew(host: MigHost, bare: int, wrong: bool) -> None:
+def test_instances_that_containers_cannot_use_are_made_again(host: MigHost, bare: int, wrong: bool) -> None:
     host.mode = host.pending = "Enabled"
     host.instances, host.bare = ["1g.10gb"] * 7, bare
     (gpu,) = gather_mig(host)
