@@ -79,8 +79,7 @@ class DivideGpus(Change):
         return "divide GPUs by MIG: " + "; ".join(f"GPU {index}: {text}" for index, text in self.layout)
 
     def diff(self, system: System) -> str:
-        bare = {False: "", True: " (without compute instances)"}
-        now = {gpu.index: (",".join(gpu.instances) or gpu.current) + bare[gpu.incomplete] for gpu in gather_mig(system)}
+        now = {gpu.index: _shown(gpu) or gpu.current for gpu in gather_mig(system)}
         return "\n".join(f"-GPU {index}: {now.get(index, '?')}\n+GPU {index}: {text}" for index, text in self.layout)
 
     def capture(self, system: System) -> Json:
@@ -150,13 +149,17 @@ def _bring(system: System, index: int, text: str) -> None:
         words = ("mig", "-i", str(index), "-cgi", largest_first(profiles), "-C")
         done = _smi(system, index, words, f"{','.join(profiles)} can't be made")
         # nvidia-smi exits with 0 after many failures.
-        made = _look(system, index).instances
-        if made != profiles:
+        made = _look(system, index)
+        if made.instances != profiles or made.incomplete:
             raise GpuprovError(
                 f"GPU {index} is not divided as asked, though nvidia-smi reported success",
-                f"there is {','.join(made) or 'nothing'}, asked for was {','.join(profiles)}\n{done.stdout.strip()}",
+                f"there is {_shown(made) or 'nothing'}, asked for was {','.join(profiles)}\n{done.stdout.strip()}",
                 f"{_SMI} mig -lgi; {_SMI} mig -lgip",
             )
+
+
+def _shown(gpu: MigGpu) -> str:
+    return ",".join(gpu.instances) + (" (without compute instances)" if gpu.incomplete else "")
 
 
 def _look(system: System, index: int) -> MigGpu:

@@ -201,6 +201,18 @@ def test_instances_that_containers_cannot_use_are_made_again(host: MigHost, bare
     assert is_right("all-1g.10gb", gather_mig(host)[0])
 
 
+def test_instances_that_come_without_compute_instances_are_an_error(
+    host: MigHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvidia-smi exits with 0 after many failures, of -C too."""
+    alone = host._smi
+    monkeypatch.setattr(host, "_smi", lambda words: (6, NONE) if words == ["mig", "-lci"] else alone(words))
+    with pytest.raises(GpuprovError, match="GPU 0 is not divided as asked") as raised:
+        divide(host, "3g.40gb")
+    (problem,) = raised.value.problems
+    assert problem.evidence.startswith("there is 3g.40gb (without compute instances), asked for was 3g.40gb")
+
+
 def test_a_list_of_compute_instances_that_fails_tells_nothing(host: MigHost) -> None:
     host.mode = host.pending = "Enabled"
     host.instances, host.answers = ["1g.10gb"] * 7, {"-lci": (255, "Failed to display compute instances\n")}
