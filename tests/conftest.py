@@ -4,13 +4,14 @@ import gc
 import os
 import shutil
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import gpg, pythons, world
-from tests.lab import command_line
+from tests.lab import command_line, host
 from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
 # GNU readline, which pytest imports, sets these to the size of the terminal.
@@ -85,6 +86,17 @@ def _is_possible(item: pytest.Item) -> bool:
 def pytest_collection_finish() -> None:
     """Leave what collection has made out of all later garbage collections: a whole one took two seconds."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failure what was done on lab hosts last: a rare one seldom comes again to be looked at."""
+    report = yield
+    if report.failed and host.SAID:
+        report.sections.append(("last commands on lab hosts", "\n".join(host.SAID)))
+    if report.when == "teardown":
+        host.SAID.clear()
+    return report
 
 
 def pytest_sessionfinish() -> None:

@@ -365,7 +365,8 @@ def test_docker_29_gives_mig_devices_and_doctor_names_what_hides_them(
     parts = [simgpu.mig_uuid(1, instance) for instance in (1, 2)]
     for value, expected in {"device=1:0": parts[:1], f"device={parts[1]}": parts[1:], "all": parts}.items():
         for run in (docker29.run, docker29.by_hook):
-            assert re.findall(r"MIG-[0-9a-f-]+", run(host, value, *_SMALL).stdout) == expected, value
+            done = run(host, value, *_SMALL)
+            assert re.findall(r"MIG-[0-9a-f-]+", done.stdout) == expected, f"{run.__name__} {value}: {done}"
     host.ssh(f"mkdir -p /var/run/cdi && cat > {_OUTDATED}", stdin=before)
     assert "MIG-" not in docker29.run(host, "all", *_SMALL).stdout
     assert parts[0] in docker29.by_hook(host, "all", *_SMALL).stdout

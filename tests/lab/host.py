@@ -8,6 +8,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.lab.shell import LabError, run, wait_for
 # Overlay on overlay does not work: these must be folders of the machine's own file system.
 _BOUND = ("docker", "containerd", "containers")
 _BOOT_SECONDS = 300
+_SHOWN = 1000  # characters
 # systemd-nspawn, told to keep the unit, ends with 133 when the host reboots; anything else is its end.
 _SUPERVISOR = """
 for directory in $1; do mkdir -p "$directory"; echo $$ > "$directory/cgroup.procs"; done
@@ -30,6 +32,8 @@ while :; do
 done
 """
 Snapshot = dict[str, tuple[int, int, int, bytes]]
+# The last commands on hosts, and what these said: a test that fails shows them (tests/conftest.py).
+SAID: deque[str] = deque(maxlen=6)
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,8 @@ class Host:
             done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             done = subprocess.CompletedProcess(argv, 124, "", f"no end within {timeout:g} s")
+        output = f"{done.stdout[-_SHOWN:]}{done.stderr[-_SHOWN:]}".rstrip()
+        SAID.append(f"{self.name}$ {line[:_SHOWN]}\n{output}\n[exit code {done.returncode}]")
         if check and done.returncode != 0:
             raise LabError(
                 f"{self.name}: `{line}` exited {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
