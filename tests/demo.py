@@ -13,7 +13,7 @@ from tests.lab import HostRequest, Lab, LabError
 
 _GPUPROV = Path(sys.executable).with_name("gpuprov")
 _INVENTORY = "inventories/lab"
-HOSTS = (HostRequest("lab-a", gpus=2), HostRequest("lab-b", gpus=4))
+HOSTS = (HostRequest("lab-a", gpus=2, archive=True), HostRequest("lab-b", gpus=4, archive=True))
 _BEGUN = time.monotonic()
 
 

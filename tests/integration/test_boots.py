@@ -257,6 +257,7 @@ def restarting(lab_site: Site, main: Host) -> Host:
     """The host with containers that come back at each boot, one of a user's, and the .run files of two drivers."""
     # A lab host has no pids controller.
     main.ssh("mkdir -p /etc/containers; printf '[containers]\npids_limit = 0\n' > /etc/containers/containers.conf")
+    main.add_archive()
     main.ssh(f"apt-get update -qq; apt-get install -qq --no-install-recommends {_ROOTLESS}", timeout=300)
     main.ssh("sh -s", stdin=_WORKER)
     main.ssh("sh -s", stdin=_LOOKING)

@@ -215,6 +215,7 @@ def test_other_releases(site: Site, tmp_path: Path, release: str, distro: str) -
     words = ("--distro", distro, "--hosts", wanted, *file, *source_words(release), "-o", bundle)
     gpuprov_succeeds("bundle", "create", *words)
     with without_network(site.hosts[release]) as host:
+        host.add_archive()
         gpuprov_succeeds("install", "--hosts", wanted, "--bundle", bundle)
         assert "jq\t" in packages(host)
         assert host.ssh("sh -lc 'nvcc'").stdout.strip() == "Cuda compilation tools, release 12.4"

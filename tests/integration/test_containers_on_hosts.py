@@ -277,6 +277,7 @@ cat out
 )
 def test_crun_on_cgroup_version_2(host: Host, words: str) -> None:
     settings = "/etc/gpuprov/container-runtime.toml"
+    host.add_archive()
     host.ssh(f"mkdir -p /etc/gpuprov && cat > {settings}", stdin='[nvidia-container-runtime]\nruntimes = ["crun"]\n')
     try:
         out = host.ssh(f"sh -s {words}", stdin=_CRUN).stdout

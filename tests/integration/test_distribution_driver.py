@@ -46,6 +46,7 @@ def before() -> dict[str, tuple[Snapshot, str]]:
 def installed(site: Site, before: dict[str, tuple[Snapshot, str]]) -> Iterator[Host]:
     """Debian 13 with its own driver; the container host's kernel shows that very version."""
     host = site.fresh("trixie")
+    host.add_archive()
     before["trixie"] = (etc(host), packages(host))
     done = gpuprov_succeeds("install", "--hosts", site.inventory("trixie", **_WANTED), timeout=600)
     assert "warning: driver 550.163.01" in done.stdout
@@ -59,6 +60,7 @@ def specification(host: Host) -> dict[str, Any]:
 
 def test_check_shows_the_source_with_the_missing_components_and_changes_nothing(site: Site) -> None:
     host = site.fresh("trixie")
+    host.add_archive()
     before = (etc(host), packages(host))
     done = gpuprov_succeeds("install", "--hosts", site.inventory("trixie", **_WANTED), "--check", "--diff")
     assert "write /etc/apt/sources.list.d/gpuprov-driver-components.sources" in done.stdout

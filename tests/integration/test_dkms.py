@@ -130,7 +130,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, In
     """Each release's host, installed: all at once, for each waits for the mirror and gcc."""
     with free_lab() as lab:
         names = (*_FROM_RUN, _FROM_PACKAGES)
-        hosts = lab.up([HostRequest(name, release=name, gpus=1, docker=False) for name in names])
+        hosts = lab.up([HostRequest(name, release=name, gpus=1, docker=False, archive=True) for name in names])
         bring_files(hosts, tmp_path_factory.mktemp("run"))
         fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", (DRIVER, _NEWER))
         mirror = {"cuda_repository": f"{lab.url}/cuda", "cuda_key_fingerprint": fingerprint}

@@ -51,7 +51,7 @@ class Built:
 @pytest.fixture(scope="module")
 def image_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     requests = {
-        "builder": HostRequest("builder", gpus=0, bind=(str(REPOSITORY),)),
+        "builder": HostRequest("builder", gpus=0, bind=(str(REPOSITORY),), archive=True),
         "withgpus": HostRequest("withgpus", gpus=2),
         "without": HostRequest("without", gpus=0),
     }

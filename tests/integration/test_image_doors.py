@@ -29,8 +29,8 @@ _WHEEL = "https://example.org/gpuprov-0.1.0-py3-none-any.whl"
 @pytest.fixture(scope="module")
 def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     requests = {
-        "clouded": HostRequest("clouded", gpus=0, bind=(str(REPOSITORY),)),
-        "played": HostRequest("played", gpus=0),
+        "clouded": HostRequest("clouded", gpus=0, bind=(str(REPOSITORY),), archive=True),
+        "played": HostRequest("played", gpus=0, archive=True),
         "used": HostRequest("used", gpus=1),
     }
     with running(requests, tmp_path_factory.mktemp("inventories")) as site:

@@ -89,7 +89,7 @@ def maker(request: pytest.FixtureRequest) -> Maker:
 def host(maker: Maker) -> Iterator[Host]:
     """A Debian host with a kernel package whose initramfs holds nouveau."""
     with free_lab() as lab:
-        (made,) = lab.up([HostRequest("image", gpus=0, bind=(str(REPOSITORY),))])
+        (made,) = lab.up([HostRequest("image", gpus=0, bind=(str(REPOSITORY),), archive=True)])
         install = "export DEBIAN_FRONTEND=noninteractive; apt-get update && apt-get install -y --no-install-recommends"
         made.ssh(f"{install} {maker.package}", timeout=300)
         made.ssh(maker.with_nouveau)

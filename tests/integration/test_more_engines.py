@@ -20,6 +20,7 @@ _ENGINES = {"gpuprov_docker": "none", "gpuprov_packages": ["site-gpu-tools", "po
 def without_docker(site: Site, name: str) -> Host:
     """A fresh host without docker, on which a run can install podman."""
     host = site.fresh(name)
+    host.add_archive()
     host.ssh("dpkg --purge docker.io docker-cli && mkdir -p /etc/containers/containers.conf.d")
     host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=_PODMAN_CONF)
     return host

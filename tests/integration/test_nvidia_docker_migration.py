@@ -54,7 +54,7 @@ _EDITED = {
 
 @pytest.fixture(scope="module")
 def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running({"old": HostRequest("old", gpus=2)}, tmp_path_factory.mktemp("inventories")) as site:
+    with running({"old": HostRequest("old", gpus=2, archive=True)}, tmp_path_factory.mktemp("inventories")) as site:
         gnupg = site.lab.directory / "gnupg"
         fingerprint = build_retired(site.lab.www, gnupg)
         build_toolkit(site.lab.www / "toolkit", gnupg, {"stable": (_CURRENT,)})

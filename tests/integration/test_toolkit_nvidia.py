@@ -24,7 +24,7 @@ _CHANNELS = {"stable": (_OLD, _NEW), "experimental": (_CANDIDATE,)}
 
 @pytest.fixture(scope="module")
 def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with running({"kit": HostRequest("kit", gpus=2, archive=False)}, tmp_path_factory.mktemp("inventories")) as site:
+    with running({"kit": HostRequest("kit", gpus=2)}, tmp_path_factory.mktemp("inventories")) as site:
         fingerprint = build_toolkit(site.lab.www / "toolkit", site.lab.directory / "gnupg", _CHANNELS)
         mirror = {
             "gpuprov_toolkit": "nvidia",

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace, lab: Lab, tell: Callable[[str], None]) -> None:
     if arguments.command == "up":
         names = [f"lab-{chr(ord('a') + index)}" for index in range(arguments.hosts)]
-        hosts = lab.up([HostRequest(name, arguments.release, arguments.gpus) for name in names])
+        hosts = lab.up([HostRequest(name, arguments.release, arguments.gpus, archive=True) for name in names])
         for host in hosts:
             print(f"{host.name}: {host.address}, log in with: {' '.join(host.ssh_argv())}")
     elif arguments.command == "down":

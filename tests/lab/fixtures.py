@@ -21,13 +21,13 @@ from tests.lab.rpm_repository import build_rpm_repository
 
 DRIVER = simgpu.DRIVER_VERSION
 _HOSTS = {
-    "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),), archive=False),
-    "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse", docker=False),
-    "bare": HostRequest("bare", gpus=0, python=False),
+    "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),)),
+    "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse", docker=False, archive=True),
+    "bare": HostRequest("bare", gpus=0, python=False, archive=True),
     "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
     "trixie": HostRequest("trixie", release="trixie", gpus=2),
-    "twin": HostRequest("twin", gpus=2, archive=False),
-    "sid": HostRequest("sid", release="sid", gpus=2, bind=(str(REPOSITORY),)),
+    "twin": HostRequest("twin", gpus=2),
+    "sid": HostRequest("sid", release="sid", gpus=2, bind=(str(REPOSITORY),), archive=True),
 }
 _RPM_HOSTS = {
     "rocky": HostRequest("rocky", release="rpm", gpus=2, os_release="rocky-9.5"),

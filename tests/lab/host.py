@@ -42,8 +42,8 @@ class HostRequest:
 
     `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password; `os_release`: the file in
     tests/data/os-release that says what the host takes itself for, if not for the Debian that it is; `archive`: whether
-    its sources name Debian's archive. To read its 63,000 packages takes apt a second each time, so a host that installs
-    none of them does without.
+    its sources name Debian's archive. To read its 63,000 packages takes apt a second each time, so most hosts, which
+    install none of them, do without.
     """
 
     name: str
@@ -56,7 +56,7 @@ class HostRequest:
     password: str = ""
     bind: tuple[str, ...] = ()
     os_release: str = ""
-    archive: bool = True
+    archive: bool = False
 
 
 class Host:
