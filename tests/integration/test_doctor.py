@@ -185,16 +185,22 @@ def test_every_next_step_that_is_typed_changes_what_is_found(site: Site, host: H
         raise
 
 
+def test_verification_is_green_after_all_that_was_typed(site: Site, host: Host) -> None:
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("group", CDI_GROUPS, ids=lambda group: group.name)
 def test_so_it_is_with_a_docker_that_reads_cdi_specifications(with_cdi: tuple[Site, Host], group: Group) -> None:
     type_until_silent(*with_cdi, group)
+    gpuprov_succeeds("verify", "--hosts", with_cdi[0].inventory("new", **group.options))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("group", TOOLKIT_GROUPS, ids=lambda group: group.name)
 def test_so_it_is_with_nvidias_toolkit(with_toolkit: tuple[Site, Host], group: Group) -> None:
     type_until_silent(*with_toolkit, group)
+    gpuprov_succeeds("verify", "--hosts", with_toolkit[0].inventory("kit", **group.options))
 
 
 def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:
