@@ -33,21 +33,22 @@ def _xid(*numbers: int) -> str:
     return log(*(f"NVRM: Xid (PCI:{_GPU}): {number}, pid=7, name=trainer" for number in numbers))
 
 
-_RESET_AFTER = (46, 48, 62, 63, 64, 95, 109, 110, 136, 140, 143, 151, 154, 155, 156, 158, 168)
+_RESET_AFTER = (46, 48, 62, 63, 64, 95, 109, 110, 136, 140, 143, 151, 154, 155, 156, 158)
 _INITRAMFS = "apt-get -qq install initramfs-tools"
 _WELL = "rm /run/simgpu.conf"
 _REPLACED = "rm -f /run/kernel.log /run/simgpu.conf"
 
 GPU_GROUPS = (
     Group("a reset of the GPUs",
-          (_xid(*_RESET_AFTER, 119, 145),
+          (_xid(*_RESET_AFTER, 119),
            log("NVRM: API mismatch: the client nvidia-smi (pid 7) has the version 550.1, but",
                "NVRM: this kernel module has the version 550.2.  Please", "NVRM: BAR1 is 0M @ 0x0 (PCI:0000:1b:00.0)"),
            fails(15)),
-
-          frozenset({*(f"xid-{number}" for number in _RESET_AFTER), "xid-144-150", "gsp-timeout", "nvidia-smi-15",
-                    "api-mismatch", "bar-invalid"}),
+          frozenset({*(f"xid-{number}" for number in _RESET_AFTER), "gsp-timeout", "nvidia-smi-15", "api-mismatch",
+                    "bar-invalid"}),
           metal=True),
+    Group("an NVLink 5 connection that fails", (_xid(145),), frozenset({"xid-144-150"}), metal=True),
+    Group("broken memory while ECC is off", (_xid(168),), frozenset({"xid-168"}), metal=True),
     Group("a GPU that does not start",
           (_ONE_GPU,
            log(f"NVRM: GPU {_GPU}.0: RmInitAdapter failed! (0x26:0x56:1474)",

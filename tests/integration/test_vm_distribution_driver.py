@@ -93,5 +93,5 @@ def test_verify_says_what_the_genuine_nvidia_smi_says(machine: Machine) -> None:
     code, said = machine.gpuprov("verify")
     assert code == 1, said
     assert "nvidia-smi exited 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver" in said
-    assert "the driver is not loaded: modprobe nvidia; dmesg | grep -i nvrm" in said
+    assert "nvidia-smi does not reach the driver: modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm" in said
     assert f"ok {machine.kernel()}, with the driver's module" in said
