@@ -14,7 +14,7 @@ import pytest
 
 from gpuprov.core.changes import Change, parent_of
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.cuda_toolkit import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.driver.run_files import FetchRunfile
@@ -130,7 +130,7 @@ def test_what_fails_is_told_with_the_logs_line_and_leaves_nothing(host: CudaHost
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another version": (lambda path: build_cuda_run(path.parent, "12.6.1").replace(path), "brought the CUDA toolkit"),
-    "a web page": (lambda path: path.write_text("<html>"), "this is no CUDA .run file"),
+    "a web page": (lambda path: path.write_text(f"<html>{'x' * 80}"), "this is no CUDA .run file"),
     "a compressed file": (lambda path: path.write_bytes(b"\x1f\x8b\x08\xff"), "this is no CUDA .run file"),
     "nothing": (lambda path: path.unlink(), "there is no file"),
 }
@@ -142,7 +142,9 @@ def test_a_wrong_file_is_refused(host: CudaHost, name: str) -> None:
     change(host.file)
     (problem,) = install(host, spec(host)).problems
     assert what in problem.what and "gpuprov_cuda_url" in problem.next_step
+    assert (problem.next_step == "check gpuprov_cuda_url") is ("brought" not in what)
     assert (host.file.name in problem.evidence) is (".run file" in what)
+    assert (problem.evidence == f"/{host.file.name} begins with {'<html>' + 'x' * 74!r}") is (name == "a web page")
     assert gather(host).cuda.toolkits == {}
 
 
@@ -274,6 +276,10 @@ def test_the_plan_by_version_and_link(host: CudaHost, toolkits: dict[str, str], 
     fetches = kinds == [InstallCudaToolkit]
     place = f"{CACHE_DIRECTORY}/cuda.run"
     assert cuda_toolkit.plan_download(replace(facts, downloads={place: "a" * 64}), wanted) == ()
+    installation = (InstallCudaToolkit("12.4", place, "a" * 64),)
+    assert (cuda_toolkit.plan(facts, wanted) == installation) is fetches
+    in_bundle = spec(host, cuda_url=f"{FOLDER}/cuda.run", cuda_sha256="a" * 64)
+    assert (cuda_toolkit.unpacks(facts, in_bundle), cuda_toolkit.unpacks(facts, wanted)) == (fetches, False)
     found = cuda_toolkit.plan_download(replace(facts, downloads={place: "b" * 64}), wanted)
     assert found == ((FetchRunfile(wanted.cuda_url, place, "a" * 64),) if fetches else ())
 
