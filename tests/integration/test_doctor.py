@@ -81,7 +81,7 @@ def host(site: Site) -> Host:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A host with a docker that reads CDI specifications, and one for NVIDIA's toolkit."""
-    requests = [HostRequest("new", release="trixie", bind=(str(REPOSITORY),)),
+    requests = [HostRequest("new", release="trixie", bind=(str(REPOSITORY),), archive=True),
                 HostRequest("kit", bind=(str(REPOSITORY),))]  # fmt: skip
     with running({one.name: one for one in requests}, tmp_path_factory.mktemp("inventories")) as made:
         yield made
