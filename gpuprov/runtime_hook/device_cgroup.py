@@ -28,7 +28,9 @@ _TYPE_CGROUP_DEVICE = 15
 _ATTACH_CGROUP_DEVICE = 6
 _ALLOW_MULTI, _REPLACE = 2, 4
 _MOST_PROGRAMS = 64
-_EPERM = 1
+_EPERM, _ENOENT = 1, 2
+# Systemd replaces a cgroup's programs when it reads its units again: what the kernel has just named may be gone.
+_TRIES = 10
 # struct bpf_cgroup_dev_ctx: access << 16 | type, major, minor.
 _KINDS = {"b": 1, "c": 2}
 _ACCESS = {"m": 1, "r": 2, "w": 4}
@@ -123,35 +125,42 @@ def _instruction(operation: int, registers: int, offset: int, number: int) -> by
     return pack("=BBhi", operation, registers, offset, number)
 
 
-def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
+def _with_programs(folder: str, work: Any) -> list[Any]:
+    """Return what `work` makes of each program on a cgroup's folder; all again if one of them is gone meanwhile."""
     cgroup = posix.open(folder, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
     try:
-        numbers, flags = _attached(cgroup)
-        # No program is no restriction: a privileged container's cgroup.
-        for number in numbers:
-            old = _bpf(_PROG_GET_FD_BY_ID, pack("=III", number, 0, 0))
-            new = _load(program(nodes, _instructions(old)))
-            replaced = flags & _ALLOW_MULTI
-            how = (_ALLOW_MULTI | _REPLACE) if replaced else flags
-            _bpf(_PROG_ATTACH, pack("=IIIII", cgroup, new, _ATTACH_CGROUP_DEVICE, how, old if replaced else 0))
-            posix.close(new)
-            posix.close(old)
+        for left in reversed(range(_TRIES)):
+            found = []
+            try:
+                numbers, flags = _attached(cgroup)
+                for number in numbers:
+                    handle = _bpf(_PROG_GET_FD_BY_ID, pack("=III", number, 0, 0))
+                    found.append(work(handle, cgroup, flags))
+                    posix.close(handle)
+                break
+            except OSError as error:
+                if error.errno != _ENOENT or not left:
+                    raise
+        return found
     finally:
         posix.close(cgroup)
+
+
+def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
+    def replace(old: int, cgroup: int, flags: int) -> None:
+        new = _load(program(nodes, _instructions(old)))
+        replaced = flags & _ALLOW_MULTI
+        how = (_ALLOW_MULTI | _REPLACE) if replaced else flags
+        _bpf(_PROG_ATTACH, pack("=IIIII", cgroup, new, _ATTACH_CGROUP_DEVICE, how, old if replaced else 0))
+        posix.close(new)
+
+    # No program is no restriction: a privileged container's cgroup.
+    _with_programs(folder, replace)
 
 
 def programs(folder: str) -> list[bytes]:
     """Return the instructions of the programs on a cgroup's folder. Raises OSError, or Refused (lockdown)."""
-    cgroup = posix.open(folder, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
-    found = []
-    try:
-        for number in _attached(cgroup)[0]:
-            handle = _bpf(_PROG_GET_FD_BY_ID, pack("=III", number, 0, 0))
-            found.append(_instructions(handle))
-            posix.close(handle)
-    finally:
-        posix.close(cgroup)
-    return found
+    return _with_programs(folder, lambda handle, _cgroup, _flags: _instructions(handle))
 
 
 def _attached(cgroup: int) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,74 @@ def test_there_is_room_for_all_that_a_kernel_tells_of_a_cgroup(tmp_path: Path, m
 
     monkeypatch.setattr(device_cgroup, "system_call", query)
     assert device_cgroup.programs(str(tmp_path)) == []
+
+
+class Kernel:
+    """One cgroup's programs, by number; `systemd` replaces them, each time between two calls, so many times."""
+
+    def __init__(self, systemd: int) -> None:
+        self.attached = {7: LOADS + DENY + EXIT}
+        self.systemd = systemd
+        self.loaded: dict[int, bytes] = {}
+
+    def query(self, cgroup: int) -> tuple[list[int], int]:
+        found = list(self.attached)
+        if self.systemd:
+            self.systemd -= 1
+            self.attached = {max(self.attached) + 1: LOADS + DENY + EXIT}
+        return found, 2
+
+    def load(self, code: bytes) -> int:
+        handle = os.open("/dev/null", os.O_RDONLY)
+        self.loaded[handle] = code
+        return handle
+
+    def call(self, number: int, command: int, attributes: Any, size: int) -> int:
+        if command == 13:
+            (wanted,) = struct.unpack_from("=I", attributes)
+            if wanted not in self.attached:
+                raise OSError(2, "No such file or directory")
+            return self.load(self.attached[wanted])
+        assert command == 8
+        _, new, _, how, old = struct.unpack_from("=IIIII", attributes)
+        assert how == 6
+        # The kernel knows the program that goes by its handle: here, its content is enough.
+        (number,) = (one for one, code in self.attached.items() if code == self.loaded[old])
+        self.attached = {**self.attached, number: self.loaded[new]}
+        return 0
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(systemd: int) -> Kernel:
+        made = Kernel(systemd)
+        monkeypatch.setattr(device_cgroup, "_attached", made.query)
+        monkeypatch.setattr(device_cgroup, "_instructions", lambda handle: made.loaded[handle])
+        monkeypatch.setattr(device_cgroup, "_load", made.load)
+        monkeypatch.setattr(device_cgroup, "system_call", made.call)
+        return made
+
+    return make
+
+
+def test_a_program_that_systemd_replaces_meanwhile_is_looked_for_again(
+    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`systemctl daemon-reload` between the query and the attachment: the start failed with ENOENT."""
+    monkeypatch.setattr(device_cgroup, "cgroup_of", lambda cgroups, mounts: (2, str(tmp_path)))
+    made = kernel(systemd=2)
+    device_cgroup.allow(os.getpid(), NODES)
+    (code,) = made.attached.values()
+    assert verdict(code, CHARACTER, READ, 195, 0) == 1 and verdict(code, CHARACTER, READ, 9, 9) == 0
+    assert len(device_cgroup.programs(str(tmp_path))) == 1
+    kernel(systemd=2)
+    assert device_cgroup.programs(str(tmp_path)) == [LOADS + DENY + EXIT]
+
+
+def test_programs_that_never_stay_end_the_start_with_a_sentence(
+    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cgroup, "cgroup_of", lambda cgroups, mounts: (2, str(tmp_path)))
+    kernel(systemd=1000)
+    with pytest.raises(Refused, match="can't be changed: bpf command 13: No such file"):
+        device_cgroup.allow(os.getpid(), NODES)
