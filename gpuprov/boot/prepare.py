@@ -122,7 +122,7 @@ def content_of(path: str, **values: str) -> bytes:
 def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
     """Return what the unit that divides the GPUs of a layout (index → text, mig.py) needs, for content_of.
 
-    From Hopper on the MIG mode does not outlive a boot either. If MIG devices exist already the unit does nothing.
+    From Hopper on the MIG mode does not outlive a boot either. A GPU that has MIG devices already stays as it is.
     """
     steps = []
     for index, text in layout:
@@ -134,7 +134,8 @@ def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
             make = f"{make} && while {make}; do :; done"
         else:
             make = f"nvidia-smi mig -i {index} -cgi {mig.largest_first(text.split(','))} -C"
-        steps.append(f"nvidia-smi -i {index} -mig 1 && {make}")
+        there = f'nvidia-smi mig -i {index} -lgi | grep -q " MIG "'
+        steps.append(f"{there} || {{ nvidia-smi -i {index} -mig 1 && {make}; }} || failed=1")
     return {"steps": "; ".join(steps), "seconds": str(120 + 60 * len(layout))}
 
 

@@ -125,6 +125,37 @@ def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: Ho
     assert f"Wants={boot.SOCKETS}" in files[f"{UNITS}/{NODES}"]
 
 
+@pytest.mark.parametrize("divided", [(), (0,)])
+def test_the_mig_unit_divides_each_gpu_and_fails_with_one(tmp_path: Path, divided: tuple[int, ...]) -> None:
+    """GPU 1 can't be divided, or not until the unit is started again; GPU 0 may be divided by then."""
+    for index in divided:
+        (tmp_path / str(index)).touch()
+    script = f"""#!/bin/sh
+echo "$*" >>{tmp_path}/log
+index=$(echo "$*" | sed 's/.*-i \\([0-9]\\).*/\\1/')
+case "$*" in
+    *-lgi*) for name in {tmp_path}/[0-9]; do
+        case "$*" in *-i*) test $name = {tmp_path}/$index || continue; esac
+        test ! -e $name || echo "|   0  MIG 3g.40gb           9        2          4:4     |"; done ;;
+    *-mig*) test $index = 0 -o -e {tmp_path}/free ;;
+    *-cgi*) touch {tmp_path}/$index ;;
+esac
+"""
+    (tmp_path / "nvidia-smi").write_text(script)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    unit = prepare.content_of(f"{UNITS}/{boot.MIG}", **prepare.mig_values([(1, "3g.40gb"), (0, "3g.40gb")])).decode()
+    (start,) = re.findall(r"^ExecStart=/bin/sh -c '(.*)'$", unit, re.MULTILINE)
+
+    def run() -> int:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run(("sh", "-c", start.replace("$$", "$")), env=environment, check=False).returncode
+
+    assert (run(), (tmp_path / "0").exists(), (tmp_path / "1").exists()) == (1, True, False)
+    (tmp_path / "free").touch()
+    assert (run(), (tmp_path / "1").exists()) == (0, True)
+    assert (tmp_path / "log").read_text().count("mig -i 0 -cgi") == 1 - len(divided)
+
+
 def test_a_change_starts_the_refresh_when_no_run_and_no_other_refresh_goes_on(container: HostFacts) -> None:
     """A refresh that is at work may have looked before the change, and none works beside a run of ours."""
     files = {path: content.decode() for path, content in prepared(container, spec()).files if path != boot.PROGRAM}
