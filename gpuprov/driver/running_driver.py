@@ -33,6 +33,7 @@ _UNLOAD_SECONDS = 60
 Names = tuple[str, ...]
 # A process that was terminated may take this long to release its GPU.
 _LET_GO_SECONDS = 15
+_SWARM_LABEL = "com.docker.swarm.task.id"
 
 
 @dataclass(frozen=True)
@@ -266,13 +267,16 @@ def gather_running(system: System, facts: HostFacts) -> RunningDriver:
     listed = ("docker", "ps", "--quiet", "--no-trunc")
     ids = system.run(listed, timeout=20).stdout.split() if facts.docker.running_containers else []
     shown = system.run(("docker", "inspect", *ids), timeout=20).stdout if ids else ""
+    containers = parse_containers(shown, {one.container for one in holders})
+    once = _single_use(shown) if containers else set()
     return RunningDriver(
         version=facts.driver_loaded_version,
         modules=tuple(name for name in MODULES if name in facts.kernel.loaded_modules),
         units=tuple(name for name in active if name != DISPLAY_MANAGER),
-        containers=parse_containers(shown, {one.container for one in holders}),
+        containers=containers,
         display_manager=display,
         holders=holders,
+        single_use=tuple(sorted(name for key, name in containers.items() if key in once)),
     )
 
 
@@ -297,6 +301,12 @@ def parse_containers(text: str, holding: set[str]) -> Mapping[str, str]:
     except (ValueError, RecursionError):
         return {}
     return {str(row["Id"]): str(row["Name"]).lstrip("/") for row in rows if row["Id"] in holding or _asks_for_gpus(row)}
+
+
+def _single_use(text: str) -> set[str]:
+    """Return the ids of the containers that docker removes when they stop (--rm), or swarm replaces."""
+    rows = [(row["Id"], row.get("HostConfig") or {}, row.get("Config") or {}) for row in json.loads(text)]
+    return {key for key, host, own in rows if host.get("AutoRemove") or _SWARM_LABEL in (own.get("Labels") or {})}
 
 
 def _asks_for_gpus(row: Any) -> bool:
@@ -327,8 +337,11 @@ def way(driver: DriverSource) -> Way:
     facts, spec, running = driver.facts, driver.spec, driver.facts.running
     if running is None or not is_in_the_way(driver):
         return Way()
-    containers = () if spec.stop_containers else tuple(sorted(running.containers.values()))
-    found = (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
+    containers = running.single_use if spec.stop_containers else tuple(sorted(running.containers.values()))
+    once = dict.fromkeys(running.single_use, ", and once stopped it can't be started again (--rm, or swarm)")
+    found = (
+        *(f"container {name} uses a GPU{once.get(name, '')}" for name in containers), *map(str, _others(running, spec)),
+    )  # fmt: skip
     # A new driver may wait on the disk for a reboot: its .run must be able to, or it be there already.
     able = not driver.installs or knows(spec.driver_version, "--skip-module-load")
     can_wait = not driver.replaces or (able and spec.reboot == "if-needed")
@@ -375,9 +388,11 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     if not found or running is None:
         return ()
     steps = []
-    if running.containers and not spec.stop_containers:
-        stop = stop_command(sorted(running.containers.values()))
-        steps.append(f"{stop}, or set gpuprov_stop_containers: true (they are started again)")
+    if running.single_use:
+        steps.append(stop_command(running.single_use))
+    lasting = sorted({*running.containers.values()} - {*running.single_use})
+    if lasting and not spec.stop_containers:
+        steps.append(f"{stop_command(lasting)}, or set gpuprov_stop_containers: true (they are started again)")
     if running.display_manager and not spec.stop_display_manager:
         steps.append(f"systemctl stop {running.display_manager}, or set gpuprov_stop_display_manager: true")
     # A display's own process is ended by its unit.

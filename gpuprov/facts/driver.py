@@ -132,7 +132,8 @@ class GpuHolder:
 class RunningDriver:
     """The loaded driver. `modules` are in the order of unloading, active `units` in the order of stopping.
 
-    `containers`: id → name of docker's containers that use a GPU; `display_manager`: its unit's own name, if it runs.
+    `containers`: id → name of docker's containers that use a GPU; `single_use`: the names of those that nothing starts
+    again once they are stopped; `display_manager`: its unit's own name, if it runs.
     """
 
     version: str
@@ -141,6 +142,7 @@ class RunningDriver:
     containers: Mapping[str, str]
     display_manager: str
     holders: tuple[GpuHolder, ...]
+    single_use: tuple[str, ...] = ()
 
 
 def gather_holders(

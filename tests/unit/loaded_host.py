@@ -30,6 +30,7 @@ class LoadedHost(FakeHost):
         self.units = {PERSISTENCED, DCGM}
         self.containers: set[str] = set()
         self.running: set[str] = set()
+        self.inspected: dict[str, Any] = {"HostConfig": {}, "Config": {}}
         self.kernel_holds = False
         self.installer_fails = False
         self.stopped: list[str] = []
@@ -124,7 +125,7 @@ class LoadedHost(FakeHost):
             named = "{{.Names}}" in words
             return 0, "".join(f"{name if named else CONTAINER}\n" for name in sorted(self.running))
         if words[0] == "inspect":
-            rows = [{"Id": CONTAINER, "Name": f"/{name}", "HostConfig": {}, "Config": {}} for name in self.running]
+            rows = [{"Id": CONTAINER, "Name": f"/{name}", **self.inspected} for name in self.running]
             return 0, json.dumps(rows)
         if words[0] == "stop":
             self.running -= set(words[1:])

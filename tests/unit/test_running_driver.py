@@ -193,6 +193,32 @@ def test_a_container_is_stopped_with_consent_alone_and_runs_again(host: LoadedHo
     assert not host.exists(STOPPED)
 
 
+SINGLE_USE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "--rm": ("job", {"HostConfig": {"AutoRemove": True}}, "docker stop job"),
+    "a task of swarm": (
+        "train.1.9xk2m0q6v1c4r8t3y5u7w2e4a", {"Config": {"Labels": {"com.docker.swarm.task.id": "9x"}}},
+        "docker service scale train=0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SINGLE_USE)
+def test_a_container_that_could_not_start_again_is_not_stopped(host: LoadedHost, kind: str) -> None:
+    """docker removes it with its anonymous volumes; swarm starts another one at once, beside which it would start."""
+    name, inspected, command = SINGLE_USE[kind]
+    host.container(name, 900)
+    host.inspected = inspected
+    finished, _ = install(host, stop_containers=True)
+    assert finished.exit_code == ExitCode.FAILED
+    (problem,) = finished.problems
+    assert problem.evidence.startswith(f"container {name} uses a GPU, and once stopped it can't be started again")
+    assert problem.next_step.startswith(command) and "gpuprov_stop_containers" not in problem.next_step
+    assert host.running == {name} and not any(words[:2] == ("docker", "stop") for words in host.commands)
+    # A reboot, which ends it too, is announced with its name.
+    finished, _ = install(host, stop_containers=True, reboot="if-needed")
+    assert finished.exit_code == ExitCode.REBOOT_NEEDED
+
+
 def test_failed_installation_starts_the_container_with_the_old_driver(host: LoadedHost) -> None:
     host.container("train", 900)
     host.installer_fails = True
