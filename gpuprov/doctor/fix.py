@@ -138,8 +138,8 @@ def _refused(x: HostSnapshot, remedy: Remedy) -> str:
     if remedy.kind == UNITS and DOCKER_UNIT in remedy.names:
         if refused := docker.restart_problem(facts.docker.unit):
             return refused.what
-        running = facts.docker.running_containers
-        return f"a restart of docker stops {', '.join(running)}" if running and not facts.docker.live_restore else ""
+        running = ", ".join(facts.docker.running_containers)
+        return f"a restart of docker stops {running}" if facts.docker.restart_stops else ""
     if remedy.kind == MODULES and facts.kernel.container:
         return f"the kernel's modules are not those of this {facts.kernel.container} container"
     return ""

@@ -88,7 +88,8 @@ class DockerFacts:
     @property
     def restart_stops(self) -> bool:
         """Whether a restart would stop containers."""
-        return bool(self.running_containers) and not self.live_restore
+        lives = self.live_restore and docker_unit.will_live_restore(self.unit, self.config_text)
+        return bool(self.running_containers) and not lives
 
     @property
     def is_unreachable(self) -> bool:

@@ -5,6 +5,7 @@ systemd is the source, because the next start uses it; if dockerd was started by
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -221,7 +222,23 @@ def restart_stops_containers(system: System) -> bool | None:
     """Say whether a restart of docker stops containers that run now; None if docker does not respond."""
     form = "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"
     done = system.run(("docker", "info", "--format", form), timeout=_SECONDS)
-    return done.stdout.split()[:1] != ["0"] and "true" not in done.stdout if done.ok else None
+    if not done.ok or done.stdout.split()[:1] == ["0"]:
+        return False if done.ok else None
+    unit = gather_unit(system)
+    return "true" not in done.stdout or not will_live_restore(unit, text_of(system, unit.config_path))
+
+
+def will_live_restore(unit: DockerUnit, text: str | None) -> bool:
+    """Say whether a dockerd that starts with this file has live-restore.
+
+    One that starts without it ends the containers that a former one with it has left running.
+    """
+    try:
+        config = json.loads((text or "{}").lstrip("\ufeff"))
+    except (ValueError, RecursionError):
+        config = None
+    by_flag = any(word in ("--live-restore", "--live-restore=true") for word in unit.arguments)
+    return by_flag or (isinstance(config, dict) and config.get("live-restore") is True)
 
 
 def failure(system: System) -> Problem | None:

@@ -186,9 +186,32 @@ def test_the_default_runtime_is_set_only_when_asked_for() -> None:
     ],
 )
 def test_running_containers_go_on(containers: tuple[str, ...], live: bool, set_default: bool, summary: str) -> None:
-    change = the_change(running("{}", running_containers=containers, live_restore=live), set_default=set_default)
+    text = '{"live-restore": true}' if live else "{}"
+    change = the_change(running(text, running_containers=containers, live_restore=live), set_default=set_default)
     assert change.restart is summary.startswith("restart")
     assert change.summary() == f"write /etc/docker/daemon.json and {summary}"
+
+
+@pytest.mark.parametrize(
+    ("text", "flag", "live", "stops"),
+    [
+        ('{"live-restore": true}', "", True, False),
+        ("\ufeff" + '{"live-restore": true}', "", True, False),
+        ("{}", "--live-restore", True, False),
+        # It is in the file and not loaded yet, or it is loaded and no longer in the file.
+        ('{"live-restore": true}', "", False, True),
+        ("{}", "", True, True),
+        ('{"live-restore": false}', "--live-restore=false", True, True),
+        ("[]", "", True, True),
+        ("{", "", True, True),
+    ],
+)
+def test_live_restore_must_hold_before_a_restart_and_after(text: str, flag: str, live: bool, stops: bool) -> None:
+    """A dockerd that starts without it ends the containers that it finds (moby, daemon.restore)."""
+    unit = DockerUnit(load="loaded", command=("/usr/bin/dockerd", "-H", "fd://", *filter(None, (flag,))))
+    facts = replace(running(text, running_containers=("web",), live_restore=live), unit=unit)
+    assert facts.restart_stops is stops
+    assert replace(facts, running_containers=()).restart_stops is False
 
 
 @pytest.mark.parametrize(
@@ -378,7 +401,8 @@ def test_features_cdi_by_flag_is_left_to_the_flag() -> None:
 def test_a_docker_that_has_not_been_restarted_since_is_restarted_where_that_stops_nothing() -> None:
     (change,) = planned_for_cdi(IS_SET, "26.1.5")
     assert change.summary() == "restart docker (no container is running)"
-    (change,) = planned_for_cdi(IS_SET, "26.1.5", running_containers=("web",), live_restore=True)
+    live = IS_SET.replace("{", '{"live-restore": true, ', 1)
+    (change,) = planned_for_cdi(live, "26.1.5", running_containers=("web",), live_restore=True)
     assert change.summary().startswith("restart docker (1 running: web;")
     # It would stop containers: that waits for somebody to restart docker, and is no reason not to settle.
     assert planned_for_cdi(IS_SET, "26.1.5", running_containers=("web",)) == ()

@@ -348,7 +348,9 @@ def undone(host: Docker, before: Mapping[str, Any], outcome: Mapping[str, Any] |
         # A restart would stop containers.
         (True, False, {"containers": "1 false"}, ["reload"]),
         (False, False, {"containers": "1 false"}, ["reload"]),
-        (True, False, {"containers": "1 true"}, RESTART),
+        (True, False, {"containers": "1 true", "flags": "--live-restore"}, RESTART),
+        # It has live-restore, and would start without it.
+        (True, False, {"containers": "1 true"}, ["reload"]),
         # docker was removed since.
         (True, True, {"without": ("dockerd",)}, []),
         # Words of a docker that starts are no error.

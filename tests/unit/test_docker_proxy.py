@@ -270,7 +270,7 @@ IDLE = replace(BUSY, running_containers=())
         (IDLE, False, True),
         (IDLE, True, False),
         (BUSY, False, False),
-        (replace(BUSY, live_restore=True), False, True),
+        (replace(BUSY, live_restore=True, config_text='{"live-restore": true}'), False, True),
         (replace(IDLE, active=False), None, False),
     ],
 )

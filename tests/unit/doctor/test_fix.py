@@ -295,7 +295,7 @@ def test_docker_is_not_restarted_under_running_containers(host: DoctorHost) -> N
     fix = plan_fix(busy, diagnose(busy))
     assert [item.change.key for item in fix.changes] == [_RUNTIME]
     assert fix.left[0].endswith("a restart of docker stops web, db")
-    kept = with_docker(busy, live_restore=True)
+    kept = with_docker(busy, live_restore=True, config_text='{"live-restore": true}')
     assert len(plan_fix(kept, diagnose(kept)).changes) == 2
 
 
