@@ -232,6 +232,9 @@ class PrepareBoot(Change):
             system.make_link(f"{boot.WANTS}/{name}", f"{boot.UNITS}/{name}")
         _reload(system)
         self._start(system, tell)
+        # By the same link, a package's own unit was enabled.
+        if boot.PERSISTENCE in gone and boot.gather_boot(system).persistence_packaged:
+            systemctl(system, "enable", "--now", boot.PERSISTENCE)
         # A package's own unit has failed if it started before the libraries were installed.
         failed = system.run(("systemctl", "is-failed", "--quiet", boot.PERSISTENCE)).ok
         if failed and (trouble := systemctl(system, "restart", boot.PERSISTENCE)):

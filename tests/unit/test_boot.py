@@ -218,6 +218,25 @@ def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
         assert prepared(replace(packaged, files={**metal.files, path: file}), spec()).stale == stale
 
 
+@pytest.mark.parametrize("packaged", [True, False])
+def test_a_packages_own_unit_takes_the_place_of_ours(host: FakeHost, packaged: bool) -> None:
+    """Both are enabled by the link of the same name, which goes with ours: the daemon stayed off."""
+    path, link = f"{UNITS}/{PERSISTENCE}", f"{boot.WANTS}/{PERSISTENCE}"
+    for folder in (boot.WANTS, "/usr/lib/systemd/system"):
+        host.make_directory(folder)
+    host.write(path, prepare.content_of(path))
+    host.make_link(link, path)
+    if packaged:
+        host.write(f"/usr/lib/systemd/system/{PERSISTENCE}", b"[Service]\n")
+    change = prepared(gather(host), spec())
+    assert change.stale == (path,)
+    change.apply(host, lambda *words: None)
+    told = [words[1:] for words in host.commands if words[0] == "systemctl" and words[-1] == PERSISTENCE]
+    assert [words for words in told if words[0] in ("stop", "enable")] == [
+        ("stop", PERSISTENCE), *([("enable", "--now", PERSISTENCE)] if packaged else []),
+    ]  # fmt: skip
+
+
 def test_a_list_of_modules_that_a_container_no_longer_needs_stops_no_unit(host: FakeHost) -> None:
     host.make_directory(parent_of(MODULES))
     host.write(MODULES, prepare.content_of(MODULES))
