@@ -388,9 +388,9 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
     """
     work = system.temporary_directory("/var/tmp")
     try:
-        # The folder becomes the package's root, which is not for root alone.
-        system.change_mode(work, 0o755)
-        folder = f"{work}/DEBIAN"
+        # The package's root is not for root alone.
+        root, names = f"{work}/root", f"{work}/list"
+        folder = f"{root}/DEBIAN"
         system.make_directory(folder)
         fields = system.require(("dpkg-query", "--status", name), f"dpkg does not know {name}").stdout
         system.write(f"{folder}/control", control_of(fields).encode())
@@ -399,14 +399,13 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
         listed = system.require(("dpkg-query", "--listfiles", name), f"dpkg does not know {name}").stdout
         paths = (path for path in listed.splitlines() if path.startswith("/") and path not in _ALIASES)
         files = [path for path in paths if system.status(path)]
-        system.write(f"{work}.list", "".join(f"./{path.lstrip('/')}\n" for path in files).encode())
+        system.write(names, "".join(f"./{path.lstrip('/')}\n" for path in files).encode())
         what = f"no copy of {name} could be kept, so it is not removed"
-        system.require(("sh", "-c", _COPY, "sh", f"{work}.list", work), what, timeout=_COPY_SECONDS)
+        system.require(("sh", "-c", _COPY, "sh", names, root), what, timeout=_COPY_SECONDS)
         system.make_directory(COPIES, 0o700)
-        system.require(("dpkg-deb", "--build", "-Zgzip", work, target), what, timeout=_COPY_SECONDS)
+        system.require(("dpkg-deb", "--build", "-Zgzip", root, target), what, timeout=_COPY_SECONDS)
     finally:
         system.remove_tree(work)
-        system.remove(f"{work}.list")
 
 
 def _copy_control(system: System, name: str, part: str, folder: str) -> None:

@@ -192,6 +192,25 @@ def test_a_removed_package_whose_copy_is_gone_is_told_and_prevents_no_undo(tmp_p
     assert not [argv for argv in host.asked if "--install" in argv]
 
 
+def test_a_link_of_another_user_leads_the_copy_of_a_package_nowhere(tmp_path: Path) -> None:
+    class Attacked(RecordedApt):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if "--status" in argv:
+                # Everybody sees the names in /var/tmp, and may add others.
+                for folder in list(place.iterdir()):
+                    folder.with_name(f"{folder.name}.list").symlink_to("/etc/shadow")
+            return super().run(argv, **more)
+
+    place, shadow = tmp_path / "var/tmp", tmp_path / "etc/shadow"
+    place.mkdir(parents=True)
+    shadow.parent.mkdir()
+    shadow.write_text("root:*\n")
+    host = Attacked(tmp_path, ["nvidia-docker2"])
+    RemovePackages(("nvidia-docker2",)).apply(host, tell_nobody)
+    assert [argv[0] for argv in host.asked[-3:]] == ["sh", "dpkg-deb", "apt-get"]
+    assert shadow.read_text() == "root:*\n"
+
+
 def test_an_apt_without_dpkg_is_none(tmp_path: Path) -> None:
     class Half(Apt):
         def which(self, program: str) -> str | None:
