@@ -71,13 +71,17 @@ class Package:
 
 
 def query(system: System) -> tuple[Package, ...]:
-    """Return all packages that dpkg knows of, by one query."""
-    return _query(system)[0]
+    """Return all packages that dpkg knows of, by one query.
+
+    Raises GpuprovError if dpkg can't list them: an undo would remove those that it left out.
+    """
+    step = "dpkg --audit; then run the same command again"
+    return _parsed(system.require(_QUERY, "dpkg's database can't be read", step).stdout)[0]
 
 
-def _query(system: System) -> tuple[tuple[Package, ...], str]:
-    """Return the packages, and the machine's architecture, which is dpkg's own."""
-    rows = [row for row in (line.split(" ", 6) for line in system.run(_QUERY).stdout.splitlines()) if len(row) >= 3]
+def _parsed(text: str) -> tuple[tuple[Package, ...], str]:
+    """Return the packages in dpkg-query's answer, and the machine's architecture, which is dpkg's own."""
+    rows = [row for row in (line.split(" ", 6) for line in text.splitlines()) if len(row) >= 3]
     native = next((row[3] for row in rows if row[:2] == ["installed", "dpkg"] and len(row) > 3), "")
     packages = []
     for status, name, version, architecture, want, error, provides in (row + [""] * (7 - len(row)) for row in rows):
@@ -91,7 +95,7 @@ def gather_packages(system: System) -> PackageFacts:
     """Return what is installed, by one query."""
     if system.which("apt-get") is None or system.which("dpkg-query") is None:
         return PackageFacts("", {})
-    found, architecture = _query(system)
+    found, architecture = _parsed(system.run(_QUERY).stdout)
     packages = [one for one in found if one.whole]
     held = frozenset(one.name for one in packages if one.want == "hold")
     return PackageFacts(

@@ -211,6 +211,17 @@ def test_a_link_of_another_user_leads_the_copy_of_a_package_nowhere(tmp_path: Pa
     assert shadow.read_text() == "root:*\n"
 
 
+@pytest.mark.parametrize("returncode", [124, 137])
+def test_packages_that_dpkg_could_not_list_are_not_taken_for_new_ones(tmp_path: Path, returncode: int) -> None:
+    class Stalled(Apt):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            done = super().run(argv, **more)
+            return Completed(done.argv, returncode, "") if argv[0] == "dpkg-query" else done
+
+    host = Stalled(tmp_path, *installed("vim", "wget"))
+    assert "dpkg's database can't be read" in refused(InstallPackages(("gcc",)).capture, host).what
+
+
 def test_an_apt_without_dpkg_is_none(tmp_path: Path) -> None:
     class Half(Apt):
         def which(self, program: str) -> str | None:
