@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpuprov.core.commands import Completed
 from gpuprov.fleet import host_keys, remote
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
@@ -204,9 +205,9 @@ def wait_for_boot(
         try:
             with connected(target, settings) as connection:
                 command = "cat /proc/sys/kernel/random/boot_id"
-                boot_id = remote.run(connection, command, timeout=_COMMAND_SECONDS).stdout.strip()
+                boot_id = _last_line(remote.run(connection, command, timeout=_COMMAND_SECONDS))
                 if boot_id not in ("", left_boot):
-                    state = remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.strip()
+                    state = _last_line(remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS))
                     if state in _UP:
                         return
                 seen = "it answers, and is still in the boot before" if boot_id else seen
@@ -218,6 +219,11 @@ def wait_for_boot(
         "look at its console; once it is up, run the same command again: it goes on where it stopped",
         exit_code=ExitCode.UNREACHABLE,
     )
+
+
+def _last_line(done: Completed) -> str:
+    """Return what a command printed, without what a login shell prints before."""
+    return done.stdout.strip().rpartition("\n")[2]
 
 
 # -- why it failed -----------------------------------------------------------------------------------------------------

@@ -153,6 +153,20 @@ def test_a_fourth_reboot_fails_the_task(plugin: ModuleType, reboots: int, failed
     assert (task_result("install", events).failed, len(waited)) == (failed, waits)
 
 
+def test_what_a_login_shell_prints_is_no_boot(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = ["boot-1", "boot-2", "running"], []
+
+    def execute(command: str, *, sudoable: bool) -> dict[str, Any]:
+        asked.append(command.split()[0])
+        return {"rc": 0, "stdout": f"welcome to gpu01\n{answers.pop(0)}\n"}
+
+    monkeypatch.setattr(plugin.time, "sleep", lambda seconds: None)
+    connection = SimpleNamespace(reset=lambda: None)
+    task = SimpleNamespace(_connection=connection, _low_level_execute_command=execute)
+    plugin.ActionModule._wait_for_boot(task, "boot-1")
+    assert asked == ["cat", "cat", "systemctl"]
+
+
 _RACK = {
     "a2": {"ansible_host": "10.0.0.2", "gpuprov_imex_domain": "rack1"},
     "a1": {"ansible_host": "10.0.0.1", "gpuprov_imex_domain": "rack1"},

@@ -340,7 +340,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 done = self._low_level_execute_command("cat /proc/sys/kernel/random/boot_id", sudoable=False)
             except AnsibleError:
                 continue  # it is down, or not up yet
-            if done["rc"] == 0 and done["stdout"].strip() not in ("", left):
+            # A login shell may print lines before it.
+            if done["rc"] == 0 and done["stdout"].strip().rpartition("\n")[2] not in ("", left):
                 self._low_level_execute_command("systemctl is-system-running --wait", sudoable=False)
                 return
         raise GpuprovError(

@@ -22,6 +22,7 @@ import pytest
 from gpuprov.agent.probe import PROBE, claim_in, local_machine, machine_of, parse_probe
 from gpuprov.agent.result import HostResult, overall_exit_code
 from gpuprov.cli.main import cli
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_file import Agent
 from gpuprov.fleet.grouping import spreads
@@ -367,6 +368,20 @@ def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path, monkeypat
         wait_for_boot(target, SshSettings(), "boot-1", lambda: False, patience=3600)
     assert raised.value.exit_code == ExitCode.UNREACHABLE
     assert "refused" in str(raised.value)
+
+
+def test_what_a_login_shell_prints_is_no_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = clock_of(monkeypatch, "gpuprov.fleet.ssh")
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    answers = ["boot-1", "boot-2", "offline", "boot-2", "running"]
+
+    def run(connection: object, command: str, **more: object) -> Completed:
+        return Completed((command,), 0, f"welcome to gpu01\n{answers.pop(0)}\n")
+
+    monkeypatch.setattr("gpuprov.fleet.ssh.connected", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("gpuprov.fleet.ssh.remote.run", run)
+    wait_for_boot(HOSTS[0], SshSettings(), "boot-1", lambda: not answers)
+    assert answers == []
 
 
 def test_a_host_that_asks_for_a_fourth_reboot_is_told_to_stay_up(monkeypatch: pytest.MonkeyPatch) -> None:
