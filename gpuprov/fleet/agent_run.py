@@ -33,6 +33,8 @@ _SECONDS = 30
 _CHUNK = 1 << 18
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 _THROUGH = "gpuprov-sudo-through"
+# The line after which the output of a command begins.
+_BEGIN = "gpuprov-output"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
 _ENDS = {
     remote.CONNECTION_LOST: "the connection broke",
@@ -194,10 +196,15 @@ class RemoteSystem(System):
         self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:  # fmt: skip
-        """Run a command as root on the host."""
+        """Run a command as root on the host; what a login shell prints before it is left out."""
         lines: list[str] = []
-        done = self.as_root(tuple(argv), (stdin,), on_line or lines.append, timeout=timeout)
-        return Completed(tuple(argv), done.returncode, "".join(f"{line}\n" for line in lines), done.stderr)
+        words = ("sh", "-c", f'echo {_BEGIN}; exec "$@"', "sh", *argv)
+        done = self.as_root(words, (stdin,), lines.append, timeout=timeout)
+        begin = next((number for number, line in enumerate(lines, 1) if line.endswith(_BEGIN)), len(lines))
+        if on_line is not None:
+            for line in lines[begin:]:
+                on_line(line)
+        return Completed(tuple(argv), done.returncode, "".join(f"{line}\n" for line in lines[begin:]), done.stderr)
 
     def read_bytes(self, path: str) -> bytes | None:
         """Return a file's content, None if there is none."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from gpuprov.agent.probe import (
 )
 from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.system import System
+from gpuprov.fleet.agent_run import RemoteSystem
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
@@ -392,3 +394,30 @@ def test_the_package_manager_that_installs_python_gets_the_proxy_by_standard_inp
     printed = with_dnf(tmp_path, 'echo "$https_proxy $no_proxy"', script, given)
     assert printed == b"http://robot:p%24s%22@proxy:3128 localhost,.example.org\n"
     assert bootstrap_input({}) == b"\n"
+
+
+class Greeting(RemoteSystem):
+    """A host whose login shell prints before each command, the last line without its end."""
+
+    def __init__(self) -> None:
+        System.__init__(self)
+
+    def as_root(
+        self, command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None], **more: Any
+    ) -> Completed:
+        done = subprocess.run(command, input=b"".join(stdin), capture_output=True, check=False)
+        for line in f"welcome\nto gpu01: {done.stdout.decode()}".splitlines():
+            on_line(line)
+        return Completed(command, done.returncode)
+
+
+def test_what_a_login_shell_prints_is_no_part_of_a_file(tmp_path: Path) -> None:
+    host = Greeting()
+    told: list[str] = []
+    (tmp_path / "record").write_text('{"a": 1}\n')
+    assert host.read_bytes(f"{tmp_path}/record") == b'{"a": 1}\n'
+    assert host.list_directory(str(tmp_path)) == ("record",)
+    assert host.which("sh") == shutil.which("sh", path=SYSTEM_PATH)
+    assert (host.read_bytes(f"{tmp_path}/none"), host.which("no-such-program")) == (None, None)
+    assert host.run(("cat",), stdin=b"a\nb", on_line=told.append).stdout == "a\nb\n"
+    assert told == ["a", "b"]
