@@ -6,6 +6,7 @@ last: they exist as long as there is something to undo.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ _USES = {
     "podman": "{{.OCIRuntime}} - - {{.Name}}",
 }
 _STOPPED = ("--all", "--filter", "status=exited", "--filter", "status=created")
+# Where an uninstall moves the journals before it removes them.
+_REMOVED = f"{STATE_DIRECTORY}/removed"
 _DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"
 # Identifies links made by the runtime: links of nvidia-ctk are absolute, and udev makes none for these nodes.
@@ -123,6 +126,10 @@ def uninstall(run: RunContext) -> Finished:
         system.remove_all(path)
     different = _differences(system, removal.runs)
     system.remove_tree(CACHE_DIRECTORY)
+    # All journals at once: the next uninstall takes a part of them for a loss.
+    system.remove_tree(_REMOVED)
+    with contextlib.suppress(OSError):
+        system.rename(RUNS_DIRECTORY, _REMOVED)
     system.remove_tree(STATE_DIRECTORY)
     if different:
         seen = "\n".join(different)

@@ -265,6 +265,24 @@ def test_an_uninstall_that_is_killed_anywhere_is_resumed(host: FakeHost, number:
     assert (whole_tree(host), dict(host.installed)) == before
 
 
+def test_an_uninstall_that_is_killed_among_its_journals_is_resumed(tmp_path: Path) -> None:
+    class Cut(FakeHost):
+        def remove_tree(self, path: str) -> None:
+            names = sorted((self.root / path.lstrip("/")).rglob("*.jsonl"))
+            if len(names) > 1:
+                names[0].unlink()
+                raise Killed
+            super().remove_tree(path)
+
+    host = with_runfile(Cut(tmp_path))
+    before = (whole_tree(host), dict(host.installed))
+    install_in_two_runs(host)
+    with pytest.raises(Killed):
+        carry_out(host, "uninstall")
+    done(carry_out(host, "uninstall"))
+    assert (whole_tree(host), dict(host.installed)) == before
+
+
 def test_an_installation_that_was_cut_off_is_undone_too(host: FakeHost) -> None:
     before = (whole_tree(host), dict(host.installed))
     killed_in(host, Request("install", spec_to_json(SPEC)), 4)
