@@ -118,6 +118,7 @@ def uninstall(run: RunContext) -> Finished:
     keep_devices(run)
     if run.stop_requested():
         raise Stopped([f"undo: {entry.key}" for entry in removal.entries])
+    forget_resume(system)
     # First, while the engines are still installed.
     for command in removal.images.values():
         system.run(command)

@@ -16,7 +16,7 @@ from gpuprov.boot import reboot
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
-from gpuprov.facts.boot import RebootFacts
+from gpuprov.facts.boot import WANTS, RebootFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
@@ -270,10 +270,12 @@ def test_the_units_command_starts_the_agent_from_its_own_folder(host: RebootingH
     assert isinstance(from_line(done.stdout), Finished)
 
 
-def test_rollback_after_half_a_run_forgets_the_rest(host: RebootingHost) -> None:
+@pytest.mark.parametrize("command", ["rollback", "uninstall"])
+def test_an_undo_after_half_a_run_forgets_the_rest(host: RebootingHost, command: str) -> None:
     install(host, reboot="if-needed")
-    ask(host, Request("rollback"))
+    ask(host, Request(command))
     assert not host.exists(f"/etc/systemd/system/{UNIT}")
+    assert host.status(f"{WANTS}/{UNIT}") is None
     assert not host.exists("/var/lib/gpuprov/reboot.json")
 
 
