@@ -23,7 +23,7 @@ from typing import Any, Callable
 from gpuprov.core.commands import lift_memory_limit
 from gpuprov.core.files import write_whole
 from gpuprov.protocol.codec import WrongDataError, load, parse
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, memory_problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, resource_problem
 from gpuprov.protocol.events import ChangeStarted, Event, EventReader, Finished, Kept, to_line
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.secrets import masked
@@ -138,7 +138,7 @@ def _work(request: Request, writing: int) -> int:
         return code
     except BaseException as error:
         _log(masked(traceback.format_exc()))
-        problem = memory_problem(error) or Problem(
+        problem = resource_problem(error) or Problem(
             "gpuprov itself failed: this is a bug", masked(f"{error!r}"), f"see {LOG_PATH} on the host"
         )
         sink(Finished(int(ExitCode.FAILED), problems=(problem,)))

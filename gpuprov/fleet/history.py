@@ -30,7 +30,7 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.protocol import codec, tables
 from gpuprov.protocol.advisories import DRIVER, vulnerabilities
 from gpuprov.protocol.codec import WrongDataError
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, memory_problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, resource_problem
 from gpuprov.protocol.events import ChosenDriver, MaybeChosen
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.versions import version_numbers
@@ -290,7 +290,7 @@ def _of_host(old: HostResult, new: HostResult) -> Iterator[tuple[str, str]]:
 
 def write_log(error: BaseException) -> Problem:
     """Write the traceback into ~/.local/state/gpuprov/log and return the message for the user."""
-    if problem := memory_problem(error):
+    if problem := resource_problem(error):
         return problem
     what = f"internal error: {type(error).__name__}"
     path = state_folder("log") / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"

@@ -125,9 +125,12 @@ def os_errors(what: str, next_step: str = "") -> Iterator[None]:
         raise from_os_error(what, error, next_step) from None
 
 
-def memory_problem(error: BaseException) -> Problem | None:
-    """Return the problem if an exception says that memory or threads ran out, else None."""
+def resource_problem(error: BaseException) -> Problem | None:
+    """Return the problem if an exception says that memory, threads or room on a disk ran out, else None."""
     no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    if not (no_thread or isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM):
-        return None
-    return Problem("gpuprov ran out of memory", f"{error!r}", MEMORY_STEP)
+    if no_thread or isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+        return Problem("gpuprov ran out of memory", f"{error!r}", MEMORY_STEP)
+    # Not EIO: a terminal that is gone has it too.
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return from_os_error("a file can't be written", error).problems[0]
+    return None

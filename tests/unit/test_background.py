@@ -16,6 +16,7 @@ import pytest
 from gpuprov.agent import agent
 from gpuprov.agent.agent import Job, begin, job_from_line
 from gpuprov.agent.playbook_task import for_a_job, task_request
+from gpuprov.fleet.history import write_log
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, FactsGathered, Finished, to_line
@@ -154,6 +155,17 @@ def test_no_memory_is_no_defect(tmp_path: Path, error: str) -> None:
     (problem,) = json.loads(done.stdout.splitlines()[-1])["problems"]
     assert problem["what"] == "gpuprov ran out of memory"
     assert "ulimit -v" in problem["next_step"]
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [(OSError(28, "No space left on device", "/var/tmp"), "df -h"), (OSError(30, "Read-only file system"), "findmnt")],
+)
+def test_no_room_is_no_defect(tmp_path: Path, error: OSError, step: str) -> None:
+    (problem,) = json.loads(crash(tmp_path / "gpuprov.log", repr(error)).stdout.splitlines()[-1])["problems"]
+    assert (problem["what"], write_log(error).what) == ("a file can't be written",) * 2
+    assert str(error.strerror) in problem["evidence"]
+    assert step in problem["next_step"]
 
 
 @pytest.mark.parametrize("program", ["gpuprov", "gpuprov.agent.agent"])
