@@ -37,6 +37,7 @@ _NEEDLESS = frozenset(
      "passwordauthentication", "kbdinteractiveauthentication", "preferredauthentications", "serveralivecountmax",
      "serveraliveinterval", "compression")
 )  # fmt: skip
+_NO_KNOWN_HOSTS = {"userknownhostsfile none": "userknownhostsfile /dev/null"}
 _FLAGS_WITH_KEYWORD = {"-J": "ProxyJump", "-i": "IdentityFile", "-p": "Port", "-l": "User"}
 _NEEDLESS_FLAGS = frozenset("46AaCnqTtvx")
 
@@ -131,6 +132,9 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
         unset |= set(keys)
     # Its keys are in the home directory that ssh takes, whatever HOME says.
     begin, place = "identityfile ~/", f"identityfile {_home()}/"
+    # `none` means no file to ssh, to paramiko and host_keys.py one of that name.
+    unset.add("identityfile none")
+    lines = [_NO_KNOWN_HOSTS.get(line, line) for line in lines]
     return tuple(line.replace(begin, place) if line.startswith(begin) else line for line in lines if line not in unset)
 
 

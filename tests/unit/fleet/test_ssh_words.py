@@ -124,6 +124,12 @@ def test_defaults_of_ssh_are_not_taken_for_what_somebody_configured() -> None:
     assert lookup("a.example", "IdentityFile ~/.ssh/id_rsa")["identityfile"]
 
 
+def test_none_is_no_file() -> None:
+    found = lookup("a.example", "UserKnownHostsFile none\nIdentityFile none\nIdentityFile /key\n")
+    assert (found["userknownhostsfile"], found["identityfile"]) == ("/dev/null", ["/key"])
+    assert "identityfile" not in lookup("a.example", "IdentityFile none\n")
+
+
 def test_names_and_keys_may_have_blanks() -> None:
     found = lookup("a.example", "", ("IdentityFile", "/a key"), user="first last")
     assert (found["user"], found["identityfile"]) == ("first last", ["/a key"])
