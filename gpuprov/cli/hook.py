@@ -11,6 +11,7 @@ import click
 from gpuprov.fleet.options import AS_JSON, CONNECTION_FIELDS, INVENTORY_FIELDS, made_options, named_options
 from gpuprov.fleet.standard_streams import object_text, say, say_text, show
 from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.events import no_agent_sends
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -111,17 +112,17 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
         raise UsageError("--hosts and --limit need an inventory and a container", "", hint)
     settings = made_options("hook explain", options)
     found: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
     problem: GpuprovError | None = None
     for target in inventory_of(settings).hosts:
         try:
             with connected(target, settings) as connection:
-                found[target.name] = decision_of(RemoteSystem(connection, target), container)
-        except GpuprovError as error:
-            say_text(f"{target.name}: {error}", err=True)
-            problem = error
-    lines = [
-        line for name, recorded in found.items() for line in (f"host           {name}", *_recorded_lines(recorded))
-    ]
+                recorded = decision_of(RemoteSystem(connection, target), container)
+            lines += [f"host           {target.name}", *_recorded_lines(recorded)]
+            found[target.name] = recorded
+        except (GpuprovError, AttributeError, LookupError, RecursionError, TypeError) as error:
+            problem = error if isinstance(error, GpuprovError) else no_agent_sends(repr(error))
+            say_text(f"{target.name}: {problem}", err=True)
     show(found, lines, as_json=as_json)
     if problem is not None and not found:
         sys.exit(problem.exit_code)

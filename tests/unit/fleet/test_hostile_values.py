@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import time
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from gpuprov.agent.result import HostResult, Recorder
+from gpuprov.cli.main import cli
 from gpuprov.fleet.history import Run, before, load, save
 from gpuprov.fleet.page import render
 from gpuprov.fleet.progress import JsonLines, PlainLines
@@ -180,3 +183,19 @@ def test_every_event_and_every_field_is_tried() -> None:
     assert {type(event) for event in RUN} == set(get_args(Event))
     for event in RUN:
         assert set(asdict(event)) == {one.name for one in fields(event)}
+
+
+@pytest.mark.parametrize("record", [{}, {"container": "a", "way": "hook", "requirements": "", "nodes": 1}])
+def test_a_hosts_spoiled_record_is_that_hosts_failure(monkeypatch: pytest.MonkeyPatch, record: dict[str, Any]) -> None:
+    good = {
+        "container": "a", "way": "hook", "devices": ["0"], "capabilities": ["compute"], "requirements": "",
+        "privileged": False, "legacy": False, "nodes": [], "files": [], "links": [], "decisions": [],
+    }  # fmt: skip
+    records = [record, good]
+    monkeypatch.setattr("gpuprov.fleet.ssh.connected", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("gpuprov.fleet.agent_run.RemoteSystem", lambda *_: None)
+    monkeypatch.setattr("gpuprov.engines.containers.decision_of", lambda *_: records.pop(0))
+    done = CliRunner().invoke(cli, ["hook", "explain", "a", "--hosts", "liar,honest"])
+    assert (done.exit_code, done.exception) == (0, None)
+    assert "liar: the host sends what gpuprov's agent never sends" in done.stderr
+    assert done.stdout.splitlines()[:2] == ["host           honest", "container      a, started with GPUs by the hook"]
