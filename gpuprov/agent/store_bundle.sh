@@ -2,5 +2,5 @@
 umask 077; set -e; d=CACHE; mkdir -p "$d"; f="$d/$1"; TAKE;
 n="$(stat -c %s "$f.part")"; test "$n" = "$2" || { echo "$n of $2 bytes arrived" >&2; exit 1; };
 mv -f "$f.part" "$f";
-# Removes bundles of other digests: they are large, and none is in use while a new one is uploaded.
-find "$d" -maxdepth 1 -type f -name "bundle-*.tar*" -not -name "$1" -exec rm -f {} +
+# Removes bundles of other digests, for they are large; but not what another controller uploads now.
+find "$d" -maxdepth 1 -type f -name "bundle-*.tar*" -not -name "$1" "(" -name "*.tar" -o -mmin +1440 ")" -exec rm -f {} +

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ import pytest
 import gpuprov
 from gpuprov import protocol
 from gpuprov.agent.probe import Probe, Python
-from gpuprov.agent.push import STORE, agent_command
+from gpuprov.agent.push import STORE, STORE_BUNDLE, agent_command
+from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.fleet import agent_file
 from gpuprov.fleet.agent_file import Agent, build_agent
 from gpuprov.protocol.errors import GpuprovError
@@ -403,3 +405,13 @@ def test_root_does_not_run_what_the_user_replaced(account: Account, content: byt
     assert (done.returncode, done.stdout) == (126, "")
     assert "the stored agent is not the one that was sent" in done.stderr
     assert list((account.root / ".cache/gpuprov").iterdir()) == []
+
+
+def test_a_stored_bundle_leaves_the_upload_of_another_controller(tmp_path: Path) -> None:
+    ages = {"bundle-b-9.tar": 0, "bundle-c-9.tar.part": 0, "bundle-d-9.tar.part": 2 * 86400, "agent-e": 0}
+    for name, age in ages.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    script = STORE_BUNDLE.replace(CACHE_DIRECTORY, str(tmp_path))
+    subprocess.run(("sh", "-c", script, "sh", "bundle-a-5.tar", "5"), input=b"whole", check=True, timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent-e", "bundle-a-5.tar", "bundle-c-9.tar.part"]
