@@ -37,7 +37,8 @@ class NotRegularError(OSError):
     """The path is not a regular file but a FIFO, a device node or a socket."""
 
 
-NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularError)
+# The last: a file below /proc whose process ended before it was read.
+NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularError, ProcessLookupError)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -416,3 +418,16 @@ def test_each_file_system_is_synced_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208
     with pytest.raises(OSError, match="Bad file descriptor"):
         call("syncfs", -1)
+
+
+@pytest.mark.parametrize("name", ["stat", "comm", "cmdline"])
+def test_a_file_of_a_process_that_ends_meanwhile_is_none(name: str) -> None:
+    class Ending(System):
+        def open(self, path: str) -> BinaryIO:
+            file = super().open(path)
+            child.kill()
+            child.wait()
+            return file
+
+    with subprocess.Popen(("sleep", "60")) as child:
+        assert Ending().read_text(f"/proc/{child.pid}/{name}") is None
