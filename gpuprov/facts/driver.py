@@ -176,7 +176,7 @@ def _holder(system: System, pid: int, numbers: _Numbers) -> GpuHolder | None:
             words = (system.read_text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
             words = words or (system.read_text(f"/proc/{pid}/comm") or "").strip()
             command = words if len(words) <= _LONGEST_COMMAND else f"{words[:_LONGEST_COMMAND]}…"
-            return GpuHolder(pid, command, device, unit, container)
+            return GpuHolder(pid, command, device, unit, container) if system.exists(f"/proc/{pid}") else None
     return None
 
 

@@ -132,6 +132,21 @@ def test_real_processes_hold_a_device_by_its_number_and_not_by_its_name(name: st
     assert [one for one in gather_holders(System(), ["/dev/zero"]) if one.pid == process.pid] == []
 
 
+def test_a_process_that_ends_while_it_is_looked_at_holds_nothing() -> None:
+    class Ending(System):
+        def read_text(self, path: str) -> str | None:
+            if path == f"/proc/{process.pid}/cgroup":
+                process.kill()
+                process.wait()
+            return super().read_text(path)
+
+    with subprocess.Popen(("sh", "-c", "exec 3< /dev/zero; echo ready; read -r end"), stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        found = gather_holders(Ending(), ["/dev/zero"])
+    assert [one for one in found if one.pid == process.pid] == []
+
+
 # -- the way past it -------------------------------------------------------------------------------------------------
 
 
