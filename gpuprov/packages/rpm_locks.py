@@ -192,8 +192,9 @@ class HoldRpmPackages(interface.PackageHold):
             touched = {*before["names"], *before["release"]}
             entries = LOCK_TOOLS[before["tool"]].entries(before["text"])
             earlier = [entry for entry, name in entries if name in touched]
-            text = edited(before["tool"], now, {}, touched) + "".join(earlier)
-            system.write(path, text.encode())
+            kept = edited(before["tool"], now, {}, touched)
+            end = "\n" if earlier and kept and not kept.endswith("\n") else ""
+            system.write(path, (kept + end + "".join(earlier)).encode())
         restore_path(system, before["list"])
 
 

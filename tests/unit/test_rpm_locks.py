@@ -182,11 +182,12 @@ def test_undo_of_a_removed_list_restores_its_own_entries(tmp_path: Path) -> None
     assert host.read_text(LIST) == "tmux\nvim\n"
 
 
-def test_what_somebody_wrote_into_the_list_since_then_survives_the_undo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b"tmux\n", b"tmux"])
+def test_what_somebody_wrote_into_the_list_since_then_survives_the_undo(tmp_path: Path, line: bytes) -> None:
     host = make_host(tmp_path, **{LIST[1:]: "vim\n"})
     change = HoldRpmPackages("dnf", LIST, (NAME,), ("vim",))
     before, outcome = change.capture(host), change.apply(host, tell)
-    host.append(LIST, b"tmux\n")
+    host.append(LIST, line)
     HoldRpmPackages.undo(host, before, outcome)
     assert held_names("dnf", host.read_text(LIST) or "") == {"vim", "tmux"}
 
