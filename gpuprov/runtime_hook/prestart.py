@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posix
 import sys
+import time
 from typing import Any
 
 from . import record
@@ -27,6 +28,9 @@ _TYPE = 0o170000
 _REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
 _HOST = (0, 0)
 _EXDEV = 18
+# Systemd does not answer while it reads its units again or is replaced (`daemon-reexec`), and then takes devices away
+# that it does not know. Seconds to wait after each call that failed; a call itself takes three at most.
+_PAUSES = (0.2, 0.8, 0)
 # As in config.json: `u` is a character device too.
 _NODE_TYPES = {"c": _CHARACTER, "u": _CHARACTER, "b": _BLOCK, "p": _PIPE}
 # What stands in config.json alone, which runc has read by now.
@@ -78,12 +82,15 @@ def allow_nodes(pid: int, identifier: str, nodes: list[dict[str, Any]], settings
     scope = scope_of(allow(pid, nodes), identifier)
     if not scope or not nodes:
         return None
-    try:
-        return tell(scope, nodes)
-    except OSError as error:
-        said = f"systemd was not told of the devices of {scope}, and takes them away at `systemctl daemon-reload`"
-        record.log(settings, "warning", f"{said}: {error.strerror or error}")
-        return None
+    for pause in _PAUSES:
+        try:
+            return tell(scope, nodes)
+        except OSError as error:
+            trouble = error.strerror or error
+            time.sleep(pause)
+    said = f"systemd was not told of the devices of {scope}, and takes them away at `systemctl daemon-reload`"
+    record.log(settings, "warning", f"{said}: {trouble}")
+    return None
 
 
 def mask_params(root: Root, copy: str, config: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,26 @@ def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
     assert prestart.allow_nodes(1, ID, NODES, settings) is None
     line = (tmp_path / "log").read_text()
     assert f"warning systemd was not told of the devices of {UNIT}" in line and "No such file" in line
+
+
+def test_a_systemd_that_is_being_replaced_is_told_again(systemd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment, `systemctl daemon-reexec` leaves the bus without it: it would take the devices away later."""
+    monkeypatch.setattr(prestart, "allow", lambda pid, nodes: f"/sys/fs/cgroup/system.slice/{UNIT}")
+    exited = message(ERROR, string("Process org.freedesktop.systemd1 exited with status 1"))
+    served = [systemd(exited, name="private")]
+    paused = []
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        Path(device_cgroup.SOCKETS[-1]).unlink()
+        served.append(systemd(policy("strict"), message(RETURN)))
+
+    monkeypatch.setattr(time, "sleep", pause)
+    told = prestart.allow_nodes(1, ID, NODES, read_settings("", "")[0])
+    assert told is not None and len(paused) == 1
+    device_cgroup.wait(told)
+    served[-1].end()
+    assert served[-1].heard.endswith(properties(UNIT, NODES))
 
 
 def test_an_error_in_the_end_is_no_reason_against_a_start(systemd: Any) -> None:
