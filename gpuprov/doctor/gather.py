@@ -316,10 +316,12 @@ def _rootless(system: System) -> tuple[str, ...]:
     found = []
     for user in system.list_directory("/run/user"):
         path = f"{homes.get(user, '')}/.config/docker/daemon.json"
-        config = parse_config(system.read_text(path) if user in homes else None, path)[0]
-        ready = "nvidia" in (config.get("runtimes") or {}) or (config.get("features") or {}).get("cdi")
-        if not ready and system.exists(f"/run/user/{user}/docker.sock"):
-            found.append(f"/run/user/{user}/docker.sock")
+        # A home on NFS, or a user's own file system, may be closed to root: then it is unknown.
+        with contextlib.suppress(OSError):
+            config = parse_config(system.read_text(path) if user in homes else None, path)[0]
+            ready = "nvidia" in (config.get("runtimes") or {}) or (config.get("features") or {}).get("cdi")
+            if not ready and system.exists(f"/run/user/{user}/docker.sock"):
+                found.append(f"/run/user/{user}/docker.sock")
     return tuple(found)
 
 

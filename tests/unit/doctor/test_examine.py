@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any, Callable
 
 import pytest
 
@@ -207,6 +208,28 @@ def test_a_users_own_docker_that_has_the_runtime_is_no_trouble(host: DoctorHost)
                            ("{", ["docker-rootless"])):  # fmt: skip
         file.write_text(text)
         assert rules_of(host) == expected
+
+
+@pytest.mark.parametrize("closed", ["/home/ann/.config/docker/daemon.json", "/run/user/1000/docker.sock"])
+def test_what_a_user_closes_to_root_ends_no_examination(
+    host: DoctorHost, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home on NFS (root_squash), or a file system of the user's own (FUSE)."""
+    (host.root / "run/user/1000").mkdir(parents=True)
+    (host.root / "etc/passwd").write_text("ann:x:1000:1000::/home/ann:/bin/sh\n")
+    refused, opened, exists = PermissionError(13, "Permission denied", closed), host.open, host.exists
+
+    def unless_closed(look: Callable[[str], Any]) -> Callable[[str], Any]:
+        def looks(path: str) -> Any:
+            if path == closed:
+                raise refused
+            return look(path)
+
+        return looks
+
+    monkeypatch.setattr(host, "open", unless_closed(opened))
+    monkeypatch.setattr(host, "exists", unless_closed(exists))
+    assert rules_of(host) == []
 
 
 def test_a_file_that_a_tool_writes_after_each_run_is_told_by_its_second_time(host: DoctorHost) -> None:
