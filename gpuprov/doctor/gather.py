@@ -7,6 +7,7 @@ module is loaded and no node is missing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -350,7 +351,8 @@ def gather_containers(system: System) -> Containers:
     waiting: list[tuple[str, str]] = []
     # A file system of a container that does not answer would keep this process, but not a thread's caller.
     why: list[str] = []
-    worker = threading.Thread(target=_examine_all, args=(system, found, waiting, why), daemon=True)
+    # A System notices once that it is to stop: this one's is the caller's to notice.
+    worker = threading.Thread(target=_examine_all, args=(copy.copy(system), found, waiting, why), daemon=True)
     worker.start()
     worker.join(_CONTAINERS_SECONDS)
     if worker.is_alive():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpuprov.checks.smi import per_gpu
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.doctor import gather
 from gpuprov.doctor.gather import gather_containers
@@ -24,6 +26,7 @@ from gpuprov.doctor.snapshot import (
     parse_units,
     telling_lines,
 )
+from gpuprov.protocol.errors import Stopped
 from tests.unit.doctor.host import SMI
 from tests.unit.scripted import Answer, Scripted
 
@@ -188,3 +191,18 @@ def test_an_examination_that_breaks_is_told(capfd: pytest.CaptureFixture[str]) -
     found = gather_containers(Docker("a", "without-gpus", "hostile", "b", "gone"))
     assert found == Containers((Loaded("docker", "a"),), 2, "RecursionError: too deep")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("asked_while", ["ps", "inspect"])
+def test_a_stop_among_containers_is_the_callers_to_notice(asked_while: str) -> None:
+    asked: list[str] = []
+
+    class Interrupted(Docker):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            asked.append(argv[1])
+            self._leave_if_asked()
+            return super().run(argv, **more)
+
+    system = Interrupted("a", "gone")
+    with pytest.raises(Stopped), system.interruptible(lambda: asked_while in asked):
+        gather_containers(system)
