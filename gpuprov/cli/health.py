@@ -89,8 +89,8 @@ def _judged(seconds: float, patience: float) -> tuple[ExitCode | None, str, set[
             text = finished.problems[0].what if finished.problems else finished.summary
             unfit = {one.rule for one in found.events if one.verdict == "unfit"}
             answers.append((ExitCode(finished.exit_code), text, unfit))
-        except (GpuprovError, OSError) as error:
-            answers.append((None, str(error), set()))
+        except Exception as error:  # without an answer the machine would count as one that hangs
+            answers.append((None, str(error) or repr(error), set()))
 
     # A command that the kernel does not let go (a GPU that hangs) keeps its thread.
     thread = threading.Thread(target=judge, daemon=True)

@@ -128,6 +128,15 @@ def test_slurm_leaves_a_node_that_can_not_be_judged(slurm: Slurm) -> None:
     assert "left as it is: the machine has no memory left" in done.output
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(RuntimeError("can't start new thread"),) * 2, (MemoryError(), "MemoryError()")]
+)
+def test_slurm_leaves_a_node_whose_judgement_breaks_off(slurm: Slurm, error: Exception, said: object) -> None:
+    done, calls = slurm(error)
+    assert (done.exit_code, calls) == (1, [])
+    assert f"left as it is: {said}" in done.output
+
+
 def test_a_scontrol_that_fails_is_named(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text(
         "#!/bin/sh\necho slurm_load_node error: Unable to contact controller >&2; exit 1\n"
