@@ -11,6 +11,7 @@ from gpuprov.cdi.discover import IMEX_OPTION
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import Fabric, fabric_of
 from gpuprov.protocol.words import counted
 
@@ -62,16 +63,23 @@ def mig_layout(gpus: Iterable[tuple[object, Sequence[str]]]) -> str:
 
 
 def gather_mig(system: System) -> tuple[MigGpu, ...]:
-    """Return the GPUs of the loaded driver; none if nvidia-smi fails. Reads only."""
+    """Return the GPUs of the loaded driver; none if nvidia-smi fails. Reads only.
+
+    Raises GpuprovError if there are MIG devices and it does not list them.
+    """
     modes = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
     if not modes.ok:
         return ()
     rows = parse_modes(modes.stdout)
     if not any(current == "Enabled" for _, current, _ in rows):
         return tuple(MigGpu(*row) for row in rows)
-    listed = system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS).stdout
-    instances = parse_instances(listed)
-    bare = incomplete(listed, system.run((_SMI, "mig", "-lci"), timeout=_SMI_SECONDS)) if instances else frozenset()
+    listed = system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS)
+    if not listed.ok and listed.returncode != NOT_FOUND:
+        # Taken for GPUs without instances, they would be divided again, and a rollback or a reset would lose them.
+        raise GpuprovError("the MIG devices of this host can't be listed", listed.evidence(4), "gpuprov health")
+    instances = parse_instances(listed.stdout)
+    compute = system.run((_SMI, "mig", "-lci"), timeout=_SMI_SECONDS) if instances else listed
+    bare = incomplete(listed.stdout, compute)
     most = parse_profiles(system.run((_SMI, "mig", "-lgip"), timeout=_SMI_SECONDS).stdout)
     return tuple(MigGpu(*row, instances.get(row[0], ()), most.get(row[0], {}), row[0] in bare) for row in rows)
 

@@ -145,7 +145,7 @@ class MigHost(FakeHost):
             rows = "".join(
                 f"|   0  MIG {one:<18} 9   {number}   4:4     |\n" for number, one in enumerate(self.instances)
             )
-            return (0, rows) if rows else (6, NONE)
+            return self.answers.get("-lgi", (0, rows) if rows else (6, NONE))
         if words == ["mig", "-lci"]:
             numbers = range(self.bare, len(self.instances))
             rows = "".join(
@@ -217,6 +217,18 @@ def test_a_list_of_compute_instances_that_fails_tells_nothing(host: MigHost) -> 
     host.mode = host.pending = "Enabled"
     host.instances, host.answers = ["1g.10gb"] * 7, {"-lci": (255, "Failed to display compute instances\n")}
     assert not gather_mig(host)[0].incomplete
+
+
+def test_instances_that_are_not_listed_are_not_taken_for_none(host: MigHost) -> None:
+    """They would be divided again, and the way back would be a GPU without instances."""
+    host.mode = host.pending = "Enabled"
+    host.instances, host.answers = ["3g.40gb"], {"-lgi": (255, "Failed to display GPU instances: Unknown Error\n")}
+    change = DivideGpus(((0, "3g.40gb"),))
+    for look in (lambda: gather_mig(host), lambda: change.capture(host), lambda: divide(host, "3g.40gb")):
+        with pytest.raises(GpuprovError, match="the MIG devices of this host can't be listed") as raised:
+            look()
+    assert "Failed to display GPU instances" in raised.value.problems[0].evidence
+    assert host.changes == []
 
 
 def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost) -> None:
