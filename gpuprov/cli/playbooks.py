@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import tempfile
 from pathlib import Path
 
 import click
@@ -53,14 +54,19 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
     written = [playbooks]
     with os_errors(f"the playbooks can't be written into {folder}"):
         source = _source()
-        if playbooks.exists():
-            shutil.rmtree(playbooks)
-        shutil.copytree(source / "playbooks", playbooks, ignore=_LEFT_OUT)
-        (playbooks / _AGENT).parent.mkdir()
-        (playbooks / _AGENT).write_bytes(build_agent().content)
-        (playbooks / _COLLECTION).mkdir(parents=True)
-        for name in _LINKED:
-            (playbooks / _COLLECTION / name).symlink_to(f"../../../../{name}")
+        folder.mkdir(parents=True, exist_ok=True)
+        # Made beside the earlier ones: if it fails or is interrupted, those stay whole.
+        with tempfile.TemporaryDirectory(prefix=".gpuprov-", dir=folder) as place:
+            made = Path(place, "playbooks")
+            shutil.copytree(source / "playbooks", made, ignore=_LEFT_OUT)
+            (made / _AGENT).parent.mkdir()
+            (made / _AGENT).write_bytes(build_agent().content)
+            (made / _COLLECTION).mkdir(parents=True)
+            for name in _LINKED:
+                (made / _COLLECTION / name).symlink_to(f"../../../../{name}")
+            if playbooks.exists():
+                playbooks.rename(Path(place, "earlier"))
+            made.rename(playbooks)
         for name, copy in (("inventories/example", shutil.copytree), ("ansible.cfg", shutil.copyfile)):
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)

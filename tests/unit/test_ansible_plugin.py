@@ -19,6 +19,7 @@ from ansible.vars.hostvars import HostVars
 from ansible.vars.manager import VariableManager
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
+from gpuprov.cli.playbooks import write_playbooks
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
@@ -50,6 +51,22 @@ def test_a_clones_plugin_pushes_the_command_lines_agent(plugin: ModuleType, tmp_
     assert plugin._agent() == (agent.content, agent.digest)
     assert sys.path[0] == str(tmp_path / "gpuprov/modules")
     assert (tmp_path / "gpuprov/modules/gpuprov/agent/playbook_task.py").exists()
+
+
+def test_playbooks_that_can_not_be_replaced_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_playbooks(tmp_path)
+    before = sorted(map(str, tmp_path.rglob("*")))
+
+    def interrupted() -> None:
+        raise SystemExit(130)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("gpuprov.fleet.agent_file.build_agent", interrupted)
+        write_playbooks(tmp_path)
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
+    (tmp_path / "playbooks/old.yml").touch()
+    assert write_playbooks(tmp_path) == (tmp_path / "playbooks",)
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
 
 
 def test_the_agent_is_looked_for_once_in_a_run(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
