@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,10 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     require_whole_program("`gpuprov bundle create`")
+    if not os.access(folder := Path(output).absolute().parent, os.W_OK):
+        # Known only after an hour of downloads, else.
+        seen = f"{folder} does not exist, or this user may not write to it"
+        raise UsageError(f"the bundle {output} can't be written", seen, "name another file with -o")
     from gpuprov.bundle_create.recipe import Wanted, machine_mirror, make_recipe, mirror_at
     from gpuprov.core.system import System
     from gpuprov.driver.run_files import resolved

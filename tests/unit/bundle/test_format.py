@@ -344,3 +344,13 @@ def test_create_without_a_distribution_of_ours_is_a_wrong_call(tmp_path: Path) -
     found = refused_call("bundle", "create", "--distro", "plan-9", "-o", tmp_path / "b.tar")
     assert found.exit_code == ExitCode.USAGE
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_that_could_not_be_written_is_refused_before_the_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuprov.cli.bundle._create", lambda *words: pytest.fail("collects"))
+    output = tmp_path / "missing/b.tar"
+    found = refused_call("bundle", "create", "--distro", "debian-12", "--driver", "580.178.04", "-o", output)
+    assert found.exit_code == ExitCode.USAGE
+    assert f"the bundle {output} can't be written" in str(found)
