@@ -187,9 +187,10 @@ def _next_kernel(system: System) -> Values:
     kernel = newest(gather_kernels(system), running)
     if kernel is None:
         return f"none but {running} is installed", ""
-    installed, row = manager_on(system).gather(system).installed, distribution_of(gather_os(system))
-    missing = next_kernel_headers(row, running, installed)
-    headers = kernel_headers(row, kernel.release)
+    manager, row = manager_on(system), distribution_of(gather_os(system))
+    installed = manager.gather(system).installed
+    missing = tuple(map(manager.typed, next_kernel_headers(row, running, installed)))
+    headers = tuple(map(manager.typed, kernel_headers(row, kernel.release)))
     # Debian's packages call it nvidia-current.
     dkms = any(name.startswith("nvidia") for name in system.list_directory("/var/lib/dkms"))
     compiled = module_package(installed, kernel.release)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from gpuprov.driver import kernel
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.host import gather
 from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, module_of, newest
+from gpuprov.packages.dnf import Dnf
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
 from gpuprov.protocol.events import CheckDone, Event
@@ -136,6 +138,15 @@ def test_verify_names_the_kernel_that_would_boot_without_a_driver(tmp_path: Path
     (host.root / f"lib/modules/{NEXT}/build").symlink_to(f"/usr/src/linux-headers-{NEXT}")
     assert [kernel.headers for kernel in gather_kernels(host)] == [False, True]
     assert "and no headers" not in _line(host).reason
+
+
+def test_headers_are_named_as_the_package_manager_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    _install_kernel(host, NEXT, "")
+    manager = SimpleNamespace(gather=lambda system: PackageFacts("dnf", {}), typed=Dnf().typed)
+    monkeypatch.setattr("gpuprov.verify.manager_on", lambda system: manager)
+    monkeypatch.setattr("gpuprov.verify.kernel_headers", lambda row, release: (f"kernel-devel={release}",))
+    assert f"install kernel-devel-{NEXT}; dkms" in _line(host).reason
 
 
 def test_left_over_modules_are_no_kernel(tmp_path: Path) -> None:
