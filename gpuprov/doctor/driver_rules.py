@@ -286,9 +286,7 @@ def _fabric_wanted(x: HostSnapshot) -> str:
 
 
 def _install_fabric_manager(x: HostSnapshot, version: str) -> str:
-    manager = x.host.package_manager
-    names = fabric_manager.packages(version, manager, x.host.fabric)
-    return commands.install_packages(x, *(manager.typed(name) for name in names))
+    return commands.install_packages(x, *fabric_manager.packages(version, x.host.package_manager, x.host.fabric))
 
 
 @rule

@@ -22,7 +22,8 @@ RESTART_DOCKER = "systemctl restart docker"
 
 def install_packages(x: HostSnapshot, *names: str) -> str:
     """Return the command that installs packages."""
-    return f"{x.host.package_manager.commands.install} {' '.join(names)}"
+    manager = x.host.package_manager
+    return f"{manager.commands.install} {' '.join(map(manager.typed, names))}"
 
 
 def reinstall_packages(x: HostSnapshot, *names: str) -> str:
@@ -134,6 +135,16 @@ def rebuild_module(x: HostSnapshot) -> str:
     if x.host.driver_packaged:
         return f"{headers_package(x)}; {driver_again(x)}; modprobe nvidia"
     return gpuprov_install(x)
+
+
+def pass_iommu_through(x: HostSnapshot) -> str:
+    """Return the commands that add iommu=pt to the kernel's command line, and reboot."""
+    name = x.host.package_manager.name
+    if name == "dnf":
+        # Boot entries do not follow GRUB's file there.
+        return "grubby --update-kernel=ALL --args=iommu=pt; systemctl reboot"
+    make = "grub2-mkconfig -o /boot/grub2/grub.cfg" if name == "zypper" else "update-grub"
+    return f"${{EDITOR:-vi}} /etc/default/grub; {make}; systemctl reboot  # GRUB_CMDLINE_LINUX: add iommu=pt"
 
 
 def keep_nouveau_out(x: HostSnapshot) -> str:

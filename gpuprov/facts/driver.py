@@ -65,7 +65,7 @@ class HidingLibrary:
         """Return the command after which the loader takes another library."""
         word = self.reason.rpartition(" ")[2]
         if self.is_by_environment:
-            return f"sed -i '/^[[:space:]]*{word}=/d' {ENVIRONMENT}  # then log in again"
+            return f"sed -i -E '/^\\s*(export\\s+)?{word}=/d' {ENVIRONMENT}  # then log in again"
         if self.reason.startswith(PRELOAD):
             return without_preload(word)
         if self.package:

@@ -199,7 +199,7 @@ DRIVER_ROWS = (
     Row("library-hidden", hidden(reason="/etc/ld.so.preload:1 names /opt/libnvidia-ml.so.1"), "/etc/ld.so.preload:1",
         "sed -i 's|/opt/libnvidia-ml.so.1||' /etc/ld.so.preload"),
     Row("library-hidden", hidden(reason="/etc/environment:3 sets LD_LIBRARY_PATH"), "/etc/environment:3",
-        "sed -i '/^[[:space:]]*LD_LIBRARY_PATH=/d' /etc/environment", LIKELY),
+        "sed -i -E '/^\\s*(export\\s+)?LD_LIBRARY_PATH=/d' /etc/environment", LIKELY),
     Row("preload-broken", lambda x: replace(x, preload_said=PRELOAD_SAID),
         "/bin/true: ERROR: ld.so: object '/opt/none.so'", "sed -i 's|/opt/none.so||' /etc/ld.so.preload"),
     Row("driver-damaged", host(driver_damage=f"{LIBRARIES}/libcuda.so.550.163.01: its end is missing (file too short)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,11 +21,12 @@ from gpuprov.doctor.suggested_commands import (
     gpuprov_install,
     headers_package,
     list_gpus,
+    pass_iommu_through,
     rebuild_initramfs,
     reinstall_packages,
 )
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.facts.driver import without_preload
+from gpuprov.facts.driver import ENVIRONMENT, HidingLibrary, without_preload
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.machine.pci import PciGpu
@@ -276,6 +278,32 @@ def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: HostSnapshot) -> Non
     assert [(cause.rule.name, cause.finding.confidence) for cause in diagnose(half)] == [("gpu-vfio", WARNING)]
 
 
+@pytest.mark.parametrize(("manager", "makes"), [
+    ("apt", "update-grub"), ("zypper", "grub2-mkconfig -o /boot/grub2/grub.cfg"),
+    ("dnf", "grubby --update-kernel=ALL --args=iommu=pt"),
+])  # fmt: skip
+def test_the_kernels_command_line_changes_as_the_distribution_has_it(x: HostSnapshot, manager: str, makes: str) -> None:
+    """A command that is missing would be followed by a reboot that changes nothing."""
+    step = pass_iommu_through(on(x, "any", "1", manager, RELEASE)).partition("  # ")[0]
+    assert step.split("; ")[-2:] == [makes, "systemctl reboot"]
+
+
+@pytest.mark.parametrize("name", ["DOCKER_HOST", "LD_LIBRARY_PATH"])
+def test_a_variable_of_logins_goes_also_with_its_export(x: HostSnapshot, name: str) -> None:
+    """pam_env(8) takes the word."""
+    other = HidingLibrary("libcuda.so.1", ("/opt/libcuda.so.1",), "1", f"{ENVIRONMENT}:1 sets LD_LIBRARY_PATH")
+    (row,) = [row for row in ROWS if row.rule == "docker-host"]
+    steps = {
+        "DOCKER_HOST": diagnose(row.change(x))[0].finding.next_step,
+        "LD_LIBRARY_PATH": other.way_out(x.host.package_manager.commands),
+    }
+    words = shlex.split(steps[name], comments=True)
+    assert words[-1] == ENVIRONMENT
+    text = f"A=1\n  export {name}=/x\n{name}=/y\nMY_{name}=1\n"
+    done = subprocess.run(("sed", *words[2:-1]), input=text, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"A=1\nMY_{name}=1\n"
+
+
 def test_what_concerns_the_kernel_is_typed_outside_of_a_system_container(x: HostSnapshot) -> None:
     ill = replace(x, host=replace(x.host, gpus=tuple(replace(gpu, driver="nouveau") for gpu in x.host.gpus)))
     step = diagnose(ill)[0].finding.next_step
@@ -294,7 +322,7 @@ def on(x: HostSnapshot, name: str, version: str, manager: str, kernel: str) -> H
         ("debian", "12", "apt", "6.1.0-13-amd64", "apt-get install -y linux-headers-6.1.0-13-amd64",
          "apt-get install -y --reinstall p", "update-initramfs -u -k all"),
         ("rocky", "9.5", "dnf", "5.14.0-503.14.1.el9_5.x86_64",
-         "dnf install -y kernel-devel=5.14.0-503.14.1.el9_5.x86_64 kernel-headers", "dnf reinstall -y p",
+         "dnf install -y kernel-devel-5.14.0-503.14.1.el9_5.x86_64 kernel-headers", "dnf reinstall -y p",
          "dracut --force --regenerate-all"),
         ("opensuse-leap", "15.6", "zypper", "6.4.0-150600.23.25-default", "zypper install -y kernel-default-devel",
          "zypper install -y --force p", "dracut --force --regenerate-all"),
