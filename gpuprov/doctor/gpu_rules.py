@@ -11,7 +11,7 @@ import re
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.rules import Seen, conditions, quoted, rule, seen_of
-from gpuprov.doctor.snapshot import HostSnapshot, lines_in_log, lines_that_match
+from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log, lines_that_match
 from gpuprov.driver import generations, nouveau
 from gpuprov.machine.pci import FOR_GUESTS
 from gpuprov.plan import preflight
@@ -67,6 +67,15 @@ def gpu_vfio(x: HostSnapshot) -> Seen | None:
     sure = WARNING if x.driver.gpus else ""
     gpu, number, of_all = gpus[0], len(gpus), counted(len(x.host.gpus), "GPU")
     return Seen(*seen, *quoted(places), driver=gpu.driver, number=number, gpus=of_all, next_step=free, confidence=sure)
+
+
+@rule
+def probe_not_called(x: HostSnapshot) -> Seen | None:
+    found = find_in_log(x.kernel_log, r"NVIDIA probe routine was not called for (?P<count>\d+) device")
+    # Those that are reserved for virtual machines count too, and nothing is wrong with them.
+    if found is None or int(found[0]["count"]) <= len(x.host.gpus) - len(x.own_gpus):
+        return None
+    return Seen("dmesg:", *found[1], count=found[0]["count"], confidence=WARNING if x.serves_all else "")
 
 
 @rule

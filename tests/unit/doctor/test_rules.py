@@ -276,6 +276,17 @@ def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: HostSnapshot) -> Non
     half = replace(with_driver(x, gpus=x.driver.gpus[:1]), host=replace(x.host, gpus=shared))
     half = replace(half, host=replace(half.host, driver=replace(x.driver, gpus=x.driver.gpus[:1])))
     assert [(cause.rule.name, cause.finding.confidence) for cause in diagnose(half)] == [("gpu-vfio", WARNING)]
+    # The driver counts and names those that are reserved, too.
+    bus = second.bus_id
+    for said, others in (
+        (f"NVRM: GPU {bus} is already bound to vfio-pci.", []),
+        ("NVRM: The NVIDIA probe routine was not called for 1 device(s).", []),
+        ("NVRM: The NVIDIA probe routine was not called for 2 device(s).", ["probe-not-called"]),
+        (f"NVRM: GPU {bus} is already bound to nouveau.", ["bound-to-another"]),
+    ):
+        found = diagnose(replace(half, kernel_log=(said,), smi=Smi(9, "it fails")))
+        names = {cause.rule.name for cause in found}
+        assert {one for one in names if not one.startswith("nvidia-smi")} == {"gpu-vfio", *others}
 
 
 @pytest.mark.parametrize(("manager", "makes"), [
