@@ -270,7 +270,9 @@ def judge(
         seen = str(Failure(failed.call, failed.result, failed.name))
         found.append(_host("program", "the program that loads the GPUs failed", seen))
     if not found:
-        found += _lacking(measured, ours, done, whole=any(one.step == "end" for one in lines))
+        ended = any(one.step == "end" for one in lines)
+        # A program that did not begin, as in a container that does not start, says nothing of an only GPU either.
+        found += _lacking(measured, ours, done, whole=ended, begun=bool(lines))
     return found, measured
 
 
@@ -285,13 +287,13 @@ def _wrong(gpu: GpuMeasured, lines: Iterable[Printed]) -> Iterator[HealthFound]:
 
 
 def _lacking(
-    gpus: Sequence[GpuMeasured], ours: Sequence[Sequence[Printed]], done: Completed, *, whole: bool
+    gpus: Sequence[GpuMeasured], ours: Sequence[Sequence[Printed]], done: Completed, *, whole: bool, begun: bool
 ) -> Iterator[HealthFound]:
     """Yield the GPUs without a result, where the program ended before its end or left a GPU out."""
     missing = [[step for step in STEPS if step not in {one.step for one in printed}] for printed in ours]
     last = [number for number, steps in enumerate(missing) if steps and len(steps) == max(map(len, missing))]
     ended = f"exit code {done.returncode}: {one_line(done.evidence(2).partition(chr(10))[2])[-300:] or '(silent)'}"
-    if whole or len(last) == 1:
+    if whole or (begun and len(last) == 1):
         for number in last:
             seen = f"no result of {', '.join(missing[number])}; {ended}"
             yield _of_gpu("silent", gpus[number], "it gave no result", seen, _LOOK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,17 @@ _DEAD = {"call": "cuStreamSynchronize", "result": 719, "name": "CUDA_ERROR_LAUNC
 ])  # fmt: skip
 def test_each_trouble_names_its_gpu(lines: list[dict[str, Any]], code: int, expected: list[tuple[str, str]]) -> None:
     assert judged(lines, code) == expected
+
+
+@pytest.mark.parametrize(("lines", "expected"), [([], ("accept-program", "")), (_GOOD[:1], ("accept-silent", "0"))])
+def test_an_only_gpu_is_not_blamed_for_a_program_that_did_not_begin(
+    lines: list[dict[str, Any]], expected: tuple[str, str]
+) -> None:
+    alone = replace(_HOST, gpus=_HOST.gpus[:1])
+    done = Completed(("docker", "run"), 125, "", "docker: Error response from daemon: no space left on device")
+    (found,), _ = judge(parse_printed("\n".join(map(json.dumps, lines))), done, alone)
+    assert (found.rule, found.gpu) == expected
+    assert "no space left" in found.evidence
 
 
 @pytest.mark.parametrize("line", [
