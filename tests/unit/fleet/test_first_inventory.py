@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -153,6 +154,18 @@ def test_a_wrong_value_is_refused_and_nothing_written(words: tuple[str, ...], wh
     assert isinstance(done.exception, GpuprovError) and done.exception.exit_code == ExitCode.USAGE
     assert what in str(done.exception)
     assert not Path("inventory.yml").exists()
+
+
+def test_a_full_disk_leaves_no_file_that_is_in_the_way_later(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*words: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first_inventory, "write_whole", fails)
+        done = init("--hosts", "gpu01", "--no-look", "--yes")
+        assert "then run the same command again" in str(done.exception)
+    assert list(here.glob("inventory*")) == []
+    assert init("--hosts", "gpu01", "--no-look", "--yes").exit_code == 0
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder"])
