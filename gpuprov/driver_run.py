@@ -387,18 +387,28 @@ class InstallDriver(Installation, Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Uninstall, and install the replaced driver again if its file can be had; else no driver remains installed."""
+        """Uninstall, and install the replaced driver again if its file can be had; else no driver remains installed.
+
+        Raises GpuprovError if the uninstaller fails and the driver is still there.
+        """
+        failed = None
         if not run_files.former_is_whole(system, before, outcome):
             former = run_files.restorable(system, before)
-            run_files.uninstall(system, before)
+            done = run_files.uninstall(system, before)
             if former is not None:
                 _install_again(system, former)
+            elif done is not None and not done.ok:
+                failed = done
         # An installation cut short by a full disk may lack its uninstaller: its remains must not look like a driver.
         if discover(system).library_version != before["version"]:
             system.remove(INCOMPLETE_MARK)
         for image in (*before.get("blacklists", ()), *filter(None, (before.get("record"),))):
             restore_path(system, image)
         start_all_again(system, tell_nobody)
+        if failed is not None and discover(system).library_version == before["version"]:
+            what = f"driver {before['version']} could not be uninstalled, and is still there"
+            step = "fix what it names (/var/log/nvidia-uninstall.log), then run the same command again"
+            raise GpuprovError(what, failed.evidence(4), step)
 
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:

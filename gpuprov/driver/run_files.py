@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, Tell, image_content, parent_of, tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.download import fetch, fetch_small, trusted_sha256, unreachable
 from gpuprov.core.journal import STATE_DIRECTORY, Entry
 from gpuprov.core.places import CACHE_DIRECTORY, KEPT
@@ -329,8 +330,11 @@ def restorable(system: System, before: Json) -> Installation | None:
     return former
 
 
-def uninstall(system: System, before: Json) -> None:
-    """Run the installer's uninstaller; if its copy was not installed, use the .run."""
+def uninstall(system: System, before: Json) -> Completed | None:
+    """Run the installer's uninstaller and return how it ended; if its copy was not installed, use the .run.
+
+    None: there is neither.
+    """
     program, path = system.which("nvidia-uninstall"), before.get("path", "")
     if program is not None:
         command: tuple[str, ...] = (program, "--silent")
@@ -338,11 +342,12 @@ def uninstall(system: System, before: Json) -> None:
         system.make_directory(UNPACK, 0o700)
         command = ("sh", path, "--tmpdir", UNPACK, "--silent", "--uninstall")
     else:
-        return
+        return None
     # A partial uninstallation leaves no driver: the next installation must not mistake it for one.
     system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
-    system.run(command, timeout=_UNINSTALL_SECONDS)
+    done = system.run(command, timeout=_UNINSTALL_SECONDS)
     system.remove_tree(UNPACK)
     # In a system container the modules are the container host's.
     if before.get("kernel_modules"):
         unload_unused(system)
+    return done

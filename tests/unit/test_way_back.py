@@ -192,6 +192,19 @@ def test_a_killed_rollback_is_resumed(site: Site, monkeypatch: pytest.MonkeyPatc
     assert not site.host.exists(INCOMPLETE_MARK)
 
 
+def test_a_driver_that_can_not_be_uninstalled_is_not_called_undone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = site.host.tree().keys()
+    site.call("install")
+    uninstall = site.host._uninstall
+    monkeypatch.setattr(site.host, "_uninstall", lambda words: (1, "ERROR: the log of the installation is gone"))
+    with pytest.raises(AssertionError, match=f"driver {NEW} could not be uninstalled, and is still there"):
+        site.call("uninstall")
+    assert (version(site), read_runs(site.host)[-1].undoable != ()) == (NEW, True)
+    monkeypatch.setattr(site.host, "_uninstall", uninstall)
+    site.call("uninstall")
+    assert version(site) == "" and before <= site.host.tree().keys()
+
+
 def test_installation_killed_before_its_file_is_kept(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.call("install", OLD)
     rename = site.host.rename
