@@ -218,9 +218,17 @@ class ConfigureEngine(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         for image in before["files"]:
             restore_path(system, image)
-        if before["was_active"] and before["files"]:
-            # Journals of older versions name no unit.
-            _restart(system, before.get("unit") or ENGINES[before["engine"]].unit)
+        if not (before["was_active"] and before["files"]):
+            return
+        name, engine = before["engine"], ENGINES[before["engine"]]
+        # Journals of older versions name no unit.
+        unit = before.get("unit") or engine.unit
+        trouble = _restart(system, unit)
+        is_there = system.which(engine.program) or any(map(system.exists, engine.places))
+        # A failed change has its own message, and an engine that was removed since reads nothing.
+        if trouble and is_there and outcome is not None:
+            step = f"journalctl -u {unit} -n 50; fix what {name} names, then run the same command again"
+            raise GpuprovError(f"{name} does not start with its old configuration, which is back", trouble, step)
 
     def _fate(self) -> str:
         # Containers are children of their shims or conmon, not of the engine: they keep running.

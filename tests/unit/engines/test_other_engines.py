@@ -127,6 +127,22 @@ def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: st
     assert host.active and host.restarts == 2
 
 
+def test_a_rollback_says_that_an_engine_does_not_start_with_its_old_file(host: Host) -> None:
+    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
+    image = change.capture(host)
+    change.apply(host, lambda *_: None)
+    host.starts, host.log = False, "error: no such snapshotter\n"
+    with pytest.raises(GpuprovError, match="containerd does not start with its old configuration") as caught:
+        type(change).undo(host, image, {})
+    (problem,) = caught.value.problems
+    assert (problem.evidence, host.config.read_text()) == ("error: no such snapshotter", CONTAINERD)
+    assert problem.next_step.startswith("journalctl -u containerd.service -n 50")
+    # One that was removed since reads nothing.
+    (host.root / "usr/bin/containerd").unlink()
+    host.starts = False
+    type(change).undo(host, image, {})
+
+
 def test_undoing_gives_back_every_byte(host: Host) -> None:
     before = {path: path.read_bytes() for path in host.root.rglob("*") if path.is_file()}
     changes = plan(gather(host, BOTH), LAUNCHER_PATH)
