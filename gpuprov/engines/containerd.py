@@ -116,7 +116,9 @@ def _import_patterns(found: Mapping[str, Any], main: str) -> Iterator[str]:
 
 def is_imported(found: Mapping[str, Any], main: str, drop_in: str) -> bool:
     """Say whether the main file already imports that drop-in."""
-    return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in _import_patterns(found, main))
+    # containerd's patterns (Go's filepath.Glob) cross no slash: /etc/containerd/*.toml is not conf.d.
+    patterns = (one for one in _import_patterns(found, main) if one.count("/") == drop_in.count("/"))
+    return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in patterns)
 
 
 # -- its files -------------------------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ def test_tables_of_each_version(version: int, plugin: str) -> None:
         (["conf.d/*.toml"], True),
         (["/etc/containerd/other.d/*.toml"], False),
         (["/etc/containerd/conf.d/10-*.toml"], False),
+        (["/etc/containerd/*.d/*.toml"], True),
+        (["/etc/containerd/*.toml"], False),
         ([], False),
     ],
 )
