@@ -13,6 +13,7 @@ from dataclasses import replace
 from gpuprov.cdi.discover import DriverFacts, Gpu, Node, discover
 from gpuprov.cdi.files import Library
 from gpuprov.cdi.specification import (
+    SUFFIXES,
     Device,
     DeviceNode,
     Edits,
@@ -365,9 +366,13 @@ def other_specifications(system: System) -> Mapping[str, bytes]:
 
 
 def _is_elsewhere(system: System, kind: str, path: str) -> bool:
-    """Say whether another file has the kind. It searches the text, because hosts may lack a YAML parser."""
-    named = re.compile(rf"""^\s*["']?kind["']?\s*:\s*["']?{re.escape(kind)}["']?\s*,?\s*$""", re.MULTILINE)
-    others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER))
+    """Say whether another file has the kind. It searches the text, because hosts may lack a YAML parser.
+
+    The text may be JSON in one line. Engines read no file with another suffix.
+    """
+    name = rf"""["']?kind["']?\s*:\s*["']?{re.escape(kind)}["']?"""
+    named = re.compile(rf"(?:^|[{{,])\s*{name}\s*(?:$|[,}}]|\s#)", re.MULTILINE)
+    others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER) if name.endswith(SUFFIXES))
     return any(named.search(system.read_text(other) or "") for other in others if other != path)
 
 

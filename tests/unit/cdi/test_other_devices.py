@@ -103,13 +103,22 @@ def test_an_installation_writes_what_the_host_has_devices_for(host: System) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["cdiVersion: 0.5.0\nkind: nvidia.com/gds\n", '{\n "cdiVersion": "0.5.0",\n "kind": "nvidia.com/gds",\n']
+    "text",
+    [
+        "cdiVersion: 0.5.0\nkind: nvidia.com/gds\n",
+        "cdiVersion: 0.5.0\nkind: nvidia.com/gds  # ours\n",
+        '{\n "cdiVersion": "0.5.0",\n "kind": "nvidia.com/gds",\n',
+        '{"cdiVersion":"0.5.0","kind":"nvidia.com/gds","devices":[]}',
+    ],
 )
 def test_a_kind_that_somebody_elses_file_has_is_left_to_it(host: System, text: str) -> None:
     host.make_directory("/etc/cdi")
     host.write("/etc/cdi/gds.yaml", text.encode())
     assert "/etc/cdi/nvidia-gds.json" not in other_specifications(host)
     host.write("/etc/cdi/gds.yaml", text.replace("/gds", "/gds-2").encode())
+    assert "/etc/cdi/nvidia-gds.json" in other_specifications(host)
+    # Engines read no such file.
+    host.write("/etc/cdi/gds.yaml.bak", text.encode())
     assert "/etc/cdi/nvidia-gds.json" in other_specifications(host)
     # Our own of before is no other's.
     host.write("/etc/cdi/nvidia-gds.json", text.encode())
