@@ -233,8 +233,9 @@ def gather_pinned_out(system: System, names: Sequence[str]) -> tuple[PinnedOut, 
     """Return those of the packages that no version may be installed of; asks apt only on hosts with preferences."""
     plain = [name for name in names if "=" not in name]
     file, folder = _PREFERENCES
-    # apt reads files with no extension or with .pref alone.
-    listed = (f"{folder}/{name}" for name in system.list_directory(folder) if re.fullmatch(r"[\w-]+(\.pref)?", name))
+    # apt reads files with no extension or with .pref alone; 10.nvidia.pref is one of them.
+    in_folder = (name for name in system.list_directory(folder) if re.fullmatch(r"[\w-]+|[\w.-]+\.pref", name))
+    listed = (f"{folder}/{name}" for name in in_folder)
     texts = {path: text for path in (file, *listed) if (text := system.read_text(path))}
     if not (plain and texts):
         return ()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from gpuprov.core.changes import FileFact
 from gpuprov.packages.sources import COMPONENTS_PATH as PATH
-from gpuprov.packages.sources import PinnedOut, parse_policy, pin_problems, pins_on
+from gpuprov.packages.sources import PinnedOut, gather_pinned_out, parse_policy, pin_problems, pins_on
 from gpuprov.packages.sources import component_problems as problems
 from gpuprov.packages.sources import component_source as source
+from tests.unit.scripted import Scripted
 
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _COMPONENTS = ("contrib", "non-free", "non-free-firmware")
@@ -171,6 +173,18 @@ def test_a_package_with_versions_and_no_candidate_is_pinned_out() -> None:
 )  # fmt: skip
 def test_the_records_on_a_package_are_told_with_their_lines(name: str, places: tuple[str, ...]) -> None:
     assert pins_on({"/etc/apt/preferences.d/site": PREFERENCES}, name) == places
+
+
+@pytest.mark.parametrize(
+    ("file", "is_read"),
+    [("site", True), ("site.pref", True), ("10.nvidia.pref", True), ("site.bak", False), ("10.site", False)],
+)
+def test_the_files_of_preferences_that_apt_reads_are_read(tmp_path: Path, file: str, is_read: bool) -> None:
+    host = Scripted(tmp_path, {"policy": POLICY})
+    host.make_directory("/etc/apt/preferences.d")
+    host.write(f"/etc/apt/preferences.d/{file}", PREFERENCES.encode())
+    found = [one.places for one in gather_pinned_out(host, ("site-gpu-tools",))]
+    assert found == ([(f"/etc/apt/preferences.d/{file}:2",)] if is_read else [])
 
 
 def test_the_problem_names_the_file_and_what_apt_says() -> None:
