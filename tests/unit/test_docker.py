@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuprov.core.changes import Change
-from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
+from gpuprov.engines.docker import DockerFacts, gather, parse_info, plan, problems
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.protocol.versions import version_numbers
+from tests.unit.scripted import Answer, Scripted
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'
@@ -253,6 +254,15 @@ def test_info_of_docker_20_10(wrapper: str) -> None:
         active=True, version="20.10.24+dfsg1", runtimes={**built_in, "nvidia": RUNTIME}, default_runtime="runc",
         running_containers=("#0", "#1"), cgroup_version="1", cgroup_driver="cgroupfs",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "containers"),
+    [("web\n", ("web",)), ("", ()), ((124, ""), ("#0", "#1")), ((1, "", "deadline exceeded"), ("#0", "#1"))],
+)
+def test_containers_whose_names_docker_does_not_tell_still_count(said: Answer, containers: tuple[str, ...]) -> None:
+    facts = gather(Scripted(answers={"docker info": INFO_20_10, "docker ps": said}))
+    assert (facts.running_containers, facts.restart_stops) == (containers, bool(containers))
 
 
 @pytest.mark.parametrize(
