@@ -21,6 +21,7 @@ from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshP
 from gpuprov.packages.dpkg import gather_packages, lock_holder, missing
 from gpuprov.packages.failures import listed_under
 from gpuprov.packages.interface import HELD_LIST, PackageFacts
+from gpuprov.repos import AptRepository
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
 from tests.unit.scripted import Recorded
@@ -171,6 +172,14 @@ def test_apts_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning
     assert "apt-get exited 100: " in problem.evidence and line in problem.evidence
     assert len(problem.evidence.splitlines()) == 1 + ("unmet" in said)
     assert problem.next_step
+
+
+def test_the_way_out_of_an_expired_key_fetches_gpuprovs_own_again(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, answer=(100, "", BAD_SIGNATURE.replace("BADSIG", "EXPKEYSIG")))
+    problem = refused(RefreshPackageIndex().apply, host, tell_nobody)
+    # Its owner may have extended it: then the fingerprint, which is all that a plan compares, is the same.
+    path = AptRepository("site", "", "", "", "", "", "").key_path
+    assert f"rm {path.replace('site', '*')}, then run the same command again" in problem.next_step
 
 
 def test_a_failure_that_nobody_knows_shows_all_of_it(tmp_path: Path) -> None:
