@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
+from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.places import COPIES, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg, interface
@@ -284,13 +285,25 @@ def needed_by_others(system: System, names: Sequence[str]) -> Mapping[str, tuple
     if not names or not _taken_along(system, names):
         return {}
     found = {name: tuple(sorted(_taken_along(system, [name]) - set(names))) for name in names}
-    return {name: others for name, others in found.items() if others}
+    kept = {name: others for name, others in found.items() if others}
+    # A package that needs one of several goes with none of them, and with all.
+    gone = [name for name in names if name not in kept]
+    while others := gone and _taken_along(system, gone) - set(names):
+        fewer = {name: _taken_along(system, [one for one in gone if one != name]) - set(names) for name in gone}
+        name = min(gone, key=lambda one: len(fewer[one]))
+        kept[name] = tuple(sorted(others))
+        gone.remove(name)
+    return kept
 
 
 def _taken_along(system: System, names: Sequence[str]) -> set[str]:
-    """Return what apt would remove besides, without doing it."""
+    """Return what apt would remove besides, without doing it. Raises GpuprovError if apt does not come to an end."""
     words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", "purge", "--", *names)
-    removed = re.findall(r"^(?:Purg|Remv) (\S+)", system.run(words, timeout=_SIMULATE_SECONDS).stdout, re.MULTILINE)
+    done = system.run(words, timeout=_SIMULATE_SECONDS)
+    if done.returncode < 0 or done.returncode == TIMED_OUT:
+        what = f"apt-get does not tell what would go with {names[0]}"
+        raise GpuprovError(what, done.evidence(4), "apt-get check; then run the same command again")
+    removed = re.findall(r"^(?:Purg|Remv) (\S+)", done.stdout, re.MULTILINE)
     return set(removed) - set(names)
 
 

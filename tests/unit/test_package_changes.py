@@ -12,7 +12,14 @@ from gpuprov.core.changes import Change, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import SOURCES_LIST
-from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, RemovePackages, plan_holds
+from gpuprov.packages.apt_changes import (
+    HoldPackages,
+    InstallPackages,
+    RefreshPackageIndex,
+    RemovePackages,
+    needed_by_others,
+    plan_holds,
+)
 from gpuprov.packages.dpkg import gather_packages
 from gpuprov.packages.failures import Advice
 from gpuprov.packages.interface import (
@@ -181,6 +188,32 @@ def test_what_the_undo_leaves_is_told(tmp_path: Path) -> None:
     assert InstallPackages.irreversible(host, before, None, ()) == said
     assert InstallPackages.irreversible(host, before, {"added": [], "changed": {"make": ["0.9", "1.0"]}}, ()) == said
     assert InstallPackages.irreversible(host, before, {"added": ["gcc"]}, ()) == ()
+
+
+class Alternatives(Scripted):
+    """Has `site-app`, which needs `a` or `b`, and `site-tool`, which needs `c`."""
+
+    def answer(self, argv: tuple[str, ...]) -> str:
+        names = {*argv[argv.index("--") + 1 :]}
+        gone = [*names, *(["site-app"] if {"a", "b"} <= names else []), *(["site-tool"] if "c" in names else [])]
+        return "".join(f"Purg {name} [1]\n" for name in gone)
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        ("abd", {"a": ("site-app",)}), ("dba", {"b": ("site-app",)}), ("ad", {}),
+        ("abcd", {"c": ("site-tool",), "a": ("site-app",)}),
+    ],
+)  # fmt: skip
+def test_of_several_packages_that_another_needs_one_stays(names: str, kept: dict[str, tuple[str, ...]]) -> None:
+    assert needed_by_others(Alternatives(), list(names)) == kept
+
+
+@pytest.mark.parametrize("returncode", [-9, 124])
+def test_an_apt_that_comes_to_no_end_does_not_tell_that_nothing_goes_along(returncode: int) -> None:
+    with pytest.raises(GpuprovError, match="apt-get does not tell what would go with gcc"):
+        needed_by_others(Scripted(answers={"--simulate": (returncode, "")}), ["gcc"])
 
 
 def test_a_removed_package_whose_copy_is_gone_is_told_and_prevents_no_undo(tmp_path: Path) -> None:
