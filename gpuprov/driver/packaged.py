@@ -247,7 +247,9 @@ class ChangeDriverPackages(ChangeDriver, _InstallInstead):
         # apt-get(8): a trailing dash removes a package.
         words = ("install", "--allow-downgrades", "--", *self.names, *(f"{name}-" for name in self.instead))
         # A branch's packages may replace those of another; nothing else may be removed for them.
+        what = f"the driver's packages could not be changed to {self.wanted}"
         asked = dpkg.run_apt(system, ("--simulate", *words), tell, options=self.options)
+        finish_apt(asked, what)
         strangers = foreign_removals(asked.stdout)
         if strangers:
             raise GpuprovError(
@@ -255,8 +257,7 @@ class ChangeDriverPackages(ChangeDriver, _InstallInstead):
                 "\n".join(line for line in asked.stdout.splitlines() if line.startswith("Remv")),
                 f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be",
             )
-        done = dpkg.run_apt(system, words, tell, options=self.options)
-        finish_apt(done, f"the driver's packages could not be changed to {self.wanted}")
+        finish_apt(dpkg.run_apt(system, words, tell, options=self.options), what)
         versions = {one.name: one.version for one in dpkg.query(system)}
         name = self.names[0].partition("=")[0]
         self._require_version(versions.get(name, ""), f"apt-cache policy {name}")

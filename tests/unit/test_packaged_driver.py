@@ -313,6 +313,14 @@ def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
     assert host.commands[-1][-2:] == ("--", "missing")
 
 
+def test_nothing_is_changed_if_apt_does_not_tell_what_would_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = PackagedHost(tmp_path / "root")
+    monkeypatch.setattr(host, "_apt_get", lambda words: (-9, "") if "--simulate" in words else (0, ""))
+    with pytest.raises(GpuprovError, match="the driver's packages could not be changed to 550"):
+        ChangeDriverPackages(("nvidia-open",), wanted="550")._install(host, tell_nobody)
+    assert ["--simulate" in command for command in host.commands if command[0] == "apt-get"] == [True]
+
+
 def test_an_installation_that_replaces_the_drivers_packages_restores_them() -> None:
     changes = (
         InstallPackages(("site=1", "nvidia-open=2")), InstallPackages(("vim",)), InstallPackages(("nvidia-smi",)),
