@@ -26,8 +26,8 @@ OURS = "gpuprov-"
 _FOREIGN_SOURCE = re.compile(rf"/etc/apt/sources\.list|{SOURCES}/(?!{OURS})[A-Za-z0-9_.-]+\.(list|sources)")
 # How apt spells "no" (apt-pkg/contrib/strutl.cc, StringToBool).
 _NO = ("no", "false", "0", "off", "without", "disable")
-# dnf.conf(5) and zypper.
-_DISABLED = ("0", "no", "false")
+# dnf (libdnf, OptionBool) and zypper.
+_DISABLED = ("0", "no", "false", "off")
 _ONE_LINE = re.compile(r"\s*(deb(?:-src)?)\s+(?:\[([^]]*)\]\s*)?([^\s\[#]+)\s+([^\s#]+)([^#]*)")
 # Fields that say which entries a stanza has, or whether it counts; all others are options of each entry.
 _NO_OPTIONS = ("types", "uris", "suites", "components", "enabled")

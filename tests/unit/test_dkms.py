@@ -121,6 +121,7 @@ OWN = {
     "[ol9_developer_EPEL]\nbaseurl=https://yum.oracle.com/x\nenabled=1\n": True,
     "[rhui-epel]\nbaseurl=x\n": True,
     "[epel]\nbaseurl=x\nenabled=0\n": False,
+    "[epel]\nbaseurl=x\nenabled=off\n": False,
     "[epel-cisco-openh264]\nbaseurl=x\n": False,
     "[epel-source]\nbaseurl=x\n": False,
     "[epel-testing]\nbaseurl=x\n": False,

@@ -111,6 +111,7 @@ DOUBLES = {
     "among several addresses": (f"[a]\nbaseurl=https://mirror.example.org/a\n  {URI}\n", True),
     "beside a disabled one": (f"[a]\nbaseurl={URI}\n[b]\nbaseurl=https://x.example.org\nenabled=0\n", True),
     "disabled": (f"[a]\nbaseurl={URI}\nenabled=0\n", False),
+    "switched off": (f"[a]\nbaseurl={URI}\nenabled = off\n", False),
     "another": (f"[a]\nbaseurl={URI}-other\n", False),
     "in a comment": (f"# baseurl={URI}\n[a]\nmirrorlist=https://x.example.org\n", False),
     "not a .repo file's content": (f"baseurl={URI}\n", False),
