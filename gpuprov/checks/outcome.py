@@ -134,6 +134,8 @@ def _engines(checks: Iterable[CheckDone]) -> tuple[str, ...]:
 
 def telling_line(done: Completed) -> str:
     """Return what a command's end is due to: our own runtime's word, else the first error, else the first line."""
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["(silent)"]
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    # docker's client says this too, at times before the reason, of a container that ends at once.
+    said = [line for line in lines if "error waiting for container" not in line] or lines or ["(silent)"]
     found = (line for mark in ("gpuprov:", "rror", "") for line in said if mark in line)
     return next(found).strip()[:_LONGEST_LINE]

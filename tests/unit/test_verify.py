@@ -274,6 +274,9 @@ def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
     return lambda argv, **more: Completed(tuple(argv), 127) if argv[0] == "ldd" else recorded(argv, **more)
 
 
+_WAITED = 'time="2026-11-28T23:57:30Z" level=error msg="error waiting for container: context canceled"'
+
+
 @pytest.mark.parametrize(
     ("key", "answer", "failed", "reason"),
     [
@@ -291,6 +294,9 @@ def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
          "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl"),
         ("void", (0, "/usr/bin/nvidia-smi\n", ""), "docker, no GPU", "got /usr/bin/nvidia-smi"),
         ("void", (127, "", "sh: not found"), "docker, no GPU", "exited 127: sh: not found"),
+        # docker 20.10: its client's two lines come in any order.
+        ("void", (127, "", f"{_WAITED}\ndocker: Error response from daemon: no sh"), "docker, no GPU",
+         "exited 127: docker: Error response from daemon: no sh"),
         ("gpus", (125, "", 'could not select device driver "" with capabilities: [[gpu]].\n'), "docker run --gpus",
          "systemctl restart docker"),
         ("gpus", (0, only(REPORT, 1), ""), "docker run --gpus", f"the container sees {gpu(1).uuid}"),
