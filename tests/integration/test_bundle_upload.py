@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,10 +105,15 @@ def test_what_is_too_long_to_be_a_part_is_thrown_away(server: Server, target: Ho
 
 def test_other_bundles_go_and_nothing_else(server: Server, target: HostTarget, bundle: Path) -> None:
     cache(server).mkdir(mode=0o700, exist_ok=True)
-    for other in ("bundle-1-2.tar", "bundle-1-2.tar.part", "driver.run"):
+    # The last but one is what another controller uploads now.
+    for other in ("bundle-1-2.tar", "bundle-3-4.tar.part", "bundle-5-6.tar.part", "driver.run"):
         (cache(server) / other).write_bytes(b"x")
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(cache(server) / "bundle-3-4.tar.part", (two_days_ago, two_days_ago))
     run(target, bundle)
-    assert sorted(path.name for path in cache(server).iterdir()) == sorted([name(), "driver.run"])
+    assert sorted(path.name for path in cache(server).iterdir()) == sorted(
+        [name(), "bundle-5-6.tar.part", "driver.run"]
+    )
 
 
 @contextmanager
