@@ -70,6 +70,18 @@ def gpu_vfio(x: HostSnapshot) -> Seen | None:
 
 
 @rule
+def bound_to_another(x: HostSnapshot) -> Seen | None:
+    place, reserved = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?", "|".join(FOR_GUESTS)
+    pattern = rf"GPU (?P<bus>{place}) is already bound to (?!(?:{reserved})(?![\w-]))(?P<driver>[\w-]+)"
+    found = find_in_log(x.kernel_log, pattern)
+    if found is None:
+        return None
+    values, lines = found
+    sure = WARNING if x.serves_all else ""
+    return Seen("dmesg:", *lines, bus=values["bus"], driver=values["driver"], confidence=sure)
+
+
+@rule
 def probe_not_called(x: HostSnapshot) -> Seen | None:
     found = find_in_log(x.kernel_log, r"NVIDIA probe routine was not called for (?P<count>\d+) device")
     # Those that are reserved for virtual machines count too, and nothing is wrong with them.
