@@ -138,4 +138,4 @@ sanity: setup  ## All sanity tests of ansible-test for the collection; needs PyP
 		$$($(CURDIR)/$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 clean: demo-down  ## Remove what was built and cached.
-	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache mutants
+	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,63 +1,176 @@
-"""How many faults that mutmut puts into a module its own unit tests find: a sample of each module, always the same one.
+"""Small faults ("mutants") put into modules on which a host's safety rests, and those that the unit tests do not find.
 
-What is mutated, and which tests are run, stands in pyproject.toml, [tool.mutmut]. By hand: `make mutation`.
+    python -m tests.world python -m tests.mutation MODULE…     by hand, or all of MODULES: `make mutation`
+
+mutmut makes the mutants. Here the tests are collected once, a first run notes which tests reach which function, and
+each mutant meets all tests that reach its function, the shortest first, in a process of its own. No file is changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import subprocess
+import ast
+import contextlib
+import difflib
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import os
+import signal
 import sys
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import CodeType
 
-import tomllib
+import pytest
+from mutmut.mutation import trampoline
+from mutmut.mutation.file_mutation import mutate_file_contents
 
-_MUTMUT = str(Path(sys.executable).with_name("mutmut"))
-# A mutant that makes a loop endless is found, too: its tests would never end.
-_FOUND = ("killed", "timeout")
+MODULES = """
+core/journal core/apply core/download fleet/host_keys packages/keys runtime_hook/request runtime_hook/requirements
+runtime_hook/rootfs fleet/rolling agent/probe facts/leftovers
+boot/clean boot/nvidia_docker boot/prepare boot/reboot boot/watch core/changes core/units driver/cuda_toolkit
+driver/dcgm driver/vgpu driver/fabric_manager driver/imex driver/kernel driver/run_files driver/mig driver/nouveau
+driver/packaged driver/running_driver driver_run engines/other_engines engines/docker_change engines/docker_proxy
+engines/nvidia_docker packages/apt_changes packages/interface packages/rpm_locks packages/rpm plan/with_bundle toolkit
+"""  # From boot/clean on, these hold the kinds of change: a test compares them with plan.steps.CHANGE_KINDS.
+# Of the first run, and beside what its tests took there: a mutant that makes a loop endless is found, too.
+_FIRST_LIMIT, _LIMIT = 3600, 20
+_FORK = multiprocessing.get_context("fork")
 
 
-def modules() -> list[str]:
-    """Return the modules that are mutated, by their dotted names."""
-    settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"]
-    return [path.removesuffix(".py").replace("/", ".") for path in settings["only_mutate"]]
+class Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):  # type: ignore[misc]
+    """One module of gpuprov with all its mutants; the process's variable chooses one of them."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(f"gpuprov.{module.replace('/', '.')}", f"gpuprov/{module}.py")
+        made = mutate_file_contents(self.path, Path(self.path).read_text())
+        self.source, self.mutants = made.code, [f"{self.name}.{name}" for name in made.mutant_names]
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        wanted = fullname == self.name
+        return importlib.machinery.ModuleSpec(fullname, self, origin=self.path) if wanted else None
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.source, self.path, "exec", dont_inherit=True)
+
+    def shown(self, mutant: str) -> str:
+        """Return the lines in which a mutant differs from the original."""
+        lines = self.source.splitlines()
+        functions = {
+            node.name: lines[node.lineno : node.end_lineno]
+            for node in ast.walk(ast.parse(self.source))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        }
+        name = mutant.rpartition(".")[2]
+        original = name.rpartition("__mutmut_")[0] + "__mutmut_orig"
+        compared = difflib.unified_diff(functions[original], functions[name], n=0, lineterm="")
+        return "\n".join(f"    {line}" for line in compared if line[:2] not in ("--", "++", "@@"))
 
 
-def run(names: Sequence[str]) -> None:
-    """Make all mutants that are not there yet, and test those of these names."""
-    subprocess.run((_MUTMUT, "run", "--max-children", "1", *names), check=True)
+def in_child(work: Callable[[], object], limit: float) -> object:
+    """Return what some work returned in a process of its own, or None if it raised or took longer than some seconds."""
+    reads, writes = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=_work, args=(work, writes))
+    child.start()
+    writes.close()
+    try:
+        return reads.recv() if reads.poll(limit) else None
+    except EOFError:
+        return None
+    finally:
+        # With what its tests started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
 
 
-def states() -> dict[str, str]:
-    """Return what became of each mutant, by its name: `MODULE.FUNCTION__mutmut_NUMBER`."""
-    shown = subprocess.run((_MUTMUT, "results", "--all", "true"), capture_output=True, text=True, check=True).stdout
-    return dict(line.strip().rsplit(": ", 1) for line in shown.splitlines() if ": " in line)
+def _work(work: Callable[[], object], writes: Connection) -> None:
+    os.setsid()
+    with Path(os.devnull).open("r+b") as nothing:
+        for number in range(3):
+            os.dup2(nothing.fileno(), number)
+    writes.send(work())
+
+
+@dataclass
+class FirstRun:
+    """Of the tests without a mutant, by their numbers: which reach a function, their times in seconds, and failures."""
+
+    reached: dict[str, list[int]] = field(default_factory=partial(defaultdict, list))
+    took: dict[int, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+class Mutation:
+    """A plugin of pytest: instead of running the tests once, it runs them for each mutant."""
+
+    def __init__(self, modules: list[Mutated]) -> None:
+        self.modules = modules
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        begun = time.monotonic()
+        first = in_child(lambda: self.first_run(session), _FIRST_LIMIT)
+        assert isinstance(first, FirstRun), "the tests without a mutant did not end"
+        assert not first.failed, f"these fail without a mutant: {first.failed}"
+        print(f"{len(session.items)} tests, {time.monotonic() - begun:.0f} s", flush=True)
+        for module in self.modules:
+            self.try_all(session, module, first)
+        return True
+
+    def try_all(self, session: pytest.Session, module: Mutated, first: FirstRun) -> None:
+        begun, left = time.monotonic(), 0
+        for mutant in module.mutants:
+            tests = sorted(first.reached.get(mutant.rpartition("__mutmut_")[0], ()), key=first.took.__getitem__)
+            limit = _LIMIT + 10 * sum(first.took[number] for number in tests)
+            if in_child(partial(self.found, session, mutant, tests), limit) is False:
+                left += 1
+                print(f"{mutant}: {len(tests)} tests\n{module.shown(mutant)}", flush=True)
+        total, minutes = len(module.mutants), (time.monotonic() - begun) / 60
+        print(f"| `{module.path}` | {total} | {total - left} found | {left} left | {minutes:.1f} min |", flush=True)
+
+    def first_run(self, session: pytest.Session) -> FirstRun:
+        session.config.pluginmanager.unregister(name="terminalreporter")
+        first, reached = FirstRun(), set[str]()
+        vars(trampoline)["record_trampoline_hit"] = lambda name, caller: reached.add(name)
+        for number, item in enumerate(session.items):
+            trampoline.set_mutant_under_test("stats")
+            begun = time.monotonic()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=(*session.items[number + 1 :], None)[0])
+            first.took[number] = time.monotonic() - begun
+            for name in reached:
+                first.reached[name].append(number)
+            reached.clear()
+            if session.testsfailed > len(first.failed):
+                first.failed.append(item.nodeid)
+        return first
+
+    def found(self, session: pytest.Session, mutant: str, tests: list[int]) -> bool:
+        """Tell whether a test fails with this mutant."""
+        session.config.pluginmanager.unregister(name="terminalreporter")
+        trampoline.set_mutant_under_test(mutant)
+        items = [session.items[number] for number in tests]
+        for item, following in zip(items, [*items[1:], None]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.testsfailed:
+                return True
+        return False
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "modules", nargs="*", default=modules(), help="dotted names; all of pyproject.toml's by default"
-    )
-    parser.add_argument("--sample", type=int, default=110, help="mutants of each module (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the random choice (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", default=MODULES.split(), help="like driver/kernel; all by default")
+    parser.add_argument("--tests", nargs="*", default=["tests/unit"], help="files or folders (default: all unit tests)")
     wanted = parser.parse_args()
-    run([f"{wanted.modules[0]}.*__mutmut_1"])
-    every = {name: [one for one in states() if one.startswith(f"{name}.")] for name in wanted.modules}
-    chosen = {
-        name: random.Random(wanted.seed).sample(found, min(wanted.sample, len(found))) for name, found in every.items()
-    }
-    run([one for names in chosen.values() for one in names])
-    became = states()
-    print("\n| module | mutants | tested | killed | survived |\n|---|---|---|---|---|")
-    for name, names in chosen.items():
-        counted = Counter(became[one] in _FOUND for one in names)
-        print(f"| {name} | {len(every[name])} | {len(names)} | {counted[True]} | {counted[False]} |")
-    for one in (one for names in chosen.values() for one in names if became[one] not in _FOUND):
-        print(f"{became[one]}: mutmut show {one}")
+    modules = [Mutated(name) for name in wanted.modules]
+    sys.meta_path[:0] = modules
+    options = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "-m", "not slow and not long and not lab")
+    sys.exit(pytest.main([*options, *wanted.tests], plugins=[Mutation(modules)]))
 
 
 if __name__ == "__main__":
