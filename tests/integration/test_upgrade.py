@@ -202,7 +202,7 @@ def opened(host: Host) -> dict[str, str]:
     return {name: line.rpartition(": ")[2] for name, line in zip(WAYS, said)}
 
 
-@pytest.mark.parametrize("commit", ["57c247a", pytest.param("9c33d30", marks=pytest.mark.long)])
+@pytest.mark.parametrize("commit", ["57c247a", "9c33d30"])
 def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: Mapping[str, Path], commit: str) -> None:
     """And verify and doctor take the host of the earlier version for what it is: one that works.
 
