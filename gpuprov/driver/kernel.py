@@ -194,9 +194,7 @@ def needs_dkms(driver: DriverSource) -> bool:
 
 
 def _has_dkms_source(facts: HostFacts) -> bool:
-    pattern = _ENABLED_ALREADY.get(facts.distribution.dkms_from)
-    if pattern is None:
-        return False
+    pattern = _ENABLED_ALREADY[facts.distribution.dkms_from]
     for path in filter(_REPOSITORY_FILES.fullmatch, facts.files):
         with contextlib.suppress(configparser.Error):
             # The names of the host's own enabled repositories, in brackets.

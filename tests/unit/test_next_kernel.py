@@ -49,7 +49,16 @@ def test_flavours(release: str) -> None:
 def test_an_installation_brings_them(tmp_path: Path) -> None:
     facts = gather(FakeHost(tmp_path / "root", metal=True))
     facts = replace(facts, packages=PackageFacts("apt", {"linux-image-amd64": "6.1"}))
-    assert kernel.packages(source_of(facts, HostSpec()))[:2] == (f"linux-headers-{RELEASE}", "linux-headers-amd64")
+    debian = (f"linux-headers-{RELEASE}", "linux-headers-amd64", "gcc", "make", "libc6-dev", "dkms", "kmod")
+    assert kernel.packages(source_of(facts, HostSpec())) == debian
+    release = "5.14.0-427.13.1.el9_4.x86_64"
+    running = replace(facts.kernel, release=release)
+    rocky = replace(facts, os=replace(facts.os, id="rocky", version="9.4"), kernel=running)
+    rocky = replace(rocky, packages=PackageFacts("dnf", {"kernel-core": release}))
+    assert kernel.packages(source_of(rocky, HostSpec())) == (
+        f"kernel-devel={release}", "kernel-headers", f"kernel-devel-matched={release}", "gcc", "make",
+        "elfutils-libelf-devel", "kmod",
+    )  # fmt: skip
 
 
 MODULES = {

@@ -16,6 +16,7 @@ from gpuprov.agent.site_tables import for_request, use_tables
 from gpuprov.bundle_create.recipe import rpm_sources
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
+from gpuprov.driver.kernel import offer_problems
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import ROWS, Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem
@@ -23,6 +24,7 @@ from gpuprov.packages.failures import Advice, finish_apt, finish_rpm
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.keys import InstallRpmKey
 from gpuprov.packages.known_repositories import advice, past_releases
+from gpuprov.packages.managers import Offers
 from gpuprov.plan import software
 from gpuprov.plan.context import source_of
 from gpuprov.plan.steps import make_plan
@@ -139,6 +141,20 @@ def test_an_archive_that_there_is_not_is_told(rocky: HostFacts) -> None:
     plan = make_plan(rhel, parse_spec({"driver_version": "550.163.01", "kernel_archive": True}))
     (problem,) = [one for one in plan.problems if "archive" in one.what]
     assert "appstream-eus-rpms" in problem.next_step
+
+
+@pytest.mark.parametrize(
+    ("release", "step"),
+    [(EL9, said("rhel", "9", EL9, "aarch64").next_step), ("5.14.0-own", "boot the distribution's own kernel, or add ")],
+)
+def test_headers_that_no_repository_offers_are_a_problem(rocky: HostFacts, release: str, step: str) -> None:
+    machine = replace(rocky, os=replace(rocky.os, id="rhel"), kernel=replace(rocky.kernel, release=release))
+    (problem,) = offer_problems(
+        source_of(replace(machine, architecture="aarch64", offers=Offers("dnf")), parse_spec({"driver_version": "580"}))
+    )
+    assert problem.what == f"no repository of this host has the headers of the running kernel {release}"
+    assert problem.evidence == f"dnf was asked for kernel-devel={release}, kernel-headers"
+    assert problem.next_step.startswith(step)
 
 
 # -- when it fails ---------------------------------------------------------------------------------------------------

@@ -159,9 +159,23 @@ def test_an_unsupported_distribution_is_the_one_thing_said(facts: HostFacts) -> 
     assert "Arch Linux is not supported" in said(arch, spec())
 
 
-def test_a_kernel_without_modules_is_refused_before_any_download(metal: HostFacts) -> None:
-    bad = replace(metal, kernel=replace(metal.kernel, takes_modules=False))
-    assert "this kernel takes no modules" in said(bad, spec())
+@pytest.mark.parametrize(
+    ("disabled", "seen", "step"),
+    [
+        (
+            True,
+            "/proc/sys/kernel/modules_disabled is 1",
+            "grep -rn modules_disabled /etc/sysctl.conf /etc/sysctl.d  # ",
+        ),
+        (False, "there is no /proc/modules", "uname -r; ls /boot  # "),
+    ],
+)
+def test_a_kernel_without_modules_is_refused_before_any_download(
+    metal: HostFacts, disabled: bool, seen: str, step: str
+) -> None:
+    bad = replace(metal, kernel=replace(metal.kernel, takes_modules=False, modules_disabled=disabled))
+    (problem,) = preflight(PlanContext(bad, spec()))
+    assert (problem.evidence, problem.next_step[: len(step)]) == (f"kernel {RELEASE}: {seen}", step)
 
 
 def test_in_a_container_the_outer_driver_must_be_loaded(facts: HostFacts) -> None:
@@ -371,6 +385,7 @@ def test_secure_boot_wants_signed_modules(metal: HostFacts) -> None:
     assert "mokutil --import" in problem.next_step
     signed = spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")
     assert preflight(PlanContext(locked, signed)) == ()
+    assert preflight(PlanContext(locked, replace(signed, module_signing_certificate=""))) == (problem,)
     assert planned(locked, signed, InstallDriver).signing_certificate == "/root/mok.der"
     # A driver that is there already needs no new modules.
     there = replace(locked, driver=DriverFacts(library_version=VERSION, kernel_version=VERSION))
