@@ -125,7 +125,7 @@ def offer_problems(driver: DriverSource) -> tuple[Problem, ...]:
         return facts.offers.problems if facts.offers is not None else ()
     lacking = facts.offers.lacking(_lacking_headers(driver))
     said = known_repositories.advice(row, release, facts.architecture)
-    what = said.meaning if said else f"no repository of this host has the headers of the running kernel {release}"
+    what = f"no repository of this host has the headers of the running kernel {release}"
     step = "boot the distribution's own kernel, or add the repository that this one came from"
     seen = f"{facts.packages.manager} was asked for {', '.join(lacking)}"
     return (Problem(what, seen, said.next_step if said else step),) if lacking else ()

@@ -162,10 +162,11 @@ def test_the_plan_of_a_rack_host_without_a_domain_warns(tmp_path: Path) -> None:
     assert any("set gpuprov_imex_domain in the inventory" in one for one in plan.warnings)
 
 
-def test_a_branch_takes_the_version_of_the_installed_driver(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [{"driver": "packages"}, {"driver_mirror": "https://mirror.example"}], ids=str)
+def test_a_branch_takes_the_version_of_the_installed_driver(tmp_path: Path, values: dict[str, Any]) -> None:
     facts = gather(with_gpus(tmp_path / "root", "2941", 1))
     there = replace(facts, driver=replace(facts.driver, library_version=VERSION))
-    wanted = {"driver": "packages", "driver_version": "580", "imex": "dra"}
+    wanted = {**values, "driver_version": "580", "imex": "dra"}
     assert [imex.wanted_version(source(one, **wanted)) for one in (facts, there)] == ["", VERSION]
 
 
