@@ -14,7 +14,7 @@ from gpuprov.boot import reboot
 from gpuprov.checks import features
 from gpuprov.checks.outcome import Failed
 from gpuprov.core.apply import apply_changes
-from gpuprov.core.changes import Change
+from gpuprov.core.changes import Change, capture_path, text_diff
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal
 from gpuprov.core.system import System
@@ -86,8 +86,9 @@ def test_an_image_that_still_loads_nouveau_is_an_error_and_is_undone(host: FakeH
     before = host.tree()
     host.initramfs_forgets = True
     problem = refused(apply, host, nouveau.plan(source_of(gather(host), spec())))
-    assert host.tree() == before and "would still load nouveau at boot" in problem.what
-    assert f"not {BLACKLIST}" in problem.evidence and "modprobe.d" in problem.next_step
+    assert host.tree() == before and problem.what == f"{IMAGE} would still load nouveau at boot"
+    assert problem.evidence == f"it was rebuilt, holds nouveau.ko and not {BLACKLIST}"
+    assert "modprobe.d" in problem.next_step
 
 
 def test_undo_that_cannot_rebuild_an_image_is_an_error(host: FakeHost) -> None:
@@ -120,12 +121,47 @@ def test_what_the_command_says_is_shown(host: FakeHost) -> None:
     assert not host.exists(BLACKLIST)
 
 
-def test_dracut_is_told_to_omit_the_drivers(host: FakeHost) -> None:
+@pytest.mark.parametrize("mode", ["", "driver"])
+def test_dracut_is_told_to_omit_the_drivers(host: FakeHost, mode: str) -> None:
     facts = gather(host)
     facts = replace(facts, initramfs=replace(facts.initramfs, dracut=True))
-    (change,) = nouveau.plan(source_of(facts, spec()))
+    (change,) = nouveau.plan(source_of(facts, spec(coherent_memory=mode)))
     assert isinstance(change, nouveau.KeepNouveauOut)
-    assert [path for path, _ in change.files] == [BLACKLIST, DRACUT_CONFIGURATION]
+    options = (MODULE_OPTIONS,) if mode else ()
+    assert [path for path, _ in change.files] == [BLACKLIST, DRACUT_CONFIGURATION, *options]
+    _, *lines = (dict(change.files)[DRACUT_CONFIGURATION] or b"").decode().splitlines()
+    installs = [f'install_items+=" {path} "' for path in (BLACKLIST, *options)]
+    assert lines == ['omit_drivers+=" nouveau nova_core nova_drm "', *installs]
+    assert (f"; set the options of the module nvidia ({MODULE_OPTIONS});" in change.summary()) is bool(mode)
+
+
+def test_every_image_is_rebuilt(host: FakeHost) -> None:
+    """Also where the driver's own files keep nouveau out: then no image is searched for gpuprov's."""
+    releases = (RELEASE, "6.1.0-14-amd64")
+    images = tuple(Image(release, f"/boot/initrd.img-{release}") for release in releases)
+    files = ((MODULE_OPTIONS, b"x\n"), (DRACUT_CONFIGURATION, b"y\n"))
+    change, told = nouveau.KeepNouveauOut(files, images), list[tuple[str, int, int]]()
+    assert change.summary().endswith(f"; rebuild the initramfs of {', '.join(releases)}")
+    assert change.diff(host) == "\n".join(text_diff(path, None, content) for path, content in files)
+    before = change.capture(host)
+    assert before == {
+        "files": [capture_path(host, path) for path, _ in files],
+        "images": [[image.kernel, image.path] for image in images],
+    }
+    host.commands.clear()
+    change.apply(host, lambda *words: told.append(words))
+    assert told == [(f"rebuilding {image.path}", number, 2) for number, image in enumerate(images)]
+    rebuilds = [("update-initramfs", "-u", "-k", release) for release in releases]
+    assert host.commands == rebuilds and [host.read_bytes(path) for path, _ in files] == [b"x\n", b"y\n"]
+    nouveau.KeepNouveauOut.undo(host, before, {})
+    assert host.commands == [*rebuilds, *rebuilds] and not host.exists(MODULE_OPTIONS)
+
+
+def test_an_image_as_old_as_the_configuration_is_not_rebuilt(host: FakeHost) -> None:
+    apply(host, nouveau.plan(source_of(gather(host), spec())))
+    facts = gather(host)
+    facts = replace(facts, initramfs=replace(facts.initramfs, configured=facts.initramfs.images[0].modified))
+    assert nouveau.plan(source_of(facts, spec())) == ()
 
 
 def test_a_driver_from_packages_needs_the_gpus_as_much(host: FakeHost) -> None:
