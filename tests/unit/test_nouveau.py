@@ -139,10 +139,12 @@ def test_every_image_is_rebuilt(host: FakeHost) -> None:
     """Also where the driver's own files keep nouveau out: then no image is searched for gpuprov's."""
     releases = (RELEASE, "6.1.0-14-amd64")
     images = tuple(Image(release, f"/boot/initrd.img-{release}") for release in releases)
-    files = ((MODULE_OPTIONS, b"x\n"), (DRACUT_CONFIGURATION, b"y\n"))
+    host.make_directory("/etc/modprobe.d")
+    host.write(BLACKLIST, b"z\n")
+    files = ((BLACKLIST, None), (MODULE_OPTIONS, b"x\n"), (DRACUT_CONFIGURATION, b"y\n"))
     change, told = nouveau.KeepNouveauOut(files, images), list[tuple[str, int, int]]()
     assert change.summary().endswith(f"; rebuild the initramfs of {', '.join(releases)}")
-    assert change.diff(host) == "\n".join(text_diff(path, None, content) for path, content in files)
+    assert change.diff(host) == "\n".join(text_diff(path, host.read_bytes(path), content) for path, content in files)
     before = change.capture(host)
     assert before == {
         "files": [capture_path(host, path) for path, _ in files],
@@ -152,9 +154,10 @@ def test_every_image_is_rebuilt(host: FakeHost) -> None:
     change.apply(host, lambda *words: told.append(words))
     assert told == [(f"rebuilding {image.path}", number, 2) for number, image in enumerate(images)]
     rebuilds = [("update-initramfs", "-u", "-k", release) for release in releases]
-    assert host.commands == rebuilds and [host.read_bytes(path) for path, _ in files] == [b"x\n", b"y\n"]
+    assert host.commands == rebuilds and [host.read_bytes(path) for path, _ in files] == [None, b"x\n", b"y\n"]
     nouveau.KeepNouveauOut.undo(host, before, {})
-    assert host.commands == [*rebuilds, *rebuilds] and not host.exists(MODULE_OPTIONS)
+    assert host.commands == [*rebuilds, *rebuilds]
+    assert [host.read_bytes(path) for path, _ in files] == [b"z\n", None, None]
 
 
 def test_an_image_as_old_as_the_configuration_is_not_rebuilt(host: FakeHost) -> None:

@@ -1,0 +1,247 @@
+"""What a .run file's installation is given, runs, writes and refuses: each as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.bundle.manifest import BundleFacts, Manifest
+from gpuprov.core.changes import NextAction, capture_path, tell_nobody
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.system import System
+from gpuprov.driver.installer import Installation
+from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK
+from gpuprov.driver.running_driver import Unloading
+from gpuprov.driver_run import INSTALLER_LOG, InstallDriver, RunFile
+from gpuprov.facts.boot import IN_USE_MARK
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.kernels import ImageFacts
+from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.spec import parse_spec
+from gpuprov.protocol.tables import known_sha256
+from tests.unit.fake_host import RELEASE, FakeHost
+from tests.unit.loaded_host import NEW, OLD, LoadedHost
+from tests.unit.refused import refused
+
+pytestmark = pytest.mark.root
+BLACKLISTS = [
+    f"{folder}/nvidia-installer-disable-nouveau.conf" for folder in ("/etc/modprobe.d", "/usr/lib/modprobe.d")
+]
+KNOWN = "580.178.04"
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root", metal=True))
+
+
+def test_the_whole_installation_is_planned(facts: HostFacts) -> None:
+    mirror = "https://mirror.example"
+    signed = {"module_signing_key": "/k", "module_signing_certificate": "/c", "driver_mirror": mirror,
+              "kernel_module_type": "open"}  # fmt: skip
+    spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run", "driver_sha256": "0" * 64, **signed})
+    packages = replace(facts.packages, installed={**facts.packages.installed, "libgl1": "1"})
+    facts = replace(facts, packages=packages, driver=replace(facts.driver, library_version=KNOWN))
+    file, digest = f"NVIDIA-Linux-x86_64-{KNOWN}.run", known_sha256(KNOWN, "x86_64")
+    (found,) = RunFile(facts, spec).plan()
+    by_hand = Installation(KNOWN, f"{mirror}/{KNOWN}/{file}", digest, "x86_64", True, "open", has_libgl=True)
+    expected = InstallDriver(
+        NEW, "/driver.run", "0" * 64, "x86_64", True, "open", True, "/k", "/c", replaces=KNOWN,
+        gpu_device_ids=facts.gpu_device_ids, asked_module_type="open", keep=True, by_hand=by_hand,
+    )  # fmt: skip
+    assert found == expected
+    (found,) = RunFile(facts, replace(spec, driver_mirror="", keep_driver=False)).plan()
+    url = f"https://us.download.nvidia.com/XFree86/Linux-x86_64/{KNOWN}/{file}"
+    assert found == replace(expected, keep=False, by_hand=replace(by_hand, url=url))
+    unknown = replace(facts, packages=replace(packages, installed={"libglvnd-glx": "1"}),
+                      driver=replace(facts.driver, library_version="1.2.3"))  # fmt: skip
+    assert RunFile(unknown, spec).plan() == (replace(expected, replaces="1.2.3", by_hand=None),)
+    image = replace(
+        facts,
+        image=ImageFacts((), offline=True),
+        bundle=BundleFacts(Manifest("debian", "12", "x86_64", "")),
+        packages=replace(packages, installed={}),
+    )
+    bare = replace(
+        expected,
+        gpu_device_ids=(),
+        has_libgl=False,
+        keep=False,
+        by_hand=None,
+        image_kernel=RELEASE,
+        without_systemd=True,
+    )
+    assert RunFile(image, spec).plan() == (bare,)
+
+
+# The driver in the kernel → the problem.
+OUTSIDE: dict[str, Problem | None] = {
+    "": Problem("the NVIDIA driver is not loaded on the container host", "there is no /proc/driver/nvidia/version",
+                f"install driver {NEW} on the container host first, then run gpuprov again here"),
+    OLD: Problem(
+        f"driver {NEW} is asked for, but the container host runs {OLD}: the two must match",
+        "/proc/driver/nvidia/version", f'set gpuprov_driver_version: "{OLD}", or update the container host'),
+    NEW: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loaded", OUTSIDE)
+def test_libraries_match_the_kernel_outside(facts: HostFacts, loaded: str) -> None:
+    problem = OUTSIDE[loaded]
+    kernel = replace(facts.kernel, container="lxc")
+    there = replace(facts, kernel=kernel, driver=replace(facts.driver, kernel_version=loaded), free_bytes={})
+    spec = parse_spec({"driver_version": NEW})
+    assert RunFile(there, spec).problems() == ((problem,) if problem else ())
+    assert loaded or "install the driver on" in RunFile(there, replace(spec, driver_version="")).problems()[0].next_step
+    assert RunFile(replace(there, image=ImageFacts(())), spec).problems() == ()
+
+
+@pytest.mark.parametrize(("folder", "needed"), [(CACHE_DIRECTORY, 2400), ("/usr", 1200)])
+def test_room_is_needed_for_nvidias_own_file_alone(facts: HostFacts, folder: str, needed: int) -> None:
+    spec = parse_spec({"driver_version": NEW})
+    there = {name: replace(facts, free_bytes={folder: size}) for name, size in
+             (("full", (needed << 20) - 1), ("enough", needed << 20))}  # fmt: skip
+    what = f"not enough room on the file system of {folder} for the driver"
+    problem = Problem(what, f"{needed - 1} MiB free, {needed} MiB needed", f"make room: df -h {folder}")
+    assert RunFile(there["full"], spec).problems() == (problem,)
+    assert RunFile(there["enough"], spec).problems() == ()
+    assert RunFile(there["full"], replace(spec, driver_url="/driver.run")).problems() == ()
+    installed = replace(there["full"], driver=replace(facts.driver, library_version=NEW))
+    assert RunFile(installed, spec).problems() == ()
+
+
+def test_a_summary_names_what_is_replaced_and_stopped() -> None:
+    change = InstallDriver(NEW, "/driver.run", "", "x86_64", True)
+    plain = f"install NVIDIA driver {NEW}"
+    assert change.summary() == replace(change, replaces=NEW).summary() == f"{plain} (libraries and kernel modules)"
+    assert replace(change, kernel_modules=False).summary() == f"{plain} (libraries only)"
+    more = replace(change, replaces=OLD, unloading=Unloading(OLD, ("nvidia",), ("a.service",)), keep_loaded=True)
+    meanwhile = "; stopped meanwhile: a.service; the loaded one stays until the reboot"
+    assert more.summary() == f"{plain} (libraries and kernel modules) instead of {OLD}{meanwhile}"
+    assert (change.diff(System("/nowhere")), more.diff(System("/nowhere"))) == ("", str(more.unloading))
+    assert change.next_action({}) is NextAction.CONTINUE
+    assert change.next_action({"installed": False}) is more.next_action({}) is NextAction.PLAN_AGAIN
+
+
+class Watched(LoadedHost):
+    """Notes what lies there while the installer runs, with which limit and environment, and lets it print a line."""
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] == "sh":
+            self.limit, self.environment_given = more["timeout"], more["env"]
+            self.seen = (self.path(UNPACK).stat().st_mode & 0o777, self.names_in(UNPACK), self.exists(INSTALLER_LOG),
+                         self.read_text(INCOMPLETE_MARK))  # fmt: skip
+            more["on_line"](" building \n")
+        if argv[0] == "dkms":
+            return Completed(tuple(argv), 0, f"nvidia/{NEW}, {RELEASE}, x86_64: installed\n")
+        return super().run(argv, **more)
+
+    def names_in(self, path: str) -> tuple[str, ...]:
+        return self.list_directory(path)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Watched:
+    made = Watched(tmp_path / "root")
+    for pid in (700, 701):
+        made.remove_tree(f"/proc/{pid}")
+    made.make_directory(UNPACK)
+    made.write(f"{UNPACK}/left", b"")
+    made.write(INSTALLER_LOG, b"ERROR: of an earlier run\n")
+    made.make_directory(CACHE_DIRECTORY)
+    made.path("/driver.run").rename(made.path(PLACE))
+    return made
+
+
+PLACE = f"{CACHE_DIRECTORY}/driver.run"
+UNLOADING = Unloading(OLD, ("nvidia_modeset", "nvidia_uvm", "nvidia"), boot_id="boot-1")
+CHANGE = InstallDriver(NEW, "https://a.example/driver.run", "", "x86_64", True, replaces=OLD, unloading=UNLOADING)
+
+
+@pytest.mark.parametrize("dkms", [False, True])
+def test_an_installation_by_exact_commands_is_recorded(host: Watched, dkms: bool) -> None:
+    if dkms:
+        host.write("/usr/bin/dkms", b"", mode=0o755)
+    assert CHANGE.capture(host) == {
+        "version": NEW, "replaces": OLD, "path": PLACE, "kernel_modules": True, "by_hand": None,
+        "blacklists": [capture_path(host, path) for path in BLACKLISTS], "record": capture_path(host, RECORD),
+    }  # fmt: skip
+    by_hand = Installation(OLD, "/old.run", "0", "x86_64", True)
+    assert replace(CHANGE, by_hand=by_hand).capture(host)["by_hand"] == asdict(by_hand)
+    digest, told = host.sha256(PLACE), list[tuple[Any, ...]]()
+    host.commands.clear()
+    assert CHANGE.apply(host, lambda *words: told.append(words)) == {}
+    options = ("--silent", "--no-questions", "--ui=none", f"--log-file-name={INSTALLER_LOG}")
+    command = ("sh", PLACE, "--tmpdir", UNPACK, *options, *(("--dkms",) * dkms), "--install-libglvnd")
+    unloads = [("rmmod", name) for name in UNLOADING.modules]
+    assert host.commands == [*unloads, command, ("modinfo", "-k", RELEASE, "-F", "version", "nvidia")]
+    assert (host.seen, host.environment_given) == ((0o700, (), False, f"{NEW}\n"), {})
+    assert told == [("building", 0, 0)] and not host.exists(UNPACK) and not host.exists(INCOMPLETE_MARK)
+    assert host.path(STATE_DIRECTORY).stat().st_mode & 0o777 == 0o700
+    record = Installation(NEW, CHANGE.url, digest, "x86_64", True)
+    assert json.loads(host.read_text(RECORD) or "") == asdict(record)
+    assert not host.exists(PLACE) and not host.exists(record.kept_path), "it is not to be kept"
+
+
+def test_a_driver_that_can_not_be_unloaded_is_left_to_a_reboot_if_one_helps(host: Watched) -> None:
+    host.kernel_holds, told = True, list[tuple[Any, ...]]()
+    assert CHANGE.apply(host, lambda *words: told.append(words)) == {"installed": False}
+    ((text, *progress),) = told
+    assert "nvidia_modeset can't be unloaded" in text and progress == [0, 0]
+    assert (host.read_text(IN_USE_MARK), host.exists(INCOMPLETE_MARK)) == ("boot-1\n", False)
+    refused(replace(CHANGE, unloading=replace(UNLOADING, boot_id="")).apply, host, tell_nobody)
+
+
+def test_an_installation_that_did_not_bring_the_driver_is_an_error(
+    host: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(code: int, log: str, *, lays: bool = False) -> Problem:
+        def runfile(words: tuple[str, ...]) -> tuple[int, str]:
+            host.write(INSTALLER_LOG, log.encode())
+            if lays:
+                host._lay(NEW)
+            return code, "the last line"
+
+        monkeypatch.setattr(host, "_runfile", runfile)
+        return refused(replace(CHANGE, unloading=UNLOADING if lays else None).apply, host, tell_nobody)
+
+    line = "ERROR: Unable to find the development tool `cc` in your path"
+    problem = ends(1, f"{line}\n")
+    assert problem.what.startswith(f"driver {NEW} was not installed: there is no compiler")
+    assert problem.evidence == f"the installer exited 1; {INSTALLER_LOG}: {line}"
+    assert problem.next_step.startswith("apt-get install")
+    assert ends(1, "").evidence == f"the installer exited 1; {INSTALLER_LOG}: the last line"
+    missing = ends(0, "-> now complete.\n")
+    assert (missing.evidence, missing.next_step) == (
+        f"the loader finds libnvidia-ml.so of version {OLD}", f"see {INSTALLER_LOG}",
+    )  # fmt: skip
+    assert not host.exists(UNPACK) and host.exists(INCOMPLETE_MARK)
+    monkeypatch.setattr(host, "_load_installed", lambda words: (1, ""))
+    unloaded = ends(0, "-> now complete.\n", lays=True)
+    assert unloaded.what == f"driver {NEW} is installed, but the kernel runs none"
+    assert unloaded.evidence == "/proc/driver/nvidia/version"
+    assert unloaded.next_step.endswith("; then: modprobe nvidia")
+
+
+def test_another_file_is_refused_before_it_runs(host: Watched) -> None:
+    label = f"NVIDIA Accelerated Graphics Driver for Linux-x86_64 {NEW}"
+    found = [
+        refused(replace(CHANGE, url="/gone.run").inspect, host),
+        refused(replace(CHANGE, sha256="0" * 64).inspect, host),
+        refused(replace(CHANGE, version=OLD).inspect, host),
+        refused(replace(CHANGE, architecture="aarch64").inspect, host),
+    ]
+    assert [one.evidence for one in found] == [
+        "", f"{PLACE} has SHA-256 {host.sha256(PLACE)}, gpuprov_driver_sha256 is {'0' * 64}",
+        *(f"{PLACE}: {label}",) * 2,
+    ]  # fmt: skip
+    other = "correct gpuprov_driver_url or gpuprov_driver_version"
+    assert [found[0].next_step, *(one.next_step for one in found[2:])] == ["check gpuprov_driver_url", other, other]
+    assert "the driver file" in found[1].what and "/gone.run" in found[0].what
