@@ -384,7 +384,7 @@ def plan_containers(driver: DriverSource) -> tuple[Change, ...]:
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents replacing the loaded driver, and what to do about it."""
     spec, running = driver.spec, driver.facts.running
-    found = way(driver).obstacles if driver.replaces else ()
+    found = way(driver).obstacles
     if not found or running is None:
         return ()
     steps = []

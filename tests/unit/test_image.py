@@ -115,8 +115,15 @@ def test_the_installer_is_told_the_kernel_and_never_asks_the_machine(facts: Host
 def test_options_that_an_installer_does_not_know_are_left_out(version: str, skips: bool) -> None:
     driver = InstallDriver(version, "/driver.run", "", "x86_64", True, "open", image_kernel=_NEW, without_systemd=True)
     found = driver.arguments(dkms=True, temporary="/t", log="/l")
-    assert f"--kernel-name={_NEW}" in found and "--no-systemd" in found
-    assert ("--skip-module-load" in found) == skips
+    beside = ("--skip-module-load", "--allow-installation-with-running-driver") if skips else ()
+    last = (f"--kernel-name={_NEW}", "--no-nouveau-check", "--no-x-check", *beside, "--no-systemd")
+    assert found[-len(last) :] == last and found[: -len(last)][-1].endswith("libglvnd")
+    older = replace(driver, version="460.106.00", module_type="auto")
+    assert "--no-systemd" not in older.arguments(dkms=True, temporary="/t", log="/l")
+    plain = InstallDriver(version, "/driver.run", "", "x86_64", True)
+    found = plain.arguments(dkms=False, temporary="/t", log="/l")
+    both = ("--skip-module-load", "--allow-installation-with-running-driver")
+    assert replace(plain, keep_loaded=True).arguments(dkms=False, temporary="/t", log="/l") == (*found, *both)
 
 
 def test_only_kernels_without_a_module_are_built_again(facts: HostFacts) -> None:

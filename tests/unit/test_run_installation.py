@@ -14,20 +14,23 @@ from gpuprov.bundle.manifest import BundleFacts, Manifest
 from gpuprov.core.changes import NextAction, capture_path, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
-from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
+from gpuprov.driver import running_driver
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK
 from gpuprov.driver.running_driver import Unloading
 from gpuprov.driver_run import INSTALLER_LOG, InstallDriver, RunFile
 from gpuprov.facts.boot import IN_USE_MARK
+from gpuprov.facts.driver import GpuHolder, RunningDriver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
+from gpuprov.machine.pci import PciGpu
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import parse_spec
 from gpuprov.protocol.tables import known_sha256
 from tests.unit.fake_host import RELEASE, FakeHost
-from tests.unit.loaded_host import NEW, OLD, LoadedHost
+from tests.unit.loaded_host import DCGM, NEW, OLD, LoadedHost
 from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
@@ -79,6 +82,22 @@ def test_the_whole_installation_is_planned(facts: HostFacts) -> None:
         without_systemd=True,
     )
     assert RunFile(image, spec).plan() == (bare,)
+    for device, kind in (("2941", "open"), ("1db4", "proprietary")):
+        other = replace(image, image=None, bundle=None, gpus=(PciGpu("0000:01:00.0", device),))
+        (found,) = RunFile(other, replace(spec, kernel_module_type="auto")).plan()
+        assert isinstance(found, InstallDriver) and found.module_type == kind
+        assert found.by_hand == replace(by_hand, module_type=kind, has_libgl=False)
+
+
+@pytest.mark.parametrize("holders", [(), (GpuHolder(950, "python3", "/dev/nvidia0"),)])
+def test_a_loaded_driver_gives_way_or_stays(facts: HostFacts, holders: tuple[GpuHolder, ...]) -> None:
+    running = RunningDriver(OLD, ("nvidia",), (), {}, "", holders)
+    there = replace(facts, driver=replace(facts.driver, kernel_version=OLD), running=running)
+    driver = RunFile(there, parse_spec({"driver_version": NEW, "reboot": "if-needed"}))
+    (change,) = driver.plan()
+    assert isinstance(change, InstallDriver) and change.module_type == "auto"
+    assert (change.unloading, change.keep_loaded) == (running_driver.way(driver).unloading, bool(holders))
+    assert (change.unloading is None) is bool(holders)
 
 
 # The driver in the kernel → the problem.
@@ -99,7 +118,8 @@ def test_libraries_match_the_kernel_outside(facts: HostFacts, loaded: str) -> No
     there = replace(facts, kernel=kernel, driver=replace(facts.driver, kernel_version=loaded), free_bytes={})
     spec = parse_spec({"driver_version": NEW})
     assert RunFile(there, spec).problems() == ((problem,) if problem else ())
-    assert loaded or "install the driver on" in RunFile(there, replace(spec, driver_version="")).problems()[0].next_step
+    found = RunFile(there, replace(spec, driver_version="")).problems()
+    assert [one.next_step.startswith("install the driver on the") for one in found] == [True] * (not loaded)
     assert RunFile(replace(there, image=ImageFacts(())), spec).problems() == ()
 
 
@@ -113,6 +133,8 @@ def test_room_is_needed_for_nvidias_own_file_alone(facts: HostFacts, folder: str
     assert RunFile(there["full"], spec).problems() == (problem,)
     assert RunFile(there["enough"], spec).problems() == ()
     assert RunFile(there["full"], replace(spec, driver_url="/driver.run")).problems() == ()
+    assert RunFile(replace(there["full"], driver_packaged="nvidia-driver"), spec).problems() == ()
+    assert RunFile(there["full"], replace(spec, driver_version="600")).problems() == ()
     installed = replace(there["full"], driver=replace(facts.driver, library_version=NEW))
     assert RunFile(installed, spec).problems() == ()
 
@@ -162,7 +184,8 @@ def host(tmp_path: Path) -> Watched:
 
 PLACE = f"{CACHE_DIRECTORY}/driver.run"
 UNLOADING = Unloading(OLD, ("nvidia_modeset", "nvidia_uvm", "nvidia"), boot_id="boot-1")
-CHANGE = InstallDriver(NEW, "https://a.example/driver.run", "", "x86_64", True, replaces=OLD, unloading=UNLOADING)
+CHANGE = InstallDriver(NEW, "https://a.example/driver.run", "", "x86_64", True, "open", replaces=OLD,
+                       unloading=UNLOADING)  # fmt: skip
 
 
 @pytest.mark.parametrize("dkms", [False, True])
@@ -179,22 +202,23 @@ def test_an_installation_by_exact_commands_is_recorded(host: Watched, dkms: bool
     host.commands.clear()
     assert CHANGE.apply(host, lambda *words: told.append(words)) == {}
     options = ("--silent", "--no-questions", "--ui=none", f"--log-file-name={INSTALLER_LOG}")
-    command = ("sh", PLACE, "--tmpdir", UNPACK, *options, *(("--dkms",) * dkms), "--install-libglvnd")
+    command = ("sh", PLACE, "--tmpdir", UNPACK, *options, *(("--dkms",) * dkms), "-m=kernel-open", "--install-libglvnd")
     unloads = [("rmmod", name) for name in UNLOADING.modules]
     assert host.commands == [*unloads, command, ("modinfo", "-k", RELEASE, "-F", "version", "nvidia")]
     assert (host.seen, host.environment_given) == ((0o700, (), False, f"{NEW}\n"), {})
     assert told == [("building", 0, 0)] and not host.exists(UNPACK) and not host.exists(INCOMPLETE_MARK)
     assert host.path(STATE_DIRECTORY).stat().st_mode & 0o777 == 0o700
-    record = Installation(NEW, CHANGE.url, digest, "x86_64", True)
+    record = Installation(NEW, CHANGE.url, digest, "x86_64", True, "open")
     assert json.loads(host.read_text(RECORD) or "") == asdict(record)
     assert not host.exists(PLACE) and not host.exists(record.kept_path), "it is not to be kept"
 
 
 def test_a_driver_that_can_not_be_unloaded_is_left_to_a_reboot_if_one_helps(host: Watched) -> None:
     host.kernel_holds, told = True, list[tuple[Any, ...]]()
-    assert CHANGE.apply(host, lambda *words: told.append(words)) == {"installed": False}
-    ((text, *progress),) = told
-    assert "nvidia_modeset can't be unloaded" in text and progress == [0, 0]
+    change = replace(CHANGE, unloading=replace(UNLOADING, units=(DCGM,)))
+    assert change.apply(host, lambda *words: told.append(words)) == {"installed": False}
+    assert {words[1:] for words in told} == {(0, 0)} and DCGM in host.units
+    assert [DCGM in told[0][0], DCGM in told[1][0], "nvidia_modeset can't be unloaded" in told[2][0]] == [True] * 3
     assert (host.read_text(IN_USE_MARK), host.exists(INCOMPLETE_MARK)) == ("boot-1\n", False)
     refused(replace(CHANGE, unloading=replace(UNLOADING, boot_id="")).apply, host, tell_nobody)
 
@@ -230,7 +254,7 @@ def test_an_installation_that_did_not_bring_the_driver_is_an_error(
     assert unloaded.next_step.endswith("; then: modprobe nvidia")
 
 
-def test_another_file_is_refused_before_it_runs(host: Watched) -> None:
+def test_another_file_or_a_full_disk_is_refused_before_it_runs(host: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     label = f"NVIDIA Accelerated Graphics Driver for Linux-x86_64 {NEW}"
     found = [
         refused(replace(CHANGE, url="/gone.run").inspect, host),
@@ -245,3 +269,29 @@ def test_another_file_is_refused_before_it_runs(host: Watched) -> None:
     other = "correct gpuprov_driver_url or gpuprov_driver_version"
     assert [found[0].next_step, *(one.next_step for one in found[2:])] == ["check gpuprov_driver_url", other, other]
     assert "the driver file" in found[1].what and "/gone.run" in found[0].what
+    size = host.path(PLACE).stat().st_size
+    monkeypatch.setattr(host, "free_bytes", lambda path: 5 * size - (path == "/usr"))
+    full = refused(CHANGE.apply, host, tell_nobody)
+    assert full.what == "not enough room on the file system of /usr to install the driver"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_undo_takes_all_away_or_names_what_failed(
+    host: Watched, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host._lay(NEW)
+    before = CHANGE.capture(host)
+    for path in (*BLACKLISTS, RECORD):
+        host.make_directory(path.rpartition("/")[0])
+        host.write(path, b"x")
+    running_driver.stop_users(host, Unloading(units=(DCGM,)), tell_nobody)
+    if fails:
+        monkeypatch.setattr(host, "_uninstall", lambda words: (1, "1\n2\n3\n4\nERROR: no log"))
+        problem = refused(InstallDriver.undo, host, before, {})
+        lines = ["`/usr/bin/nvidia-uninstall --silent` exited 1", "2", "3", "4", "ERROR: no log"]
+        assert problem.evidence.splitlines() == lines and "/var/log/nvidia-uninstall.log" in problem.next_step
+        assert problem.what == f"driver {NEW} could not be uninstalled, and is still there"
+    else:
+        InstallDriver.undo(host, before, {})
+    assert host.exists(INCOMPLETE_MARK) is fails and DCGM in host.units
+    assert not any(map(host.exists, (*BLACKLISTS, RECORD, STOPPED)))

@@ -86,6 +86,9 @@ ASKED = "NVIDIA_VISIBLE_DEVICES=all"
 ROWS: dict[str, tuple[dict[str, Any], bool]] = {
     "--gpus": ({"HostConfig": {"DeviceRequests": [{"Driver": "", "Count": -1}]}}, True),
     "--runtime=nvidia": ({"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": [ASKED]}}, True),
+    "a CDI name": (
+        {"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": ["NVIDIA_VISIBLE_DEVICES=nvidia.com/gpu=0"]}}, True,
+    ),
     "--device": ({"HostConfig": {"Devices": [{"PathOnHost": "/dev/nvidia0"}]}}, True),
     "the default runtime, no GPU": ({"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": ["PATH=/bin"]}}, False),
     "void": ({"HostConfig": {"Runtime": "nvidia"}, "Config": {"Env": ["NVIDIA_VISIBLE_DEVICES=void"]}}, False),

@@ -221,20 +221,19 @@ def test_users_are_gathered_by_exact_commands(host: LoadedHost, inspected: dict[
     expected = RunningDriver(OLD, ("nvidia_modeset", "nvidia_uvm", "nvidia"), (DCGM, PERSISTENCED), {}, "",
                              gather_holders(host))  # fmt: skip
     assert found.pop() == expected
-    node = "/dev/dri/renderD128"
     host.make_directory("/dev/dri")
-    host.make_node(node, 226, 128, 0o666)
+    host.make_node(NODE, 226, 128, 0o666)
     host.process(702, "/usr/bin/blender", "/user.slice/session-3.scope")
     (host.root / "proc/702/fd/0").unlink()
-    (host.root / "proc/702/fd/0").symlink_to(node)
+    (host.root / "proc/702/fd/0").symlink_to(NODE)
     host.container("train", 900)
     host.units.add(DISPLAY)
     (gpu,) = facts.driver.gpus
-    driver = replace(facts.driver, gpus=(replace(gpu, drm_nodes=(Node(node, 226, 128),)),))
+    driver = replace(facts.driver, gpus=(replace(gpu, drm_nodes=(Node(NODE, 226, 128),)),))
     facts = replace(facts, driver=driver, docker=replace(facts.docker, running_containers=("train",)))
     docker = [("docker", "ps", "--quiet", "--no-trunc"), ("docker", "inspect", CONTAINER)]
     assert asked(host, gathered, facts) == [(*ACTIVE, DISPLAY), shown, *docker]
-    holders = gather_holders(host, (node,))
+    holders = gather_holders(host, (NODE,))
     assert [one.pid for one in holders] == [700, 701, 702, 900]
     assert found == [replace(expected, containers={CONTAINER: "train"}, display_manager="gdm.service", holders=holders,
                              single_use=("train",) * once)]  # fmt: skip
@@ -257,7 +256,8 @@ ONCE = {**TWO, "single_use": ("one",)}
 SCREEN: dict[str, Any] = {"display_manager": "gdm.service", "holders": (GDM, SHELL)}
 SOON, NO = {"reboot": "if-needed"}, {"reboot": "never"}
 CONSENT, DARK = {"stop_containers": True}, {"stop_display_manager": True}
-PLAIN = Unloading(OLD, ("nvidia_uvm", "nvidia"), (DCGM,))
+NODE = "/dev/dri/renderD128"
+PLAIN = Unloading(OLD, ("nvidia_uvm", "nvidia"), (DCGM,), devices=(NODE,))
 CAN_WAIT, WAITS = replace(PLAIN, boot_id="boot-1"), Way(keep_loaded=True)
 GONE = "container one uses a GPU, and once stopped it can't be started again (--rm, or swarm)"
 LATER = "or set gpuprov_reboot: if-needed, which leaves it to a reboot"
@@ -285,14 +285,16 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Way, str]] = {
                   f"end what holds the GPUs: kill 961; {LATER}"),
     "a display, consent": (SCREEN, {**DARK, **NO}, Way(replace(PLAIN, units=("gdm.service", DCGM))), ""),
     "no display": ({}, {**DARK, **NO}, Way(PLAIN), ""),
-    "a service and its container": ({"holders": (replace(HELD, unit=DCGM), FOREIGN)}, {**DARK, **NO},
+    "a service and its container": ({**SCREEN, "holders": (replace(HELD, unit=DCGM), FOREIGN)}, {**DARK, **NO},
                                     Way(obstacles=(str(FOREIGN),)), f"end what holds the GPUs: kill 962; {LATER}"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
-    return gather(LoadedHost(tmp_path_factory.mktemp("host") / "root"))
+    found = gather(LoadedHost(tmp_path_factory.mktemp("host") / "root"))
+    gpus = tuple(replace(gpu, drm_nodes=(Node(NODE, 226, 128),)) for gpu in found.driver.gpus)
+    return replace(found, driver=replace(found.driver, gpus=gpus))
 
 
 def driver(facts: HostFacts, running: dict[str, Any], **values: Any) -> RunFile:
