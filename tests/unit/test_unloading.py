@@ -65,7 +65,10 @@ def test_a_driver_is_unloaded_and_its_users_start_again_in_the_other_order(host:
 
 
 def test_without_a_driver_on_the_disk_none_is_loaded(host: LoadedHost) -> None:
-    running_driver.stop_users(host, Unloading(modules=("nvidia",), containers=("train",)), tell_nobody)
+    stopped = Unloading(modules=("nvidia_drm",), containers=("train",))
+    running_driver.stop_users(host, stopped, tell_nobody)
+    assert asked(host, running_driver.start_again, tell_nobody) == [("modprobe", "nvidia_drm")]
+    running_driver.stop_users(host, stopped, tell_nobody)
     host._uninstall(())
     assert asked(host, running_driver.start_again, tell_nobody) == []
     assert json.loads(host.read_text(STOPPED) or "") == {"modules": [], "units": [], "containers": ["train"]}
@@ -198,6 +201,11 @@ def test_the_driver_on_the_disk_is_loaded_if_it_can(
         reasons = [f"the kernel still runs driver {OLD}, installed is {NEW}"]
         assert json.loads(host.read_text(REBOOT_ASKED) or "") == {"boot_id": "boot-1", "reasons": reasons}
         assert (status.mode, host.path(STATE_DIRECTORY).stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_reboot_is_asked_for_in_a_private_folder(host: LoadedHost) -> None:
+    running_driver.note_asked(host, "boot-1", ("it is needed",))
+    assert host.path(STATE_DIRECTORY).stat().st_mode & 0o777 == 0o700
 
 
 # -- who uses it -----------------------------------------------------------------------------------------------------
