@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import importlib.abc
 import importlib.machinery
+import io
 import multiprocessing
 import os
 import signal
@@ -135,7 +136,7 @@ class Mutation:
         print(f"| `{module.path}` | {total} | {total - left} found | {left} left | {minutes:.1f} min |", flush=True)
 
     def first_run(self, session: pytest.Session) -> FirstRun:
-        session.config.pluginmanager.unregister(name="terminalreporter")
+        session.config.get_terminal_writer()._file = io.StringIO()
         first, reached = FirstRun(), set[str]()
         vars(trampoline)["record_trampoline_hit"] = lambda name, caller: reached.add(name)
         for number, item in enumerate(session.items):
@@ -152,7 +153,7 @@ class Mutation:
 
     def found(self, session: pytest.Session, mutant: str, tests: list[int]) -> bool:
         """Tell whether a test fails with this mutant."""
-        session.config.pluginmanager.unregister(name="terminalreporter")
+        session.config.get_terminal_writer()._file = io.StringIO()
         trampoline.set_mutant_under_test(mutant)
         items = [session.items[number] for number in tests]
         for item, following in zip(items, [*items[1:], None]):
