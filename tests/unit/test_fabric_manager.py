@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov import verify
 from gpuprov.checks.outcome import Failed
-from gpuprov.core.changes import WriteFile
+from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager, packages
@@ -22,9 +22,10 @@ from gpuprov.packages.apt import APT
 from gpuprov.packages.dpkg import missing
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import manager_of
+from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.ask import problem_of
@@ -40,14 +41,15 @@ class SwitchHost(FakeHost):
     def __init__(self, root: Path) -> None:
         super().__init__(root, gpus=2, metal=True)
         self.version = ""
-        self.unit = {"is-active": False, "is-enabled": False}
+        self.unit, self.failing_verb = {"is-active": False, "is-enabled": False}, ""
         switch = root / "sys/bus/pci/devices/0000:c1:00.0"
         switch.mkdir(parents=True)
         for name, text in (("vendor", "0x10de"), ("class", "0x068000"), ("device", "0x22a3")):
             (switch / name).write_text(f"{text}\n")
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        if argv[0] == "nv-fabricmanager":
+        if tuple(argv) == ("nv-fabricmanager", "--version"):
+            self.commands.append(tuple(argv))
             said = f"\n\n\n\tFabric Manager version is : {self.version}\n\n"
             return Completed(tuple(argv), 0 if self.version else 127, said if self.version else "")
         return super().run(argv, **more)
@@ -57,7 +59,7 @@ class SwitchHost(FakeHost):
             return super()._systemctl(words)
         if words[0] in self.unit:
             return (0 if self.unit[words[0]] else 3), ""
-        if words[0] == "restart" and self.failing_unit == UNIT:
+        if words[0] == self.failing_verb:
             return 1, f"Job for {UNIT} failed."
         changes = {"restart": ("is-active", True), "stop": ("is-active", False), "enable": ("is-enabled", True),
                    "disable": ("is-enabled", False)}  # fmt: skip
@@ -162,14 +164,6 @@ def test_modules_for_switches_behind_adapters_are_loaded_first(host: SwitchHost)
     assert fabric_manager.plan(source_of(settled, wanted)) == ()
 
 
-def test_a_missing_module_is_named_with_its_command(host: SwitchHost) -> None:
-    host.version, host.failing_unit = VERSION, UNIT
-    says = 'Kernel module "ib_umad" has not been loaded, fabric manager cannot be started'
-    host.unit_log = says
-    said = str(problem_of(RunFabricManager(VERSION).apply, host, lambda *words: None))
-    assert says in said and "modprobe -a mlx5_ib ib_umad" in said
-
-
 @pytest.mark.parametrize(
     ("version", "manager", "name"),
     [
@@ -197,6 +191,14 @@ def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> Non
         f"enable and start {UNIT} ({VERSION})",
     ]
     assert [one.name for one in cuda_repository.repositories(source_of(facts, spec()))] == ["cuda"]
+
+
+def test_dnf_installs_it_past_module_streams(facts: HostFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostFacts, "package_manager", manager_of(None, "dnf"))
+    _, install, _ = fabric_manager.plan(source_of(facts, spec()))
+    assert isinstance(install, InstallRpmPackages)
+    assert install.names == (f"nvidia-fabric-manager={VERSION}",)
+    assert install.options == ("--setopt=gpuprov-cuda.module_hotfixes=1",)
 
 
 def holds(facts: HostFacts, spec: HostSpec) -> list[str]:
@@ -229,6 +231,10 @@ def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
     good = replace(facts, fabric=FabricFacts(("0000:c1:00.0",), False, VERSION, True, True))
     assert fabric_manager.plan(source_of(good, spec())) == ()
     assert cuda_repository.repositories(source_of(good, spec())) == ()
+    file = "/etc/apt/sources.list.d/gpuprov-cuda.sources"
+    for switches, names in ((good.fabric, ["cuda"]), (FabricFacts(), [])):
+        updated = replace(good, fabric=switches, files={file: FileFact(b"", 0o644, 0, 0)})
+        assert [one.name for one in cuda_repository.repositories(source_of(updated, spec()))] == names
     stopped = replace(good, fabric=replace(good.fabric, active=False))
     assert [change.key for change in fabric_manager.plan(source_of(stopped, spec()))] == [f"run {UNIT}"]
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
@@ -254,8 +260,15 @@ def test_its_unit_is_enabled_and_started_and_undo_takes_that_back(host: SwitchHo
     before = change.capture(host)
     change.apply(host, lambda *words: None)
     assert host.unit == {"is-active": True, "is-enabled": True}
+    RunFabricManager.undo(host, change.capture(host), {})
+    assert host.unit == {"is-active": True, "is-enabled": True}
     RunFabricManager.undo(host, before, {})
     assert host.unit == {"is-active": False, "is-enabled": False}
+    asked = [f"systemctl is-enabled --quiet {UNIT}", f"systemctl is-active --quiet {UNIT}"]
+    assert [" ".join(words) for words in host.commands] == [
+        *asked, "nv-fabricmanager --version", f"systemctl enable {UNIT}", f"systemctl restart {UNIT}", *asked,
+        f"systemctl stop {UNIT}", f"systemctl disable {UNIT}",
+    ]  # fmt: skip
 
 
 def test_an_image_has_it_enabled_and_not_started(host: SwitchHost) -> None:
@@ -267,18 +280,40 @@ def test_an_image_has_it_enabled_and_not_started(host: SwitchHost) -> None:
     assert not any(words[0] == "modprobe" for words in host.commands)
 
 
-def test_another_version_is_refused_before_it_is_started(host: SwitchHost) -> None:
-    host.version = OTHER
-    with pytest.raises(GpuprovError, match=f"fabric manager is {OTHER}, the driver is {VERSION}: they must agree"):
-        RunFabricManager(VERSION).apply(host, lambda *words: None)
-    assert host.unit == {"is-active": False, "is-enabled": False}
+_LACKS_MODULE = 'Kernel module "ib_umad" has not been loaded, fabric manager cannot be started'
+# The version, what systemctl fails to do, the unit's log → the problem, and the commands of systemctl that were run.
+FAILURES: dict[str, tuple[str, str, str, Problem, list[str]]] = {
+    "another version": (OTHER, "", "", Problem(
+        f"fabric manager is {OTHER}, the driver is {VERSION}: they must agree to the last digit",
+        f"`nv-fabricmanager --version` exited 0\nFabric Manager version is : {OTHER}",
+        f"is nvidia-fabricmanager {VERSION} in a repository of this host? apt-cache policy 'nvidia-fabric*'",
+    ), []),
+    "not enabled": (VERSION, "enable", "", Problem(
+        f"{UNIT} can't be enabled", f"`systemctl enable {UNIT}` exited 1\nJob for {UNIT} failed.",
+        f"systemctl status {UNIT}",
+    ), ["enable"]),
+    "not started": (VERSION, "restart", "the log", Problem(
+        f"{UNIT} does not start", f"`systemctl restart {UNIT}` exited 1\nJob for {UNIT} failed.\nthe log",
+        f"systemctl status {UNIT}",
+    ), ["enable", "restart"]),
+    "not started, without a log": (VERSION, "restart", "", Problem(
+        f"{UNIT} does not start", f"`systemctl restart {UNIT}` exited 1\nJob for {UNIT} failed.",
+        f"systemctl status {UNIT}",
+    ), ["enable", "restart"]),
+    "lacks a module": (VERSION, "restart", _LACKS_MODULE, Problem(
+        f"{UNIT} does not start", f"`systemctl restart {UNIT}` exited 1\nJob for {UNIT} failed.\n{_LACKS_MODULE}",
+        "modprobe -a mlx5_ib ib_umad && systemctl restart nvidia-fabricmanager  # no such module: install "
+        "linux-modules-extra-$(uname -r); at each boot: gpuprov install",
+    ), ["enable", "restart"]),
+}  # fmt: skip
 
 
-def test_a_unit_that_does_not_start_says_why(host: SwitchHost) -> None:
-    host.version, host.failing_unit = VERSION, UNIT
-    with pytest.raises(GpuprovError, match=f"{UNIT} does not start") as raised:
-        RunFabricManager(VERSION).apply(host, lambda *words: None)
-    assert "the unit's last words" in str(raised.value)
+@pytest.mark.parametrize("name", FAILURES)
+def test_one_that_can_not_run_says_why_and_what_to_type(host: SwitchHost, name: str) -> None:
+    host.version, host.failing_verb, host.unit_log, problem, verbs = FAILURES[name]
+    assert problem_of(RunFabricManager(VERSION).apply, host, lambda *words: None) == problem
+    assert [words[1] for words in host.commands if words[0] == "systemctl"] == verbs
+    assert not host.unit["is-active"]
 
 
 def test_what_the_program_says_of_itself_is_read() -> None:
@@ -286,19 +321,33 @@ def test_what_the_program_says_of_itself_is_read() -> None:
     assert parse_version("command not found") == ""
 
 
+_INSTALL = f"install nvidia-fabricmanager {VERSION}, or set gpuprov_fabric_manager: auto"
 SHOWN = {
-    "another version": (FabricFacts(("0000:c1:00.0",), False, OTHER, True), f"fabric manager is {OTHER}, the driver"),
-    "none": (FabricFacts(("0000:c1:00.0",)), "fabric manager is not installed"),
-    "stopped": (FabricFacts(("0000:c1:00.0",), False, VERSION, False), "does not run: CUDA ends with error 802"),
+    "another version": (
+        FabricFacts(("0000:c1:00.0", "mlx5_1"), False, OTHER, True),
+        f"fabric manager is {OTHER}, the driver is {VERSION}: they must agree to the last digit; "
+        f"nv-fabricmanager --version: {OTHER}; NVSwitches: 0000:c1:00.0, mlx5_1; {_INSTALL}",
+    ),
+    "none": (
+        FabricFacts(("0000:c1:00.0",)),
+        f"fabric manager is not installed, the driver is {VERSION}: they must agree to the last digit; "
+        f"nv-fabricmanager --version: not installed; NVSwitches: 0000:c1:00.0; {_INSTALL}",
+    ),
+    "stopped": (
+        FabricFacts(("0000:c1:00.0",), False, VERSION, False),
+        f"the fabric manager does not run: CUDA ends with error 802; systemctl is-active {UNIT}; "
+        f"systemctl enable --now {UNIT}; systemctl status {UNIT}",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_verification_names_what_keeps_cuda_from_coming_up(host: SwitchHost, name: str) -> None:
     simgpu.install_tree(host.root)
-    facts, what = SHOWN[name]
-    with pytest.raises(Failed, match=what):
+    facts, reason = SHOWN[name]
+    with pytest.raises(Failed) as raised:
         verify._fabric_manager(host, facts)
+    assert raised.value.reason == reason
     good = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
     assert verify._fabric_manager(host, good) == (VERSION, "")
 
