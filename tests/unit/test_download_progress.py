@@ -13,6 +13,7 @@ from gpuprov.core import download
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.download import fetch, fetch_small, published_sha256, unreachable
 from gpuprov.core.system import System
+from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.driver_run import default_url
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, Problem
@@ -39,7 +40,7 @@ class Clocked(Impatient):
 
 def progress(system: System, url: str) -> list[tuple[str, int, int]]:
     told: list[tuple[str, int, int]] = []
-    fetch(system, url, "/file", sha256=DIGEST, tell=lambda *words: told.append(words))
+    FetchRunfile(url, "/file", DIGEST).apply(system, lambda *words: told.append(words))
     return told
 
 

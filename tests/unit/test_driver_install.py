@@ -184,7 +184,7 @@ _KNOWN = "580.178.04"
     ("wanted", "place", "needs", "fetched"),
     [
         ({"driver_version": "580.1.1"}, f"{CACHE_DIRECTORY}/NVIDIA-Linux-x86_64-580.1.1.run", False, True),
-        ({"driver_url": "https://a.example/b/x.run/"}, f"{CACHE_DIRECTORY}/x.run", False, True),
+        ({"driver_url": "https://a.example/b/X/"}, f"{CACHE_DIRECTORY}/X", False, True),
         ({"driver_url": "/root/X/x.run"}, "/root/X/x.run", False, False),
         ({"driver_url": "http://a.example/x.run"}, f"{CACHE_DIRECTORY}/x.run", True, True),
         ({"driver_url": "http://a.example/x.run", "driver_sha256": "0" * 64}, f"{CACHE_DIRECTORY}/x.run", False, True),

@@ -127,7 +127,11 @@ def test_hidden_switches_by_model(tmp_path: Path, device_id: str, count: int, hi
     assert [one.what.partition(":")[0] for one in problems] == (
         ["this host's GPUs are joined by NVSwitches, and none is in sight"] if hidden else []
     )
-    assert all("modprobe -a mlx5_ib ib_umad" in one.next_step and "mlx5_ib" in one.evidence for one in problems)
+    for one in problems:
+        assert (
+            one.next_step.startswith("modprobe -a mlx5_ib ib_umad && gpuprov install  # ") and "mlx5_ib" in one.evidence
+        )
+        assert one.next_step.endswith(": -e gpuprov_fabric_manager=preinstalled")
     assert fabric_manager.plan(source_of(facts, spec())) == ()
     outside = spec(fabric_manager="preinstalled")
     assert fabric_manager.plan_problems(source_of(facts, outside)) == ()
@@ -191,6 +195,9 @@ def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> Non
         f"enable and start {UNIT} ({VERSION})",
     ]
     assert [one.name for one in cuda_repository.repositories(source_of(facts, spec()))] == ["cuda"]
+    branch = spec(driver_version="550", driver_url="/driver.run", driver_mirror="https://mirror.example")
+    there = replace(facts, driver=replace(facts.driver, library_version=OTHER))
+    assert fabric_manager.wanted_packages(source_of(there, branch)) == (f"nvidia-fabricmanager-535={OTHER}-*",)
 
 
 def test_dnf_installs_it_past_module_streams(facts: HostFacts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +288,11 @@ def test_an_image_has_it_enabled_and_not_started(host: SwitchHost) -> None:
 
 
 _LACKS_MODULE = 'Kernel module "ib_umad" has not been loaded, fabric manager cannot be started'
-# The version, what systemctl fails to do, the unit's log → the problem, and the commands of systemctl that were run.
+_COMMANDS = [
+    f"systemctl enable {UNIT}", f"systemctl restart {UNIT}",
+    f"journalctl --no-pager --output=cat --lines=4 --unit {UNIT}",
+]  # fmt: skip
+# The version, what systemctl fails to do, the unit's log → the problem, and what was run after the look at the version.
 FAILURES: dict[str, tuple[str, str, str, Problem, list[str]]] = {
     "another version": (OTHER, "", "", Problem(
         f"fabric manager is {OTHER}, the driver is {VERSION}: they must agree to the last digit",
@@ -291,28 +302,28 @@ FAILURES: dict[str, tuple[str, str, str, Problem, list[str]]] = {
     "not enabled": (VERSION, "enable", "", Problem(
         f"{UNIT} can't be enabled", f"`systemctl enable {UNIT}` exited 1\nJob for {UNIT} failed.",
         f"systemctl status {UNIT}",
-    ), ["enable"]),
+    ), _COMMANDS[:1]),
     "not started": (VERSION, "restart", "the log", Problem(
         f"{UNIT} does not start", f"`systemctl restart {UNIT}` exited 1\nJob for {UNIT} failed.\nthe log",
         f"systemctl status {UNIT}",
-    ), ["enable", "restart"]),
+    ), _COMMANDS),
     "not started, without a log": (VERSION, "restart", "", Problem(
         f"{UNIT} does not start", f"`systemctl restart {UNIT}` exited 1\nJob for {UNIT} failed.",
         f"systemctl status {UNIT}",
-    ), ["enable", "restart"]),
+    ), _COMMANDS),
     "lacks a module": (VERSION, "restart", _LACKS_MODULE, Problem(
         f"{UNIT} does not start", f"`systemctl restart {UNIT}` exited 1\nJob for {UNIT} failed.\n{_LACKS_MODULE}",
         "modprobe -a mlx5_ib ib_umad && systemctl restart nvidia-fabricmanager  # no such module: install "
         "linux-modules-extra-$(uname -r); at each boot: gpuprov install",
-    ), ["enable", "restart"]),
+    ), _COMMANDS),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_one_that_can_not_run_says_why_and_what_to_type(host: SwitchHost, name: str) -> None:
-    host.version, host.failing_verb, host.unit_log, problem, verbs = FAILURES[name]
+    host.version, host.failing_verb, host.unit_log, problem, commands = FAILURES[name]
     assert problem_of(RunFabricManager(VERSION).apply, host, lambda *words: None) == problem
-    assert [words[1] for words in host.commands if words[0] == "systemctl"] == verbs
+    assert [" ".join(words) for words in host.commands] == ["nv-fabricmanager --version", *commands]
     assert not host.unit["is-active"]
 
 

@@ -136,7 +136,8 @@ def test_a_version_needs_no_index(server: Served) -> None:
     found = run_files.resolved(System(), spec("565.77", server.url, driver_sha256="a" * 64), "aarch64")
     assert found.driver_url == f"{server.url}/565.77/NVIDIA-Linux-aarch64-565.77.run"
     assert (found.driver_version, found.driver_sha256, server.asked) == ("565.77", "a" * 64, [])
-    known = run_files.resolved(System(), spec("550.163.01", server.url), "x86_64")
+    known = run_files.resolved(System(), spec("550.163.01", f"{server.url}/X/"), "x86_64")
+    assert known.driver_url == f"{server.url}/X/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
     assert known.driver_sha256 == tables.known_sha256("550.163.01", "x86_64") != ""
 
 

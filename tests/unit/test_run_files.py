@@ -29,7 +29,8 @@ from tests.unit.scripted import Scripted
 pytestmark = pytest.mark.root
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
 SHA = hashlib.sha256(b"driver").hexdigest()
-FORMER = Installation(OLD, "/home/old.run", SHA, "x86_64", kernel_modules=True, module_type="open")
+# A path with a control character comes back unchanged.
+FORMER = Installation(OLD, "/home/old.run", SHA, "x86_64", kernel_modules=True, module_type="open", signing_key="/\t")
 URL = "https://mirror.example"
 
 
