@@ -20,7 +20,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK, FetchRunfile
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
@@ -181,6 +181,7 @@ def test_the_files_of_this_driver_and_the_replaced_one_are_kept(
         host.write(f"{KEPT}/{version}.run", b"x")
     path = f"{CACHE_DIRECTORY}/new.run"
     host.write(path, b"driver")
+    host.write(RECORD, b"of an earlier run", owner=(1, 1))
     former = replace(FORMER, version=NEW)
     run_files.keep(host, path, former, content=content, replaces=replaces, tell=lambda text, *_: told.append(text))
     assert set(host.list_directory(KEPT)) == {f"{version}.run" for version in left}
@@ -201,7 +202,9 @@ def test_a_copy_is_kept_if_it_is_the_file_that_was_installed(host: FakeHost, cha
     folder = host.status(KEPT)
     assert folder is not None and folder.mode == 0o700
     assert host.read_bytes(FORMER.kept_path) == (None if changed else b"driver")
-    assert [("/home/old.run has changed" in text, *progress) for text, *progress in told] == [(True, 0, 0)] * changed
+    step = "put it in a folder that only root can write, install again"
+    problem = Problem("/home/old.run has changed since it was installed", "", step)
+    assert told == [(f"the driver's file is not kept: {problem}", 0, 0)] * changed
 
 
 @pytest.mark.parametrize(
