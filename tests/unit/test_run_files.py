@@ -246,8 +246,10 @@ def test_the_former_driver_is_fetched_before_the_undo(
         host.write("/mirror/x", b"driver")
     before = {"version": NEW, "replaces": OLD, "by_hand": asdict(replace(FORMER, url=url))}
     entries = [Entry(1, "driver", "InstallDriver", "done", before, {})]
-    for some in ([], entries):
-        run_files.fetch_former(host, some, required=required)
+    for some in ([], [replace(entries[0], outcome={"installed": False})]):
+        run_files.fetch_former(host, some, required=True)
+    assert not host.exists(FORMER.kept_path)
+    run_files.fetch_former(host, entries, required=required)
     assert host.exists(FORMER.kept_path) is kept
     if not exists:
         with pytest.raises(GpuprovError):
@@ -349,6 +351,7 @@ FORMERS: dict[str, tuple[str, str, bool, dict[str, Any] | None, dict[str, Any], 
     "cut off, and not known": (OLD, NEW, True, None, {}, True),
     "half restored": (OLD, OLD, False, None, {}, False),
     "replaced nothing": (OLD, "", False, None, {"replaces": ""}, False),
+    "replaced nothing, and is gone": ("", "", False, {}, {"replaces": ""}, False),
     "replaced itself": (OLD, "", False, None, {"version": OLD}, False),
 }
 
@@ -356,7 +359,8 @@ FORMERS: dict[str, tuple[str, str, bool, dict[str, Any] | None, dict[str, Any], 
 @pytest.mark.parametrize("name", FORMERS)
 def test_whether_the_replaced_driver_is_whole(host: FakeHost, name: str) -> None:
     version, mark, damaged, outcome, more, whole = FORMERS[name]
-    simgpu.install_tree(host.root, version)
+    if version:
+        simgpu.install_tree(host.root, version)
     if mark:
         host.write(INCOMPLETE_MARK, f"{mark}\n".encode())
     if damaged:
