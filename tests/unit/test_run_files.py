@@ -30,7 +30,7 @@ pytestmark = pytest.mark.root
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
 SHA = hashlib.sha256(b"driver").hexdigest()
 # A path with a control character comes back unchanged.
-FORMER = Installation(OLD, "/home/old.run", SHA, "x86_64", kernel_modules=True, module_type="open", signing_key="/\t")
+FORMER = Installation(OLD, "/home/old.run", SHA, "x86_64", kernel_modules=True, module_type="open", signing_key="/\1")
 URL = "https://mirror.example"
 
 
