@@ -149,7 +149,9 @@ def test_a_wrong_file_is_refused(host: CudaHost, name: str) -> None:
 
 
 def test_another_digest_is_refused_before_anything_is_run(host: CudaHost) -> None:
-    with pytest.raises(GpuprovError, match=r"not the one that was asked for(.|\n)*gpuprov_cuda_sha256"):
+    with pytest.raises(
+        GpuprovError, match=r"CUDA toolkit's file is not the one that was asked for(.|\n)*, gpuprov_cuda_sha256 is 0"
+    ):
         InstallCudaToolkit("12.4", f"/{host.file.name}", "0" * 64).apply(host, lambda *words: None)
     assert not host.exists("/var/log/cuda-installer.log")
 
