@@ -247,4 +247,4 @@ def _restart(system: System, unit: str) -> str:
         return ""
     said = units.log_of(system, unit, 20).splitlines()
     lines = [line for line in said if "error" in line.lower() or "fail" in line.lower()]
-    return "\n".join(lines[-3:]) or trouble
+    return "\n".join(lines[-3:]) or trouble or f"{unit} is not active"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuprov.core.system import System
-from gpuprov.engines import known
+from gpuprov.engines import cri_status, known
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, RuntimeEntry
@@ -46,7 +46,7 @@ class Host(Scripted):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.active = True
-        self.starts = True
+        self.starts, self.exits = True, 1
         self.log = ""
         for program in ("containerd", "podman"):
             path = root / "usr/bin" / program
@@ -68,7 +68,7 @@ class Host(Scripted):
             self.active = self.starts
             # What does not start with the new file starts with the old one.
             self.starts = True
-            return 0 if self.active else 1, ""
+            return 0 if self.active else self.exits, ""
         return 0 if argv[1] != "is-active" or self.active else 3, ""
 
     @property
@@ -105,15 +105,17 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
 
 
 @pytest.mark.parametrize(
-    ("log", "evidence"),
+    ("log", "evidence", "exits"),
     [
-        ("starting\nerror: no such plugin\n", "error: no such plugin"),
-        ("1 ERROR\n2 Failed\n3\n4 error\n5 failure\n", "2 Failed\n4 error\n5 failure"),
-        ("starting\n", "`systemctl restart containerd.service` exited 1"),
+        ("starting\nerror: no such plugin\n", "error: no such plugin", 1),
+        ("1 ERROR\n2 Failed\n3\n4 error\n5 failure\n", "2 Failed\n4 error\n5 failure", 1),
+        ("starting\n", "`systemctl restart containerd.service` exited 1", 1),
+        ("failure\n", "failure", 0),
+        ("starting\n", "containerd.service is not active", 0),
     ],
 )
-def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: str, evidence: str) -> None:
-    host.starts, host.log = False, log
+def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: str, evidence: str, exits: int) -> None:
+    host.starts, host.log, host.exits = False, log, exits
     (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
     told: list[tuple[str, int, int]] = []
     with pytest.raises(GpuprovError, match="failed to start with its new configuration; the old one is back") as caught:
@@ -157,7 +159,8 @@ def test_the_summary_says_what_is_restarted_and_what_becomes_of_containers(host:
     first, second = plan(gather(host, BOTH), LAUNCHER_PATH)
     assert first.summary().endswith("config.toml and restart containerd (its containers go on)")
     assert "restart" not in second.summary()
-    assert "+BinaryName" in first.diff(host).replace(" ", "")
+    diff = "".join(line[0] + line[1:].strip() + "\n" for line in first.diff(host).splitlines())
+    assert "+BinaryName" in diff and "\n-" not in diff.partition("@@")[2]
 
 
 def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Host) -> None:
@@ -278,6 +281,21 @@ def test_an_engine_whose_version_is_not_told_gets_no_cdi(host: Host) -> None:
     facts = gather(silent, ("containerd",))["containerd"]
     assert facts.version == "" and gather(host, ("containerd",))["containerd"].version
     assert [limit for argv, limit in zip(silent.asked, silent.timeouts) if "--version" in argv] == [20]
+
+
+def test_only_a_socket_that_is_there_is_asked(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def ask(*words: object) -> CriStatus:
+        asked.append(words)
+        return CriStatus(("nvidia",))
+
+    monkeypatch.setattr(cri_status, "ask", ask)
+    assert [one.running for one in gather(host, BOTH).values()] == [None, None] and asked == []
+    host.make_directory("/run/containerd")
+    host.write("/run/containerd/containerd.sock", b"")
+    assert [one.running for one in gather(host, BOTH).values()] == [CriStatus(("nvidia",)), None]
+    assert asked == [(host, "/run/containerd/containerd.sock")]
 
 
 @pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])
