@@ -49,7 +49,7 @@ def _products(names: Iterable[str]) -> dict[str, re.Pattern[str]]:
 
 
 def _what(names: Collection[str]) -> str:
-    return f"the {' and '.join(_products(names)) or 'driver'}'s packages"
+    return f"the {' and '.join(_products(names))}'s packages"
 
 
 class InstallDriverPackages(InstallPackages):

@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.core.changes import FileFact, WriteFile
+from gpuprov.core.changes import FileFact, WriteFile, tell_nobody
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_toolkit
 from gpuprov.driver.packaged import (
@@ -32,10 +32,11 @@ from gpuprov.packages.rpm import RefreshRpmIndex
 from gpuprov.plan.context import source_of
 from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
@@ -332,6 +333,16 @@ def test_a_profile_that_somebody_else_wrote_stays(metal: HostFacts) -> None:
     assert cuda_toolkit.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
 
 
+LOG = (
+    "1 nvidia: old",
+    "2 NVRM: not called",
+    "3 usb 1-1: new device",
+    "4 nvidia: a",
+    "5 NVIDIA: b",
+    "6 nvidia: refused",
+)
+
+
 class Loading(Scripted):
     """A machine whose modprobe loads what it is told to, or refuses."""
 
@@ -343,7 +354,7 @@ class Loading(Scripted):
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv == ("dmesg",):
-            return "[1.0] usb 1-1: new device\n[2.0] NVRM: The probe routine was not called\n[3.0] nvidia: refused\n"
+            return "".join(f"{line}\n" for line in LOG)
         assert argv[0] == "modprobe"
         if argv[1] == self.refuses:
             return 1, "", "modprobe: ERROR: could not insert 'nvidia': No such device"
@@ -357,15 +368,18 @@ def test_loading_is_proved_by_the_kernels_own_word(tmp_path: Path) -> None:
     host = Loading(tmp_path, "550.163.01")
     LoadDriver().apply(host, lambda *_: None)
     assert host.asked == [("modprobe", "nvidia"), ("modprobe", "nvidia-uvm")]
-    with pytest.raises(GpuprovError, match=r"the loaded driver is 535.261.03, its libraries are 550.163.01") as caught:
-        LoadDriver().apply(Loading(tmp_path, "535.261.03"), lambda *_: None)
-    assert "reboot" in str(caught.value)
+    problem = refused(LoadDriver().apply, Loading(tmp_path, "535.261.03"), tell_nobody)
+    assert problem.what == "the loaded driver is 535.261.03, its libraries are 550.163.01"
+    assert problem.evidence == "/proc/driver/nvidia/version" and problem.next_step.startswith("reboot")
 
 
 def test_a_refusal_comes_with_what_the_kernel_says(tmp_path: Path) -> None:
-    with pytest.raises(GpuprovError, match=r"NVRM: The probe routine was not called\n.*nvidia: refused") as caught:
-        LoadDriver().apply(Loading(tmp_path, refuses="nvidia"), lambda *_: None)
-    assert "usb 1-1" not in str(caught.value)
+    host = Loading(tmp_path, refuses="nvidia")
+    problem = refused(LoadDriver().apply, host, tell_nobody)
+    assert problem.what == "the kernel module nvidia can't be loaded" and "lspci -k -d 10de:" in problem.next_step
+    (*said, _, _, _, _) = found = problem.evidence.splitlines()
+    assert "No such device" in said[-1] and found[-4:] == [LOG[number] for number in (1, 3, 4, 5)]
+    assert len(host.asked) == 2 and all(host.timeouts)
 
 
 _VOLTA, _KEPLER = PciGpu("0000:01:00.0", "1db4"), PciGpu("0000:01:00.0", "102d")

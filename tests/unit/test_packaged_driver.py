@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +14,10 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
-from gpuprov.driver import packaged
+from gpuprov.driver import packaged, running_driver
 from gpuprov.driver.packaged import ChangeDriverPackages, InstallDriverPackages, InstallDriverRpms, LoadDriver, keep
 from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.packages.apt_changes import InstallPackages
@@ -25,8 +27,10 @@ from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
 from gpuprov.toolkit import CDI_SPECIFICATION
+from tests import simgpu
 from tests.unit.fake_host import FakeHost
 from tests.unit.loaded_host import DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 
@@ -141,9 +145,12 @@ def test_packages_of_a_driver_in_use_are_left_alone(host: PackagedHost) -> None:
 
 
 def test_packages_that_are_not_the_drivers_do_not_go_for_it(host: PackagedHost) -> None:
-    host.removes = "Remv libnvidia-compute-535 [535.261.03-1]\nRemv pytorch [2.0]\n"
+    gone = "Remv libnvidia-compute-535 [535.261.03-1]\nRemv pytorch [2.0]"
+    host.removes = f"Inst nvidia-open\n{gone}\n"
     finished, _ = take_550(host)
-    assert finished.problems[0].what == "apt would take away pytorch for driver 550"
+    (problem,) = finished.problems
+    assert (problem.what, problem.evidence) == ("apt would take away pytorch for driver 550", gone)
+    assert "apt-get --simulate install --allow-downgrades -- nvidia-open" in problem.next_step
     assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (OLD, OLD))
 
 
@@ -193,6 +200,8 @@ def test_kept_packages_lie_in_the_folder_of_the_drivers_version(tmp_path: Path) 
     keep(host, packages)
     assert host.list_directory(KEPT_PACKAGES) == ("580.82.07",)
     assert host.path(f"{KEPT_PACKAGES}/580.82.07").stat().st_mode & 0o777 == 0o700
+    # One without a version of the driver's kind names no folder.
+    assert packaged.driver_version("1-1") == ""
     files = {f"{name}_{version.replace(':', '%3a')}_amd64.deb" for name, version in own.items()}
     assert {*host.list_directory(f"{KEPT_PACKAGES}/580.82.07")} == files
 
@@ -213,7 +222,7 @@ WAYS: dict[str, tuple[set[str], str, str, bool, bool]] = {
     "one is in no repository": (OTHERS, "", "", False, False),
     "apt keeps a file": ({*OTHERS, ARCHIVED}, ARCHIVED, "", True, True),
     "gpuprov keeps a file": ({*OTHERS, KEPT}, KEPT, "", True, True),
-    "a kept file is damaged": (VERSIONS, KEPT, "", True, True),
+    "a kept file is damaged": (VERSIONS - {"libnvidia-ml1=1"}, KEPT, "", True, True),
     "a stranger goes for them": (VERSIONS, "", "Remv pytorch [2.0]\n", True, False),
 }  # fmt: skip
 
@@ -224,6 +233,7 @@ class AptHost(FakeHost):
     gets: set[str]
     removes = ""
     reports = 0
+    half_done = True
     before: ClassVar[dict[str, Any]] = {
         "installed": [], "versions": {**FORMER, "libnvidia-ml1": "1", "vim": "1", "nvidia-container-toolkit": "1"},
     }  # fmt: skip
@@ -235,7 +245,14 @@ class AptHost(FakeHost):
         super().__init__(root)
         # Somebody has installed another libnvidia-ml1 since.
         self.installed.update({"nvidia-open": "2", "libcuda1:i386": "2", "libnvidia-ml1": "3", "vim": "2"})
-        self.installed["nvidia-container-toolkit"] = "1"
+        self.installed.update({"nvidia-container-toolkit": "1", "since": "1"})
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        # Each tells a line of progress.
+        more.get("on_line", str)("Setting up a package")
+        assert argv[0] not in ("apt-get", "apt-cache") or more["timeout"]
+        done = Completed(tuple(argv), 1, "half done\n")
+        return done if argv[0] == "dpkg" and self.half_done else super().run(argv, **more)
 
     def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
         assert words[0] == "madison"
@@ -257,8 +274,12 @@ class AptHost(FakeHost):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Path, name: str) -> None:
+def test_an_undo_restores_the_packages_that_the_change_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     gets, kept, removes, offered, restored = WAYS[name]
+    loaded_on: list[FakeHost] = []
+    monkeypatch.setattr(running_driver, "load_installed", loaded_on.append)
     host = AptHost(tmp_path / "root")
     host.gets, host.removes = gets, removes
     if kept:
@@ -269,7 +290,8 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Pa
     stay = {one.split(" ")[0] for one in InstallDriverPackages.irreversible(host, host.before, host.outcome, ())}
     assert stay == ({"vim"} if restored else {"vim", "nvidia-open", "libcuda1:i386"})
     stay = {one.split(" ")[0] for one in InstallDriverPackages.irreversible(host, host.before, None, ())}
-    assert stay == ({"vim"} if restored else {"vim", "nvidia-open", "libcuda1:i386", "libnvidia-ml1"})
+    all_again = restored and "libnvidia-ml1=1" in gets
+    assert stay == ({"vim"} if all_again else {"vim", "nvidia-open", "libcuda1:i386", "libnvidia-ml1"})
     # An earlier gpuprov has noted neither versions nor changes.
     assert InstallDriverPackages.restores(host, {"installed": []}, {"added": []}) == ()
     assert InstallDriverPackages.irreversible(host, host.before, {"added": []}, ()) == ()
@@ -277,13 +299,17 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Pa
     instead = ChangeDriverPackages(("nvidia-open",), instead=("nvidia-smi",)).capture(host)["instead"]
     gone = ChangeDriverPackages.irreversible(host, {**host.before, "instead": instead}, host.outcome, ())
     assert any("nvidia-smi" in one for one in gone) is not restored
+    # An earlier gpuprov has noted no packages that go for it.
+    assert ChangeDriverPackages.irreversible(host, host.before, host.outcome, ()) is not None
     InstallDriverPackages.undo(host, host.before, host.outcome)
+    assert loaded_on == [host] * restored
     found = {name: host.installed.get(name) for name in FORMER}
-    assert (found == FORMER, host.installed["libnvidia-ml1"]) == (restored, "3")
+    assert (found == FORMER, host.installed["libnvidia-ml1"], "since" in host.installed) == (restored, "3", True)
     if restored:
+        assert InstallDriverPackages.restores(host, host.before, host.outcome) == ()
         host.installed["nvidia-open"], host.reports = "2", 100
-        with pytest.raises(GpuprovError, match="Sub-process"):
-            InstallDriverPackages.undo(host, host.before, host.outcome)
+        problem = refused(InstallDriverPackages.undo, host, host.before, host.outcome)
+        assert problem.what.startswith("the driver's packages could") and "Sub-process" in problem.evidence
     host.installed = {**FORMER, "nvidia-container-toolkit": "1.17"}
     (way,) = InstallDriverPackages(("nvidia-open=2", "vim")).way_back(host)
     # The first of several that there are, or all that can't be had.
@@ -292,25 +318,44 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(tmp_path: Pa
     assert InstallDriverPackages(("vim",)).way_back(host) == ()
 
 
+def test_an_undo_restores_the_toolkit_and_loads_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(running_driver, "load_installed")
+    host, name = AptHost(tmp_path / "root"), "nvidia-container-toolkit"
+    host.gets = {f"{name}=0", f"{name}=1", *VERSIONS}
+    before, outcome = {"installed": [], "versions": {name: "0"}}, {"added": [], "changed": {name: ["0", "1"]}}
+    assert InstallDriverPackages.restores(host, before, outcome) == (f"restores the toolkit's packages ({name}=0)",)
+    InstallDriverPackages.undo(host, before, outcome)
+    assert [one[-2:] for one in host.commands if "--allow-downgrades" in one] == [("--", f"{name}=0")] * 3
+    (way,) = InstallDriverPackages((name,)).way_back(host)
+    assert way == f"way back: the toolkit's packages, by version ({name}=1)"
+    (way,) = InstallDriverPackages((name, "nvidia-open")).way_back(host)
+    assert "the driver and toolkit's packages" in way
+
+
 def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
     """It reports success, but the version is another one; or the loader takes the libraries of another branch."""
     host = AptHost(tmp_path / "root")
-    host.gets = {"nvidia-open", "nvidia-open=1", "nvidia-old-"}
+    host.gets, host.half_done = {"nvidia-open", "nvidia-open=1", "nvidia-old-"}, False
     more: dict[str, Any] = {"instead": ("nvidia-old",), "options": ("-o", "Dir=bundle")}
     for name, wanted in (("nvidia-open", "535"), ("nvidia-open=1", f"{OLD}-1")):
         ChangeDriverPackages((name,), wanted=wanted, **more).apply(host, tell_nobody)
     packaged.SwitchPin(("nvidia-open",), **more).apply(host, tell_nobody)
     found = [("Dir=bundle" in one, one[-1]) for one in host.commands if "install" in one and "--" in one]
     assert found == [(True, "nvidia-old-")] * 5
-    for change in (
-        ChangeDriverPackages(("nvidia-open",), wanted="550"),
-        ChangeDriverPackages(("missing",), wanted="550"),
-        packaged.SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)),
-        packaged.SwitchPin(("missing",)),
-    ):
-        with pytest.raises(GpuprovError):
-            change.apply(host, tell_nobody)
+    host.gets.add("nvidia-gone")
+    for change, what, seen, step in (
+        (ChangeDriverPackages(("nvidia-open",), wanted="550"), OLD, "success", "apt-cache policy nvidia-open"),
+        (ChangeDriverPackages(("nvidia-gone",), wanted="550"), " no driver,", "", "apt-cache policy nvidia-gone"),
+        (ChangeDriverPackages(("missing",), wanted="550"), "changed to 550", "Version not found", ""),
+        (packaged.SwitchBranch(("nvidia-open",), wanted="535", instead=("nvidia-old",)), "branch 535",
+         "libnvidia-ml.so.1 is of no driver", "update-alternatives --display nvidia "),
+        (packaged.SwitchPin(("missing",)), "missing could not", "Version not found", ""),
+    ):  # fmt: skip
+        problem = refused(change.apply, host, tell_nobody)
+        assert what in problem.what and seen in problem.evidence and problem.next_step.startswith(step)
     assert host.commands[-1][-2:] == ("--", "missing")
+    simgpu.install_tree(host.root, OLD)
+    packaged.SwitchBranch(("nvidia-open",), wanted="535").apply(host, tell_nobody)
 
 
 def test_nothing_is_changed_if_apt_does_not_tell_what_would_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

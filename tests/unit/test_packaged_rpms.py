@@ -16,9 +16,9 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream, InstallDriverRpms, keep
 from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.packages.dnf import DNF
-from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
 from tests.unit.loaded_host import NEW, OLD
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
@@ -52,6 +52,7 @@ class RpmHost(Scripted):
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         # Whatever may read a repository needs the proxy.
         assert argv[0] != "dnf" or "--assumeno" in argv or more["env"]["https_proxy"] == self.proxy.url
+        more.get("on_line", str)("Installing : a package")
         return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
@@ -140,8 +141,10 @@ def test_an_undo_installs_the_former_version_and_loads_a_driver(tmp_path: Path, 
     path = keep_old(host) if kept else ""
     old = TOOLKIT[0] if of_toolkit else rpm(OLD)
     host.fails = ("-y", "install")
-    with pytest.raises(GpuprovError, match="it fails"):
-        InstallDriverRpms.undo(host, before, outcome)
+    problem = refused(InstallDriverRpms.undo, host, before, outcome)
+    what = f"the {'toolkit' if of_toolkit else 'driver'}'s packages"
+    assert problem.what.startswith(f"{what} could") and "it fails" in problem.evidence
+    assert InstallDriverRpms.restores(host, before, outcome) == (f"restores {what} ({old})",)
     host.fails = ("nothing",)
     InstallDriverRpms.undo(host, before, outcome)
     assert host.packages == {old, SINCE, VIM}
@@ -155,8 +158,12 @@ def test_an_undo_installs_the_former_version_and_loads_a_driver(tmp_path: Path, 
 def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Path) -> None:
     host = RpmHost(tmp_path, rpm(OLD), KMOD, NEW_KMOD, DKMS)
     change = ChangeDriverRpms(DNF, ("nvidia-open",), options=("--option",), wanted=NEW.partition(".")[0])
-    with pytest.raises(GpuprovError, match=OLD):
-        change.apply(host, tell_nobody)
+    problem = refused(change.apply, host, tell_nobody)
+    assert (
+        OLD in problem.what
+        and problem.evidence
+        and problem.next_step.startswith("dnf list --showduplicates nvidia-open ")
+    )
     assert KMOD in host.packages
     host.packages ^= {rpm(OLD), rpm(NEW)}
     change.apply(host, tell_nobody)
@@ -167,8 +174,8 @@ def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Pa
     for fails in (("distro-sync",), ("-e",)):
         host.packages |= {KMOD}
         host.fails = fails
-        with pytest.raises(GpuprovError, match="it fails"):
-            change.apply(host, tell_nobody)
+        problem = refused(change.apply, host, tell_nobody)
+        assert "it fails" in problem.evidence and ("changed to 550" if "distro-sync" in fails else KMOD) in problem.what
 
 
 @pytest.mark.parametrize("before", ["", "570"])
@@ -182,5 +189,9 @@ def test_a_stream_takes_the_place_of_another_and_goes_back_to_it(tmp_path: Path,
     EnableStream.undo(host, change.capture(host), None)
     assert host.asked == [reset, *([(*module, "enable", "nvidia-driver:570")] if before else [])]
     host.fails = ("nvidia-driver:580",)
-    with pytest.raises(GpuprovError, match="it fails"):
-        change.apply(host, tell_nobody)
+    problem = refused(change.apply, host, tell_nobody)
+    assert (problem.what, "it fails" in problem.evidence) == ("dnf can't enable nvidia-driver:580", True)
+    assert problem.next_step.startswith("dnf module list nvidia-driver ")
+    host.fails = ("reset",)
+    assert not before or refused(change.apply, host, tell_nobody).what == "dnf can't reset nvidia-driver"
+    assert all(host.timeouts)

@@ -55,6 +55,7 @@ class Host(Scripted):
         changes = argv[0] in ("dnf", "zypper") or argv[1] in ("-e", "--install")
         changes = changes or (argv[1] == "--erase" and argv[2] != "--test")
         assert not changes or (more["timeout"] >= 600 and more["env"]["ZYPP_LOCK_TIMEOUT"] == "7")
+        more.get("on_line", str)("Installing : a package")
         return super().run(argv, **more)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
@@ -201,7 +202,8 @@ def test_removed_packages_come_back_from_their_copies(tmp_path: Path, killed: bo
     before, told = change.capture(host), []
     assert (before["packages"], before["lock_timeout"]) == ([CPP, GCC], 7)
     change.apply(host, lambda *words: told.append(words))
-    assert told == [(f"keeping a copy of {name}", 0, 0) for name in (CPP, GCC)]
+    (one, other), line = ((f"keeping a copy of {name}", 0, 0) for name in (CPP, GCC)), ("Installing : a package", 0, 0)
+    assert told == [one, line, other, line, line]
     assert host.packages == {VIM} and host.synced == 1
     # rpm has renamed the file: it stays where it was.
     assert host.list_directory("/etc/nvidia") == ("edited.conf",)
