@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpuprov.core.changes import (
+    Change,
     MakeNode,
     RefreshLoaderCache,
     RemoveFile,
@@ -185,7 +186,7 @@ def test_the_loaders_cache_is_written_or_it_says_why_not() -> None:
     host.answer = lambda argv: (1, "", "disk full")  # type: ignore[method-assign]
     problem = problem_of(RefreshLoaderCache().apply, host, tell_nobody)
     assert problem.what and "disk full" in problem.evidence and "ldconfig" in problem.next_step
-    assert host.asked == [("ldconfig",)] * 2
+    assert host.asked == [("ldconfig",)] * 2 and all(host.timeouts)
 
 
 def test_a_node_that_the_units_made_meanwhile_goes_and_one_of_other_numbers_comes_back(system: System) -> None:
@@ -194,7 +195,7 @@ def test_a_node_that_the_units_made_meanwhile_goes_and_one_of_other_numbers_come
         before = MakeNode(PATH, 195, 3).capture(system)
         MakeNode(PATH, *numbers).apply(system, tell_nobody)
         MakeNode.undo(system, before, None)
-        assert (PATH in tree(system)) is left
+        assert (PATH in tree(system)) is ("/a/b" in tree(system)) is left
         if left:
             assert (tree(system)[PATH][0].minor, tree(system)[PATH][0].gid) == (3, 44)
 
@@ -251,6 +252,7 @@ def test_diffs_of_files_have_their_modes(system: System, before: str, content: b
 
 
 def test_diffs_of_a_mode_and_of_a_removal(system: System) -> None:
+    assert (Change().diff(system), Change().diff_in_short(system)) == ("", "")
     assert SetMode(PATH, 0o644).diff(system) == ""
     lay(system, "file")
     assert SetMode(PATH, 0o644).diff(system) == MODES

@@ -195,6 +195,8 @@ def test_kept_packages_lie_in_the_folder_of_the_drivers_version(tmp_path: Path) 
     host.make_directory(f"{FOLDER}/repository")
     for one in packages[:-1]:
         host.write(f"{FOLDER}/{one.file}", b"")
+    keep(host, [])
+    assert host.commands == []
     keep(host, [one for one in packages if "container" in one.name])
     assert host.list_directory(KEPT_PACKAGES) == ()
     keep(host, packages)
@@ -213,6 +215,7 @@ VERSIONS = {*(f"{name}={version}" for name, version in FORMER.items()), "libnvid
 OTHERS = VERSIONS - {f"nvidia-open=1:{OLD}-1"}
 DEB = f"nvidia-open_1%3a{OLD}-1_amd64.deb"
 ARCHIVED, KEPT = f"/var/cache/apt/archives/{DEB}", f"{KEPT_PACKAGES}/{OLD}/{DEB}"
+I386_DEB = f"{KEPT_PACKAGES}/{OLD}/libcuda1_{OLD}-1_i386.deb"
 # apt-get(8). What is not there is refused.
 WORDS = {"install", "-q", "-o", *map("--{}".format, ("simulate", "allow-downgrades", "purge", "yes"))}
 WORDS |= {"--allow-change-held-packages", "--no-install-recommends"}
@@ -222,6 +225,7 @@ WAYS: dict[str, tuple[set[str], str, str, bool, bool]] = {
     "one is in no repository": (OTHERS, "", "", False, False),
     "apt keeps a file": ({*OTHERS, ARCHIVED}, ARCHIVED, "", True, True),
     "gpuprov keeps a file": ({*OTHERS, KEPT}, KEPT, "", True, True),
+    "of another architecture too": (VERSIONS - {f"libcuda1:i386={OLD}-1"} | {I386_DEB}, I386_DEB, "", True, True),
     "a kept file is damaged": (VERSIONS - {"libnvidia-ml1=1"}, KEPT, "", True, True),
     "a stranger goes for them": (VERSIONS, "", "Remv pytorch [2.0]\n", True, False),
 }  # fmt: skip
@@ -234,6 +238,7 @@ class AptHost(FakeHost):
     removes = ""
     reports = 0
     half_done = True
+    full: Exception = OSError(28, "No space left on device")
     before: ClassVar[dict[str, Any]] = {
         "installed": [], "versions": {**FORMER, "libnvidia-ml1": "1", "vim": "1", "nvidia-container-toolkit": "1"},
     }  # fmt: skip
@@ -253,6 +258,11 @@ class AptHost(FakeHost):
         assert argv[0] not in ("apt-get", "apt-cache") or more["timeout"]
         done = Completed(tuple(argv), 1, "half done\n")
         return done if argv[0] == "dpkg" and self.half_done else super().run(argv, **more)
+
+    def write(self, path: str, content: bytes, **more: Any) -> None:
+        if path.endswith("/used"):
+            raise self.full
+        super().write(path, content, **more)
 
     def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
         assert words[0] == "madison"
@@ -283,6 +293,7 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(
     host = AptHost(tmp_path / "root")
     host.gets, host.removes = gets, removes
     if kept:
+        host.full = GpuprovError("full", "", "") if kept == I386_DEB else host.full
         host.make_directory(kept.rpartition("/")[0])
         host.write(kept, b"")
     told = InstallDriverPackages.restores(host, host.before, host.outcome)
@@ -294,6 +305,7 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(
     assert stay == ({"vim"} if all_again else {"vim", "nvidia-open", "libcuda1:i386", "libnvidia-ml1"})
     # An earlier gpuprov has noted neither versions nor changes.
     assert InstallDriverPackages.restores(host, {"installed": []}, {"added": []}) == ()
+    assert host.commands[-1][0] == "dpkg-query", "there is nothing to ask apt for"
     assert InstallDriverPackages.irreversible(host, host.before, {"added": []}, ()) == ()
     # A package that was removed for it counts only if an undo does not restore it.
     instead = ChangeDriverPackages(("nvidia-open",), instead=("nvidia-smi",)).capture(host)["instead"]
@@ -328,8 +340,9 @@ def test_an_undo_restores_the_toolkit_and_loads_no_driver(tmp_path: Path, monkey
     assert [one[-2:] for one in host.commands if "--allow-downgrades" in one] == [("--", f"{name}=0")] * 3
     (way,) = InstallDriverPackages((name,)).way_back(host)
     assert way == f"way back: the toolkit's packages, by version ({name}=1)"
+    host.installed = {name: "1", "nvidia-open": f"1:{OLD}-1"}
     (way,) = InstallDriverPackages((name, "nvidia-open")).way_back(host)
-    assert "the driver and toolkit's packages" in way
+    assert way == f"way back: the driver and toolkit's packages, by version ({name}=1 and 1 more)"
 
 
 def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:

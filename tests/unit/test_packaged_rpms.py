@@ -100,10 +100,13 @@ WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
 def keep_old(host: RpmHost) -> str:
     host.make_directory(FOLDER)
     host.write(f"{FOLDER}/a.rpm", b"")
-    there, host.packages = host.packages, {rpm(OLD), VIM}
-    keep(host, [BundlePackage("nvidia-open", f"3:{OLD}-1.el9", "noarch", "a.rpm")])
+    host.write(f"{FOLDER}/b.rpm", b"")
+    there, host.packages = host.packages, {rpm(OLD), ML, VIM}
+    # Not all have an epoch.
+    versions = {"a": ("nvidia-open", f"3:{OLD}-1.el9"), "b": ("libnvidia-ml", f"{OLD}-1.el9")}
+    keep(host, [BundlePackage(*one, "noarch", f"{file}.rpm") for file, one in versions.items()])
     host.packages = there
-    assert host.list_directory(f"{KEPT_PACKAGES}/{OLD}") == (f"{rpm(OLD)}.rpm",)
+    assert host.list_directory(f"{KEPT_PACKAGES}/{OLD}") == (f"{ML}.rpm", f"{rpm(OLD)}.rpm")
     return f"{KEPT_PACKAGES}/{OLD}/{rpm(OLD)}.rpm"
 
 

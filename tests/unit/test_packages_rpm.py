@@ -249,6 +249,9 @@ def test_who_is_at_work_with_packages_is_named_and_the_dead_are_not(tmp_path: Pa
     (tmp_path / "proc/77").mkdir(parents=True)
     (tmp_path / "proc/77/comm").write_text("packagekitd\n")
     assert rpm_lock_holder(host) == "packagekitd (pid 77)"
+    (tmp_path / "proc/self").symlink_to("77")
+    (tmp_path / "run/zypp.pid").write_text("self\n")
+    assert rpm_lock_holder(host) == ""
 
 
 def test_the_wait_for_the_lock_is_told_and_has_an_end(tmp_path: Path) -> None:
