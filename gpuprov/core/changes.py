@@ -281,7 +281,7 @@ def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
     """Return the diff of a file's content and mode; the mode of a new file is not shown."""
     status, before = system.status(path), system.read_bytes(path)
     diff = text_diff(path, before, content)
-    if before is None or status is None or status.kind != "file" or status.mode == mode:
+    if status is None or status.kind != "file" or status.mode == mode:
         return diff
     # The modes replace the first two lines. Binary files have one line.
     return "\n".join((*mode_heads(path, status.mode, mode), *diff.splitlines()[2:]))
@@ -305,7 +305,7 @@ def capture_path(system: System, path: str) -> Json:
         return {"path": real, "kind": "missing", "missing_parents": missing}
     image: dict[str, Any] = {
         "path": real, "kind": status.kind, "mode": status.mode, "uid": status.uid, "gid": status.gid,
-        "target": status.target, "major": status.major, "minor": status.minor, "missing_parents": [],
+        "major": status.major, "minor": status.minor, "missing_parents": [],
     }  # fmt: skip
     if status.kind == "file":
         image["content"] = base64.b64encode(system.read_bytes(real) or b"").decode("ascii")

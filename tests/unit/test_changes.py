@@ -133,6 +133,8 @@ def test_an_image_of_a_link_is_of_the_file_behind_it(system: System) -> None:
     restore_path(system, image)
     assert image["path"] == "/a/b/target"
     assert (system.read_bytes("/a/b/target"), system.read_bytes(PATH)) == (b"old\n", b"old\n")
+    system.make_link("/folder", "a/b")
+    assert capture_path(system, "/folder/target")["path"] == "/folder/target", "a folder may be a link, too"
 
 
 @pytest.mark.parametrize("spoil", ["", "content", "mode", "owner", "group", "gone", "link"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -310,7 +311,9 @@ def test_an_undo_restores_the_packages_that_the_change_has_replaced(
     # A package that was removed for it counts only if an undo does not restore it.
     instead = ChangeDriverPackages(("nvidia-open",), instead=("nvidia-smi",)).capture(host)["instead"]
     gone = ChangeDriverPackages.irreversible(host, {**host.before, "instead": instead}, host.outcome, ())
-    assert any("nvidia-smi" in one for one in gone) is not restored
+    others = InstallDriverPackages.irreversible(host, host.before, host.outcome, ())
+    smi = () if restored else ("package nvidia-smi is not restored",)
+    assert gone == (*smi, *others)
     # An earlier gpuprov has noted no packages that go for it.
     assert ChangeDriverPackages.irreversible(host, host.before, host.outcome, ()) is not None
     InstallDriverPackages.undo(host, host.before, host.outcome)
@@ -368,7 +371,11 @@ def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
         assert what in problem.what and seen in problem.evidence and problem.next_step.startswith(step)
     assert host.commands[-1][-2:] == ("--", "missing")
     simgpu.install_tree(host.root, OLD)
-    packaged.SwitchBranch(("nvidia-open",), wanted="535").apply(host, tell_nobody)
+    change = packaged.SwitchBranch(("nvidia-open",), wanted="535")
+    change.apply(host, tell_nobody)
+    assert replace(change, instead=("nvidia-old",)).summary() == f"{change.summary()}; remove nvidia-old"
+    host.reports = 100
+    assert refused(change.apply, host, tell_nobody).what.startswith("the driver's packages could not be changed to 535")
 
 
 def test_nothing_is_changed_if_apt_does_not_tell_what_would_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

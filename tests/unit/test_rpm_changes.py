@@ -14,7 +14,7 @@ from gpuprov.core.places import COPIES, FOLDER
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.failures import Advice
 from gpuprov.packages.interface import LockFacts, PackageFacts
-from gpuprov.packages.keys import BUNDLE_KEY, armored, fingerprints
+from gpuprov.packages.keys import BUNDLE_KEY, InstallRpmKey, armored, fingerprints
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, RpmManager
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.packages.zypper import ZYPPER
@@ -326,7 +326,13 @@ def test_zypper_trusts_the_keys_that_planned_repositories_name(tmp_path: Path) -
     host = Host(tmp_path)
     text = b"[a]\nname=a\ngpgkey=file:///etc/keys/b.asc\n[b]\ngpgkey=file:///etc/keys/a.asc\n"
     ZYPPER.offered(host, ("gcc",), (WriteFile("/etc/zypp/repos.d/a.repo", text),))
+    # One that is yet to come.
+    host.write("/key", KEY)
+    key = InstallRpmKey("/etc/keys/a.asc", "file:///key", next(iter(fingerprints(KEY))))
+    ZYPPER.offered(host, ("gcc",), (key, WriteFile("/etc/zypp/repos.d/a.repo", text)))
     imports = [argv for argv in host.asked if argv[0] == "rpm"]
+    *imports, _, placed = imports
+    assert placed[-1] == f"{placed[2]}/a.asc"
     expected = [("--root", "--import", f"/etc/keys/{name}.asc") for name in ("a", "b")]
     assert [(argv[1], *argv[3:]) for argv in imports] == expected
     assert {argv[2].startswith("/var/tmp/gpuprov-tmp-") for argv in imports} == {True}
