@@ -12,6 +12,7 @@ import pytest
 
 from gpuprov.core.changes import (
     Change,
+    FileFact,
     MakeNode,
     RefreshLoaderCache,
     RemoveFile,
@@ -21,6 +22,7 @@ from gpuprov.core.changes import (
     capture_path_itself,
     file_diff,
     file_digest,
+    image_content,
     images_in,
     is_as_shown,
     restore_path,
@@ -97,6 +99,18 @@ def test_a_file_that_is_as_it_was_is_not_written_again(system: System, monkeypat
     assert not left.exists()
 
 
+def test_what_is_in_use_is_not_removed_to_be_restored(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("node", "file"):
+        lay(system, kind)
+        image = capture_path(system, PATH)
+        if kind == "file":
+            system.write(PATH, b"new\n")
+        with monkeypatch.context() as now:
+            now.setattr(system, "remove", None)
+            restore_path(system, image)
+        assert capture_path(system, PATH) == image
+
+
 def test_files_of_root_are_written_and_have_digests(system: System) -> None:
     lay(system, "file")
     write_files(system, ((PATH, b"new\n", 0o600), ("/c/d/y", b"", 0o644)))
@@ -104,11 +118,14 @@ def test_files_of_root_are_written_and_have_digests(system: System) -> None:
     assert (found[PATH], found["/c/d/y"]) == ((0o600, 0, 0), (0o644, 0, 0))
     assert system.read_bytes(PATH) == b"new\n"
     assert file_digest(system, PATH) == hashlib.sha256(b"new\n").hexdigest()
-    assert file_digest(system, "/c/d") == file_digest(system, "/nothing") == ""
+    system.make_link("/link", "a/b/x")
+    assert file_digest(system, "/c/d") == file_digest(system, "/nothing") == file_digest(system, "/link") == ""
 
 
 def test_of_missing_folders_those_that_others_use_stay(system: System) -> None:
     image = capture_path(system, PATH)
+    assert image_content(image) is None and not FileFact(b"", 0o644, 1, 0).is_roots(b"")
+    assert FileFact(b"", 0o644, 0, 0).is_roots(b"") and not FileFact(b"", 0o600, 0, 0).is_roots(b"")
     lay(system, "file")
     system.write("/a/theirs", b"")
     restore_path(system, image)
@@ -156,6 +173,10 @@ def test_every_image_in_a_captured_state_is_found(system: System) -> None:
     lay(system, "file")
     one, other = capture_path(system, PATH), capture_path(system, "/a/y")
     assert list(images_in({"files": [one, {"more": other}], "text": "x", "none": None})) == [one, other]
+    lay(system, "link")
+    link = capture_path_itself(system, PATH)
+    state = {"files": [one, link, {"kind": "other"}]}
+    assert (list(images_in(state)), list(images_in(state, links=True))) == ([one], [one, link])
 
 
 CHANGES: dict[str, tuple[Any, str, FileStatus | None]] = {

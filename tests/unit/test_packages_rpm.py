@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.core.changes import tell_nobody
+from gpuprov.core.changes import Change, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.packages.dnf import DNF
-from gpuprov.packages.interface import Installation, PackageFacts
-from gpuprov.packages.keys import armored, dearmored, fingerprints, parse_keys
+from gpuprov.packages.failures import Advice
+from gpuprov.packages.interface import Installation, LockFacts, PackageFacts
+from gpuprov.packages.keys import armored, dearmored, fingerprints, parse_keys, plan_bundle_keys
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager, added, parse_rpm, rpm_lock_holder
+from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.refused import refused
@@ -76,6 +79,35 @@ def test_what_is_missing_is_planned_once_and_in_order() -> None:
     assert install == InstallRpmPackages(DNF, ("gcc", "make"))
     assert install.summary() == "install gcc, make"
     assert DNF.plan_installation(facts(), Installation(("bash", "vim"))) == ()
+
+
+@dataclass
+class Bundle:
+    vendor_keys: tuple[str, ...]
+
+
+@pytest.mark.parametrize("manager", [DNF, ZYPPER], ids=lambda one: one.name)
+@pytest.mark.parametrize("bundle", [None, Bundle(("A", "B"))])
+def test_a_bundle_is_the_only_source_and_a_limited_repository_gives_its_packages_alone(
+    manager: RpmManager, bundle: Bundle | None
+) -> None:
+    locks = LockFacts("dnf", "/locks", frozenset({"gcc"}), frozenset({"gcc"}))
+    there = PackageFacts("", {"gcc": "10-1.x86_64"}, trusted_keys=frozenset({"A"}), locks=locks)
+    advice, units = Advice("gcc", "its meaning", "its step"), ("a.service",)
+    wanted = Installation(("gcc=11", "make", "lib"), bundle, ("gcc",), units, advice, "hidden", "site", ("lib",))
+    *found, last = manager.plan_installation(there, wanted)
+    lift, hold = HoldRpmPackages("dnf", "/locks", (), ("gcc",)), HoldRpmPackages("dnf", "/locks", ("gcc",))
+    some, rest = wanted.names, list[Change]()
+    words: tuple[str, ...] = ("--setopt=hidden.module_hotfixes=1",)
+    if bundle:
+        words = manager.bundle_options
+    elif manager is ZYPPER:
+        some, words, more = wanted.names[:2], (), ("--plus-content", "site")
+        rest = [RefreshRpmIndex(ZYPPER, more), InstallRpmPackages(ZYPPER, ("lib",), (), more)]
+    keys = plan_bundle_keys(("B",), frozenset()) if bundle else ()
+    install = InstallRpmPackages(manager, some, units, words, advice, (lift,))
+    assert (found, last) == ([*keys, RefreshRpmIndex(manager, words), install, *rest], hold)
+    assert {one.advice for one in found if isinstance(one, InstallRpmPackages)} == {advice}
 
 
 def test_a_replaced_version_is_not_an_addition_and_a_second_one_is() -> None:
