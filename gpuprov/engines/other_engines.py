@@ -192,7 +192,7 @@ class ConfigureEngine(Change):
         return f"{written} and restart {name} ({self._fate()})"
 
     def diff(self, system: System) -> str:
-        return "".join(text_diff(edit.path, system.read_bytes(edit.path), edit.after) for edit in self.edits)
+        return "\n".join(text_diff(edit.path, system.read_bytes(edit.path), edit.after) for edit in self.edits)
 
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]

@@ -12,7 +12,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import cri_status, known
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.cri_status import CriStatus
-from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, RuntimeEntry
+from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEdit, RuntimeEntry
 from gpuprov.engines.other_engines import (
     ConfigureEngine,
     gather,
@@ -159,8 +159,10 @@ def test_the_summary_says_what_is_restarted_and_what_becomes_of_containers(host:
     first, second = plan(gather(host, BOTH), LAUNCHER_PATH)
     assert first.summary().endswith("config.toml and restart containerd (its containers go on)")
     assert "restart" not in second.summary()
-    diff = "".join(line[0] + line[1:].strip() + "\n" for line in first.diff(host).splitlines())
-    assert "+BinaryName" in diff and "\n-" not in diff.partition("@@")[2]
+    assert "+BinaryName" in first.diff(host).replace(" ", "")
+    edits = (FileEdit("/etc/containerd/config.toml", b"", CONTAINERD.encode() + b"b\n"), FileEdit("/b", None, b"c\n"))
+    head, added = ConfigureEngine("containerd", edits).diff(host).split("\n--- /dev/null\n")
+    assert (head.splitlines()[-1], added) == ("+b", "+++ /b\n@@ -0,0 +1 @@\n+c") and "+version" not in head
 
 
 def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Host) -> None:
@@ -201,7 +203,8 @@ def test_without_docker_the_installed_engines_are_meant(
 def test_podman_of_the_runs_own_packages_is_configured_in_the_same_run(host: Host, values: dict[str, Any]) -> None:
     (host.root / "usr/bin/podman").unlink()
     (host.root / "usr/bin/containerd").unlink()
-    without, spec = parse_spec(values), parse_spec({**values, "packages": ["podman=5.4.2-1"]})
+    package = "podman" if values.get("engines") else "podman=5.4.2-1"
+    without, spec = parse_spec(values), parse_spec({**values, "packages": [package]})
     assert not [one for one in gather(host, names(host, without)).values() if one.program]
     found = with_coming(gather(host, names(host, spec)), spec)
     assert problems(found, LAUNCHER_PATH) == ()
@@ -280,7 +283,8 @@ def test_an_engine_whose_version_is_not_told_gets_no_cdi(host: Host) -> None:
     silent = Silent(host.root / "silent")
     facts = gather(silent, ("containerd",))["containerd"]
     assert facts.version == "" and gather(host, ("containerd",))["containerd"].version
-    assert [limit for argv, limit in zip(silent.asked, silent.timeouts) if "--version" in argv] == [20]
+    assert (silent.asked, silent.timeouts) == ([("/usr/bin/containerd", "--version")], [20])
+    assert gather(silent, ("podman",))["podman"].version == ""
 
 
 def test_only_a_socket_that_is_there_is_asked(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
