@@ -150,6 +150,11 @@ def test_an_undo_installs_the_former_version_and_loads_a_driver(
     what = f"the {'toolkit' if of_toolkit else 'driver'}'s packages"
     assert problem.what.startswith(f"{what} could") and "it fails" in problem.evidence
     assert InstallDriverRpms.restores(host, before, outcome) == (f"restores {what} ({old})",)
+    host.fails = ("repoquery",)
+    if of_toolkit:
+        # Without the driver's package, which somebody has removed.
+        assert InstallDriverRpms.irreversible(host, before, outcome, ())[0].startswith(f"{what} stay")
+    host.fails = ("-y", "install")
     with monkeypatch.context() as now:
         # As zypper's, some codes are no failures.
         now.setattr(type(DNF), "good_codes", (0, 1))
@@ -180,6 +185,8 @@ def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Pa
     names = {one.rsplit("-", 2)[0] for one in (rpm(NEW), KMOD, NEW_KMOD, DKMS)}
     assert (synced[:4], {*synced[4:]}) == (("dnf", "-y", "--option", "distro-sync"), names)
     assert host.packages == {rpm(NEW), NEW_KMOD, DKMS, VIM}
+    assert " no driver," in refused(ChangeDriverRpms(DNF, ("gone",), wanted="1").apply, host, tell_nobody).what
+    assert all(limit for argv, limit in zip(host.asked, host.timeouts) if {"distro-sync", "-e"} & {*argv})
     for fails in (("distro-sync",), ("-e",)):
         host.packages |= {KMOD}
         host.fails = fails
