@@ -48,6 +48,7 @@ class RpmHost(Scripted):
         self.removes = ""
         self.proxy = Proxy("http://proxy.example:3128")
         self.fails: tuple[str, ...] = ("nothing",)
+        self.epoch = "3:"
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         # Whatever may read a repository needs the proxy.
@@ -62,7 +63,7 @@ class RpmHost(Scripted):
             return "".join(f"{one}\n" for one in sorted(self.packages))
         if argv[:2] == ("rpm", "-qa"):
             rows = (one.rsplit("-", 2) for one in sorted(self.packages))
-            return "".join(f"{name} 3:{version}-{release}\n" for name, version, release in rows)
+            return "".join(f"{name} {self.epoch}{version}-{release}\n" for name, version, release in rows)
         if argv[:2] == ("rpm", "-e"):
             self.packages -= {*argv[2:]}
         if "repoquery" in argv:
@@ -184,7 +185,9 @@ def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Pa
     (synced, _) = [one for one in host.asked if "distro-sync" in one]
     names = {one.rsplit("-", 2)[0] for one in (rpm(NEW), KMOD, NEW_KMOD, DKMS)}
     assert (synced[:4], {*synced[4:]}) == (("dnf", "-y", "--option", "distro-sync"), names)
-    assert host.packages == {rpm(NEW), NEW_KMOD, DKMS, VIM}
+    for host.epoch in ("", "3:"):
+        change.apply(host, tell_nobody)
+        assert host.packages == {rpm(NEW), NEW_KMOD, DKMS, VIM}
     assert " no driver," in refused(ChangeDriverRpms(DNF, ("gone",), wanted="1").apply, host, tell_nobody).what
     assert all(limit for argv, limit in zip(host.asked, host.timeouts) if {"distro-sync", "-e"} & {*argv})
     for fails in (("distro-sync",), ("-e",)):

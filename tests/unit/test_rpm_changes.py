@@ -55,6 +55,7 @@ class Host(Scripted):
         changes = argv[0] in ("dnf", "zypper") or argv[1] in ("-e", "--install")
         changes = changes or (argv[1] == "--erase" and argv[2] != "--test")
         assert not changes or (more["timeout"] >= 600 and more["env"]["ZYPP_LOCK_TIMEOUT"] == "7")
+        assert argv[0] != "systemctl" or more["timeout"]
         more.get("on_line", str)("Installing : a package")
         return super().run(argv, **more)
 
