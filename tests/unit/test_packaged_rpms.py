@@ -200,6 +200,7 @@ def test_another_version_takes_away_compiled_modules_of_the_old_one(tmp_path: Pa
 @pytest.mark.parametrize("before", ["", "570"])
 def test_a_stream_takes_the_place_of_another_and_goes_back_to_it(tmp_path: Path, before: str) -> None:
     host, change = RpmHost(tmp_path), EnableStream("580", before)
+    assert change.summary() == f"enable stream nvidia-driver:580{' instead of 570' if before else ''}"
     module = ("dnf", "-y", "module")
     change.apply(host, tell_nobody)
     reset, enable = (*module, "reset", "nvidia-driver"), (*module, "enable", "nvidia-driver:580")
