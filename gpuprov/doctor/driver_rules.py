@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 
 from gpuprov.cdi.files import CACHE
 from gpuprov.checks.smi import exits, per_gpu
-from gpuprov.core.commands import first_match
+from gpuprov.core.commands import Failure, first_match
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy
-from gpuprov.doctor.rules import Condition, Seen, conditions, quoted, reported, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, quoted, reported, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import distribution, fabric_manager, generations
 from gpuprov.driver.run_files import INCOMPLETE_MARK
@@ -213,18 +214,13 @@ def _exited(x: HostSnapshot, is_it: bool) -> str:
     return f"nvidia-smi exited {x.smi.returncode}: {x.smi.first_line}" if is_it and not x.smi.reason else ""
 
 
-def _exits(code: int) -> Condition:
-    """Return the condition for one of nvidia-smi's exit codes, with the words of `gpuprov verify`."""
-    words = exits()[code]
-
-    def look(x: HostSnapshot) -> Seen | None:
-        seen = _exited(x, x.smi.code == code)
-        return Seen(seen, meaning=words.what, next_step=words.next_step) if seen else None
-
-    return look
+def _known_exit(known: Failure, x: HostSnapshot) -> Seen | None:
+    """Look for one of nvidia-smi's exit codes, with the words of `gpuprov verify`."""
+    seen = _exited(x, x.smi.code == known.returncode)
+    return Seen(seen, meaning=known.what, next_step=known.next_step) if seen else None
 
 
-conditions({f"nvidia-smi-{code}": _exits(code) for code in exits()})
+conditions({f"nvidia-smi-{code}": partial(_known_exit, known) for code, known in exits().items()})
 conditions({
     "nvidia-smi-fails": lambda x: _exited(x, x.smi.code not in (0, *exits())),
     "cuda-stub-configured": lambda x: not _stub_in_cache(x) and (lines := _loader_lines(x, r"^[^#]*/(stubs|compat)\b"))

@@ -10,8 +10,8 @@ import re
 
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import LIKELY, WARNING
-from gpuprov.doctor.rules import Seen, conditions, quoted, rule, seen_of
-from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log, lines_that_match
+from gpuprov.doctor.rules import Seen, conditions, in_kernel_log, quoted, rule, seen_of
+from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_that_match
 from gpuprov.driver import generations, nouveau
 from gpuprov.machine.pci import FOR_GUESTS
 from gpuprov.plan import preflight
@@ -83,19 +83,17 @@ def bound_to_another(x: HostSnapshot) -> Seen | None:
 
 @rule
 def probe_not_called(x: HostSnapshot) -> Seen | None:
-    found = find_in_log(x.kernel_log, r"NVIDIA probe routine was not called for (?P<count>\d+) device")
+    found = in_kernel_log(x, r"NVIDIA probe routine was not called for (?P<count>\d+) device")
     # Those that are reserved for virtual machines count too, and nothing is wrong with them.
-    if found is None or int(found[0]["count"]) <= len(x.host.gpus) - len(x.own_gpus):
-        return None
-    return Seen("dmesg:", *found[1], count=found[0]["count"], confidence=WARNING if x.serves_all else "")
+    reserved = len(x.host.gpus) - len(x.own_gpus)
+    return found if found and int(str(found.values["count"])) > reserved else None
 
 
 @rule
 def iommu_fault(x: HostSnapshot) -> Seen | None:
     buses = "|".join(re.escape(gpu.bus_id.partition(":")[2]) for gpu in x.host.gpus)
     pattern = rf"(?:DMAR: \[DMA|AMD-Vi: Event).*?device[ =]\[?(?:[0-9a-f]{{4}}:)?({buses})"
-    lines = lines_in_log(x.kernel_log, pattern) if buses else ()
-    return Seen("dmesg:", *lines, confidence=WARNING if x.serves_all else "") if lines else None
+    return in_kernel_log(x, pattern) if buses else None
 
 
 @rule

@@ -137,7 +137,7 @@ class _Values(dict[str, Any]):
 def _condition(row: Mapping[str, Any]) -> Condition:
     """Return the condition of a row: in the row itself, or the function of its name."""
     if "xid" in row or "kernel_log" in row:
-        return lambda x: _in_kernel_log(x, row.get("xid", ""), row.get("kernel_log", ""))
+        return lambda x: in_kernel_log(x, row.get("kernel_log", ""), row.get("xid", ""))
     if "docker_log" in row:
         pattern = row["docker_log"]
         return lambda x: [f"journalctl -u docker: {one[:300]}" for one in lines_in_log(x.docker_log, pattern)[:1]]
@@ -148,7 +148,7 @@ def _condition(row: Mapping[str, Any]) -> Condition:
     return _CONDITIONS[row["name"]]
 
 
-def _in_kernel_log(x: HostSnapshot, xids: str, pattern: str) -> Seen | None:
+def in_kernel_log(x: HostSnapshot, pattern: str, xids: str = "") -> Seen | None:
     """Return the lines; of a past moment, if nvidia-smi shows every GPU now. The pattern's groups are the values."""
     found = (health.last_xid(x.kernel_log, xids) if xids else None) or (
         find_in_log(x.kernel_log, pattern) if pattern else None
