@@ -57,8 +57,9 @@ def verify(
     host_report: list[SmiReport] = []
     driver_ok = checks.check("driver", lambda: _host_smi(system, host_report))
     report = host_report[0] if driver_ok else None
-    if recalled.memory is not None and not remember:
-        memory.check_gpus(checks, system, recalled.memory, report)
+    known = recalled.memory
+    if known is not None and not remember:
+        checks.check(memory.CHECK, lambda: memory.check_gpus(system, known, report))
     checks.check("device nodes", lambda: _device_nodes(system))
     fabric = gather_fabric(system)
     hidden = fabric.hidden and spec.fabric_manager == "auto" and not gather_kernel(system).container

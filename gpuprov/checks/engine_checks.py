@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Callable
 
 from gpuprov import toolkit
 from gpuprov.checks import cuda_checks, frameworks
 from gpuprov.checks.engines import ALL, DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine, EngineTest, ended
-from gpuprov.checks.outcome import Checks, Failed, Values, all_gpus_check
+from gpuprov.checks.outcome import Checks, Failed, Skipped, Values, all_gpus_check
 from gpuprov.checks.smi import SmiReport, difference, parse_smi
 from gpuprov.core.system import System
 from gpuprov.engines import docker, other_engines
@@ -93,27 +94,22 @@ def _check_docker(subject: Subject) -> None:
     _check_containers(checks, test)
     checks.check("docker run --gpus", lambda: same_gpus(replace(test, engine=DOCKER_GPUS)))
     if _BY_CDI in names:
-        _check_docker_cdi(checks, facts, test)
+        checks.check(_BY_CDI, lambda: _docker_cdi(facts, test))
     _check_computing(subject, test, _frameworks(spec))
 
 
-def _check_docker_cdi(checks: Checks, facts: DockerFacts, test: EngineTest) -> None:
+def _docker_cdi(facts: DockerFacts, test: EngineTest) -> Values:
     """Check that docker takes devices by CDI, unless somebody has switched that off, or it waits for containers."""
     cdi = docker.cdi_of(facts)
     off = cdi.why_off
-
-    def check() -> Values:
-        if off:
-            waits = cdi.waits and not cdi.is_to_be_set
-            raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
-        return same_gpus(replace(test, engine=DOCKER_CDI))
-
     if off and cdi.waits_for_containers:
-        checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
-    elif off and cdi.switched_off:
-        checks.skip((_BY_CDI,), off)
-    else:
-        checks.check(_BY_CDI, check)
+        raise Skipped(f"{off}: {', '.join(facts.running_containers)} would stop")
+    if off and cdi.switched_off:
+        raise Skipped(off)
+    if off:
+        waits = cdi.waits and not cdi.is_to_be_set
+        raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
+    return same_gpus(replace(test, engine=DOCKER_CDI))
 
 
 def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> None:
@@ -122,7 +118,7 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
     engine: Engine = PODMAN if name == "podman" else Containerd(toolkit.runtime_path(spec))
     is_ready = checks.check(name, lambda: _engine(subject, name, facts, registered))
     if is_ready and ENGINES[name].socket:
-        _check_handler(subject, name, facts)
+        checks.check(f"{name}, handler {RuntimeEntry().name}", lambda: _handler(subject, name, facts))
     if name in _NO_CONTAINERS:
         return
     asked = _frameworks(spec) if spec.docker == "none" and not subject.tests else {}
@@ -136,27 +132,19 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
         _check_computing(subject, test, asked)
 
 
-def _check_handler(subject: Subject, name: str, facts: EngineFacts) -> None:
+def _handler(subject: Subject, name: str, facts: EngineFacts) -> Values:
     """Check that the running engine offers the handler that a RuntimeClass names: it reads its files when it starts."""
-    checks = subject.checks
-    check = f"{name}, handler {RuntimeEntry().name}"
     command = other_engines.restart_command(name, facts)
     running = facts.running
     if running is None:
-        checks.skip((check,), f"{name} tells no handlers through CRI ({ENGINES[name].socket})")
-        return
+        raise Skipped(f"{name} tells no handlers through CRI ({ENGINES[name].socket})")
     kept = other_engines.kept_running({name: facts}, kubernetes_programs(subject.system), subject.spec)
     if facts.has_not_read_its_files and name in kept:
-        checks.skip((check,), f"{name} has not read its files yet, and a restart is yours to choose: {command}")
-        return
-
-    def known() -> Values:
-        if facts.has_not_read_its_files:
-            seen = ", ".join(running.handlers)
-            raise Failed(f"{name} runs and has not read its files (it knows {seen}); {command}")
-        return f"known to {name}", {True: "CDI devices too", False: "CDI devices off", None: ""}[running.cdi]
-
-    checks.check(check, known)
+        raise Skipped(f"{name} has not read its files yet, and a restart is yours to choose: {command}")
+    if facts.has_not_read_its_files:
+        seen = ", ".join(running.handlers)
+        raise Failed(f"{name} runs and has not read its files (it knows {seen}); {command}")
+    return f"known to {name}", {True: "CDI devices too", False: "CDI devices off", None: ""}[running.cdi]
 
 
 def _names(engine: str) -> tuple[str, ...]:
@@ -165,32 +153,26 @@ def _names(engine: str) -> tuple[str, ...]:
 
 def _engine_test(subject: Subject, engine: Engine, names: tuple[str, ...], check: str) -> EngineTest | None:
     """Have the engine get the image, as a check of its own; skip the others where it can't."""
-    image: list[str] = []
-
-    def prepare() -> Values:
-        image.append(engine.image(subject.system, subject.spec.verify_image))
-        return "", image[0]
-
-    if not subject.checks.check(check, prepare):
+    got = subject.checks.check(check, lambda: ("", engine.image(subject.system, subject.spec.verify_image)))
+    if got is None:
         subject.checks.skip(names, "requires an image")
         return None
     assert subject.host is not None
-    test = EngineTest(subject.system, image[0], subject.host, engine)
+    test = EngineTest(subject.system, got[1], subject.host, engine)
     subject.tests.append(test)
     return test
 
 
 def _check_containers(checks: Checks, test: EngineTest) -> None:
     for name, check in zip(_names(test.engine.name), (all_gpus, one_gpu, no_gpu)):
-        checks.check(name, lambda check=check: check(test))  # type: ignore[misc]
+        checks.check(name, partial(check, test))
 
 
 def _check_computing(subject: Subject, test: EngineTest, asked: _Frameworks) -> None:
     """Check that CUDA computes, and what the frameworks that are asked see."""
     cuda_checks.cuda_checks(subject.checks, test, own_image=not subject.spec.verify_image)
     for name, (image, look) in asked.items():
-        framework = replace(test, image=image)
-        subject.checks.check(name, lambda look=look, framework=framework: look(framework))  # type: ignore[misc]
+        subject.checks.check(name, partial(look, replace(test, image=image)))
 
 
 def _frameworks(spec: HostSpec) -> _Frameworks:

@@ -161,19 +161,15 @@ def lost_gpus(
     )
 
 
-def check_gpus(checks: Checks, system: System, memory: Memory, report: SmiReport | None) -> None:
+def check_gpus(system: System, memory: Memory, report: SmiReport | None) -> Values:
     """Check that each remembered GPU is there."""
-
-    def check() -> Values:
-        problem = lost_gpus(system, memory, report)
-        if problem is not None:
-            seen = "; ".join((problem.what, *problem.evidence.splitlines()[1:]))
-            raise Failed(f"{seen}; gpuprov doctor; taken out on purpose: {FORGET}")
-        if report is None:
-            raise Skipped("requires the driver")
-        return f"all {len(memory.gpus)} of {memory.day}", ""
-
-    checks.check(CHECK, check)
+    problem = lost_gpus(system, memory, report)
+    if problem is not None:
+        seen = "; ".join((problem.what, *problem.evidence.splitlines()[1:]))
+        raise Failed(f"{seen}; gpuprov doctor; taken out on purpose: {FORGET}")
+    if report is None:
+        raise Skipped("requires the driver")
+    return f"all {len(memory.gpus)} of {memory.day}", ""
 
 
 def update(

@@ -75,21 +75,21 @@ class Checks:
         finally:
             self._engine = ""
 
-    def check(self, name: str, do: Callable[[], Values]) -> bool:
-        """Run a check and say whether it went well; `do` returns what to show for host and container, or raises."""
+    def check(self, name: str, do: Callable[[], Values]) -> Values | None:
+        """Run a check; return what it shows for host and container, None if it raises: it failed or was skipped."""
         try:
             host, container = do()
         except Skipped as skipped:
             self.skip((name,), str(skipped))
-            return False
+            return None
         except (Failed, GpuprovError) as error:
             if isinstance(error, GpuprovError):
                 texts = [f"{one.what}: {one.evidence}; {one.next_step}" for one in error.problems]
                 error = Failed(" ".join("; ".join(texts).split()))
             self._emit(CheckDone(name, "failed", error.host, error.container, error.reason, self._engine))
-            return False
+            return None
         self._emit(CheckDone(name, "ok", host, container, engine=self._engine))
-        return True
+        return host, container
 
     def skip(self, names: tuple[str, ...], reason: str) -> None:
         """Report each of these checks as skipped, and why."""
