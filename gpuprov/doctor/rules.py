@@ -15,6 +15,7 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Literal, TypeVar, Union
 
 from gpuprov.checks import health
@@ -89,7 +90,8 @@ def read_rules() -> Iterator[Rule]:
         for one in rows_of_xids() if row.get("rows") == "xids" else (row,):
             one = {**health.words(one["name"]), **one}
             follows = [name for word in one.get("follows", ()) for name in table["groups"].get(word, (word,))]
-            yield Rule(one["name"], one["area"], one["sign"], _look(one), tuple(follows))
+            look = partial(_find, one, _condition(one))
+            yield Rule(one["name"], one["area"], one["sign"], look, tuple(follows))
 
 
 def rows_of_xids() -> Iterator[dict[str, Any]]:
@@ -103,27 +105,21 @@ def rows_of_xids() -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _look(row: Mapping[str, Any]) -> Callable[[HostSnapshot], Finding | None]:
-    condition = _condition(row)
-    remedies = tuple(
-        Remedy(kind, tuple(names.split(", ")) if names else ())
-        for kind, _, names in (text.partition(": ") for text in row.get("fix", ()))
-    )
-
-    def look(x: HostSnapshot) -> Finding | None:
-        found = condition(x)
-        if not found:
-            return None
-        seen = found if isinstance(found, Seen) else Seen(*([found] if isinstance(found, str) else found))
-        values = _Values(seen.values, x=x, edit="${EDITOR:-vi}")
-        return Finding(
-            seen.meaning or row["meaning"].format_map(values), seen.evidence,
-            seen.next_step or row.get("next_step", "").format_map(values),
-            seen.confidence or row.get("confidence", CERTAIN),
-            remedies if seen.remedies is None else seen.remedies,
-        )  # fmt: skip
-
-    return look
+def _find(row: Mapping[str, Any], condition: Condition, x: HostSnapshot) -> Finding | None:
+    """Return what a rule finds on a host, in the words of its row; None if its condition is not met."""
+    found = condition(x)
+    if not found:
+        return None
+    seen = found if isinstance(found, Seen) else Seen(*([found] if isinstance(found, str) else found))
+    values = _Values(seen.values, x=x, edit="${EDITOR:-vi}")
+    fixes = (text.partition(": ") for text in row.get("fix", ()))
+    remedies = tuple(Remedy(kind, tuple(names.split(", ")) if names else ()) for kind, _, names in fixes)
+    return Finding(
+        seen.meaning or row["meaning"].format_map(values), seen.evidence,
+        seen.next_step or row.get("next_step", "").format_map(values),
+        seen.confidence or row.get("confidence", CERTAIN),
+        remedies if seen.remedies is None else seen.remedies,
+    )  # fmt: skip
 
 
 class _Values(dict[str, Any]):

@@ -59,9 +59,7 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
 
 def of_nvidia(system: System, kind: str) -> tuple[str, ...]:
     """Return the bus ids of NVIDIA's devices whose class begins with `kind`, in bus order."""
-
-    def says(bus_id: str, name: str, start: str) -> bool:
-        return (system.read_text(f"{_DEVICES}/{bus_id}/{name}") or "").startswith(start)
-
-    return tuple(one for one in system.list_directory(_DEVICES)
-                 if says(one, "vendor", _NVIDIA_VENDOR) and says(one, "class", kind))  # fmt: skip
+    found = system.list_directory(_DEVICES)
+    for name, start in (("vendor", _NVIDIA_VENDOR), ("class", kind)):
+        found = tuple(one for one in found if (system.read_text(f"{_DEVICES}/{one}/{name}") or "").startswith(start))
+    return found
