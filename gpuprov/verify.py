@@ -15,7 +15,7 @@ from gpuprov.checks.engines import EngineTest
 from gpuprov.checks.outcome import Checks, Failed, Values, Verdict
 from gpuprov.checks.smi import LOOK, SmiReport, exit_code, exits, parse_smi
 from gpuprov.core.changes import parent_of
-from gpuprov.core.commands import NOT_FOUND, Failure
+from gpuprov.core.commands import NOT_FOUND, Completed, Failure
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active
 from gpuprov.driver import fabric_manager, imex
@@ -54,9 +54,9 @@ def verify(
     if recalled.fault and not remember:
         sink(Note(f"{recalled.fault}: nothing is compared with it; {memory.FORGET}", "warning"))
     checks = Checks(sink)
-    host_report: list[SmiReport] = []
-    driver_ok = checks.check("driver", lambda: _host_smi(system, host_report))
-    report = host_report[0] if driver_ok else None
+    smi = system.run(("nvidia-smi", "-q", "-x"), timeout=_SMI_SECONDS)
+    driver_ok = checks.check("driver", lambda: _host_smi(system, smi))
+    report = parse_smi(smi.stdout) if driver_ok else None
     known = recalled.memory
     if known is not None and not remember:
         checks.check(memory.CHECK, lambda: memory.check_gpus(system, known, report))
@@ -91,29 +91,25 @@ def known_vulnerabilities(versions: Mapping[str, str]) -> tuple[Vulnerabilities,
     return tuple(one for one in found if one is not None)
 
 
-def _host_smi(system: System, reports: list[SmiReport]) -> Values:
-    done = system.run(("nvidia-smi", "-q", "-x"), timeout=_SMI_SECONDS)
+def _host_smi(system: System, done: Completed) -> Values:
     said = ((done.stdout.strip() or done.stderr.strip()).splitlines() or ["(silent)"])[0]
     path = system.which("nvidia-smi") or "nvidia-smi"
     if not done.ok:
-        hidden = gather_hiding(system, discover(system).kernel_version)
-        if hidden:
-            commands = manager_on(system).commands
-            raise Failed(f"{path} exited {done.returncode}: {said}; {hidden[0].what}: {hidden[0].reason}; "
-                         f"{hidden[0].way_out(commands)}")  # fmt: skip
-        if different := version_difference(system, discover(system)):
-            raise Failed(f"{path} exited {done.returncode}: {said}; {different}")
         known = exits().get(exit_code(done.returncode), Failure("nvidia-smi fails", LOOK))
-        hint = f"{known.what}: {known.next_step or 'gpuprov doctor'}"
-        if done.returncode == NOT_FOUND:
-            hint = "nvidia-smi is not installed: run gpuprov install"
-        raise Failed(f"{path} exited {done.returncode}: {said}; {_where(system, hint)}")
+        if hidden := gather_hiding(system, discover(system).kernel_version):
+            reason = f"{hidden[0].what}: {hidden[0].reason}; {hidden[0].way_out(manager_on(system).commands)}"
+        elif different := version_difference(system, discover(system)):
+            reason = different
+        elif done.returncode == NOT_FOUND:
+            reason = "nvidia-smi is not installed: run gpuprov install"
+        else:
+            reason = _where(system, f"{known.what}: {known.next_step or 'gpuprov doctor'}")
+        raise Failed(f"{path} exited {done.returncode}: {said}; {reason}")
     if not done.stdout.lstrip().startswith("<"):
         raise Failed(f"{path} prints no report, but: {said}; is it the driver's own program? run gpuprov doctor")
     report = parse_smi(done.stdout)
     if not report.gpus:
         raise Failed(f"nvidia-smi sees no GPU; {_where(system, 'dmesg | grep -i nvrm')}")
-    reports.append(report)
     return f"{report.driver}, CUDA {report.cuda}, {counted(len(report.gpus), 'GPU')}", ""
 
 

@@ -20,7 +20,7 @@ from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, 
 from gpuprov.checks.cuda.survey import Survey, survey
 from gpuprov.checks.engines import ALL, LIBRARIES, DockerLike, EngineTest, ended
 from gpuprov.checks.outcome import Checks, Failed, Skipped, Values
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
 from gpuprov.protocol.codec import Line, Name, WrongDataError, load, parse
@@ -33,8 +33,8 @@ _PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
 _SECONDS = 120
 # They wait for the end of their input: the first program that the image has.
 _WAIT = (("sh", "-c", "read line"), ("python3", "-c", "input()"))
-_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-_DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
+_NOT_EXECUTABLE = 126
+DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 KERNEL, OWN = "kernel", "own"
 ALONE = ("-I", "-S", "-E", "-B")
 _PARTS_SECONDS = 20
@@ -117,14 +117,15 @@ class Calls:
 
 def command(python: str, *words: str, accept: bool = False) -> tuple[str, ...]:
     """Return the command that makes the calls with a Python, or that tests the GPUs (accept_program.py)."""
-    source = f"KERNEL = {_source('calls_kernel.ptx').encode()!r}\n{_source('calls_program.py')}"
+    source = f"KERNEL = {source_of('calls_kernel.ptx').encode()!r}\n{source_of('calls_program.py')}"
     if accept:
         calls = source.partition("\nif __name__")[0]
-        source = f"{calls}\nKERNELS = {_source('accept_kernels.ptx').encode()!r}\n{_source('accept_program.py')}"
+        source = f"{calls}\nKERNELS = {source_of('accept_kernels.ptx').encode()!r}\n{source_of('accept_program.py')}"
     return (python, *ALONE, "-c", source, *words)
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
+    """Return a program of this folder, for the Python in a container."""
     source = pkgutil.get_data("gpuprov.checks", name)
     assert source is not None
     return source.decode()
@@ -263,7 +264,7 @@ def _waiting(test: EngineTest, engine: DockerLike, python: Python) -> Iterator[s
     """Give the id of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
     for wait in _WAIT:
         done = engine.start(test.system, test.image, wait, ALL, python.mounts)
-        if done.returncode != _NOT_FOUND:
+        if done.returncode != NOT_FOUND:
             break
     if not done.ok:
         found = survey(test.system, test.image, Program())
@@ -333,7 +334,7 @@ def _calls(test: EngineTest, python: Python, seen: _Seen) -> Values:
     last = test.host.gpus[-1]
     asked = last.uuid if len(test.host.gpus) > 1 else "0"
     one = run(asked)
-    if one.failed or (one.uuids != (last.uuid,) and last.mig != _DIVIDED):
+    if one.failed or (one.uuids != (last.uuid,) and last.mig != DIVIDED):
         raise Failed(f"with GPU {asked} alone: {_said(one)}", told, _said(one))
     none = run(test.engine.nothing[-1])
     if none.uuids:
@@ -361,7 +362,7 @@ def _readable(done: Completed | None, where: str) -> Calls:
     found = parse_calls(done)
     if isinstance(found, str):
         # docker exec ends with 126 for it, docker run with 127.
-        missing = done.returncode in (_NOT_EXECUTABLE, _NOT_FOUND)
+        missing = done.returncode in (_NOT_EXECUTABLE, NOT_FOUND)
         raise Skipped(f"{where} has no python3 with ctypes" + ("" if missing else f": it {found}"))
     return found
 

@@ -84,11 +84,10 @@ def _check_docker(subject: Subject) -> None:
         *cuda_checks.names("docker"),
         *_frameworks(spec),
     )
-    if subject.host is None or not runtime_ok:
-        missing = "the driver" if subject.host is None else "docker" if not docker_ok else "the runtime"
-        checks.skip(names, f"requires {missing}")
-        return
-    test = _engine_test(subject, DOCKER, names, "image")
+    missing = "" if runtime_ok else "the runtime" if docker_ok else "docker"
+    if subject.host is None:
+        missing = "the driver"
+    test = _engine_test(subject, DOCKER, names, "image", missing=missing)
     if test is None:
         return
     _check_containers(checks, test)
@@ -123,10 +122,7 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
         return
     asked = _frameworks(spec) if spec.docker == "none" and not subject.tests else {}
     names = (*_names(name), *cuda_checks.names(name), *asked)
-    if not is_ready or subject.host is None:
-        checks.skip(names, f"requires {name if not is_ready else 'the driver'}")
-        return
-    test = _engine_test(subject, engine, names, f"{name}, image")
+    test = _engine_test(subject, engine, names, f"{name}, image", missing="" if is_ready else name)
     if test is not None:
         _check_containers(checks, test)
         _check_computing(subject, test, asked)
@@ -151,13 +147,17 @@ def _names(engine: str) -> tuple[str, ...]:
     return (all_gpus_check(engine), f"{engine}, one GPU", f"{engine}, no GPU")
 
 
-def _engine_test(subject: Subject, engine: Engine, names: tuple[str, ...], check: str) -> EngineTest | None:
-    """Have the engine get the image, as a check of its own; skip the others where it can't."""
+def _engine_test(
+    subject: Subject, engine: Engine, names: tuple[str, ...], check: str, *, missing: str
+) -> EngineTest | None:
+    """Have the engine get the image, as a check of its own; skip the others where it can't, or if one is `missing`."""
+    if missing or subject.host is None:
+        subject.checks.skip(names, f"requires {missing or 'the driver'}")
+        return None
     got = subject.checks.check(check, lambda: ("", engine.image(subject.system, subject.spec.verify_image)))
     if got is None:
         subject.checks.skip(names, "requires an image")
         return None
-    assert subject.host is not None
     test = EngineTest(subject.system, got[1], subject.host, engine)
     subject.tests.append(test)
     return test

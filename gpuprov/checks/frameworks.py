@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 import re
 from dataclasses import dataclass, replace
 
 from gpuprov.checks.cuda.compatibility import result_of
-from gpuprov.checks.cuda_checks import explain_image
+from gpuprov.checks.cuda_checks import DIVIDED, explain_image, source_of
 from gpuprov.checks.engines import ALL, EngineTest
 from gpuprov.checks.outcome import Failed, Values
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, load
 from gpuprov.protocol.words import counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 _SECONDS = 600
-_NOT_FOUND = 127
-_DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 _LONGEST = 300
 # What PyTorch's warning says instead of a number (c10/cuda/CUDAFunctions.cpp), and the result that it stands for.
 _TORCH_RESULTS = (
@@ -71,12 +68,11 @@ def tensorflow(test: EngineTest) -> Values:
 
 def _asked(test: EngineTest, framework: str) -> tuple[_Answer, Completed]:
     """Return what a framework's program printed, and how it ended. Raises Failed if it printed nothing."""
-    source = pkgutil.get_data("gpuprov.checks", f"{framework}_program.py")
-    assert source is not None
-    done = _run(test, "python3", source.decode())
-    if done.returncode == _NOT_FOUND:
-        older = _run(test, "python", source.decode())
-        done = done if older.returncode == _NOT_FOUND else older
+    source = source_of(f"{framework}_program.py")
+    done = _run(test, "python3", source)
+    if done.returncode == NOT_FOUND:
+        older = _run(test, "python", source)
+        done = done if older.returncode == NOT_FOUND else older
     for line in reversed(done.stdout.splitlines()):
         try:
             found = json.loads(line)
@@ -113,7 +109,7 @@ def _run(test: EngineTest, python: str, source: str) -> Completed:
 
 
 def _require_all(test: EngineTest, found: _Answer, what: str) -> None:
-    divided = any(gpu.mig == _DIVIDED for gpu in test.host.gpus)
+    divided = any(gpu.mig == DIVIDED for gpu in test.host.gpus)
     if found.count != len(test.host.gpus) and not divided:
         raise Failed(f"{what} is {found.count} in {test.image}, the host has {len(test.host.gpus)}")
 
