@@ -43,7 +43,7 @@ from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_of
-from gpuprov.facts.leftovers import with_docker
+from gpuprov.facts.leftovers import is_program, with_docker
 from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
 from gpuprov.machine.pci import FOR_GUESTS
@@ -125,7 +125,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         fabric_log=tuple(_said(system, _FABRIC_LOG).splitlines()) if host.fabric.switches else (),
         texts=texts,
         there=frozenset(path for path in _WATCHED if system.exists(path)),
-        absent=frozenset(path for path in _named_paths(host, texts) if not _is_there(system, path)),
+        absent=frozenset(path for path in _named_paths(host, texts) if not is_program(system, path)),
         modified={path: status.modified for path in timed if (status := system.status(path)) is not None},
         settings_fault=_settings_fault(system),
         specification_fault=difference(specification, host.driver, any_version=is_of_another_version(system))
@@ -227,11 +227,6 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     settings = texts.get(NVIDIA_SETTINGS_PATH, "")
     of_settings = re.findall(r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', settings, re.MULTILINE)
     return (*of_specifications, *of_settings, *filter(None, (*of_file, *(host.docker.runtimes or {}).values())))
-
-
-def _is_there(system: System, name: str) -> bool:
-    """Say whether a file exists; a name without a folder is a program that docker looks up on its PATH."""
-    return system.exists(name) if name.startswith("/") else system.which(name) is not None
 
 
 def _library_files(system: System) -> Mapping[str, str]:

@@ -127,7 +127,7 @@ def _line(x: HostSnapshot, pattern: str) -> str:
     return next(iter(quoted(lines_that_match(files, rf"^\s*{pattern}"))), "")
 
 
-def _setting(x: HostSnapshot, line: str, confidence: str = "") -> Seen | None:
+def _setting(line: str, confidence: str = "") -> Seen | None:
     """Return the finding of a line of the settings, with the command that comments it out; None without a line."""
     comment_out = commands.comment_out(line.partition(": ")[0]) if line else ""
     return Seen(line, comment_out=comment_out, confidence=confidence) if line else None
@@ -164,7 +164,7 @@ def _if_nvidias(x: HostSnapshot) -> str:
 
 @rule
 def no_cgroups(x: HostSnapshot) -> Seen | None:
-    found = _setting(x, _line(x, r"no-cgroups\s*=\s*true"))
+    found = _setting(_line(x, r"no-cgroups\s*=\s*true"))
     # gpuprov's hook also reads NVIDIA's settings.
     hook_alone = in_daemon(x) == LAUNCHER_PATH
     if not found or not x.host.docker.active or not (hook_alone or _if_nvidias(x) == CERTAIN):
@@ -178,7 +178,7 @@ def _missing_path(x: HostSnapshot, pattern: str) -> Seen | None:
     """Return the finding of a setting of NVIDIA's toolkit that names a path that does not exist."""
     line = _line(x, pattern)
     path = line.partition('"')[2].partition('"')[0].removeprefix("@")
-    found = _setting(x, line, _if_nvidias(x)) if path in x.absent else None
+    found = _setting(line, _if_nvidias(x)) if path in x.absent else None
     if found:
         found.values.update(path=path, line=line.partition(": ")[0].rpartition(":")[2])
     return found
@@ -186,10 +186,10 @@ def _missing_path(x: HostSnapshot, pattern: str) -> Seen | None:
 
 conditions({
     "environment-refused": lambda x: _setting(
-        x, _line(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false")),
+        _line(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false")),
     "capabilities-left-out": lambda x: (line := _line(x, r"supported-driver-capabilities\s*="))
         and "all" not in (words := {*re.findall(r"\w+", line.partition("=")[2])})
-        and not {"compute", "utility"} <= words and _setting(x, line),
+        and not {"compute", "utility"} <= words and _setting(line),
     "driver-root-missing": lambda x: _missing_path(x, r'root\s*=\s*"/[^"]'),
     "ldconfig-missing": lambda x: _missing_path(x, r'ldconfig\s*=\s*"@?/'),
 })  # fmt: skip

@@ -94,7 +94,7 @@ def gather_leftovers(system: System, packages: PackageFacts, docker: DockerFacts
         unit=unit,
         folder=folder is not None and folder.kind == "directory",
         has_settings=system.exists(NVIDIA_SETTINGS_PATH),
-        dead_runtimes=tuple(name for name, path in _runtimes(docker) if not _is_program(system, path)),
+        dead_runtimes=tuple(name for name, path in _runtimes(docker) if not is_program(system, path)),
         users=_users(system, docker) if names else {},
         needed_by=manager.needed_by(system, names) if names else {},
     )
@@ -166,7 +166,8 @@ def _runtimes(docker: DockerFacts) -> list[tuple[str, str]]:
     return [(name, paths[name]) for name in theirs if name != "nvidia"]
 
 
-def _is_program(system: System, path: str) -> bool:
+def is_program(system: System, path: str) -> bool:
+    """Say whether a program exists; an engine looks up a name without a folder on its PATH."""
     return system.exists(path) if path.startswith("/") else system.which(path) is not None
 
 
@@ -179,5 +180,5 @@ def _users(system: System, docker: DockerFacts) -> Mapping[str, tuple[str, ...]]
         named = dict.fromkeys(match[0] for line in lines for match in _PROGRAM.finditer(line))
         if named:
             found[path] = tuple(named)
-    living = ((name, path) for name, path in _runtimes(docker) if _is_program(system, path))
+    living = ((name, path) for name, path in _runtimes(docker) if is_program(system, path))
     return {**found, **{f"{docker.config_path}, runtime {name}": (path,) for name, path in living}}
