@@ -9,7 +9,7 @@ from typing import Callable
 
 from gpuprov.core.commands import Completed
 from gpuprov.protocol.errors import GpuprovError
-from gpuprov.protocol.events import CheckDone, Sink
+from gpuprov.protocol.events import CheckDone, Kept, Sink
 
 _LONGEST_LINE = 400
 # The values that a successful check shows: for the host, for the container.
@@ -62,9 +62,8 @@ class Checks:
     """One verification: emits a CheckDone for each check, and knows whether all went well."""
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+        self._emit = Kept(CheckDone, sink)
         self._engine = ""
-        self._done: list[CheckDone] = []
 
     @contextlib.contextmanager
     def about(self, engine: str) -> Iterator[None]:
@@ -96,25 +95,23 @@ class Checks:
         for name in names:
             self._emit(CheckDone(name, "skipped", reason=reason, engine=self._engine))
 
-    def _emit(self, done: CheckDone) -> None:
-        self._done.append(done)
-        self._sink(done)
-
     @property
     def good(self) -> bool:
         """Whether no check has failed so far."""
-        return all(one.status != "failed" for one in self._done)
+        return all(one.status != "failed" for one in self._emit.events)
 
     @property
     def engine_versions(self) -> dict[str, str]:
         """The versions of the engines that passed the check of their own name."""
-        return {one.engine: one.on_host for one in self._done if one.status == "ok" and one.engine == one.name}
+        return {one.engine: one.on_host for one in self._emit.events if one.status == "ok" and one.engine == one.name}
 
     def verdict(self) -> Verdict:
         """Return the verdict so far."""
-        failed = _engines(one for one in self._done if one.status == "failed")
-        good = _engines(one for one in self._done if one.status == "ok" and one.engine not in failed)
-        proved = _engines(one for one in self._done if one.status == "ok" and one.name == all_gpus_check(one.engine))
+        failed = _engines(one for one in self._emit.events if one.status == "failed")
+        good = _engines(one for one in self._emit.events if one.status == "ok" and one.engine not in failed)
+        proved = _engines(
+            one for one in self._emit.events if one.status == "ok" and one.name == all_gpus_check(one.engine)
+        )
         return Verdict(
             self.good,
             tuple(name for name in good if name in proved),
