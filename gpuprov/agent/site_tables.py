@@ -19,7 +19,7 @@ from gpuprov.core.files import make_user_folder, write_whole
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
 from gpuprov.protocol import tables
-from gpuprov.protocol.advisories import rows_of
+from gpuprov.protocol.advisories import merged, rows_of, table_of
 from gpuprov.protocol.errors import UsageError, os_errors
 from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.mig_configs import checked_mig_configs
@@ -40,7 +40,8 @@ def user_path(name: str) -> Path:
 def user_table(name: str) -> Mapping[str, Any]:
     """Return the newer of this user's table and the packaged one: advisories or known problems.
 
-    Raises GpuprovError that names this user's file if it is damaged.
+    What a user's newer table of advisories lacks of the packaged one is added: that may be of a later gpuprov. Raises
+    GpuprovError that names this user's file if it is damaged.
     """
     mine, found = user_path(name), tables.packaged(name)
     try:
@@ -48,8 +49,10 @@ def user_table(name: str) -> Mapping[str, Any]:
     except OSError:
         return dict(found)
     data = _parsed(content, str(mine))
-    UPDATED[name](data, str(mine))
-    return dict(data if data["updated"] >= found["updated"] else found)
+    rows = UPDATED[name](data, str(mine))
+    if data["updated"] < found["updated"]:
+        return dict(found)
+    return table_of(merged(rows_of(found), rows), data["updated"]) if name == tables.ADVISORIES else dict(data)
 
 
 def save_table(name: str, data: Mapping[str, Any]) -> Path:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.result import HostResult, hosts_by_vulnerability
-from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables, user_path
+from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables, user_path, user_table
 from gpuprov.cli.advisories import parse_csaf
 from gpuprov.cli.main import cli
 from gpuprov.facts.host import HostFacts, gather
@@ -174,6 +174,13 @@ def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> No
     _use_bundle({**newer, "rows": [], "updated": "2027-02-02"})
     assert vulnerabilities(DRIVER, "580.178.04") is None
     assert tables.server("epel") == "https://mirror.example/epel"
+
+
+def test_a_users_table_lacks_no_bulletin_of_a_later_gpuprov() -> None:
+    user_path(ADVISORIES).parent.mkdir(parents=True)
+    user_path(ADVISORIES).write_text(json.dumps(table_of([NEWER], "2027-02-01")))
+    assert rows_of(user_table(ADVISORIES)) == (NEWER, *advisories())
+    assert rows_of(for_request(HostSpec())[ADVISORIES]) == (NEWER, *advisories())
 
 
 @pytest.mark.parametrize(
