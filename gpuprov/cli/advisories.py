@@ -77,7 +77,9 @@ def update(source: str, sha256: str) -> None:
         step = "name CSAF documents, such as 2026/5861/5861.json"
         raise UsageError(f"{source} has no advisory on NVIDIA's driver or container toolkit for Linux", "", step)
     found = merged(known, fresh)
-    path = save_table(ADVISORIES, table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
+    # With a clock that is wrong, it would be older than the packaged one, and not used.
+    day = max(time.strftime("%Y-%m-%d", time.gmtime()), packaged(ADVISORIES)["updated"])
+    path = save_table(ADVISORIES, table_of(found, day))
     say(f"{path}: {counted(len(set(found)), 'advisory', 'advisories')}, new: {len(set(found) - set(known))}")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,13 @@ def test_digests_are_compared(tmp_path: Path) -> None:
 def test_a_table_of_another_gpuprov_is_taken_too(tmp_path: Path) -> None:
     (tmp_path / "advisories.json").write_text(json.dumps(table_of([NEWER], "2027-02-01")))
     assert ", new: 1" in run("update", "--from", str(tmp_path / "advisories.json"))
+
+
+def test_an_update_with_a_wrong_clock_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "gmtime", lambda: time.struct_time((2020, 1, 1, 0, 0, 0, 2, 1, 0)))
+    (tmp_path / "advisories.json").write_text(json.dumps(table_of([NEWER], "2027-02-01")))
+    assert ", new: 1" in run("update", "--from", str(tmp_path / "advisories.json"))
+    assert NEWER in rows_of(user_table(ADVISORIES))
 
 
 def test_the_report_names_the_hosts_of_each_hole() -> None:
