@@ -20,7 +20,7 @@ from gpuprov.core.commands import lift_memory_limit
 from gpuprov.fleet import options as program
 from gpuprov.fleet import rolling
 from gpuprov.fleet.agent_file import build_agent
-from gpuprov.fleet.history import Run, drivers_by_gpus, moment, new_identifier, save
+from gpuprov.fleet.history import Run, drivers_by_gpus, inventory_names, moment, new_identifier, save
 from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read_inventory, site_words
 from gpuprov.fleet.options import FLAG, Options
 from gpuprov.fleet.rolling import HostCommands, Rollout, parse_host_commands, parse_rollout, require_safe_hosts
@@ -61,11 +61,12 @@ def run_command(options: Options) -> ExitCode:
     bundle, digest = _checked_bundle(options)
     inventory = inventory_of(options)
     require_safe_hosts(commands, inventory.hosts)
+    sources = inventory_names(options.hosts)
     request = Request(
         options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
         allow=allow, remember=options.remember, upgrade=options.upgrade,
         arguments={"minutes": options.minutes} if options.command == "accept" else options.arguments,
-        fleet_drivers=drivers_by_gpus(options.hosts) if options.hosts and options.command == "install" else {},
+        fleet_drivers=drivers_by_gpus(sources) if options.hosts and options.command == "install" else {},
     )  # fmt: skip
     if options.command == "accept":
         from gpuprov.fleet import accepted
@@ -85,10 +86,10 @@ def run_command(options: Options) -> ExitCode:
     earlier = {}
     if options.command == "accept":
         earlier = accepted.read_records()
-        results = accepted.compared(results, earlier, options.hosts)
+        results = accepted.compared(results, earlier, sources)
     run = Run(
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
-        options.check, options.hosts, options.limit, ended_by=ended_by,
+        options.check, sources, options.limit, ended_by=ended_by,
     )  # fmt: skip
     conclude(options, run, inventory.hosts, _next_command(options))
     if options.command == "accept":

@@ -94,6 +94,11 @@ def moment(now: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
 
 
+def inventory_names(hosts: Iterable[str]) -> tuple[str, ...]:
+    """Return what --hosts named, files by their whole path: each site has an inventory.ini."""
+    return tuple(one if "," in one else os.path.abspath(one) for one in hosts)  # noqa: PTH100 (Path keeps `..`)
+
+
 def save(run: Run, secrets: Iterable[str] = ()) -> Path:
     """Write the run, readable by its user only, and delete the oldest beyond 50. Raises OSError on failure."""
     place = state_folder()

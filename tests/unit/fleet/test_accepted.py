@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from gpuprov.agent.result import HostResult
-from gpuprov.fleet import accepted, command, report
+from gpuprov.fleet import accepted, command, history, report
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.run import Fleet
@@ -177,6 +177,24 @@ def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkey
     monkeypatch.setattr(command, "conclude", lambda *_: None)
     with pytest.raises(GpuprovError, match="the results are not kept"):
         command.run_command(Options("accept"))
+
+
+def test_sites_whose_inventories_have_the_same_name_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(
+        Fleet, "run", lambda _, hosts, *__: (HostResult(hosts[0].name, ExitCode.DONE, measured=gpus(0)),)
+    )
+    for site in ("one", "two"):
+        (tmp_path / site).mkdir()
+        (tmp_path / site / "inventory.ini").write_text(f"[gpu]\n{site}\n")
+        monkeypatch.chdir(tmp_path / site)
+        command.run_command(Options("accept", hosts=("inventory.ini",)))
+        assert history.before(history.load()) is None
+    assert {one.inventory for one in accepted.read_records().values()} == {
+        (str(tmp_path / site / "inventory.ini"),) for site in ("one", "two")
+    }
 
 
 def test_hosts_stand_side_by_side_and_outliers_are_named() -> None:
