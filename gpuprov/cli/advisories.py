@@ -102,7 +102,9 @@ def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
     if re.match(r"(https?|file)://", source):
         yield source, _fetched(source, sha256)
         return
-    path = Path(source).expanduser()
+    from gpuprov.core.files import expanded
+
+    path = expanded(source)
     with os_errors(f"{source} can't be read", "check the path"):
         if not path.is_dir():
             yield source, _checked(source, path.read_bytes(), sha256 or _published_digest(path))

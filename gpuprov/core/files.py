@@ -228,6 +228,11 @@ def write_whole(place: Path, content: bytes, mode: int, owner: tuple[int, int] |
     sync_path(place.parent)
 
 
+def expanded(path: str) -> Path:
+    """Return a path with the home that its `~` names; that of a user who does not exist names no file."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path raises)
+
+
 def make_user_folder(place: Path) -> None:
     """Make a folder for this user alone, with its missing parents, but never the home directory. Raises OSError."""
     home = Path("~").expanduser()

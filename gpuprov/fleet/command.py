@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpuprov.agent.agent import ADDRESSES
 from gpuprov.agent.result import HostResult, HostSink
 from gpuprov.core.commands import lift_memory_limit
+from gpuprov.core.files import expanded
 from gpuprov.fleet import options as program
 from gpuprov.fleet import rolling
 from gpuprov.fleet.agent_file import build_agent
@@ -141,7 +142,7 @@ def _passwords(options: Options, targets: Sequence[HostTarget]) -> tuple[str, ..
 
 def require_writable(path: str) -> None:
     """Raise GpuprovError (exit code 2) if a file can't be written, so that this shows before the run."""
-    place = Path(path).expanduser()
+    place = expanded(path)
     existed = place.exists()
     try:
         place.open("ab").close()

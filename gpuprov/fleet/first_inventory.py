@@ -18,7 +18,7 @@ import click
 import yaml
 
 from gpuprov.agent.result import HostResult, fact
-from gpuprov.core.files import write_whole
+from gpuprov.core.files import expanded, write_whole
 from gpuprov.driver import recommended
 from gpuprov.fleet.command import inspect_hosts, inventory_of
 from gpuprov.fleet.history import latest_choices
@@ -200,7 +200,7 @@ def chosen_variables(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_absent(file: str, *, force: bool) -> None:
     """Raise GpuprovError (exit code 2) if a file is there and may not be replaced."""
-    path = Path(file).expanduser()
+    path = expanded(file)
     if path.is_dir() or (not force and (path.exists() or path.is_symlink())):
         raise UsageError(f"{file} exists", "nothing was written", "name another file, or add --force to replace it")
 
@@ -208,7 +208,7 @@ def require_absent(file: str, *, force: bool) -> None:
 def write_new(file: str, text: str, *, force: bool) -> None:
     """Write a file whole, in a folder that is made; an existing one only by force. Raises GpuprovError."""
     require_absent(file, force=force)
-    path = Path(file).expanduser()
+    path = expanded(file)
     with os_errors(f"{file} can't be written", "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not force:

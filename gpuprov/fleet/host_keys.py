@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuprov.core.files import make_user_folder
+from gpuprov.core.files import expanded, make_user_folder
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
@@ -104,7 +104,7 @@ class KnownHosts:
         """Return every key known for `name`, in the order of files and lines."""
         found: list[KnownKey] = []
         for path in (*self.user_files, *self.system_files):
-            place = Path(path).expanduser()
+            place = expanded(path)
             with contextlib.suppress(OSError):
                 status = place.stat()
                 by_name, others = _read(place, path, status.st_mtime_ns, status.st_size)
@@ -114,7 +114,7 @@ class KnownHosts:
 
     def store(self, name: str, key_type: str, key: bytes) -> None:
         """Append a key to the user's file. Raises OSError."""
-        path = Path(self.user_files[0]).expanduser()
+        path = expanded(self.user_files[0])
         line = f"{name} {key_type} {base64.b64encode(key).decode()}\n"
         with _WRITING:
             make_user_folder(path.parent)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gpuprov.core.files import expanded
 from gpuprov.core.system import System
 from gpuprov.fleet import options
 from gpuprov.fleet.inventory_messages import (
@@ -95,7 +96,7 @@ _MARKED = ("__ansible_vault", "__ansible_unsafe")
 def require_files(words: Sequence[str]) -> None:
     """Raise GpuprovError if -e names a missing file, or one that is no text; Ansible's own messages mislead."""
     for word in words:
-        path = Path(word[1:]).expanduser()
+        path = expanded(word[1:])
         if not word.startswith("@"):
             continue
         if not path.is_file():
@@ -133,7 +134,7 @@ def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:
 def _read(word: str) -> dict[str, Any] | None:
     if word.startswith("@"):
         try:
-            text = Path(word[1:]).expanduser().read_text("utf-8")
+            text = expanded(word[1:]).read_text("utf-8")
         except (OSError, UnicodeDecodeError):
             return None
         return _mapping(text)
@@ -383,7 +384,7 @@ def _give_vault_password(loader: Any, path: str) -> None:
 
     path = path or getattr(constants, "DEFAULT_VAULT_PASSWORD_FILE", None) or ""
     if path:
-        secret = vault.get_file_vault_secret(filename=str(Path(path).expanduser()), vault_id="default", loader=loader)
+        secret = vault.get_file_vault_secret(filename=str(expanded(path)), vault_id="default", loader=loader)
         secret.load()
         loader.set_vault_secrets([("default", secret)])
     # Since ansible-core 2.19, a single vaulted value (!vault) takes its password from here; initialize() works once.

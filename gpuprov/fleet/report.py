@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from gpuprov.agent.result import MADE, PENDING, HostResult, fact, hosts_by_vulnerability, machines, metrics_text
 from gpuprov.agent.site_tables import user_table
-from gpuprov.core.files import write_whole
+from gpuprov.core.files import expanded, write_whole
 from gpuprov.fleet import history
 from gpuprov.fleet.grouping import DRAIN_STATES, causes, command_of, drained, listed, shortened, spreads, still_drained
 from gpuprov.fleet.history import Run
@@ -414,7 +413,7 @@ def write_page(run: Run, path: str) -> None:
     from gpuprov.fleet.page import render  # Jinja2 is loaded only for a page
 
     try:
-        Path(path).expanduser().write_text(render(run, history.before(run)), "utf-8", "replace")
+        expanded(path).write_text(render(run, history.before(run)), "utf-8", "replace")
     except OSError as error:
         raise UsageError(
             f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere"
@@ -430,4 +429,4 @@ def write_metrics(run: Run, path: str, ended: float) -> None:
         run.command, run.results, rows_of(user_table(ADVISORIES)), ended=ended, seconds=run.seconds,
         changes=PENDING if run.check else MADE,
     )  # fmt: skip
-    write_whole(Path(path).expanduser(), text.encode(), 0o644, (os.geteuid(), os.getegid()))
+    write_whole(expanded(path), text.encode(), 0o644, (os.geteuid(), os.getegid()))

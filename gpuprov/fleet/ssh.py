@@ -14,10 +14,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.core.commands import Completed
+from gpuprov.core.files import expanded
 from gpuprov.fleet import host_keys, remote
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
@@ -63,7 +63,7 @@ def connected(
     config = Config(ssh_config=target.ssh_configuration)
     credentials: dict[str, Any] = {}
     if target.identity_file:
-        credentials["key_filename"] = [str(Path(target.identity_file).expanduser())]
+        credentials["key_filename"] = [str(expanded(target.identity_file))]
     if target.password:
         credentials["password"] = target.password
     connection = Connection(
@@ -141,7 +141,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     keys = [path for path in connection.connect_kwargs.get("key_filename", ()) if not key_fault(path)]
     connection.connect_kwargs = {
         **connection.connect_kwargs,
-        "key_filename": [str(Path(path).expanduser()) for path in keys],
+        "key_filename": [str(expanded(path)) for path in keys],
         "transport_factory": transport,
         "banner_timeout": connection.connect_timeout,
         "auth_timeout": max(connection.connect_timeout, 60),
@@ -231,9 +231,8 @@ def _last_line(done: Completed) -> str:
 
 def key_fault(path: str) -> str:
     """Return why a private key's file can't be read, "" if it can."""
-    place = os.path.expanduser(path)  # noqa: PTH111 (Path raises where there is no home)
     try:
-        with open(place, "rb") as file:  # noqa: PTH123
+        with expanded(path).open("rb") as file:
             start = file.read(64)
     except OSError as error:
         return error.strerror or str(error)

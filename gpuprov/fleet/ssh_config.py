@@ -10,9 +10,9 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuprov.core.files import expanded
 from gpuprov.protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
             what = "the SSH configuration can't be read: ssh, which does that, is missing, or this user has no name"
             raise UsageError(what, file or _USER_FILE, "install the OpenSSH client (package openssh-client)")
         return tuple(f"{keyword} {value}" for keyword, value in options)
-    path = file if file in ("", "none") else str(Path(file).expanduser().absolute())
+    path = file if file in ("", "none") else str(expanded(file).absolute())
     named = ("-F", path) if path else ()
     # A name or a path may have blanks.
     quoted = {(key, value) for key, value in options if key in ("User", "IdentityFile") and '"' not in value}

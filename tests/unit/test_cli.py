@@ -167,6 +167,8 @@ USAGE = [
     ("bad image", ("verify", "--hosts", "a,", "--image", "x y"), "is not an image reference"),
     ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
     ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "/nowhere/r.html cannot be written"),
+    ("report of nobody", ("facts", "--report", "~no.such/r.html"), "~no.such/r.html cannot be written"),
+    ("variables of nobody", ("facts", "-e", "@~no.such/a.yml"), "there is no file ~no.such/a.yml"),
     ("metrics nowhere", ("facts", "--metrics", "/nowhere/r.prom"), "/nowhere/r.prom cannot be written"),
     ("drift without a check", ("install", "--detailed-exitcode"), "--detailed-exitcode needs --check"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
