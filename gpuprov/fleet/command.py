@@ -39,6 +39,7 @@ _NEEDS_ROOT = ("install", "verify", "accept", "doctor", "rollback", "uninstall")
 # The next command: after a successful installation, and after a failed verification.
 _FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
+_CHANGING = r"\bgpuprov (install|rollback|uninstall)\b"
 
 
 def run_command(options: Options) -> ExitCode:
@@ -306,13 +307,14 @@ def _shown_variables(options: Options) -> tuple[list[str], str]:
 
 
 def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
-    """Return the results with complete `gpuprov install` commands: a host does not know its inventory."""
+    """Return the results with complete commands that change hosts: a host does not know its inventory."""
     shown, others = _shown_variables(options)
 
     def whole(problem: Problem, host: str) -> Problem:
         hosts = _hosts_words(options, host if options.hosts else "")
-        words = shlex.join(("gpuprov", "install", *hosts, *shown)) + others
-        return replace(problem, next_step=re.sub(r"\bgpuprov install\b", lambda _: words, problem.next_step))
+        words = shlex.join((*hosts, *shown)) + others
+        step = re.sub(_CHANGING, lambda found: f"{found[0]} {words.strip()}".rstrip(), problem.next_step)
+        return replace(problem, next_step=step)
 
     return tuple(
         replace(result, problems=tuple(whole(problem, result.host) for problem in result.problems))

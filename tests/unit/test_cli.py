@@ -408,10 +408,13 @@ def test_the_way_that_works_on_a_host_names_that_host(
     command_name: str, whole: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As it was, it would have changed the machine at which it is typed."""
-    ill = HostResult("lab-a", ExitCode.USAGE, problems=(Problem("no headers", "", "gpuprov install -e a=b"),))
+    ill = HostResult(
+        "lab-a", ExitCode.USAGE, problems=(Problem("old", "", "gpuprov uninstall; gpuprov install -e a=b"),)
+    )
     monkeypatch.setattr(Fleet, "run", lambda *_: (ill,))
     command.run_command(Options(command_name, ("lab-a,",)))
-    assert ("gpuprov install --hosts lab-a, --limit lab-a -e a=b" in capsys.readouterr().out) is whole
+    place = "--hosts lab-a, --limit lab-a"
+    assert (f"gpuprov uninstall {place}; gpuprov install {place} -e a=b" in capsys.readouterr().out) is whole
 
 
 @pytest.mark.parametrize(
