@@ -148,7 +148,7 @@ def require_writable(path: str) -> None:
     try:
         place.open("ab").close()
         if not existed:
-            place.unlink()
+            place.resolve().unlink()  # not the user's link to it
     except OSError as error:
         raise UsageError(f"{path} cannot be written", str(error), "name another file") from None
 

@@ -427,6 +427,13 @@ def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
     assert there.problems[0].next_step == "gpuprov install --hosts h --limit lab-a -e @site.yml -e …"
 
 
+def test_a_link_to_the_report_to_be_stays(tmp_path: Path) -> None:
+    (tmp_path / "latest.html").symlink_to("new.html")
+    command.require_writable(str(tmp_path / "latest.html"))
+    assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == ["latest.html"]
+    assert not (tmp_path / "new.html").exists()
+
+
 def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("lab-a ansible_become_password=kept\nlab-b\n")
     options = Options("facts", (str(tmp_path / "hosts"),), become_password="typed", password="ssh")
