@@ -206,7 +206,9 @@ def driver_choices(results: Sequence[HostResult], inventory: Sequence[str]) -> l
             hosts[one].append(result.host)
             versions[one.gpus].update([one.version] if one.can_be_named else ())
     found = [f"driver {one.version} on {listed(names)}: {one.why}" for one, names in hosts.items()]
-    place = inventory[0].rpartition("/")[0] if inventory and "," not in inventory[0] else ""
+    source = inventory[0] if inventory and "," not in inventory[0] else ""
+    # Ansible reads group_vars in an inventory that is a folder, and beside one that is a file.
+    place = source if os.path.isdir(source) else source.rpartition("/")[0]  # noqa: PTH112 (Path raises)
     file = f"{place or '.'}/group_vars/{'GROUP' if len(versions) > 1 else 'gpu_hosts'}.yml"
     where = [word for source in inventory for word in ("--hosts", source)]
     table = tables.table(tables.RELEASES)

@@ -86,7 +86,7 @@ def test_most_hosts_with_the_same_gpus_say_which_driver_a_new_one_gets() -> None
     assert history.drivers_by_gpus(("none",)) == {}
 
 
-def test_hosts_that_differ_in_the_driver_are_named_with_one_command() -> None:
+def test_hosts_that_differ_in_the_driver_are_named_with_one_command(tmp_path: Path) -> None:
     kept = run(
         0, chose("g1", "580.9.1"), chose("g2", "580.10.1"), chose("l1", "590.1", "L4"), chose("x", "$(id)", "L4")
     )
@@ -100,6 +100,8 @@ def test_hosts_that_differ_in_the_driver_are_named_with_one_command() -> None:
     assert "gpuprov_driver_version=580.9.1 " in history.driver_choices(lying.results, ("hosts",))[-1]
     fixed = run(0, chose("g1", "580.9.1"), chose("g2", "580.9.1"), chose("g3", NEWEST), chose("g4", "999.9"))
     assert f"gpuprov_driver_version={NEWEST} " in history.driver_choices(fixed.results, ("hosts",))[-1]
+    (folder := tmp_path / "lab").mkdir()
+    assert f"--write {folder}/group_vars/gpu_hosts.yml" in history.driver_choices(fixed.results, (str(folder),))[-1]
     same = run(0, chose("g1", "580.9.1"), chose("g2", "580.9.1"))
     assert history.driver_choices(same.results, ("hosts",)) == ["driver 580.9.1 on g1, g2: why"]
     save(kept)
@@ -335,7 +337,8 @@ def test_a_check_says_who_is_drained_and_takes_nothing_over(site: Site, folder: 
     killed_while(site, "a", "install", "a")
     before = sorted(folder.iterdir())
     site.run("a", check=True)
-    assert any(line.startswith("a is drained since") for line in site.told)
+    (told,) = [line for line in site.told if line.startswith("a is drained since")]
+    assert "this run does not undrain it; by hand: " in told
     assert (of(site, "a"), sorted(folder.iterdir())) == (["look"], before)
 
 
