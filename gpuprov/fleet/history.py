@@ -334,7 +334,7 @@ class DrainRecord:
     format: int = 1
 
     def sentences(self, hosts: Collection[str]) -> Iterator[str]:
-        """Yield what the next run, over these hosts, says of this one."""
+        """Yield what the next run, which undrains these hosts, says of this one."""
         if not self.ended:
             order = "; ".join(
                 f"{name}: {listed(names)}" if name else listed(names) for name, names in self.order.items()
@@ -343,7 +343,7 @@ class DrainRecord:
             yield f"the run {self.run} was cut off: {self.command}; its order: {order}{window}"
         for name, drain in self.drains.items():
             state = "drained" if drain.state == "drained" else "maybe drained in part"
-            here = "this run undrains it once verify is green" if name in hosts else "this run does not have it"
+            here = "this run undrains it once verify is green" if name in hosts else "this run does not undrain it"
             todo = f"{here}; by hand: {drain.after}" if drain.after else f"drained by: {drain.before}"
             yield f"{name} is {state} since {drain.since}, by the run {self.run}: {todo}"
 

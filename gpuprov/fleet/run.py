@@ -331,7 +331,8 @@ class Fleet:
         order = {batch.name: tuple(target.name for target in batch.targets) for batch in batches}
         hosts = {name for names in order.values() for name in names}
         left = left_records(inventory)
-        for sentence in (line for record in left for line in record.sentences(hosts)):
+        undrained = hosts if self.commands.after and not request.check else ()
+        for sentence in (line for record in left for line in record.sentences(undrained)):
             self.output(sentence)
         if not self.commands.before or request.check:
             yield

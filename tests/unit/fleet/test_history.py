@@ -326,7 +326,7 @@ def test_a_host_that_is_not_green_stays_in_the_record_until_a_run_finds_it_green
     site.ill, site.disturbing, site.settled = "", "", "a"
     site.told.clear()
     site.run("b")
-    assert "this run does not have it; by hand: " in site.told[0] and "cut off" not in site.told[0]
+    assert "this run does not undrain it; by hand: " in site.told[0] and "cut off" not in site.told[0]
     site.calls.unlink()
     assert states(site.run("ab")) == ["undrained", ""]
     assert of(site, "a") == ["look", "calm", "verify", "undrain"]
