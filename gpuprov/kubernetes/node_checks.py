@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Union
@@ -83,8 +83,11 @@ def host_list(done: Completed) -> HostList:
     return GpuprovError(what, done.evidence(), "gpuprov verify --hosts INVENTORY")
 
 
-def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
-    """Return the node of a host: by its name, else by its address, else by the first part of its name."""
+def node_of(target: HostTarget, nodes: Iterable[Node], hosts: Collection[str] = ()) -> Node | None:
+    """Return the node of a host: by its name, else by its address, else by the first part of its name.
+
+    Of the hosts gpu1.berlin and gpu1.munich only the first is the node gpu1.berlin.
+    """
     nodes = tuple(nodes)
     short = target.name.partition(".")[0]
     address = target.address or target.name
@@ -92,7 +95,7 @@ def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
         lambda node: node.name == target.name,
         lambda node: address in node.addresses or target.name in node.addresses,
         # Not of addresses, which some clusters have as names.
-        lambda node: not short.isdecimal() and node.name.partition(".")[0] == short,
+        lambda node: not short.isdecimal() and node.name.partition(".")[0] == short and node.name not in hosts,
     )
     for test in tests:
         found = [node for node in nodes if test(node)]

@@ -325,7 +325,8 @@ def _chosen(
                 "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true",
             )
         return chosen, ()
-    pairs = [(target, node_checks.node_of(target, nodes)) for target in targets]
+    names = {target.name for target in targets}
+    pairs = [(target, node_checks.node_of(target, nodes, names)) for target in targets]
     members = [target for target, node in pairs if node is not None]
     lists = node_checks.host_lists(members, options, stopped)
     found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from gpuprov.cli.main import cli
 from gpuprov.core.commands import Completed
+from gpuprov.fleet import history
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
-from gpuprov.kubernetes import cluster, node_checks
+from gpuprov.kubernetes import cluster, node_checks, verify
 from gpuprov.kubernetes.cluster import (
     Kubectl,
     Node,
@@ -35,7 +36,6 @@ from gpuprov.kubernetes.cluster import (
 )  # fmt: skip
 from gpuprov.kubernetes.manifest import Choice, manifest
 from gpuprov.kubernetes.node_checks import host_list, host_lists, node_of, parse_list
-from gpuprov.kubernetes.verify import verification_pod
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.kube_api import node
@@ -119,6 +119,17 @@ def test_a_host_is_a_node_by_name_by_address_or_by_short_name() -> None:
     assert found("gpu01") == "gpu01.example.org"
     assert found("gpu03", "10.0.0.3") == ""
     assert node_of(HostTarget("10.0.0.5", HostSpec(), ""), (Node("10.0.0.9", True),)) is None
+
+
+def test_hosts_with_one_short_name_are_not_the_same_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_checks, "host_lists", lambda hosts, *_: {one.name: (one.name,) for one in hosts})
+    hosts = [HostTarget(name, HostSpec()) for name in ("gpu1.berlin", "gpu1.munich")]
+    node = Node("gpu1.berlin", True, ("10.0.0.1",))
+    chosen, absent = verify._chosen((node,), hosts, Options("verify"), lambda: False)
+    assert ([host for _, host in chosen], [name for name, _ in absent]) == ([("gpu1.berlin",)], ["gpu1.munich"])
+    # Another name of the same machine is not absent.
+    hosts[1] = HostTarget("gpu1.mgmt", HostSpec(), "10.0.0.1")
+    assert verify._chosen((node,), hosts, Options("verify"), lambda: False)[1] == ()
 
 
 def test_no_host_is_asked_after_ctrl_c() -> None:
@@ -268,7 +279,7 @@ def test_the_objects_are_valid(choice: Choice, release: str) -> None:
 @pytest.mark.parametrize("release", _RELEASES)
 def test_the_pod_of_a_verification_is_valid_and_restricted(release: str) -> None:
     more: dict[str, Any] = {"run": "a", "image": "ubuntu", "resources": {"nvidia.com/gpu": 2}, "by_class": True}
-    pod = verification_pod("gpuprov-verify-a-0", "gpu01", seconds=0.5, **more)
+    pod = verify.verification_pod("gpuprov-verify-a-0", "gpu01", seconds=0.5, **more)
     kubernetes_validate.validate(pod, release, strict=True)
     assert pod["spec"]["activeDeadlineSeconds"] == 1
     # https://kubernetes.io/docs/concepts/security/pod-security-standards/: restricted
