@@ -14,7 +14,7 @@ from urllib.parse import quote
 from gpuprov.agent.result import HostResult, HostSink, Recorder
 from gpuprov.fleet.command import conclude, inventory_of, make_console, progress_display, require_writable
 from gpuprov.fleet.grouping import listed
-from gpuprov.fleet.history import Run, moment, new_identifier
+from gpuprov.fleet.history import Run, inventory_names, moment, new_identifier
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.run import signals_handled
@@ -292,7 +292,8 @@ def verify_cluster(options: Options, kubectl: Kubectl, wanted: Wanted) -> ExitCo
             results += verify_nodes(kubectl, chosen, wanted, lambda: bool(ended_by), progress)
     run = Run(
         new_identifier(now), "verify", moment(now), round(time.monotonic() - begun, 1), tuple(results),
-        inventory=options.hosts, limit=options.limit, ended_by=ended_by[0] if ended_by else None,
+        inventory=(*inventory_names(options.hosts), f"cluster {kubectl.context or kubectl.kubeconfig}".rstrip()),
+        limit=options.limit, ended_by=ended_by[0] if ended_by else None,
     )  # fmt: skip
     conclude(options, run, targets, "")
     return run.exit_code

@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,14 @@ def program(folder: Path, text: str) -> Kubectl:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return Kubectl(program=str(path))
+
+
+def test_a_run_over_a_cluster_is_kept_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    kubectl = replace(program(tmp_path, "exit 1"), context="prod")
+    assert verify.verify_cluster(Options("verify"), kubectl, verify.Wanted()) == ExitCode.FAILED
+    assert history.load().inventory == ("cluster prod",)
+    assert "of cluster prod" in CliRunner().invoke(cli, ["report", "--list"]).output
 
 
 def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
