@@ -126,9 +126,15 @@ class Fleet:
             return
 
         def carry_out(one: Request, events: Sink) -> Finished:
-            if target.connection == "local":
-                return self._run_here(target, one, events)
-            return self._through_reboots(target, one, wanted, events)
+            try:
+                if target.connection == "local":
+                    return self._run_here(target, one, events)
+                return self._through_reboots(target, one, wanted, events)
+            except GpuprovError:
+                # Not a verification that failed, after which a host would go back.
+                if one.command != wanted.command and self._is_cut():
+                    return Finished(int(ExitCode.INTERRUPTED), problems=_left().problems)
+                raise
 
         rollback = self.rollout.rollback and wanted.command == "install" and not wanted.check
         if not self.commands.before:

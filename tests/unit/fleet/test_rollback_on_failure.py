@@ -9,7 +9,8 @@ import pytest
 from gpuprov.agent.result import Recorder
 from gpuprov.fleet.report import summary
 from gpuprov.fleet.rolling import parse_rollout
-from gpuprov.protocol.events import CheckDone, Started
+from gpuprov.protocol.events import CheckDone, Finished, Sink, Started
+from gpuprov.protocol.request import Request
 from tests.unit.fleet.fleets import run_of
 from tests.unit.fleet.test_rolling import Site, of, site, states
 
@@ -78,6 +79,22 @@ def test_host_that_was_not_drained_is_drained_before_it_goes_back(site: Site) ->
     site.ill, site.disturbing = "a", ""
     site.run("a", rollout=BACK)
     assert of(site, "a") == ["look", "calm", "verify", "drain", "rollback", "verify", "undrain"]
+
+
+@pytest.mark.parametrize(
+    ("drain", "calls"), [(False, ["install", "verify"]), (True, ["look", "drain", "install", "verify"])]
+)
+def test_a_host_that_is_left_during_verify_is_not_said_to_fail(site: Site, drain: bool, calls: list[str]) -> None:
+    real, site.lost = site.answer, "a"
+
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
+        site.fleet.interruptions = 2 * (request.command == "verify")
+        return real(name, request, sink)
+
+    site.answer = answer  # type: ignore[method-assign]
+    (result,) = site.run("a", rollout=BACK, drain=drain)
+    assert (of(site, "a"), result.rolled_back) == (calls, "")
+    assert [one.what for one in result.problems] == ["left by Ctrl-C while it ran"]
 
 
 def test_checks_of_a_host_that_went_back_are_those_after_it() -> None:
