@@ -100,6 +100,7 @@ def accept(
     begun = system.now()
     for line in plan(minutes, spec.accept_commands):
         sink(Note(line))
+    accept_commands.require_expressions(system, spec.accept_commands)
     _require_idle(system)
     keep = Kept(HealthFound, sink)
     found = keep.events

@@ -10,12 +10,13 @@ import contextlib
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.codec import WrongDataError, parse
+from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec import AcceptCommand
 from gpuprov.protocol.words import one_line
 
@@ -28,6 +29,15 @@ Read = tuple[str, Mapping[str, float]]
 def shown(one: AcceptCommand) -> str:
     """Return a command as a shell would take it, cut to a length for people; its figures are named after it."""
     return one_line(shlex.join(one.command))[:_LONGEST]
+
+
+def require_expressions(system: System, commands: Iterable[AcceptCommand]) -> None:
+    """Raise UsageError if grep does not take an `expect`: it would find nothing, and a host would seem to be unfit."""
+    for one in (one for one in commands if one.expect not in _PARSERS):
+        done = system.run(("grep", "-aqE", "-e", one.expect), timeout=_GREP_SECONDS)
+        if done.returncode > 1 or done.stderr.strip():
+            what = f"gpuprov_accept_commands: {one.expect!r} is no regular expression of grep -E"
+            raise UsageError(what, done.evidence(), "correct its expect; a digit is [0-9]")
 
 
 def read(system: System, one: AcceptCommand, done: Completed) -> Read:

@@ -164,6 +164,13 @@ def test_nothing_starts_while_a_process_computes(monkeypatch: pytest.MonkeyPatch
     assert "process 812 (python3 train.py)" in refusal(System())
 
 
+@pytest.mark.parametrize("expect", ["passed (", "[0-9"])
+def test_nothing_starts_for_an_expression_that_grep_refuses(expect: str) -> None:
+    spec = HostSpec(accept_commands=(AcceptCommand("a", ("b",), "dcgm"), AcceptCommand("a", ("b",), expect)))
+    words = (System(), spec, lambda event: None, 1, lambda tests: pytest.fail("it started"))
+    assert "is no regular expression of grep -E" in problem_of(accept, *words).what
+
+
 def test_nothing_starts_on_a_gpu_with_mig(monkeypatch: pytest.MonkeyPatch) -> None:
     # CUDA shows a program one instance of one GPU: each GPU would seem to be silent.
     gpu = "<uuid>GPU-0</uuid><mig_mode><current_mig>Enabled</current_mig></mig_mode>"
