@@ -21,6 +21,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.mig import DivideGpus
 from gpuprov.driver.running_driver import Unloading, gather_running, start_again, start_all_again, still_held
+from gpuprov.engines.containers import stop_command
 from gpuprov.facts.boot import gather_reboot
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders, parse_cgroup
 from gpuprov.facts.gpus import UNIT as FABRIC_MANAGER
@@ -185,6 +186,8 @@ def plan(run: RunContext, facts: HostFacts, earlier: Record | None = None) -> Re
         return replace(wanted, users=replace(users, containers=facts.docker.running_containers, units=()))
     own, _ = parse_cgroup(run.system.read_text(f"/proc/{run.system.own_pid()}/cgroup") or "")
     refused = f"gpuprov itself runs in {own}, which it would stop" if own in users.units else ""
+    if once := [name for name in users.containers if name in running.single_use]:
+        refused = f"docker removes (--rm), or swarm replaces, what is stopped; end it before: {stop_command(once)}"
     if running.display_manager in users.units and not run.spec.stop_display_manager:
         refused = "gpuprov_stop_display_manager is not true"
     return replace(wanted, users=users, refused=wanted.refused or refused)

@@ -278,6 +278,14 @@ def test_the_unit_that_gpuprov_itself_runs_in_is_not_stopped(host: IllHost) -> N
     assert "gpuprov itself runs in agent.service" in _notes(events)
 
 
+def test_a_container_that_docker_would_remove_is_not_stopped(host: IllHost) -> None:
+    _opens_the_gpu(host)
+    host.inspected = {"HostConfig": {"AutoRemove": True}, "Config": {}}
+    _, events = _doctor(host, "reset")
+    assert (host.resets, host.running) == ((), {"job"})
+    assert "end it before: docker stop job" in _notes(events)
+
+
 def test_a_reboot_names_who_has_a_gpu_open_in_containers_of_other_engines(host: IllHost) -> None:
     host.action = "Reboot"
     group = f"/kubepods.slice/kubepods-pod1.slice/cri-containerd-{'5e' * 32}.scope"
