@@ -272,13 +272,20 @@ def _next_command(options: Options) -> str:
     """Return the command that verifies the result, or explains a failed verification, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
     where = ("--root", options.root) if options.root else ()
-    words = ("gpuprov", following, *where, *_hosts_words(options, options.limit))
-    return shlex.join(words) if following else ""
+    shown, others = _shown_variables(options)
+    words = ("gpuprov", following, *where, *_hosts_words(options, options.limit), *shown)
+    return shlex.join(words) + others if following else ""
 
 
 def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:
     words = tuple(word for source in options.hosts for word in ("--hosts", source))
-    return (*words, "--limit", limit) if limit else words
+    vault = ("--vault-password-file", options.vault_password_file) if options.vault_password_file else ()
+    return (*words, *(("--limit", limit) if limit else ()), *vault, *_asks(options))
+
+
+def _asks(options: Options) -> tuple[str, ...]:
+    """Return the flags by which the passwords were asked for."""
+    return ("-k",) * bool(options.password) + ("-K",) * bool(options.become_password)
 
 
 def _command_line(options: Options) -> str:
@@ -292,6 +299,7 @@ def _command_line(options: Options) -> str:
         elif FLAG in one.metadata and value != one.default:
             for part in value if isinstance(value, tuple) else (value,):
                 words += [one.metadata[FLAG], *([] if part is True else [str(part)])]
+    words += _asks(options)
     words += [word for name, value in options.overrides for word in ("-e", f"gpuprov_{name}={value}")]
     return shlex.join(words) + others
 

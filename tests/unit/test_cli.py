@@ -390,6 +390,11 @@ def test_next_command_repeats_the_choice_of_hosts() -> None:
     )
     assert command._next_command(Options("verify", ("hosts",), limit="a")) == "gpuprov doctor --hosts hosts --limit a"
     assert command._next_command(Options("verify")) == "gpuprov doctor"
+    asked = Options("install", ("h",), extra_vars=("gpuprov_docker=none", "ansible_password=secret"),
+                    vault_password_file="~/vault", password="a", become_password="b")  # fmt: skip
+    assert command._next_command(asked) == (
+        "gpuprov verify --hosts h --vault-password-file '~/vault' -k -K -e gpuprov_docker=none -e …"
+    )
     assert command._next_command(Options("doctor", ("hosts",))) == ""
 
 

@@ -339,8 +339,9 @@ def test_the_command_that_goes_on_is_the_same_without_its_passwords() -> None:
     options = Options(
         "install", hosts=("prod.ini",), limit="gpu:!lab", extra_vars=("gpuprov_docker=none", "ansible_password=secret"),
         serial="1,25%", window="Sat 02:00-06:00", verbose=True, overrides=(("reboot", "if-needed"),),
+        become_password="secret",
     )  # fmt: skip
     assert _command_line(options) == (
         "gpuprov install --hosts prod.ini --limit 'gpu:!lab' -e gpuprov_docker=none --serial 1,25% "
-        "--window 'Sat 02:00-06:00' --verbose -e gpuprov_reboot=if-needed -e …"
+        "--window 'Sat 02:00-06:00' --verbose -K -e gpuprov_reboot=if-needed -e …"
     )
