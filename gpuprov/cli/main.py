@@ -337,6 +337,8 @@ def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bo
     from gpuprov.fleet.command import make_console
     from gpuprov.fleet.history import load
 
+    if as_list and (identifier or html):
+        raise click.UsageError("--list names all runs: leave out --run and --html")
     if as_list:
         reports.show_list(make_console(), as_json=as_json)
     elif html:
@@ -383,6 +385,8 @@ def manifest(
     """
     from gpuprov.kubernetes.manifest import Choice, manifest
 
+    if mode == "dra" and (strategy != "environment" or mig != "none" or selectors):
+        raise click.UsageError("--strategy, --mig and --node-selector are for the device plugin: leave out --mode dra")
     chosen = pairs("--node-selector", selectors, _LABEL, "KEY=VALUE, such as pool=gpu")
     made = manifest(Choice(mode, strategy, namespace, mig, chosen, not no_test_pod))
     say_text(made.as_json() if as_json else made.as_yaml(), nl=as_json)

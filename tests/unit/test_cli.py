@@ -169,6 +169,8 @@ USAGE = [
     ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "/nowhere/r.html cannot be written"),
     ("report of nobody", ("facts", "--report", "~no.such/r.html"), "~no.such/r.html cannot be written"),
     ("variables of nobody", ("facts", "-e", "@~no.such/a.yml"), "there is no file ~no.such/a.yml"),
+    ("page of a list", ("report", "--list", "--html", "r.html"), "leave out --run and --html"),
+    ("nodes of DRA", ("kubernetes", "manifest", "--mode", "dra", "--node-selector", "a=b"), "leave out --mode dra"),
     ("metrics nowhere", ("facts", "--metrics", "/nowhere/r.prom"), "/nowhere/r.prom cannot be written"),
     ("drift without a check", ("install", "--detailed-exitcode"), "--detailed-exitcode needs --check"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
