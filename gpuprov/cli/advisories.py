@@ -105,6 +105,8 @@ def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
     from gpuprov.core.files import expanded
 
     path = expanded(source)
+    if sha256 and path.is_dir():
+        raise UsageError("--sha256 is the digest of one document", f"{source} is a folder", "name a file")
     with os_errors(f"{source} can't be read", "check the path"):
         if not path.is_dir():
             yield source, _checked(source, path.read_bytes(), sha256 or _published_digest(path))

@@ -263,6 +263,8 @@ def test_digests_are_compared(tmp_path: Path) -> None:
     assert not user_path(ADVISORIES).exists()
     run("update", "--from", f"file://{file}", "--sha256", digest)
     assert user_path(ADVISORIES).exists()
+    with pytest.raises(UsageError, match="is the digest of one document"):
+        run("update", "--from", str(DOCUMENTS), "--sha256", digest)
     with pytest.raises(UsageError, match="over http needs a digest"):
         run("update", "--from", "http://mirror.example/5850.json")
 
