@@ -21,6 +21,7 @@ from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, merged, rows_of, table_of
 from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
 from gpuprov.protocol.known_problems import problems_of
+from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.tables import ADVISORIES, KNOWN_PROBLEMS, packaged
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
@@ -74,8 +75,8 @@ def update(source: str, sha256: str) -> None:
         if not fresh:
             return
     if not fresh:
-        step = "name CSAF documents, such as 2026/5861/5861.json"
-        raise UsageError(f"{source} has no advisory on NVIDIA's driver or container toolkit for Linux", "", step)
+        what = f"{masked(source)} has no advisory on NVIDIA's driver or container toolkit for Linux"
+        raise UsageError(what, "", "name CSAF documents, such as 2026/5861/5861.json")
     found = merged(known, fresh)
     # With a clock that is wrong, it would be older than the packaged one, and not used.
     day = max(time.strftime("%Y-%m-%d", time.gmtime()), packaged(ADVISORIES)["updated"])
@@ -100,7 +101,7 @@ def _read(name: str, content: bytes) -> tuple[tuple[Advisory, ...], dict[str, An
 def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of each document, after checking its digest."""
     if re.match(r"(https?|file)://", source):
-        yield source, _fetched(source, sha256)
+        yield masked(source), _fetched(source, sha256)
         return
     from gpuprov.core.files import expanded
 
@@ -142,12 +143,12 @@ def _checked(name: str, content: bytes, sha256: str) -> bytes:
 def _fetched(url: str, sha256: str) -> bytes:
     from gpuprov.core.download import fetch, fetch_small
     from gpuprov.core.system import System
-    from gpuprov.protocol.secrets import masked
 
     system = System()
     if not sha256 and url.startswith("http:"):
         raise UsageError("an advisory over http needs a digest", masked(url), "give --sha256, or use https")
-    digest = sha256 or _digest_in(fetch_small(system, f"{url}.sha256").decode("ascii", "replace"), f"{url}.sha256")
+    beside = f"{url}.sha256"
+    digest = sha256 or _digest_in(fetch_small(system, beside).decode("ascii", "replace"), masked(beside))
     folder = system.temporary_directory("/tmp")
     try:
         fetch(system, url, f"{folder}/advisory", sha256=digest, tell=lambda *_: None)

@@ -269,6 +269,15 @@ def test_digests_are_compared(tmp_path: Path) -> None:
         run("update", "--from", "http://mirror.example/5850.json")
 
 
+@pytest.mark.parametrize("content", [b"<html>", b'{"rows": [], "format": 1, "updated": "2027-02-01"}'])
+def test_the_password_of_a_mirror_is_not_printed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr("gpuprov.core.download.fetch_small", lambda *_: b"0" * 64)
+    monkeypatch.setattr("gpuprov.core.download.fetch", lambda system, url, path, **_: Path(path).write_bytes(content))
+    with pytest.raises(GpuprovError, match=r"me:.*@mirror\.example") as caught:
+        run("update", "--from", "https://me:hunter2@mirror.example/5861.json")
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_table_of_another_gpuprov_is_taken_too(tmp_path: Path) -> None:
     (tmp_path / "advisories.json").write_text(json.dumps(table_of([NEWER], "2027-02-01")))
     assert ", new: 1" in run("update", "--from", str(tmp_path / "advisories.json"))
