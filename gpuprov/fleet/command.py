@@ -93,11 +93,13 @@ def run_command(options: Options) -> ExitCode:
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
         options.check, sources, options.limit, ended_by=ended_by,
     )  # fmt: skip
-    conclude(options, run, inventory.hosts, _next_command(options))
-    if options.command == "accept":
-        with os_errors("the results are not kept for the next comparison"):
-            for path in accepted.write_records(run, earlier, options.sign, _passwords(options, inventory.hosts)):
-                say(f"kept: {path}", err=True)
+    try:
+        conclude(options, run, inventory.hosts, _next_command(options))
+    finally:  # a page that can't be written loses no results
+        if options.command == "accept":
+            with os_errors("the results are not kept for the next comparison"):
+                for path in accepted.write_records(run, earlier, options.sign, _passwords(options, inventory.hosts)):
+                    say(f"kept: {path}", err=True)
     drifted = options.detailed_exitcode and any(one.changed for one in results)
     return worst((run.exit_code, ExitCode.WOULD_CHANGE if drifted else ExitCode.DONE))
 

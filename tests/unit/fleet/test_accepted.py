@@ -179,6 +179,19 @@ def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkey
         command.run_command(Options("accept"))
 
 
+def test_results_are_kept_without_room_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(Fleet, "run", lambda *_: (HostResult("a", ExitCode.DONE, measured=gpus(0)),))
+    monkeypatch.setattr(report, "write_page", lambda *_: problem_of_a_full_disk())
+    with pytest.raises(GpuprovError, match="no room"):
+        command.run_command(Options("accept", report=str(tmp_path / "page.html")))
+    assert [*accepted.read_records()] == ["a"]
+
+
+def problem_of_a_full_disk() -> None:
+    raise GpuprovError("no room")
+
+
 def test_sites_whose_inventories_have_the_same_name_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
