@@ -91,7 +91,13 @@ def _read(name: str, content: bytes) -> tuple[tuple[Advisory, ...], dict[str, An
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict) or not {"rows", "problems"} & {*data}:
-        return parse_csaf(content, name), None
+        rows = parse_csaf(content, name)
+        try:  # once in the table, such a row would end each later run
+            rows_of(table_of(rows, packaged(ADVISORIES)["updated"]))
+        except GpuprovError as error:
+            what = f"the advisory {name} has what gpuprov does not know, so nothing was changed"
+            raise GpuprovError(what, error.problems[0].evidence, "leave it out, or use a newer gpuprov") from None
+        return rows, None
     own = data if "problems" in data else data.get("known_problems")
     if own is not None:
         problems_of(own, name)

@@ -251,6 +251,20 @@ def test_a_document_that_lacks_what_a_row_needs_is_named(old: str, new: str) -> 
         parse_csaf(text.encode(), "5861.json")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"id": "5861"', '"id": "NVIDIA-5861"'), ('"baseScore": 7.8', '"baseScore": NaN'), ("CVE-2026-47601", "CVE-26-1"),
+     ('"current_release_date": "2026', '"current_release_date": "26')],
+)  # fmt: skip
+def test_a_document_with_a_wrong_row_changes_nothing(tmp_path: Path, old: str, new: str) -> None:
+    text = (DOCUMENTS / "5861.json").read_text()
+    assert old in text
+    (tmp_path / "wrong.json").write_text(text.replace(old, new))
+    with pytest.raises(GpuprovError, match=r"wrong\.json"):
+        run("update", "--from", str(tmp_path / "wrong.json"))
+    assert not user_path(ADVISORIES).exists()
+
+
 def test_digests_are_compared(tmp_path: Path) -> None:
     file = tmp_path / "5850.json"
     shutil.copy(DOCUMENTS / "5850.json", file)
