@@ -67,7 +67,12 @@ def update(source: str, sha256: str) -> None:
     """
     from gpuprov.agent.site_tables import save_table, user_table
 
-    known, read = rows_of(user_table(ADVISORIES)), [_read(*document) for document in documents(source, sha256)]
+    read = [_read(*document) for document in documents(source, sha256)]
+    try:
+        known = rows_of(user_table(ADVISORIES))
+    except GpuprovError as error:  # its next step is this command
+        say(f"warning: {error.problems[0].what}, and is made again", err=True)
+        known = rows_of(packaged(ADVISORIES))
     fresh, own = [row for rows, _ in read for row in rows], [data for _, data in read if data is not None]
     if own:
         unused = "; not used: this gpuprov's own are newer" * (own[-1]["updated"] < packaged(KNOWN_PROBLEMS)["updated"])

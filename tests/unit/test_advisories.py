@@ -265,6 +265,16 @@ def test_a_document_with_a_wrong_row_changes_nothing(tmp_path: Path, old: str, n
     assert not user_path(ADVISORIES).exists()
 
 
+@pytest.mark.parametrize("damaged", ["{", '{"format": 2}'])
+def test_an_update_replaces_a_damaged_table(damaged: str) -> None:
+    user_path(ADVISORIES).parent.mkdir(parents=True)
+    user_path(ADVISORIES).write_text(damaged)
+    with pytest.raises(GpuprovError):
+        run()
+    run("update", "--from", str(DOCUMENTS))
+    assert {one.bulletin for one in rows_of(user_table(ADVISORIES))} == {one.bulletin for one in advisories()}
+
+
 def test_digests_are_compared(tmp_path: Path) -> None:
     file = tmp_path / "5850.json"
     shutil.copy(DOCUMENTS / "5850.json", file)
