@@ -21,7 +21,7 @@ from gpuprov.agent.result import HostResult, fact
 from gpuprov.core.files import expanded, write_whole
 from gpuprov.driver import recommended
 from gpuprov.fleet.command import inspect_hosts, inventory_of
-from gpuprov.fleet.history import latest_choices
+from gpuprov.fleet.history import inventory_names, latest_choices
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.options import DRIVERS, Options, made_options
 from gpuprov.fleet.standard_streams import say, say_text
@@ -185,7 +185,8 @@ def chosen_variables(options: Mapping[str, Any]) -> dict[str, Any]:
     inventory = inventory_of(Options("options", **options))
     defaults, *specs = (spec_to_json(one) for one in (HostSpec(), *(host.spec for host in inventory.hosts)))
     common = {name: value for name, value in specs[0].items() if all(one[name] == value for one in specs)}
-    latest = latest_choices()
+    # Another site's host may have the same name.
+    latest = {**latest_choices(), **latest_choices(inventory_names(options["hosts"]))}
     chosen = [latest.get(host.name) for host in inventory.hosts if recommended.is_open(host.spec)]
     # Not what packages brought, nor what follows a kernel outside.
     versions = {one.version if one and one.can_be_named else "" for one in chosen}

@@ -151,13 +151,15 @@ def written(*words: str) -> dict[str, Any]:
     return yaml.safe_load(Path(FILE).read_text()) or {}
 
 
-def installed(name: str, *versions: str, check: bool = False, driver: str = "runfile", gpus: str = "H100") -> None:
+def installed(
+    name: str, *versions: str, check: bool = False, driver: str = "runfile", gpus: str = "H100", inventory: str = ""
+) -> None:
     """Store an installation of gpu01, gpu02 …, which left these versions of the driver."""
     results = tuple(
         HostResult(f"gpu{number:02}", ExitCode.DONE, choice=ChosenDriver(gpus, driver, version, "why"))
         for number, version in enumerate(versions, 1)
     )
-    save(Run(name, "install", "", 1.0, results, check))
+    save(Run(name, "install", "", 1.0, results, check, (inventory,) if inventory else ()))
 
 
 def test_what_all_hosts_have_in_common_is_chosen(here: Path) -> None:
@@ -192,6 +194,13 @@ def test_the_driver_that_the_last_installation_left_is_chosen() -> None:
     # Not every repository can pin a version, and a branch of the distribution is no release.
     packages = {"gpuprov_driver": "packages"}
     assert written("--force", "--hosts", "gpu01,gpu02", "-e", "gpuprov_driver=packages") == packages
+
+
+def test_another_sites_host_of_the_same_name_does_not_choose(here: Path) -> None:
+    installed("20261121T081500Z-1", "580.178.04", inventory=str(here / "hosts"))
+    installed("20261121T081600Z-1", "590.48.01", inventory="/other/hosts")
+    (here / "hosts").write_text("gpu01\n")
+    assert written("--hosts", "hosts") == {"gpuprov_driver_version": "580.178.04"}
 
 
 @pytest.mark.parametrize("versions", [("580.178.04", "590.48.1"), ("{{ lookup('pipe', 'id') }}",), ("1\nx: y",), ("",)])
