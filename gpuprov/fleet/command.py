@@ -83,7 +83,7 @@ def run_command(options: Options) -> ExitCode:
             raise SystemExit(int(ended_by))
         rolling.require_possible_domains(planned)
     results, ended_by = _run(options, inventory.hosts, request, rollout, commands)
-    if options.command == "doctor" or (options.command == "install" and options.hosts):
+    if options.command == "doctor" or (options.command == "install" and (options.hosts or options.root)):
         results = _with_whole_commands(results, options)
     earlier = {}
     if options.command == "accept":
@@ -273,16 +273,16 @@ def progress_display(options: Options, console: Console, hosts: Sequence[str]) -
 def _next_command(options: Options) -> str:
     """Return the command that verifies the result, or explains a failed verification, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
-    where = ("--root", options.root) if options.root else ()
     shown, others = _shown_variables(options)
-    words = ("gpuprov", following, *where, *_hosts_words(options, options.limit), *shown)
+    words = ("gpuprov", following, *_hosts_words(options, options.limit), *shown)
     return shlex.join(words) + others if following else ""
 
 
 def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:
+    root = ("--root", options.root) if options.root else ()
     words = tuple(word for source in options.hosts for word in ("--hosts", source))
     vault = ("--vault-password-file", options.vault_password_file) if options.vault_password_file else ()
-    return (*words, *(("--limit", limit) if limit else ()), *vault, *_asks(options))
+    return (*root, *words, *(("--limit", limit) if limit else ()), *vault, *_asks(options))
 
 
 def _asks(options: Options) -> tuple[str, ...]:

@@ -434,6 +434,13 @@ def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
     assert there.problems[0].next_step == "gpuprov install --hosts h --limit lab-a -e @site.yml -e …"
 
 
+def test_what_works_in_an_image_names_its_folder() -> None:
+    ill = HostResult("/mnt/a b", ExitCode.FAILED, problems=(Problem("old", "", "gpuprov install -e a=b"),))
+    (there,) = command._with_whole_commands((ill,), Options("doctor", root="/mnt/a b"))
+    assert there.problems[0].next_step == "gpuprov install --root '/mnt/a b' -e a=b"
+    assert command._next_command(Options("install", root="/mnt")) == "gpuprov verify --root /mnt"
+
+
 def test_a_link_to_the_report_to_be_stays(tmp_path: Path) -> None:
     (tmp_path / "latest.html").symlink_to("new.html")
     command.require_writable(str(tmp_path / "latest.html"))
