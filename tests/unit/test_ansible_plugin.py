@@ -184,6 +184,31 @@ def test_what_a_login_shell_prints_is_no_boot(plugin: ModuleType, monkeypatch: p
     assert asked == ["cat", "cat", "systemctl"]
 
 
+@pytest.mark.parametrize(
+    ("transport", "method", "enabled", "how"),
+    [
+        ("ssh", "sudo", False, "pipe"),
+        ("ssh", "su", False, "file"),
+        ("local", "sudo", False, "file"),
+        ("local", "sudo", True, "pipe"),
+        ("local", "", False, "pipe"),
+        ("paramiko", "", False, "file"),
+    ],
+)
+def test_a_request_reaches_the_agent_beside_a_password(
+    plugin: ModuleType, transport: str, method: str, enabled: bool, how: str
+) -> None:
+    """A local connection drops what it should write to a command that has a terminal, and waits for its end."""
+    plugin._agent()
+    done = {"rc": 0, "stderr": ""}
+    connection = SimpleNamespace(has_pipelining=transport != "paramiko", transport=transport)
+    connection.become = SimpleNamespace(pipelining=method != "su") if method else None
+    task = SimpleNamespace(_connection=connection, _is_pipelining_enabled=lambda style: enabled)
+    task._low_level_execute_command = lambda *_, **__: {**done, "stdout": "pipe"}
+    task._with_file = lambda *_, **__: {**done, "stdout": "file"}
+    assert plugin.ActionModule._on_host(task, "agent", b"request", become=bool(method)).stdout == how
+
+
 _RACK = {
     "a2": {"ansible_host": "10.0.0.2", "gpuprov_imex_domain": "rack1"},
     "a1": {"ansible_host": "10.0.0.1", "gpuprov_imex_domain": "rack1"},

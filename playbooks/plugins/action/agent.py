@@ -375,14 +375,17 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Run a command with bytes on its standard input, as the task's become says or as the login user."""
         from gpuprov.core.commands import Completed
 
-        if self._connection.has_pipelining:
+        plugin = self._connection.become if become and not self._is_pipelining_enabled("new") else None
+        # A password gets a terminal in the place of the standard input: over a local connection, and for su everywhere.
+        has_terminal = plugin is not None and (not plugin.pipelining or self._connection.transport == "local")
+        if self._connection.has_pipelining and not has_terminal:
             done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)
         else:
             done = self._with_file(command, stdin, become=become)
         return Completed((command,), done["rc"], done["stdout"], done["stderr"])
 
     def _with_file(self, command: str, stdin: bytes, *, become: bool) -> dict[str, Any]:
-        """Do the same over a connection that takes no standard input (paramiko): through a file on the host."""
+        """Do the same where there is no standard input for it (paramiko, su): through a file on the host."""
         folder = self._make_tmp_path()
         remote = self._connection._shell.join_path(folder, "stdin")
         with tempfile.NamedTemporaryFile() as local:
