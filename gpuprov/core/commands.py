@@ -42,7 +42,7 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True)
 class Completed:
-    """The result of a command. `returncode` is 127 if there is no such program and 124 after its time limit."""
+    """The result of a command. `returncode`: 127 for no such program, 124 after its time limit, 128+N by signal N."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -53,6 +53,11 @@ class Completed:
     @property
     def ok(self) -> bool:
         return self.returncode == 0
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether it says nothing, not even no: its time was over, or a signal ended it."""
+        return self.returncode == TIMED_OUT or self.returncode > 128
 
     def evidence(self, lines: int = 12) -> str:
         """Return the command, its exit code and the last lines it printed, for an error."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
-from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.places import COPIES, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg, interface
@@ -300,7 +299,7 @@ def _taken_along(system: System, names: Sequence[str]) -> set[str]:
     """Return what apt would remove besides, without doing it. Raises GpuprovError if apt does not come to an end."""
     words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", "purge", "--", *names)
     done = system.run(words, timeout=_SIMULATE_SECONDS)
-    if done.returncode < 0 or done.returncode == TIMED_OUT:
+    if done.unanswered:
         what = f"apt-get does not tell what would go with {names[0]}"
         raise GpuprovError(what, done.evidence(4), "apt-get check; then run the same command again")
     removed = re.findall(r"^(?:Purg|Remv) (\S+)", done.stdout, re.MULTILINE)

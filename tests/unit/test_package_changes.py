@@ -210,7 +210,7 @@ def test_of_several_packages_that_another_needs_one_stays(names: str, kept: dict
     assert needed_by_others(Alternatives(), list(names)) == kept
 
 
-@pytest.mark.parametrize("returncode", [-9, 124])
+@pytest.mark.parametrize("returncode", [124, 137])
 def test_an_apt_that_comes_to_no_end_does_not_tell_that_nothing_goes_along(returncode: int) -> None:
     with pytest.raises(GpuprovError, match="apt-get does not tell what would go with gcc"):
         needed_by_others(Scripted(answers={"--simulate": (returncode, "")}), ["gcc"])
