@@ -251,8 +251,14 @@ def _distrust(system: System, fingerprint: str) -> None:
 
 
 def gather_keys(system: System) -> Mapping[str, str]:
-    """Return the keys that rpm trusts: fingerprint → the name of the package that rpm keeps each as."""
-    return parse_keys(system.run(("rpm", "-q", "gpg-pubkey", "--queryformat", _KEY_QUERY)).stdout)
+    """Return the keys that rpm trusts: fingerprint → the name of the package that rpm keeps each as.
+
+    Raises GpuprovError if rpm can't list them: an undo would remove those that it left out.
+    """
+    done = system.run(("rpm", "-q", "gpg-pubkey", "--queryformat", _KEY_QUERY))
+    if not done.ok and "not installed" not in done.stdout:
+        raise GpuprovError("rpm does not tell which keys it trusts", done.evidence(4), "rpm -qa gpg-pubkey")
+    return parse_keys(done.stdout)
 
 
 def parse_keys(text: str) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from gpuprov.core.places import COPIES, FOLDER
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.failures import Advice
 from gpuprov.packages.interface import LockFacts, PackageFacts
-from gpuprov.packages.keys import BUNDLE_KEY, InstallRpmKey, armored, fingerprints
+from gpuprov.packages.keys import BUNDLE_KEY, RPM_KEYS, InstallRpmKey, RemoveRpmKey, armored, fingerprints
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, RpmManager
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.packages.zypper import ZYPPER
@@ -357,6 +357,13 @@ def test_the_bundles_source_is_signed_by_its_key(tmp_path: Path) -> None:
     host.fails = ("--import",)
     with pytest.raises(GpuprovError, match="can't import the key ABCD"):
         DNF.open_bundle(host, "ABCD")
+
+
+@pytest.mark.parametrize("said", [(124, ""), (137, ""), (1, "", "error: rpmdb: damaged")])
+def test_a_key_that_rpm_does_not_tell_of_is_not_taken_for_a_new_one(tmp_path: Path, said: Answer) -> None:
+    host, fingerprint = Scripted(tmp_path, {"gpg-pubkey": said}), fingerprints(KEY)[0]
+    for change in (InstallRpmKey(f"{RPM_KEYS}/one", "file:///key", fingerprint), RemoveRpmKey(fingerprint)):
+        assert refused(change.capture, host).what == "rpm does not tell which keys it trusts"
 
 
 class Gathering(Host):
