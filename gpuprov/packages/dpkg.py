@@ -75,8 +75,12 @@ def query(system: System) -> tuple[Package, ...]:
 
     Raises GpuprovError if dpkg can't list them: an undo would remove those that it left out.
     """
+    return _queried(system)[0]
+
+
+def _queried(system: System) -> tuple[tuple[Package, ...], str]:
     step = "dpkg --audit; then run the same command again"
-    return _parsed(system.require(_QUERY, "dpkg's database can't be read", step).stdout)[0]
+    return _parsed(system.require(_QUERY, "dpkg's database can't be read", step).stdout)
 
 
 def _parsed(text: str) -> tuple[tuple[Package, ...], str]:
@@ -92,10 +96,10 @@ def _parsed(text: str) -> tuple[tuple[Package, ...], str]:
 
 
 def gather_packages(system: System) -> PackageFacts:
-    """Return what is installed, by one query."""
+    """Return what is installed, by one query. Raises GpuprovError if dpkg can't list it: no plan may be based on it."""
     if system.which("apt-get") is None or system.which("dpkg-query") is None:
         return PackageFacts("", {})
-    found, architecture = _parsed(system.run(_QUERY).stdout)
+    found, architecture = _queried(system)
     packages = [one for one in found if one.whole]
     held = frozenset(one.name for one in packages if one.want == "hold")
     return PackageFacts(
