@@ -75,9 +75,11 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     require_whole_program("`gpuprov bundle create`")
-    if not os.access(folder := Path(output).absolute().parent, os.W_OK):
-        # Known only after an hour of downloads, else.
+    folder, is_device = Path(output).absolute().parent, Path(output).exists() and not Path(output).is_file()
+    if is_device or not os.access(folder, os.W_OK):
+        # Known only after an hour of downloads, else; and root would put a file in the place of /dev/null.
         seen = f"{folder} does not exist, or this user may not write to it"
+        seen = "it is a device or a pipe" if is_device else seen
         raise UsageError(f"the bundle {output} can't be written", seen, "name another file with -o")
     from gpuprov.bundle_create.recipe import Wanted, machine_mirror, make_recipe, mirror_at
     from gpuprov.core.system import System

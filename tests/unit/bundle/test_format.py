@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -350,7 +351,9 @@ def test_a_bundle_that_could_not_be_written_is_refused_before_the_downloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpuprov.cli.bundle._create", lambda *words: pytest.fail("collects"))
-    output = tmp_path / "missing/b.tar"
-    found = refused_call("bundle", "create", "--distro", "debian-12", "--driver", "580.178.04", "-o", output)
-    assert found.exit_code == ExitCode.USAGE
-    assert f"the bundle {output} can't be written" in str(found)
+    fifo = tmp_path / "null"
+    os.mkfifo(fifo)
+    for output in (tmp_path / "missing/b.tar", fifo):
+        found = refused_call("bundle", "create", "--distro", "debian-12", "--driver", "580.178.04", "-o", output)
+        assert found.exit_code == ExitCode.USAGE
+        assert f"the bundle {output} can't be written" in str(found)
