@@ -144,8 +144,10 @@ def _image(to: Collection, reference: str) -> BundleImage:
 
 def user_gpg() -> dict[str, str]:
     """Return the environment that gpg needs to find the user's keys, and to ask for a passphrase by its agent."""
-    names = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    names = ("HOME", "GNUPGHOME", "GPG_TTY", "TERM", "DISPLAY", "XDG_RUNTIME_DIR")
+    # gpg would look for the terminal at its own standard input, which is what it signs.
+    terminal = {"GPG_TTY": os.ttyname(0)} if os.isatty(0) else {}
+    return {**terminal, **{name: os.environ[name] for name in names if name in os.environ}}
 
 
 def export_key(system: System, key: str, environment: Mapping[str, str]) -> bytes:

@@ -158,6 +158,8 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
         environment = collecting.user_gpg()
         if sign_key:
             own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
+            # A key that does not sign, or a wrong passphrase, is known before the downloads.
+            collecting.sign(system, b"", sign_key, environment)
         made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
         manifest = manifest_to_bytes(made)
         signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from gpuprov.bundle.format import Contents, chunks, header, read_contents, unpack, verify_files
 from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
 from gpuprov.bundle.manifest import Manifest, is_safe_path, manifest_from_bytes, manifest_to_bytes
+from gpuprov.bundle_create.create import user_gpg
 from gpuprov.cli.main import cli
 from gpuprov.core.system import sha256_of
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -357,3 +358,26 @@ def test_a_bundle_that_could_not_be_written_is_refused_before_the_downloads(
         found = refused_call("bundle", "create", "--distro", "debian-12", "--driver", "580.178.04", "-o", output)
         assert found.exit_code == ExitCode.USAGE
         assert f"the bundle {output} can't be written" in str(found)
+
+
+def test_a_key_that_does_not_sign_is_refused_before_the_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuprov.bundle_create.create.collect", lambda *words: pytest.fail("collects"))
+    monkeypatch.setattr("gpuprov.bundle_create.create.export_key", lambda *words: b"")
+    words = ("bundle", "create", "--distro", "ubuntu-24.04", "--driver", "580.178.04", "-o", tmp_path / "b.tar")
+    assert "gpg could not sign with nobody" in str(refused_call(*words, "--sign", "nobody"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "asked_at"),
+    [({}, True, "/dev/pts/7"), ({"GPG_TTY": "/dev/pts/8"}, True, "/dev/pts/8"), ({}, False, None)],
+)
+def test_gpg_asks_for_a_passphrase_at_the_users_terminal(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], terminal: bool, asked_at: str | None
+) -> None:
+    monkeypatch.setattr("os.environ", {"TERM": "xterm", **environment})
+    monkeypatch.setattr("os.isatty", lambda handle: terminal)
+    monkeypatch.setattr("os.ttyname", lambda handle: "/dev/pts/7")
+    found = user_gpg()
+    assert (found.get("GPG_TTY"), found["TERM"]) == (asked_at, "xterm")
