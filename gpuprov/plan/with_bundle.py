@@ -218,6 +218,10 @@ class LoadImage(Change):
 
     def capture(self, system: System) -> Json:
         found = system.run((self.engine, "image", "inspect", "--format", "{{.Id}}", self.reference))
+        if found.unanswered or "connect to" in found.stderr:
+            # An undo would take away the image that has this name.
+            what = f"{self.engine} does not tell whether it has {self.reference}"
+            raise GpuprovError(what, found.evidence(4), f"{self.engine} info; then run the same command again")
         return {"reference": self.reference, "id": found.stdout.strip() if found.ok else "", "engine": self.engine}
 
     def apply(self, system: System, tell: Tell) -> None:

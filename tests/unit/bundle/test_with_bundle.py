@@ -24,6 +24,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.bundles import DRIVER, FILES, MANIFEST, listed, write_test_bundle
 from tests.unit.fake_host import RELEASE, FakeHost
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 IMAGES = (BundleImage("app:1", "1" * 64, "images/app_1.tar"), BundleImage("base:2", "2" * 64, "images/base_2.tar"))
@@ -291,6 +292,15 @@ def test_an_image_is_loaded_and_the_undo_gives_its_name_back(tmp_path: Path, eng
     host.images = {"app:1": "x"}
     LoadImage.undo(host, {name: value for name, value in state.items() if name != "engine"}, None)
     assert host.asked[-1][0] == "docker"
+
+
+@pytest.mark.parametrize(
+    "said", [(124, ""), (137, ""), (1, "", "Cannot connect to the Docker daemon at unix:///var/run/docker.sock.")]
+)
+def test_an_image_of_which_the_engine_tells_nothing_is_not_taken_for_missing(tmp_path: Path, said: Answer) -> None:
+    change = LoadImage("app:1", "1" * 64, "/x.tar")
+    problem = refused(change.capture, Scripted(tmp_path, {"inspect": said}))
+    assert problem.what == "docker does not tell whether it has app:1"
 
 
 @pytest.mark.parametrize(("loads", "says"), [("", "no space left on device"), ("another", "Loaded image")])
