@@ -56,9 +56,17 @@ HOOKS = {"response": refuse_downgrade}
 
 
 def certificates(system: System) -> str | bool:
-    """Return the file of trusted certificates: the environment's, the host's, or True for the default of requests."""
-    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
-    return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
+    """Return the file of trusted certificates: the environment's, the host's, or True for the default of requests.
+
+    Raises GpuprovError if the environment's is missing, as a builder's is in an image.
+    """
+    for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
+        if path := os.environ.get(name):
+            if not System().exists(path):
+                what = "the file of trusted certificates does not exist"
+                raise GpuprovError(what, f"{name}={path}", f"unset {name}, or correct it")
+            return path
+    return next((path for path in _CA_BUNDLES if system.exists(path)), True)
 
 
 def proxy_for(system: System, url: str) -> str:

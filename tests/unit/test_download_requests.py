@@ -13,6 +13,7 @@ from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from tests.unit.ask import problem_of
 from tests.unit.download_server import DIGEST, Impatient, Site, download, site, system
+from tests.unit.refused import refused
 
 __all__ = ["site", "system"]
 
@@ -56,8 +57,8 @@ def test_requests_have_limits_and_come_in_pieces(system: System, asked_of_reques
         ({}, (), True),
         ({}, ("/etc/ssl/ca-bundle.pem",), "/etc/ssl/ca-bundle.pem"),
         ({}, ("/etc/ssl/ca-bundle.pem", "/etc/ssl/certs/ca-certificates.crt"), "/etc/ssl/certs/ca-certificates.crt"),
-        ({"SSL_CERT_FILE": "/b"}, ("/etc/ssl/ca-bundle.pem",), "/b"),
-        ({"SSL_CERT_FILE": "/b", "REQUESTS_CA_BUNDLE": "/a"}, ("/etc/ssl/ca-bundle.pem",), "/a"),
+        ({"SSL_CERT_FILE": "/etc"}, ("/etc/ssl/ca-bundle.pem",), "/etc"),
+        ({"SSL_CERT_FILE": "/b", "REQUESTS_CA_BUNDLE": "/usr"}, ("/etc/ssl/ca-bundle.pem",), "/usr"),
     ],
 )
 def test_certificates_are_always_checked_against_those_of_the_host(
@@ -71,6 +72,15 @@ def test_certificates_are_always_checked_against_those_of_the_host(
         system.write(path, b"")
     ask_in_every_way(system)
     assert [options["verify"] for options in asked_of_requests] == [expected] * 3
+
+
+def test_certificates_that_are_missing_are_named(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/missing.pem")
+    (problem,) = unreachable(system, ["https://example.org/z"])
+    assert (problem.evidence, problem.next_step) == (
+        "SSL_CERT_FILE=/missing.pem", "unset SSL_CERT_FILE, or correct it"
+    )  # fmt: skip
+    assert refused(fetch_small, system, "https://example.org/y") == problem
 
 
 ENVIRONMENT = {"https_proxy": "http://e:2", "no_proxy": ".example.org,localhost"}
