@@ -30,7 +30,8 @@ class Proxy:
         # Imported here: programs that run at boot have no proxy and do not need it.
         from urllib.parse import urlsplit
 
-        return urlsplit(self.url)
+        # The environment's may be HOST:PORT.
+        return urlsplit(self.url if "://" in self.url else f"http://{self.url}")
 
     @property
     def address(self) -> str:

@@ -138,6 +138,11 @@ def test_a_proxys_source(system: System, monkeypatch: pytest.MonkeyPatch, file: 
     assert through(system, "https://a.example.net/x") == f"\nthrough the proxy http://e:2{said}"
 
 
+def test_a_proxy_without_a_scheme_is_named_as_it_is_used(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "me:hunter22@e:2")
+    assert through(system, "http://a.example.net/x").startswith("\nthrough the proxy http://e:2 (")
+
+
 def test_each_request_uses_the_proxy_of_its_own_url(system: System, site: Site) -> None:
     system.proxy = Proxy(site.url.replace("//", "//robot:secret@"), "127.0.0.1")
     site.files = {"http://a.example.net/key": b"key", "/key": b"key"}
