@@ -6,6 +6,7 @@ Most runs are installations that change nothing, so modules of other commands ar
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,8 @@ def _as_root(run: RunContext) -> RunContext:
         seen = f"this process has user id {run.system.user_id()}"
         step = "put sudo before it; for remote hosts set ansible_become: true"
         raise UsageError(f"gpuprov {run.request.command} must run as root", seen, step)
+    # What installers and depmod make is for all users, whatever the caller's umask is: many sites have 077 for root.
+    os.umask(0o022)
     reach_local_docker(run.system)
     return run
 

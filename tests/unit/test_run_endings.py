@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, E
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests.runs import as_a_run, ignore
+from tests.unit.fake_host import FakeHost
 from tests.unit.loaded_host import NEW, LoadedHost, install
 from tests.unit.refused import refused
 
@@ -414,3 +416,12 @@ def test_a_journal_that_can_not_be_begun_says_which(tmp_path: Path) -> None:
     system.write("/var/lib/gpuprov", b"a file where the folder belongs")
     what = refused(new_journal, system, "install").what
     assert "could not begin the run's journal" in what and f"{RUNS_DIRECTORY}/0001.jsonl" in what
+
+
+def test_programs_make_files_for_all_users_whatever_the_callers_umask_is(tmp_path: Path) -> None:
+    """depmod's modules.dep with umask 077 is root's alone: modinfo of other users fails."""
+    before = os.umask(0o077)
+    try:
+        run_request(Request("install", check=True), ignore, FakeHost(tmp_path))
+    finally:
+        assert os.umask(before) == 0o022
