@@ -224,7 +224,7 @@ _FOLDER = "/usr/local"
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """`toolkits`: folder → version of each whole one in /usr/local; `link`: where /usr/local/cuda leads, or nothing."""
+    """`toolkits`: folder → version of each whole one in /usr/local; `link`: what /usr/local/cuda leads to."""
 
     toolkits: Mapping[str, str] = field(default_factory=dict)
     link: str = ""
@@ -235,7 +235,8 @@ def gather_cuda(system: System) -> CudaFacts:
     folders = [f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER) if re.fullmatch(r"cuda-\d+\.\d+", name)]
     found = {folder: version_in(system, folder) for folder in folders if system.exists(f"{folder}/bin/nvcc")}
     link = system.status(f"{_FOLDER}/cuda")
-    return CudaFacts(found, link.target if link is not None else "")
+    # A folder leads to itself.
+    return CudaFacts(found, link.target or f"{_FOLDER}/cuda" if link is not None else "")
 
 
 def version_in(system: System, folder: str) -> str:

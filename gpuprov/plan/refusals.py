@@ -80,6 +80,7 @@ def _of_cuda(facts: HostFacts, spec: HostSpec) -> Mapping[str, object]:
     return {
         "no version of CUDA": not spec.cuda,
         "untrusted CUDA": installs and is_remote and not spec.cuda_sha256,
+        "a folder for CUDA": bool(spec.cuda and spec.cuda_url) and facts.cuda.link == cuda_toolkit.LINK,
         "CUDA from packages": installs and cuda_toolkit.package_of(spec) in facts.packages.installed,
         # With a bundle, nothing else is fetched.
         "no CUDA in the bundle": has and is_remote and f"{has}, asked for is {spec.cuda} from {masked(spec.cuda_url)}",

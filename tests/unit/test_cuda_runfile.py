@@ -293,6 +293,8 @@ def test_a_folder_in_the_links_place_is_told(host: CudaHost) -> None:
     (problem,) = raised.value.problems
     assert problem.evidence.startswith("/usr/local/cuda/version.json")
     assert "mv /usr/local/cuda /usr/local/cuda-old" in problem.next_step
+    # Before gigabytes are downloaded, too.
+    assert [one.what for one in problems(gather(host), spec(host))] == [problem.what]
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> list[Problem]:
