@@ -209,6 +209,21 @@ def test_a_request_reaches_the_agent_beside_a_password(
     assert plugin.ActionModule._on_host(task, "agent", b"request", become=bool(method)).stdout == how
 
 
+def test_a_request_that_arrived_in_part_does_not_stay_on_the_host(plugin: ModuleType) -> None:
+    """It may have a proxy's password, or a licence's token."""
+    removed: list[str] = []
+
+    def transfer(local: str, remote: str) -> None:
+        raise plugin.AnsibleError("no space left on device")
+
+    connection = SimpleNamespace(_shell=SimpleNamespace(join_path=lambda *words: "/".join(words)))
+    task = SimpleNamespace(_connection=connection, _make_tmp_path=lambda: "/tmp/x", _transfer_file=transfer)
+    task._remove_tmp_path = removed.append
+    with pytest.raises(plugin.AnsibleError):
+        plugin.ActionModule._with_file(task, "agent", b"request", become=True)
+    assert removed == ["/tmp/x"]
+
+
 _RACK = {
     "a2": {"ansible_host": "10.0.0.2", "gpuprov_imex_domain": "rack1"},
     "a1": {"ansible_host": "10.0.0.1", "gpuprov_imex_domain": "rack1"},

@@ -388,11 +388,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Do the same where there is no standard input for it (paramiko, su): through a file on the host."""
         folder = self._make_tmp_path()
         remote = self._connection._shell.join_path(folder, "stdin")
-        with tempfile.NamedTemporaryFile() as local:
-            local.write(stdin)
-            local.flush()
-            self._transfer_file(local.name, remote)
         try:
+            with tempfile.NamedTemporaryFile() as local:
+                local.write(stdin)
+                local.flush()
+                self._transfer_file(local.name, remote)
             done: dict[str, Any] = self._low_level_execute_command(
                 f"{command} < {shlex.quote(remote)}", sudoable=become
             )
