@@ -207,8 +207,8 @@ def _require_local_call_to_make_sense(options: Options) -> None:
         raise UsageError(
             f"`gpuprov {options.command}` needs root on this machine",
             f"running as user id {os.geteuid()}",
-            f"run it with sudo: sudo gpuprov {options.command}"
-            + ("" if program.one_file else "; or name other hosts with --hosts INVENTORY"),
+            # Not the command by its name: without --check or --root it would change this machine.
+            "put sudo before it" + ("" if program.one_file else "; or name other hosts with --hosts INVENTORY"),
         )
     if options.command in _NEEDS_ROOT:
         lift_memory_limit(ADDRESSES)
