@@ -299,9 +299,7 @@ def _taken_along(system: System, names: Sequence[str]) -> set[str]:
     """Return what apt would remove besides, without doing it. Raises GpuprovError if apt does not come to an end."""
     words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", "purge", "--", *names)
     done = system.run(words, timeout=_SIMULATE_SECONDS)
-    if done.unanswered:
-        what = f"apt-get does not tell what would go with {names[0]}"
-        raise GpuprovError(what, done.evidence(4), "apt-get check; then run the same command again")
+    interface.require_answer(done, f"apt-get does not tell what would go with {names[0]}")
     removed = re.findall(r"^(?:Purg|Remv) (\S+)", done.stdout, re.MULTILINE)
     return set(removed) - set(names)
 

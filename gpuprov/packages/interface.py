@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Callable, ClassVar, Protocol
 
 from gpuprov.core.changes import Change, Tell
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
@@ -255,6 +256,12 @@ class PackageManager(Protocol):
 
     def open_bundle(self, system: System, repository_key: str) -> None:
         """Make the unpacked bundle, signed by this key (fingerprint), a source of packages."""
+
+
+def require_answer(done: Completed, what: str) -> None:
+    """Raise GpuprovError if a command was killed or took too long: an undo or a migration would take that for a no."""
+    if done.unanswered:
+        raise GpuprovError(what, done.evidence(4), "run the same command again")
 
 
 def driver_set(names: Iterable[str]) -> frozenset[str]:

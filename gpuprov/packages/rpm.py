@@ -163,7 +163,10 @@ class RpmManager(interface.PackageManager):
         return shlex.quote(name.replace("=", self.version_joint, 1))
 
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
-        return tuple(path for path in paths if not system.run(("rpm", "--query", "--file", path)).ok)
+        found = {path: system.run(("rpm", "--query", "--file", path)) for path in paths}
+        for path, done in found.items():
+            interface.require_answer(done, f"rpm does not tell which package has {path}")
+        return tuple(path for path, done in found.items() if not done.ok)
 
     def needed_by(self, system: System, names: Sequence[str]) -> interface.Versions:
         if len(names) > 1 and system.run(("rpm", "--erase", "--test", *names)).ok:

@@ -11,9 +11,10 @@ import pytest
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import COPIES, FOLDER
+from gpuprov.packages.apt import APT
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.failures import Advice
-from gpuprov.packages.interface import LockFacts, PackageFacts
+from gpuprov.packages.interface import LockFacts, PackageFacts, PackageManager
 from gpuprov.packages.keys import BUNDLE_KEY, RPM_KEYS, InstallRpmKey, RemoveRpmKey, armored, fingerprints
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms, RpmManager
 from gpuprov.packages.rpm_locks import HoldRpmPackages
@@ -280,6 +281,12 @@ def test_what_needs_a_package_is_named_without_those_that_go_with_it(tmp_path: P
 
 def test_files_that_no_package_owns(tmp_path: Path) -> None:
     assert DNF.unowned(Host(tmp_path), ("/owned", "/a", "/b")) == ("/a", "/b")
+
+
+@pytest.mark.parametrize(("manager", "word"), [(DNF, "--file"), (APT, "--search")])
+def test_a_file_of_which_nothing_is_told_is_not_taken_for_one_without_owner(manager: PackageManager, word: str) -> None:
+    host = Scripted(answers={word: (137, "")})
+    assert "does not tell which package has /a" in refused(manager.unowned, host, ["/a"]).what
 
 
 @pytest.mark.parametrize(("manager", "word"), [(DNF, "a-1=2"), (ZYPPER, "a=1=2")])

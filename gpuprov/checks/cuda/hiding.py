@@ -13,7 +13,7 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.facts.driver import ENVIRONMENT, PRELOAD, HidingLibrary
 from gpuprov.facts.interpreter import replaceable
-from gpuprov.packages import dpkg
+from gpuprov.packages import dpkg, interface
 from gpuprov.runtime_hook.rootfs import Root
 
 _SECONDS = 20
@@ -103,5 +103,6 @@ def _owner(system: System, path: str) -> str:
             return found[1]
     if system.which("rpm"):
         done = system.run(("rpm", "--query", "--file", "--queryformat", "%{NAME}\n", path), timeout=_SECONDS)
+        interface.require_answer(done, f"rpm does not tell which package has {path}")
         return done.stdout.strip() if done.ok else ""
     return ""
