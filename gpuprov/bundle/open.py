@@ -21,7 +21,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, REPOSITORY_KEY
 from gpuprov.core.system import System
 from gpuprov.packages.keys import fingerprints
-from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
 from gpuprov.protocol.words import counted
 
 _SECONDS = 300
@@ -53,10 +53,8 @@ def opened(
 
     Raises GpuprovError if anything is wrong with it.
     """
-    try:
+    with os_errors(f"the bundle {path} can't be read", "check the path"):
         file = system.open(path)
-    except OSError as error:
-        raise from_os_error(f"the bundle {path} can't be read", error, "check the path") from None
     with file:
         try:
             bundle = OpenBundle(file, read_contents(file))
@@ -98,10 +96,8 @@ def digest_once(path: str, key: str, folder: Path) -> str:
 
     `folder` belongs to one run only. Raises GpuprovError as `checked` does.
     """
-    try:
+    with os_errors(f"the bundle {path} can't be read", "check the path"):
         found = Path(path).stat()
-    except OSError as error:
-        raise from_os_error(f"the bundle {path} can't be read", error, "check the path") from None
     name = hashlib.sha256(repr((path, found.st_mtime_ns, found.st_size, key)).encode()).hexdigest()[:16]
     with (folder / f"bundle-{name}").open("a+") as known:
         fcntl.flock(known, fcntl.LOCK_EX)

@@ -20,7 +20,7 @@ from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_toolkit, installer
 from gpuprov.engines.containers import image_identity
 from gpuprov.packages.keys import dearmored, fingerprints
-from gpuprov.protocol.errors import GpuprovError, from_os_error
+from gpuprov.protocol.errors import GpuprovError, os_errors
 from gpuprov.protocol.secrets import masked
 
 _DOWNLOAD_SECONDS = 7200
@@ -108,12 +108,8 @@ def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
             f"there is no {masked(url)}.sha256sum",
             "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)",
         )
-    try:
+    with os_errors(f"downloads can't be kept in {cache}", "set HOME to a folder that is there"):
         make_user_folder(Path(cache))
-    except OSError as error:
-        raise from_os_error(
-            f"downloads can't be kept in {cache}", error, "set HOME to a folder that is there"
-        ) from None
     place = f"{cache}/{sha256}.run"
     fetch(to.system, url, place, sha256=sha256, tell=to.tell)
     return place
