@@ -230,18 +230,12 @@ def _planned(run: RunContext, removal: _Removal) -> tuple[PlannedChange, ...]:
     """Return the changes in the form of a plan."""
     contents: dict[str, bytes | None] = {}
     step = run.request.command
-    undone = tuple(
-        PlannedChange(
-            entry.key, step, f"undo: {entry.key}", _diff(run.system, entry, contents) if run.request.diff else ""
-        )
-        for entry in removal.entries
+    diffs = [_diff(run.system, entry, contents) if run.request.diff else "" for entry in removal.entries]
+    return (
+        *(PlannedChange(f"remove image {image}", step, f"remove image {image}") for image in removal.images),
+        *(PlannedChange(entry.key, step, f"undo: {entry.key}", diff) for entry, diff in zip(removal.entries, diffs)),
+        *(PlannedChange(f"remove {path}", step, f"remove {path}") for path in removal.leftovers),
     )
-    removed = (
-        *(f"remove image {image}" for image in removal.images),
-        *(f"remove {path}" for path in removal.leftovers),
-    )
-    shown = tuple(PlannedChange(one, step, one) for one in removed)
-    return (*shown[: len(removal.images)], *undone, *shown[len(removal.images) :])
 
 
 def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
