@@ -7,6 +7,7 @@ share a machine id. A host sends these itself, and may send another's: they alon
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import os
 import pkgutil
@@ -130,24 +131,23 @@ class Probe:
 def parse_probe(text: str) -> Probe | None:
     """Return the script's output, ignoring any login banner before it; None if the script did not finish."""
     _, found, answer = text.partition("gpuprov-probe 1\n")
-    values: dict[str, list[str]] = {}
-    for line in answer.splitlines():
-        word, _, rest = line.partition(" ")
-        values.setdefault(word, []).append(rest)
-    if not found or "end" not in values or not _NUMBER.fullmatch(values.get("uid", [""])[0]):
+    lines = [line.partition(" ")[::2] for line in answer.splitlines()]
+    # Of several lines with one word the first counts.
+    first = collections.defaultdict(str, reversed(lines))
+    if not found or "end" not in first or not _NUMBER.fullmatch(first["uid"]):
         return None
-    code, _, output = values.get("sudo", [""])[0].partition(" ")
+    code, _, output = first["sudo"].partition(" ")
     return Probe(
-        system=values.get("system", [""])[0],
-        uid=int(values["uid"][0]),
-        cache=values.get("cache", [""])[0],
-        agent_digest=values.get("agent", [""])[0],
-        pythons=tuple(filter(None, map(_python, values.get("python", ())))),
-        owners=tuple(dict.fromkeys(name for name in values.get("owner", ()) if _PACKAGE.fullmatch(name))),
+        system=first["system"],
+        uid=int(first["uid"]),
+        cache=first["cache"],
+        agent_digest=first["agent"],
+        pythons=tuple(filter(None, (_python(rest) for word, rest in lines if word == "python"))),
+        owners=tuple(dict.fromkeys(rest for word, rest in lines if word == "owner" and _PACKAGE.fullmatch(rest))),
         sudo_code=int(code) if _NUMBER.fullmatch(code) else None,
         sudo_output=output.strip(),
-        os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
-        machine=machine_of(values.get("machine", [""])[0]),
+        os_release=tuple((first["os"].split("|") + [""] * 7)[:7]),
+        machine=machine_of(first["machine"]),
     )
 
 
