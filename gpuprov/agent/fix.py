@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from gpuprov.agent import repair
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
 from gpuprov.agent.install import forget_resume, require_drained
-from gpuprov.core.apply import Applied, apply_changes, resume_run
+from gpuprov.core.apply import apply_changes, resume_run
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.doctor.examine import Cause, diagnose, report, report_causes
@@ -122,10 +122,9 @@ def _finished(run: RunContext, look: _Look, work: _Work) -> Finished:
         _announce(run, (), work)
     _note_left(run, look.fix, work.repair)
     summary = f"{counted(work.made, 'change')} made; {finished.summary}"
-    if work.problems:
-        failed, problems = int(ExitCode.FAILED), (*work.problems, *finished.problems)
-        return replace(finished, exit_code=failed, changed=work.made, problems=problems, summary=summary)
-    return replace(finished, changed=work.made, summary=summary)
+    code = int(ExitCode.FAILED) if work.problems else finished.exit_code
+    problems = (*work.problems, *finished.problems)
+    return replace(finished, exit_code=code, changed=work.made, problems=problems, summary=summary)
 
 
 def _look(run: RunContext) -> _Look:
@@ -168,12 +167,12 @@ def _make(run: RunContext, journal: Journal, changes: list[StepChange], work: _W
         done = Kept(ChangeDone, run.sink)
         failed = 0
         try:
-            applied = apply_changes(rest, run.system, journal, done, run.stop_requested)
+            apply_changes(rest, run.system, journal, done, run.stop_requested)
         except GpuprovError as error:
             work.problems += error.problems
             failed = 1
-            applied = Applied(len(done.events) + failed)
-        work.made += applied.made - failed
-        work.tried += [change.key for change in rest[: applied.made]]
+        work.made += len(done.events)
+        tried = len(done.events) + failed
+        work.tried += [change.key for change in rest[:tried]]
         # After a change that makes the rest of the plan stale, examine the host again.
-        rest = rest[applied.made :] if failed and not stop else []
+        rest = rest[tried:] if failed and not stop else []
