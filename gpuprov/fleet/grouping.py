@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,32 +132,24 @@ def still_drained(results: Sequence[HostResult]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Return names with commas, rows of numbered ones as Ansible's ranges, and how many there are beyond `most`."""
-    rows = folded(names)
+    """Return names with commas, and how many there are beyond `most`.
+
+    Three or more numbered names without a gap are one of Ansible's ranges: `gpu[01:37].example.org`.
+    """
+    rows: list[tuple[str, int]] = []  # a text, and the number of names that it stands for
+    for _, members in itertools.groupby(enumerate(map(_parts, names)), _row_of):
+        row = [parts for _, parts in members]
+        (before, first, after), (_, last, _) = row[0], row[-1]
+        few = len(row) < _SHORTEST_ROW
+        rows += [("".join(one), 1) for one in row] if few else [(f"{before}[{first}:{last}]{after}", len(row))]
     rest = sum(number for _, number in rows[most:])
     return ", ".join(text for text, _ in rows[:most]) + (f" and {rest} more" if rest else "")
 
 
-def folded(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (text, number of names): `gpu[01:37].example.org` and 37 for a row without a gap, of three or more."""
-    rows: list[list[str]] = []
-    for name in names:
-        if rows and _follows(rows[-1][-1], name):
-            rows[-1].append(name)
-        else:
-            rows.append([name])
-    found: list[tuple[str, int]] = []
-    for row in rows:
-        (before, first, after), (_, last, _) = _parts(row[0]), _parts(row[-1])
-        few = len(row) < _SHORTEST_ROW
-        found += [(one, 1) for one in row] if few else [(f"{before}[{first}:{last}]{after}", len(row))]
-    return found
-
-
-def _follows(one: str, other: str) -> bool:
-    (before, number, after), (prefix, next_number, suffix) = _parts(one), _parts(other)
-    same = before == prefix and after == suffix and len(number) == len(next_number)
-    return same and bool(number) and int(next_number) == int(number) + 1
+def _row_of(placed: tuple[int, tuple[str, str, str]]) -> tuple[str, str, int, int]:
+    """Return what the parts of a name share with the next ones of a row: the number grows as the place does."""
+    place, (before, number, after) = placed
+    return before, after, len(number), int(number or 0) - place
 
 
 def _parts(name: str) -> tuple[str, str, str]:
