@@ -154,10 +154,6 @@ def _written(run: Run) -> set[str]:
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
     """Return sorted numbers as pairs of first and last."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return found
+    # Numbers in a row are equally far from their places.
+    rows = (list(row) for _, row in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0]))
+    return [[row[0][1], row[-1][1]] for row in rows]
