@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -213,17 +213,17 @@ class PrepareBoot(Change):
         return "\n".join([*texts, *removed, *(f"+{boot.WANTS}/{name}" for name in self.links)])
 
     def capture(self, system: System) -> Json:
-        links = (f"{boot.WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
+        gone = _units_in(self.stale)
+        links = (f"{boot.WANTS}/{name}" for name in (*self.links, *gone))
         paths = (*(path for path, _ in self.files), *self.stale, *links)
         files = [capture_path_itself(system, path) for path in paths]
         # A unit that is stopped now starts again once its file and its link are restored.
-        stale = filter(None, map(_name_of, self.stale))
-        going = [name for name in stale if system.status(f"{boot.WANTS}/{name}") is not None]
+        going = [name for name in gone if system.status(f"{boot.WANTS}/{name}") is not None]
         return {"files": files, "units": [*self.units, *going]}
 
     def apply(self, system: System, tell: Tell) -> None:
         write_files(system, ((path, content, 0o644) for path, content in self.files))
-        gone = tuple(filter(None, map(_name_of, self.stale)))
+        gone = _units_in(self.stale)
         _systemctl(system, "stop", gone)
         for path in (*self.stale, *(f"{boot.WANTS}/{name}" for name in gone)):
             system.remove(path)
@@ -273,10 +273,10 @@ def _systemctl(system: System, verb: str, units: Collection[str]) -> str:
     return trouble
 
 
-def _name_of(path: str) -> str:
-    """Return the name of the unit in this file, "" for another file."""
-    folder, _, name = path.rpartition("/")
-    return name if folder == boot.UNITS else ""
+def _units_in(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the units among these files."""
+    pairs = (path.rpartition("/")[::2] for path in paths)
+    return tuple(name for folder, name in pairs if folder == boot.UNITS)
 
 
 def _reload(system: System) -> None:
