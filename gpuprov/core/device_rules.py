@@ -99,7 +99,10 @@ def register_devices(system: System) -> tuple[tuple[UnregisteredDevices, str], .
             continue
         rules = [f"DeviceAllow=/dev/char/{number} {access}" for number, access in one.nodes.values()]
         for path, (number, _) in one.nodes.items():
-            _link(system, path, number)
+            # By this link older systemds find a node (runc issue 3708).
+            if system.status(f"/dev/char/{number}") is None:
+                system.make_directory("/dev/char")
+                system.make_link(f"/dev/char/{number}", f"..{path[len('/dev') :]}")
         done = system.run(("systemctl", "set-property", "--runtime", one.scope, *rules), timeout=_SECONDS)
         if not done.ok:
             failed.append((one, done.evidence(1)))
@@ -200,10 +203,3 @@ def _held(system: System, group: str, nodes: Mapping[str, str]) -> dict[str, tup
                 found.add(system.device_number(f"/proc/{process}/fd/{name}"))
     numbers = {f"{one[0]}:{one[1]}" for one in found if one is not None}
     return {path: (number, "rw") for path, number in nodes.items() if number in numbers}
-
-
-def _link(system: System, path: str, number: str) -> None:
-    """Make the link by which older systemds find a node (runc issue 3708)."""
-    if system.status(f"/dev/char/{number}") is None:
-        system.make_directory("/dev/char")
-        system.make_link(f"/dev/char/{number}", f"..{path[len('/dev') :]}")
