@@ -160,21 +160,18 @@ def parse_kernel_version(text: str) -> str:
 
 def _gpus(system: System) -> tuple[Gpu, ...]:
     """Return the GPUs in the order of NVML's indices, which is that of their PCI bus ids."""
-    found = []
+    found: list[Gpu] = []
     for bus_id in sorted(system.list_directory(f"{_PROC}/gpus"), key=_bus_order):
         fields = parse_information(system.read_text(f"{_PROC}/gpus/{bus_id}/information") or "")
         minor = fields.get("Device Minor", "")
         # Question marks mean a GPU that was not initialised yet; an excluded one can't be used.
         if minor.isdecimal() and fields.get("GPU Excluded", "No") != "Yes":
             uuid = fields.get("GPU UUID", "")
-            found.append((bus_id, int(minor), "" if "?" in uuid else uuid, fields.get("Model", "")))
-    return tuple(
-        Gpu(
-            index, minor, uuid, bus_id, model,
-            drm_nodes=_drm_nodes(system, bus_id), mig=_mig_devices(system, minor),
-        )
-        for index, (bus_id, minor, uuid, model) in enumerate(found)
-    )  # fmt: skip
+            found.append(Gpu(
+                len(found), int(minor), "" if "?" in uuid else uuid, bus_id, fields.get("Model", ""),
+                drm_nodes=_drm_nodes(system, bus_id), mig=_mig_devices(system, int(minor)),
+            ))  # fmt: skip
+    return tuple(found)
 
 
 def _drm_nodes(system: System, bus_id: str) -> tuple[Node, ...]:
@@ -206,20 +203,12 @@ def _mig_devices(system: System, minor: int) -> tuple[MigDevice, ...]:
     Source: nvidia-container-toolkit, internal/discover and go-nvlib (a device is the GPU's node and two capabilities).
     """
     folder = f"{_PROC}/capabilities/gpu{minor}/mig"
-    found = [
-        (instance, compute)
-        for instance in _numbers(system, folder, "gi")
-        for compute in _numbers(system, f"{folder}/gi{instance}", "ci")
-    ]
-    return tuple(
-        MigDevice(
-            index, instance, compute,
-            nodes=capability_nodes(
-                system, (f"gpu{minor}/gi{instance}/access", f"gpu{minor}/gi{instance}/ci{compute}/access")
-            ),
-        )
-        for index, (instance, compute) in enumerate(found)
-    )  # fmt: skip
+    found: list[MigDevice] = []
+    for instance in _numbers(system, folder, "gi"):
+        for compute in _numbers(system, f"{folder}/gi{instance}", "ci"):
+            rights = (f"gpu{minor}/gi{instance}/access", f"gpu{minor}/gi{instance}/ci{compute}/access")
+            found.append(MigDevice(len(found), instance, compute, nodes=capability_nodes(system, rights)))
+    return tuple(found)
 
 
 def _numbers(system: System, folder: str, prefix: str) -> list[int]:
