@@ -7,7 +7,7 @@ last: they exist as long as there is something to undo.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
@@ -203,8 +203,7 @@ def _last_run(context: RunContext) -> _Removal:
     return _Removal(runs, _irreversible(system, runs), undo_obstacles(system, runs, CHANGE_KINDS))
 
 
-def _container_problems(system: System) -> tuple[Problem, ...]:
-    found = []
+def _container_problems(system: System) -> Iterator[Problem]:
     for engine in _USES:
         rows = sorted(_containers(system, engine), key=lambda row: row[3])
         by_runtime = [name for runtime, *_, name in rows if runtime == _RUNTIME]
@@ -212,18 +211,17 @@ def _container_problems(system: System) -> tuple[Problem, ...]:
         restarted = {name: policy for runtime, policy, requests, name in rows
                      if runtime != _RUNTIME and policy not in ("no", "-") and requests == "gpus"}  # fmt: skip
         if by_runtime:
-            found.append(Problem(
+            yield Problem(
                 f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
                 f"{engine} ps: {', '.join(by_runtime)}",
                 f"{stop_command(by_runtime, engine)}, then run the same command again",
-            ))  # fmt: skip
+            )
         if restarted:
-            found.append(Problem(
+            yield Problem(
                 f"containers with GPUs still run and have a restart policy; {engine} could never start them again",
                 f"{engine} inspect: {', '.join(f'{name} (restart: {policy})' for name, policy in restarted.items())}",
                 f"{stop_command(restarted, engine)}, then run the same command again",
-            ))  # fmt: skip
-    return tuple(found)
+            )
 
 
 def _planned(run: RunContext, removal: _Removal) -> tuple[PlannedChange, ...]:
@@ -260,17 +258,13 @@ def _lost(system: System, every: tuple[Run, ...]) -> str:
     return ""
 
 
-def _stopped(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
-    """Return a sentence for each engine whose stopped containers need what these runs installed."""
-    found = {
-        engine: sorted(name for runtime, _, requests, name in _containers(system, engine, *_STOPPED)
-                       if runtime == _RUNTIME or requests == "gpus")
-        for engine in (_USES if runs else ())
-    }  # fmt: skip
-    return tuple(
-        f"stopped containers with GPUs can't start again without gpuprov: {', '.join(names)} ({engine})"
-        for engine, names in found.items() if names
-    )  # fmt: skip
+def _stopped(system: System, runs: tuple[Run, ...]) -> Iterator[str]:
+    """Yield a sentence for each engine whose stopped containers need what these runs installed."""
+    for engine in _USES if runs else ():
+        rows = _containers(system, engine, *_STOPPED)
+        names = sorted(name for runtime, _, requests, name in rows if runtime == _RUNTIME or requests == "gpus")
+        if names:
+            yield f"stopped containers with GPUs can't start again without gpuprov: {', '.join(names)} ({engine})"
 
 
 def _containers(system: System, engine: str, *which: str) -> list[tuple[str, str, str, str]]:
