@@ -152,9 +152,9 @@ def _examined(root: str) -> str:
     return path
 
 
-def _running_in(path: str, proc: Path = Path("/proc")) -> str:
+def _running_in(path: str) -> str:
     """Return the first process of a container whose root this is, nothing where none runs; a chroot's shell is none."""
-    for place in proc.iterdir():
+    for place in Path("/proc").iterdir():
         if not place.name.isdecimal():
             continue
         with contextlib.suppress(OSError):
