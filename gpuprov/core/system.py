@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
@@ -332,19 +333,14 @@ class System:
 
     def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
         """Make a directory and its missing parents; return the new ones, outermost first."""
-        missing: list[Path] = []
         place = self.path(path)
-        while not place.exists():
-            missing.append(place)
-            place = place.parent
-        made = []
-        for place in reversed(missing):
+        missing = [*itertools.takewhile(lambda one: not one.exists(), (place, *place.parents))][::-1]
+        for one in missing:
             # Another process may make it meanwhile, as a container that starts makes /run/gpuprov.
-            place.mkdir(exist_ok=True)
-            place.chmod(mode)
-            files.sync_path(place.parent)
-            made.append("/" + str(place.relative_to(self.root)))
-        return tuple(made)
+            one.mkdir(exist_ok=True)
+            one.chmod(mode)
+            files.sync_path(one.parent)
+        return tuple("/" + str(one.relative_to(self.root)) for one in missing)
 
     def make_link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically, replacing any file or link at that path."""
