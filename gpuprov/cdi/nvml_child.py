@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import pynvml
@@ -48,19 +49,15 @@ def _gpu(device: Any) -> dict[str, Any]:
     }
 
 
-def _mig_devices(device: Any) -> list[dict[str, Any]]:
-    found = []
+def _mig_devices(device: Any) -> Iterator[dict[str, Any]]:
     for index in range(known(pynvml.nvmlDeviceGetMaxMigDeviceCount, device) or 0):
         part = known(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, device, index)
         if part is not None:
-            found.append(
-                {
-                    "gpu_instance": known(pynvml.nvmlDeviceGetGpuInstanceId, part),
-                    "compute_instance": known(pynvml.nvmlDeviceGetComputeInstanceId, part),
-                    "uuid": text(known(pynvml.nvmlDeviceGetUUID, part)),
-                }
-            )
-    return found
+            yield {
+                "gpu_instance": known(pynvml.nvmlDeviceGetGpuInstanceId, part),
+                "compute_instance": known(pynvml.nvmlDeviceGetComputeInstanceId, part),
+                "uuid": text(known(pynvml.nvmlDeviceGetUUID, part)),
+            }
 
 
 def known(question: Callable[..., Any], *arguments: Any) -> Any:
