@@ -146,12 +146,9 @@ def before(run: Run) -> Run | None:
 
     A check and an installation are two kinds.
     """
-    for identifier in identifiers():
-        if identifier < run.identifier:
-            try:
-                found = load(identifier)
-            except GpuprovError:
-                continue
+    for identifier in (one for one in identifiers() if one < run.identifier):
+        with contextlib.suppress(GpuprovError):
+            found = load(identifier)
             if (found.command, found.check, found.inventory) == (run.command, run.check, run.inventory):
                 return found
     return None
