@@ -118,7 +118,7 @@ class Mutation:
         begun = time.monotonic()
         first = in_child(lambda: self.first_run(session), _FIRST_LIMIT)
         assert isinstance(first, FirstRun), "the tests without a mutant did not end"
-        assert not first.failed, f"these fail without a mutant: {first.failed}"
+        print(*(f"left out, fails without a mutant: {name}" for name in first.failed), sep="\n")
         print(f"{len(session.items)} tests, {time.monotonic() - begun:.0f} s", flush=True)
         for module in self.modules:
             self.try_all(session, module, first)
@@ -139,16 +139,17 @@ class Mutation:
         session.config.get_terminal_writer()._file = io.StringIO()
         first, reached = FirstRun(), set[str]()
         vars(trampoline)["record_trampoline_hit"] = lambda name, caller: reached.add(name)
-        for number, item in enumerate(session.items):
+        for number, (item, following) in enumerate(zip(session.items, [*session.items[1:], None])):
             trampoline.set_mutant_under_test("stats")
-            begun = time.monotonic()
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=(*session.items[number + 1 :], None)[0])
+            begun, failed = time.monotonic(), session.testsfailed
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             first.took[number] = time.monotonic() - begun
-            for name in reached:
-                first.reached[name].append(number)
-            reached.clear()
-            if session.testsfailed > len(first.failed):
+            if session.testsfailed > failed:
                 first.failed.append(item.nodeid)
+            else:
+                for name in reached:
+                    first.reached[name].append(number)
+            reached.clear()
         return first
 
     def found(self, session: pytest.Session, mutant: str, tests: list[int]) -> bool:

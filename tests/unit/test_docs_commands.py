@@ -206,5 +206,5 @@ def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
     with pytest.raises(click.NoSuchOption):
         parsed(["verify", "--no-such-option"])
     # Each of the options is in a test of the command, but no call has all of them.
-    report = Command("page.md", 1, "gpuprov report --list --html page.html")
-    assert list(missing(report)) == [f"no call in {', '.join(TESTS['report'])} has report, --list, --html"]
+    verify = Command("page.md", 1, "gpuprov verify --kubernetes --root /srv/image")
+    assert list(missing(verify)) == [f"no call in {', '.join(TESTS['verify'])} has verify, --kubernetes, --root"]
