@@ -81,8 +81,8 @@ def _names(patterns: str, name: str) -> bool:
             return hmac.compare_digest(made, base64.b64decode(digest))
         except ValueError:
             return False
-    # In OpenSSH's patterns a bracket is literal (`[host]:port`), in fnmatch it begins a class.
-    parts = patterns.lower().replace("[", "[[]").split(",")
+    # In OpenSSH's patterns a bracket is literal (`[host]:port`), in fnmatch it begins a class. Case never counts.
+    name, parts = name.lower(), patterns.lower().replace("[", "[[]").split(",")
     if any(part.startswith("!") and fnmatch.fnmatchcase(name, part[1:]) for part in parts):
         return False
     return any(fnmatch.fnmatchcase(name, part) for part in parts)

@@ -142,7 +142,7 @@ def _read(word: str) -> dict[str, Any] | None:
         return _mapping(word)
     if _TEMPLATE.search(word) or word.startswith(("/", ".")) or not _PAIRS.fullmatch(word):
         return None
-    return {name: value.strip("\"'") if value[:1] in "\"'" else value for name, value in _PAIR.findall(word)}
+    return {name: value[1:-1] if value[:1] in ("'", '"') else value for name, value in _PAIR.findall(word)}
 
 
 def _mapping(text: str) -> dict[str, Any] | None:

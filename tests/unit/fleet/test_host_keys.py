@@ -248,6 +248,9 @@ def test_a_port_is_no_class_of_characters() -> None:
     assert len(matching_keys("lab-a ssh-rsa AAAA\n[lab-a]:2222 ssh-rsa AAAA", "[lab-a]:2222")) == 1
     assert len(matching_keys("[lab-*]:2222 ssh-rsa AAAA", "[lab-a]:2222")) == 1
     assert matching_keys("[lab-*]:2222 ssh-rsa AAAA", "l:2222") == ()
+    # As a HostKeyAlias is written.
+    assert len(matching_keys("lab-*,!Lab-B ssh-rsa AAAA", "Lab-A")) == 1
+    assert matching_keys("lab-*,!Lab-B ssh-rsa AAAA", "Lab-B") == ()
 
 
 def test_algorithms_of_revoked_keys_are_not_asked_for_first() -> None:

@@ -343,7 +343,7 @@ def test_a_path_that_the_locale_cannot_express_is_the_locales_fault(tmp_path: Pa
 _PLAIN = [
     ("a=1",),
     ("a=1 b=two  c=",),
-    ("a='x y' b=\"it is\"",),
+    ("a='x y' b=\"it is\" c=\"'x'\" d='\"x\"'",),
     ("a==b", "b=c=d"),
     ("a=/x/y,z:1", "", "a=later"),
     ('{"a": [1, 2.5, null, true], "b": {"c": "d"}}',),
