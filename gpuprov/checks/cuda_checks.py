@@ -331,8 +331,7 @@ def _calls(test: EngineTest, python: Python, seen: _Seen) -> Values:
     everything = _readable(seen.calls, test.image)
     told = f"CUDA {host.release}, {counted(len(host.uuids), 'GPU')}"
     _require_same(host, everything, seen, told)
-    last = test.host.gpus[-1]
-    asked = last.uuid if len(test.host.gpus) > 1 else "0"
+    last, asked = test.host.gpus[-1], test.host.last_alone
     one = run(asked)
     if one.failed or (one.uuids != (last.uuid,) and last.mig != DIVIDED):
         raise Failed(f"with GPU {asked} alone: {_said(one)}", told, _said(one))

@@ -249,9 +249,8 @@ def all_gpus(test: EngineTest) -> Values:
 
 
 def one_gpu(test: EngineTest) -> Values:
-    """Check that a container that requests one GPU sees only that one: the last by UUID, a single one by index."""
-    wanted = test.host.gpus[-1].uuid
-    asked = wanted if len(test.host.gpus) > 1 else "0"
+    """Check that a container that requests one GPU sees only that one: SmiReport.last_alone."""
+    wanted, asked = test.host.gpus[-1].uuid, test.host.last_alone
     seen = [gpu.uuid for gpu in _smi(test, asked).gpus]
     if seen != [wanted]:
         reason = f"asked for {asked}, the container sees {', '.join(seen) or 'none'}"

@@ -38,6 +38,7 @@ class SmiGpu:
     minor: str
     memory: str
     mig: str
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class SmiReport:
     driver: str
     cuda: str
     gpus: tuple[SmiGpu, ...]
+
+    @property
+    def last_alone(self) -> str:
+        """The name by which a container asks for the last GPU; of a divided one its first MIG device can be asked."""
+        number, last = len(self.gpus) - 1, self.gpus[-1]
+        return f"{number}:{last.part}" if last.part else last.uuid if number else "0"
 
 
 # Field of SmiGpu, what people call it, where it stands in the XML. Temperature, usage, clocks and processes change by
@@ -58,6 +65,7 @@ _FIELDS = (
     ("minor", "minor number", "minor_number"),
     ("memory", "memory", "fb_memory_usage/total"),
     ("mig", "MIG mode", "mig_mode/current_mig"),
+    ("part", "first MIG device", "mig_devices/mig_device/index"),
 )
 
 

@@ -162,6 +162,16 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     assert done["docker, one GPU"].on_host == gpu(1).uuid
 
 
+def test_of_a_divided_gpu_a_mig_device_is_asked_for(host: RecordedHost) -> None:
+    """The CDI specification has no whole GPU in MIG mode: a container that asks for its UUID does not start."""
+    part = "<mig_device><index>0</index><gpu_instance_id>1</gpu_instance_id></mig_device>"
+    report = re.sub(r"(?<=<mig_devices>)\s*None", part, REPORT.replace("<current_mig>Disabled", "<current_mig>Enabled"))
+    host.answers |= dict.fromkeys(("smi", "all", "gpus", "cdi"), (0, report, ""))
+    host.answers |= {"1:0": (0, only(report, 1), ""), gpu(1).uuid: (125, "", "gpuprov: there is no GPU")}
+    good, done = checks(host)
+    assert (good, done["docker, one GPU"].on_host) == (True, "1:0")
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
