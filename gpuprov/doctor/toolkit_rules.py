@@ -123,8 +123,11 @@ def _another_version(x: HostSnapshot) -> Seen:
 
 def _line(x: HostSnapshot, pattern: str) -> str:
     """Return the place and the line of a setting, in the file that applies; "" if it is not set."""
-    files = {path: text for path, text in x.texts.items() if path in (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)}
-    return next(iter(quoted(lines_that_match(files, rf"^\s*{pattern}"))), "")
+    paths = (NVIDIA_SETTINGS_PATH,) if _uses_nvidias(x) else (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
+    key = pattern.partition(r"\s*=")[0]
+    files = {path: x.texts[path] for path in paths if path in x.texts}
+    found = lines_that_match(files, rf"^\s*(?:[\w-]+\.)*{key}\s*=")[:1]
+    return next(iter(quoted(one for one in found if re.search(pattern, one[1]))), "")
 
 
 def _setting(line: str, confidence: str = "") -> Seen | None:

@@ -35,8 +35,10 @@ from gpuprov.protocol.advisories import DRIVER
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
 from tests.unit.doctor.ill import (
+    CONFIG_TOML,
     NODES,
     Change,
     Row,
@@ -126,6 +128,7 @@ def logged(line: str) -> Change:
     return lambda x: replace(x, kernel_log=(line,))
 
 
+_BY_VARIABLES = "accept-nvidia-visible-devices-envvar-when-unprivileged"
 NO_TROUBLE: tuple[Change, ...] = (
     lambda x: x,
     read_by_docker("20.10.24", '{"debug": true, "debug": false, '),
@@ -136,6 +139,11 @@ NO_TROUBLE: tuple[Change, ...] = (
     leads_to_this_docker("tcp://localhost:2375"),
     leads_to_this_docker("tcp://127.0.0.1:2375"),
     divided,
+    both(
+        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format("no-cgroups = true")),
+        text(SETTINGS_PATH, "[nvidia-container-cli]\nno-cgroups = false\n"),
+    ),
+    both(text(NVIDIA_SETTINGS_PATH, f"{_BY_VARIABLES} = false\n"), text(SETTINGS_PATH, f"{_BY_VARIABLES} = true\n")),
     logged("[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out"),
     logged("[ 9.1] oom-kill:task_memcg=/user.slice/NVRM: Xid (PCI:0000:1b:00): 79, x,task=a.out,pid=7,uid=1000"),
     logged("[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 79, Ch 00000010"),
