@@ -37,7 +37,7 @@ conditions({
         and (unit := x.units.get(_UNIT)) is not None and unit.active == "active"
         and seen_of(engine.unreachable(x.host.docker), LIKELY),
     # Of several drop-ins the last one counts.
-    "hook-not-on-path": lambda x: (paths := re.findall(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit))
+    "hook-not-on-path": lambda x: (paths := re.findall(r"(?m)^Environment=.*\bPATH=([^\s\"]+)", x.docker_unit))
         and "/usr/bin" not in paths[-1].split(":") and f"systemctl cat docker: PATH={paths[-1]}",
     "docker-context": lambda x: (
             found := re.search(r'"currentContext"\s*:\s*"([^"]+)"', x.texts.get("/root/.docker/config.json", "")))
@@ -206,7 +206,8 @@ def _who_rewrites(x: HostSnapshot) -> str:
 def default_runtime_unknown(x: HostSnapshot) -> Seen | None:
     config = x.host.docker.config
     name = str(config.get("default-runtime") or "")
-    if not name or name == "runc" or name in (config.get("runtimes") or {}) or name.startswith("io.containerd"):
+    known = {"runc", *(config.get("runtimes") or {}), *x.host.docker.unit.flag_runtimes}
+    if not name or name in known or name.startswith("io.containerd"):
         return None
     return Seen(f"{_line_of(x, name)}: default-runtime: {name}", name=name)
 

@@ -44,6 +44,7 @@ from tests.unit.doctor.ill import (
     Row,
     both,
     bound_to,
+    daemon_json,
     docker,
     docker_says,
     hidden,
@@ -128,6 +129,12 @@ def logged(line: str) -> Change:
     return lambda x: replace(x, kernel_log=(line,))
 
 
+def docker_with_flag(name: str) -> Change:
+    """A default runtime that dockerd's command line has, which docker allows beside runtimes in its file."""
+    unit = DockerUnit(load="loaded", command=("dockerd", f"--add-runtime={name}=/usr/bin/{name}"))
+    return both(docker(unit=unit), daemon_json({"default-runtime": name}))
+
+
 _BY_VARIABLES = "accept-nvidia-visible-devices-envvar-when-unprivileged"
 NO_TROUBLE: tuple[Change, ...] = (
     lambda x: x,
@@ -144,6 +151,8 @@ NO_TROUBLE: tuple[Change, ...] = (
         text(SETTINGS_PATH, "[nvidia-container-cli]\nno-cgroups = false\n"),
     ),
     both(text(NVIDIA_SETTINGS_PATH, f"{_BY_VARIABLES} = false\n"), text(SETTINGS_PATH, f"{_BY_VARIABLES} = true\n")),
+    lambda x: replace(x, docker_unit="[Service]\n# Environment=PATH=/opt/bin\n"),
+    docker_with_flag("kata"),
     logged("[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out"),
     logged("[ 9.1] oom-kill:task_memcg=/user.slice/NVRM: Xid (PCI:0000:1b:00): 79, x,task=a.out,pid=7,uid=1000"),
     logged("[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 79, Ch 00000010"),
