@@ -1,8 +1,8 @@
 """The rules of the doctor: the words of each are a row of rules.json, its condition is a function of the same name.
 
 The condition of `docker-missing` is `docker_missing` in the module of its area, or stands in the row itself:
-`xid` (a number or a range), `kernel_log`, `docker_log` (a pattern), `smi` (the place of a value in nvidia-smi's report,
-a pattern), `failed_unit`.
+`xid` (a number or a range), `kernel_log` (with `refused`: of a refused module), `docker_log` (a pattern), `smi` (the
+place of a value in nvidia-smi's report, a pattern), `failed_unit`.
 In `meaning` and `next_step`, {NAME} is a value that the condition gives, or a command of suggested_commands; {x} is
 the snapshot. A row without them has those of the same rule in protocol/health.json. `follows` names rules of which this
 one is a consequence, or a group of them. Rows are in the order in which equals are reported.
@@ -133,7 +133,7 @@ class _Values(dict[str, Any]):
 def _condition(row: Mapping[str, Any]) -> Condition:
     """Return the condition of a row: in the row itself, or the function of its name."""
     if "xid" in row or "kernel_log" in row:
-        return lambda x: in_kernel_log(x, row.get("kernel_log", ""), row.get("xid", ""))
+        return lambda x: in_kernel_log(x, row.get("kernel_log", ""), row.get("xid", ""), refused=row.get("refused"))
     if "docker_log" in row:
         pattern = row["docker_log"]
         return lambda x: [f"journalctl -u docker: {one[:300]}" for one in lines_in_log(x.docker_log, pattern)[:1]]
@@ -144,14 +144,19 @@ def _condition(row: Mapping[str, Any]) -> Condition:
     return _CONDITIONS[row["name"]]
 
 
-def in_kernel_log(x: HostSnapshot, pattern: str, xids: str = "") -> Seen | None:
-    """Return the lines; of a past moment, if nvidia-smi shows every GPU now. The pattern's groups are the values."""
+def in_kernel_log(x: HostSnapshot, pattern: str, xids: str = "", *, refused: bool | None = None) -> Seen | None:
+    """Return the lines; of a past moment, if nvidia-smi shows every GPU now. The pattern's groups are the values.
+
+    `refused`: they say that the kernel refuses a module, which the driver's is not if it is loaded.
+    """
     found = (health.last_xid(x.kernel_log, xids) if xids else None) or (
         find_in_log(x.kernel_log, pattern) if pattern else None
     )
     if found is None:
         return None
-    seen = Seen("dmesg:", *found[1], confidence=WARNING if x.serves_all else "")
+    seen = Seen(
+        "dmesg:", *found[1], confidence=WARNING if x.serves_all or (refused and x.driver.kernel_version) else ""
+    )
     seen.values.update(found[0])
     return seen
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.doctor.examine import INSTALL_OBSTRUCTED, RULE_FAILED, RULES, diagnose, report
-from gpuprov.doctor.finding import CERTAIN, CONFIDENCES, GPUS, TOOLKIT, WARNING, Finding
+from gpuprov.doctor.finding import CERTAIN, CONFIDENCES, GPUS, LIKELY, TOOLKIT, WARNING, Finding
 from gpuprov.doctor.rules import ANY_ROOT, Rule
 from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi
 from gpuprov.doctor.suggested_commands import (
@@ -36,7 +36,7 @@ from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
-from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
+from tests.unit.doctor.host import SMI, examined, healthy, with_driver, with_kernel
 from tests.unit.doctor.ill import (
     CONFIG_TOML,
     NODES,
@@ -189,6 +189,21 @@ def test_a_consequence_comes_after_its_root(x: HostSnapshot, rule: str, change: 
 def test_a_line_of_the_past_is_an_aside_where_all_gpus_are_served(x: HostSnapshot, row: Row) -> None:
     causes = diagnose(replace(row.change(x), smi=x.smi))
     assert [(cause.rule.name, cause.finding.confidence) for cause in causes] == [(row.rule, WARNING)]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        # The kernel prints it of each module with another key, also where it takes such modules.
+        ("key-rejected", "PKCS#7 signature not signed with a trusted key"),
+        ("lockdown", "Lockdown: modprobe: unsigned module loading is restricted; see man kernel_lockdown.7"),
+        ("module-of-another-kernel", "nvidia_fs: disagrees about version of symbol x"),
+    ],
+)
+def test_no_module_is_called_refused_that_is_loaded(x: HostSnapshot, name: str, line: str) -> None:
+    ill = replace(x, smi=Smi(0, SMI.replace("<gpu id=", "<x id=", 1)), kernel_log=(f"[ 8.1] {line}",))
+    confidences = {cause.rule.name: cause.finding.confidence for cause in diagnose(ill)}
+    assert confidences == {"nvidia-smi-fewer": LIKELY, name: WARNING}
 
 
 def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: HostSnapshot) -> None:
