@@ -59,8 +59,10 @@ def gpu_vfio(x: HostSnapshot) -> Seen | None:
         return None
     places = lines_that_match(x.texts, r"^\s*options\s+(vfio-pci|pci-stub)\s+.*ids=.*10de:")
     seen = [f"/sys/bus/pci/devices/{gpu.bus_id}/driver: {gpu.driver}" for gpu in gpus]
-    drivers, bus = "/sys/bus/pci/drivers", gpus[0].bus_id
-    free = f"echo {bus} > {drivers}/{gpus[0].driver}/unbind; echo {bus} > {drivers}/nvidia/bind"
+    pci, bus = "/sys/bus/pci", gpus[0].bus_id
+    # driverctl, libvirt and Proxmox VE set an override, with which no other driver may have the GPU.
+    free = f"echo > {pci}/devices/{bus}/driver_override; echo {bus} > {pci}/drivers/{gpus[0].driver}/unbind; "
+    free += f"modprobe nvidia; echo {bus} > {pci}/drivers_probe"
     if places:
         free = f"{commands.comment_out(places[0][0])}; {commands.rebuild_initramfs(x)}; systemctl reboot"
     # If only some of several GPUs are affected, the machine is divided on purpose.

@@ -47,6 +47,8 @@ KERNEL_ROWS = (
     Row("gpu-vfio",
         both(bound_to("vfio-pci"), text("/etc/modprobe.d/vfio.conf", "#\noptions vfio-pci ids=10de:2330\n")),
         "/etc/modprobe.d/vfio.conf:2: options vfio-pci", "sed -i '2s/^/#/' /etc/modprobe.d/vfio.conf"),
+    # As driverctl and libvirt give a GPU away: with the override in place, a write to nvidia/bind fails (ENODEV).
+    Row("gpu-vfio", bound_to("vfio-pci"), "driver: vfio-pci", "/driver_override; echo "),
     Row("gpu-vfio", bound_to("vfio-pci"), "driver: vfio-pci", "> /sys/bus/pci/drivers/vfio-pci/unbind"),
     Row("gpu-excluded",
         both(text("/proc/driver/nvidia/params", 'RmMsg: ""\nExcludedGpus: "GPU-1"\n'),
