@@ -16,20 +16,21 @@ import pynvml
 
 def main(library: str) -> None:
     """Print the answers of the NVML at that path."""
-    gpus = [_gpu(device) for device in devices(library)]
+    gpus = [found for device in devices(library) if (found := known(_gpu, device)) is not None]
     version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
     sys.stdout.write(json.dumps({"cuda_version": f"{version // 1000}.{version % 1000 // 10}", "gpus": gpus}))
 
 
 def devices(library: str) -> list[Any]:
-    """Return the GPUs of the NVML at that path; exit with its error number if it does not start."""
+    """Return the GPUs of the NVML at that path, without lost ones; exit with its error number if it does not start."""
     # Loaded first and by its path, so that pynvml, which loads it by name, gets this one.
     ctypes.CDLL(library)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         sys.exit(error.value)
-    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    found = (known(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(pynvml.nvmlDeviceGetCount()))
+    return [device for device in found if device is not None]
 
 
 def _gpu(device: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import json
 import os
 import shutil
@@ -11,10 +12,13 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
+import pynvml
 import pytest
 
+from gpuprov.cdi import nvml_child
 from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, expected_nodes, missing_nodes
 from gpuprov.cdi.files import CachedLibrary, parse_cache
 from gpuprov.cdi.generate import difference, host_facts, specification
@@ -453,3 +457,29 @@ def test_a_socket_that_comes_is_a_difference(host: Host, tmp_path: Path) -> None
     (tmp_path / "run/nvidia-persistenced").mkdir(parents=True)
     (tmp_path / "run/nvidia-persistenced/socket").touch()
     assert difference(content, discover(host)) == "/run/nvidia-persistenced/socket is missing"
+
+
+@pytest.mark.parametrize("lost_by", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetPciInfo"])
+def test_a_lost_gpu_hides_no_other_from_nvml(
+    lost_by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NVML counts a GPU that has fallen off the bus, and says so when it is asked for it."""
+
+    def answer(of: str, value: object) -> Callable[..., object]:
+        def answered(device: object, *_: object) -> object:
+            if of == lost_by and device == 1:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            return device if of == "nvmlDeviceGetHandleByIndex" else value
+
+        return answered
+
+    values = {"nvmlDeviceGetHandleByIndex": 0, "nvmlDeviceGetPciInfo": SimpleNamespace(busId=gpu(0).bus_id),
+              "nvmlDeviceGetUUID": gpu(0).uuid, "nvmlDeviceGetBrand": 14}  # fmt: skip
+    for name in (one for one in dir(pynvml) if one.startswith("nvmlDeviceGet")):
+        monkeypatch.setattr(pynvml, name, answer(name, values.get(name)))
+    for name, value in (("nvmlInit", None), ("nvmlDeviceGetCount", 2), ("nvmlSystemGetCudaDriverVersion_v2", 12040)):
+        monkeypatch.setattr(pynvml, name, lambda value=value: value)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: None)
+    nvml_child.main("/libnvidia-ml.so.1")
+    answers, version = parse_answers(capsys.readouterr().out)
+    assert ([one.uuid for one in answers.values()], version) == ([gpu(0).uuid], "12.4")
