@@ -314,7 +314,8 @@ def _rootless(system: System) -> tuple[str, ...]:
         path = f"{homes.get(user, '')}/.config/docker/daemon.json"
         # A home on NFS, or a user's own file system, may be closed to root: then it is unknown.
         with contextlib.suppress(OSError):
-            config = parse_config(system.read_text(path) if user in homes else None, path)[0]
+            start = (system.read_start(path, _LARGEST_TEXT) or b"") if user in homes else b""
+            config = parse_config(start.decode("utf-8", "replace"), path)[0]
             ready = "nvidia" in (config.get("runtimes") or {}) or (config.get("features") or {}).get("cdi")
             if not ready and system.exists(f"/run/user/{user}/docker.sock"):
                 found.append(f"/run/user/{user}/docker.sock")

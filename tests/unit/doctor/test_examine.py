@@ -205,7 +205,9 @@ def test_a_users_own_docker_that_has_the_runtime_is_no_trouble(host: DoctorHost)
     file = host.root / "home/ann/.config/docker/daemon.json"
     file.parent.mkdir(parents=True)
     for text, expected in (('{"runtimes": {"nvidia": {"path": "/x"}}}', []), ('{"features": {"cdi": true}}', []),
-                           ("{", ["docker-rootless"])):  # fmt: skip
+                           ("{", ["docker-rootless"]),
+                           # Of a large file only the start is read: a user's could use up the host's memory.
+                           ('{"features": {"cdi": true}}' + " " * (2 << 20) + "}", [])):  # fmt: skip
         file.write_text(text)
         assert rules_of(host) == expected
 
