@@ -33,7 +33,8 @@ def _correction(x: HostSnapshot, path: str) -> str:
     """Return the command that corrects or removes a specification; gpuprov writes only its own."""
     if path == PATH:
         return commands.refresh_specification(x)
-    if commands.has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
+    kept = commands.has_unit(x, NVIDIAS_REFRESH) and x.units[NVIDIAS_REFRESH].enabled != "disabled"
+    if kept and path == "/var/run/cdi/nvidia.yaml":
         return f"systemctl restart {NVIDIAS_REFRESH}"
     if PATH in x.there:
         return f"rm {shlex.quote(path)}"
@@ -133,9 +134,12 @@ def cdi_covered(x: HostSnapshot) -> Seen | None:
     known, there = ({*filter(_NUMBER.fullmatch, one)} for one in names)
     lacks = ", ".join(sorted(there - known)) if known else ""
     effect, sure = (f"lacks the GPUs {lacks}", LIKELY) if lacks else ("is not kept up to date", WARNING)
-    step = f"rm {shlex.quote(later)}"
-    removal = Remedy(FILES, (later,))
-    return Seen(later, PATH, path=later, effect=effect, next_step=step, confidence=sure, remedies=(removal,))
+    step = _correction(x, later)
+    kept = not step.startswith("rm ")
+    if kept and not lacks:
+        return None
+    remedy = Remedy(UNITS, (NVIDIAS_REFRESH,)) if kept else Remedy(FILES, (later,))
+    return Seen(later, PATH, path=later, effect=effect, next_step=step, confidence=sure, remedies=(remedy,))
 
 
 @rule

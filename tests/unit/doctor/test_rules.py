@@ -153,6 +153,10 @@ NO_TROUBLE: tuple[Change, ...] = (
     both(text(NVIDIA_SETTINGS_PATH, f"{_BY_VARIABLES} = false\n"), text(SETTINGS_PATH, f"{_BY_VARIABLES} = true\n")),
     lambda x: replace(x, docker_unit="[Service]\n# Environment=PATH=/opt/bin\n"),
     docker_with_flag("kata"),
+    both(
+        unit("nvidia-cdi-refresh.service", active="inactive", enabled="enabled"),
+        text("/var/run/cdi/nvidia.yaml", 'kind: nvidia.com/gpu\ndevices:\n- name: "0"\n- name: "1"\n'),
+    ),
     logged("[ 9.1] Xid (PCI:0): 79[4242]: segfault at 0 ip 0000000000401136 sp 00007ffc9d7c1d10 error 6 in a.out"),
     logged("[ 9.1] oom-kill:task_memcg=/user.slice/NVRM: Xid (PCI:0000:1b:00): 79, x,task=a.out,pid=7,uid=1000"),
     logged("[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 79, Ch 00000010"),
