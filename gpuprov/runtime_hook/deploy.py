@@ -15,7 +15,7 @@ from types import CodeType
 
 from .driver_files import HOOK_PATH
 from .record import FOLDER as RECORDS
-from .settings import FOLDERS, LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from .settings import LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH, candidates
 
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
@@ -56,11 +56,8 @@ _FORMAT = "3"
 
 def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[str, ...] = ("runc", "crun")) -> str:
     """Return the launcher, a shell script. A `low_level` runtime is a name, looked for as root would, or a path."""
-    candidates = [
-        path for name in low_level for path in ([name] if "/" in name else [f"{folder}/{name}" for folder in FOLDERS])
-    ]
     return _template(_LAUNCHER).format(
-        candidates=" ".join(candidates), python=python, missing=_MISSING.format(python=python),
+        candidates=" ".join(candidates(low_level)), python=python, missing=_MISSING.format(python=python),
         start=render_start("main", library), keep=_template(_NEW_ENOUGH) + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],

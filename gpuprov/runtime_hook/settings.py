@@ -19,6 +19,11 @@ NVIDIA_SETTINGS_PATH = "/etc/nvidia-container-runtime/config.toml"
 LOW_LEVEL_CACHE = "/run/gpuprov/low-level"
 # Where root's programs are; a caller's PATH decides nothing.
 FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+# Where CRI-O's packages, k3s, RKE2 and MicroK8s have the low-level runtimes that they bring: on no host's usual PATH.
+_OF_ENGINES = (
+    "/usr/libexec/crio", "/var/lib/rancher/k3s/data/current/bin", "/var/lib/rancher/rke2/bin",
+    "/snap/microk8s/current/bin",
+)  # fmt: skip
 
 _RUNTIME = "nvidia-container-runtime"
 # NVIDIA's names, in any case of letters, and ours; it takes a name that it does not know for info.
@@ -156,13 +161,15 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
+def candidates(names: tuple[str, ...]) -> list[str]:
+    """Return where low-level runtimes are looked for, those that an engine brings last; a name may be a path itself."""
+    places = [(folder, name) for folders in (FOLDERS, _OF_ENGINES) for name in names for folder in folders]
+    return list(dict.fromkeys(name if "/" in name else f"{folder}/{name}" for folder, name in places))
+
+
 def find_low_level(names: tuple[str, ...]) -> str:
-    """Return the path of the first low-level runtime that is there, nothing for none; a name with a slash is a path."""
-    for name in names:
-        for path in [name] if "/" in name else [f"{folder}/{name}" for folder in FOLDERS]:
-            if posix.access(path, posix.X_OK):
-                return path
-    return ""
+    """Return the path of the first low-level runtime that is there, nothing for none."""
+    return next((path for path in candidates(names) if posix.access(path, posix.X_OK)), "")
 
 
 def keep_low_level(log: str, cache: str = LOW_LEVEL_CACHE, own: str = SETTINGS_PATH) -> None:

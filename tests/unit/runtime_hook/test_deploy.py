@@ -232,7 +232,7 @@ def test_the_launcher_is_plain_shell_with_fixed_paths() -> None:
     assert text.startswith("#!/bin/sh\n")
     assert subprocess.run(("sh", "-n"), input=text, text=True, check=False).returncode == 0
     assert "for low_level in /usr/local/sbin/runc /usr/local/bin/runc /usr/sbin/runc /usr/bin/runc " in text
-    assert " /opt/crun; do" in text
+    assert " /opt/crun " in text
     assert f"\npython={PYTHON}\n" in text
     assert """exec "$python" -I -S -E -B -c 'import sys\n""" in text
     assert 'sys.path.append("/usr/lib/gpuprov")\n' in text
@@ -332,3 +332,11 @@ def test_the_log_that_a_call_names(called: Callable[..., list[str]], words: str,
 @pytest.mark.parametrize("flag", ["-b", "-bundle", "--bundle"])
 def test_a_bundle_flag_without_a_folder_is_refused(called: Callable[..., list[str]], flag: str) -> None:
     assert called("create", flag) == [f"gpuprov: {flag} stands without a folder"]
+
+
+def test_a_node_without_runc_on_its_path_has_that_of_its_engine() -> None:
+    """CRI-O's packages, k3s, RKE2 and MicroK8s bring their own: each pod of the handler nvidia was refused."""
+    places = render_launcher(PYTHON).partition("for low_level in ")[2].partition(";")[0].split()
+    own = ("/usr/libexec/crio/{}", "/var/lib/rancher/k3s/data/current/bin/{}", "/var/lib/rancher/rke2/bin/{}",
+           "/snap/microk8s/current/bin/{}")  # fmt: skip
+    assert places[11:] == ["/bin/crun", *(path.format(name) for name in ("runc", "crun") for path in own)]
