@@ -191,10 +191,11 @@ def _places(
 
 def _texts(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
     files: set[Path] = set()
-    for source in map(Path, sources):
+    for source in (Path("," if "," in one else one) for one in sources):  # a list of names may be too long for a path
         folder = source if source.is_dir() else source.parent
         kinds = [path for kind in ("group_vars", "host_vars") for path in (folder / kind).rglob("*")]
         files |= {source, *kinds, *(source.glob("*") if source.is_dir() else ())}
     for path in sorted(files):
-        if path.is_file() and path.stat().st_size < _TOO_LARGE:
-            yield str(path), path.read_text("utf-8", "replace")
+        with contextlib.suppress(OSError):  # such as another user's file, which Ansible does not read
+            if path.is_file() and path.stat().st_size < _TOO_LARGE:
+                yield str(path), path.read_text("utf-8", "replace")

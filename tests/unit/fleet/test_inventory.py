@@ -285,6 +285,20 @@ def test_variable_is_found_where_it_is_set() -> None:
     assert find_variable("gpuprov_driver", [("a", text), ("b.json", as_json)]) == ("a:3", "a:4", "b.json:1")
 
 
+def test_a_long_list_of_hosts_does_not_hide_a_wrong_value() -> None:
+    names = ",".join(f"gpu{number:03}.example.org" for number in range(40))
+    with pytest.raises(UsageError, match="gpuprov_toolkit is not one of"):
+        read_inventory((names,), extra_vars=("gpuprov_toolkit=x",))
+
+
+def test_another_users_file_does_not_hide_a_wrong_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *words: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # root reads all files
+    assert "gpuprov_toolkit is not one of" in str(error_of(tmp_path, {"hosts": "lab-a gpuprov_toolkit=x\n"}))
+
+
 def test_what_sets_the_wrong_value_is_blamed(tmp_path: Path) -> None:
     files = {
         "hosts": "gpu1\ngpu2\n",
