@@ -36,8 +36,8 @@ class Proxy:
     @property
     def address(self) -> str:
         """Return its URL without user and password."""
-        parts = self._parts
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if self.url else ""
+        scheme, _, rest = self.url.rpartition("://")  # urlsplit() refuses some of what an environment may hold
+        return f"{scheme or 'http'}://{rest.partition('/')[0].rpartition('@')[2]}" if self.url else ""
 
     @property
     def host(self) -> str:

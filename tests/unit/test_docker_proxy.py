@@ -361,6 +361,12 @@ def test_a_proxys_address_is_its_url_without_the_login(url: str, host: str, port
     assert (proxy.host, proxy.port, proxy.address) == (host, port, address)
 
 
+@pytest.mark.parametrize("url", ["http://u:p@[::1", "u:p@[::1"])
+def test_what_is_no_url_has_an_address_for_messages(url: str) -> None:
+    """The environment's proxy is checked by nobody before a request."""
+    assert Proxy(url).address == "http://[::1"
+
+
 def test_events_are_free_of_every_form_of_the_password() -> None:
     told: list[Event] = []
     sink = secret_free(told.append, f"http://robot:{PASSWORD}@proxy:1")
