@@ -39,6 +39,8 @@ _NEEDS_ROOT = ("install", "verify", "accept", "doctor", "rollback", "uninstall")
 # The next command: after a successful installation, and after a failed verification.
 _FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
+# A word of -e may set several variables.
+_OWN_ALONE = r"gpuprov_\w+=(?!.*\s(?!gpuprov_)\w+=)"
 _CHANGING = r"\bgpuprov (install|rollback|uninstall)\b"
 
 
@@ -310,7 +312,7 @@ def _shown_variables(options: Options) -> tuple[list[str], str]:
     """Return the words of -e that are no passwords (Ansible's own variables may be), and a mark if there are others."""
     shown = [
         one for one in options.extra_vars
-        if one.startswith("@") or (re.match(r"gpuprov_\w+=", one) and masked_settings(one) == one)
+        if one.startswith("@") or (re.match(_OWN_ALONE, one, re.DOTALL) and masked_settings(one) == one)
     ]  # fmt: skip
     mark = " -e …" if len(shown) < len(options.extra_vars) else ""
     return [word for variable in shown for word in ("-e", variable)], mark

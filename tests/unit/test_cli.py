@@ -426,7 +426,12 @@ def test_the_way_that_works_on_a_host_names_that_host(
 
 @pytest.mark.parametrize(
     "variable",
-    ["ansible_become_password=hunter2", "gpuprov_driver_url=https://me:hunter2@mirror/x.run", '{"a": "hunter2"}'],
+    [
+        "ansible_become_password=hunter2",
+        "gpuprov_docker=none\nansible_become_pass=hunter2",
+        "gpuprov_driver_url=https://me:hunter2@mirror/x.run",
+        '{"a": "hunter2"}',
+    ],
 )
 def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
     ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", "gpuprov install"),))
