@@ -60,7 +60,7 @@ def connected(
     # paramiko's own log would print tracebacks between the lines of a table; its exceptions have the reasons.
     logging.getLogger("paramiko").propagate = False
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
-    config = Config(ssh_config=target.ssh_configuration)
+    config = Config(ssh_config=target.ssh_configuration, lazy=True)  # without ~/.fabric.yml, of the user's own tasks
     credentials: dict[str, Any] = {}
     if target.identity_file:
         credentials["key_filename"] = [str(expanded(target.identity_file))]

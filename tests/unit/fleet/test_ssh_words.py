@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fabric import Connection
 from paramiko.config import SSHConfigDict
 
 from gpuprov.agent.probe import (
@@ -33,6 +34,8 @@ from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import RemoteSystem
 from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.options import SshSettings
+from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
 from gpuprov.protocol.errors import GpuprovError, UsageError
@@ -128,6 +131,26 @@ def test_none_is_no_file() -> None:
     found = lookup("a.example", "UserKnownHostsFile none\nIdentityFile none\nIdentityFile /key\n")
     assert (found["userknownhostsfile"], found["identityfile"]) == ("/dev/null", ["/key"])
     assert "identityfile" not in lookup("a.example", "IdentityFile none\n")
+
+
+def connection_to(target: HostTarget) -> Connection:
+    """Return the connection that would be opened."""
+    found: list[Connection] = []
+
+    def stop(connection: Connection) -> None:
+        found.append(connection)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError), connected(target, SshSettings(), stop):
+        pass
+    return found[0]
+
+
+def test_a_configuration_of_fabric_is_not_for_gpuprov(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".fabric.yml").write_text("forward_agent: true\nport: 2222\nconnect_kwargs: {password: other}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1"))
+    assert (made.forward_agent, made.port, "password" in made.connect_kwargs) == (False, 22, False)
 
 
 def test_names_and_keys_may_have_blanks() -> None:
