@@ -379,4 +379,4 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
 
 def _ssh_words(connection: Connection) -> str:
     port = "" if connection.port == 22 else f"-p {connection.port} "
-    return f"{port}{connection.user}@{connection.host}"
+    return port + shlex.quote(f"{connection.user}@{connection.host}")  # a domain's user has a backslash

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -35,7 +36,7 @@ from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import RemoteSystem
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
-from gpuprov.fleet.ssh import connected
+from gpuprov.fleet.ssh import _ssh_words, connected
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
 from gpuprov.protocol.errors import GpuprovError, UsageError
@@ -151,6 +152,11 @@ def test_a_configuration_of_fabric_is_not_for_gpuprov(tmp_path: Path, monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path))
     made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1"))
     assert (made.forward_agent, made.port, "password" in made.connect_kwargs) == (False, 22, False)
+
+
+def test_the_command_that_shows_why_can_be_typed() -> None:
+    made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", port=2222))
+    assert shlex.split(_ssh_words(made)) == ["-p", "2222", r"CORP\alice@192.0.2.1"]
 
 
 def test_names_and_keys_may_have_blanks() -> None:
