@@ -109,7 +109,11 @@ def reason_of(source: str, output: Sequence[str]) -> str:
     lines = clean("\n".join(output)).splitlines()
     plugin = "yaml" if Path(source).suffix in (".yml", ".yaml", ".json") else "ini"
     given = [found for line in lines if (found := _REFUSED.fullmatch(line))]
-    chosen = [one["reason"] for one in given if one["plugin"] in (plugin, "auto")] or [one["reason"] for one in given]
+    # Of a program that ran; each file on some file systems may be executed.
+    ran = [one["reason"] for one in given if one["plugin"] == "script" and "Exec format" not in one["reason"]]
+    chosen = (
+        ran or [one["reason"] for one in given if one["plugin"] in (plugin, "auto")] or [one["reason"] for one in given]
+    )
     place = next((found[1] for line in lines if (found := re.fullmatch(r"Origin: (/.*:\d+:\d+)", line))), "")
     return "\n".join(filter(None, (chosen[-1], place))) if chosen else "\n".join(lines)
 

@@ -263,6 +263,17 @@ def test_mistake_is_told_with_exit_code_2(tmp_path: Path, source: str, files: di
     assert what in str(error_of(tmp_path, files, source))
 
 
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [("#!/bin/sh\nexit 3\n", "non-zero exit code 3"), ("[gpu\nlab-a\n", "not enough")],
+    ids=["ran", "INI"],
+)
+def test_a_program_that_fails_gives_its_own_reason(tmp_path: Path, text: str, seen: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    (tmp_path / "hosts").chmod(0o755)
+    assert seen in error_of(tmp_path, {}, "hosts").problems[0].evidence
+
+
 @pytest.mark.parametrize("name", ["a[b", "a[:]", "a[1:x]", "a[1:2:0]", "[::1]", "a[2:b]", "a[1:2"])
 def test_a_range_that_is_none_is_a_mistake(name: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"the range in {name} is invalid")):
