@@ -253,9 +253,9 @@ def variables_of(extra_vars: Sequence[str]) -> Mapping[str, Any]:
     require_files(extra_vars)
     values, other = plain_extra_vars(extra_vars)
     if other:
-        from ansible.template import Templar
-
         with ansible_temporary_folder(), ansible_output():
+            from ansible.template import Templar
+
             try:
                 loader = new_loader()
                 values = _load_extra_vars(loader, extra_vars)

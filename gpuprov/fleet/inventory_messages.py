@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.words import counted
 
 EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
@@ -27,7 +27,10 @@ _TOO_DEEP, _DEEPEST = "nested too deep", 100
 @contextlib.contextmanager
 def ansible_output() -> Iterator[list[str]]:
     """Collect Ansible's output for gpuprov's errors, so that it does not appear between the lines of a table."""
-    from ansible.utils.display import Display
+    try:
+        from ansible.utils.display import Display
+    except ansible_error() as error:
+        raise UsageError("Ansible's settings are wrong", explained(error), "correct what is named") from None
 
     output: list[str] = []
     display = Display()

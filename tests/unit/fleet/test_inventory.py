@@ -284,6 +284,13 @@ def test_mistakes_of_all_hosts_are_told_at_once(tmp_path: Path) -> None:
     assert len(error_of(tmp_path, {"hosts": "lab-a gpuprov_toolkit=x\nlab-b ansible_port=x\n"}).problems) == 2
 
 
+@pytest.mark.parametrize("words", [("--hosts", "a,"), ("-e", "a={{ 1 }}")])
+def test_a_wrong_setting_of_ansible_is_told(words: tuple[str, str]) -> None:
+    argv = (sys.executable, "-m", "gpuprov", "facts", *words)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "ANSIBLE_FORKS": "x"}, check=False)
+    assert (done.returncode, "ANSIBLE_FORKS' has an invalid value" in done.stderr) == (2, True), done.stderr
+
+
 def test_ansible_keeps_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     error_of(tmp_path, {"hosts.yml": "all:\n  hosts: [\n"}, "hosts.yml")
     read(tmp_path, {"hosts": "[a-b]\nlab-a\n"})
