@@ -301,7 +301,8 @@ def _load(
     if not manager.get_hosts():
         raise UsageError(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)
-    if limit and not manager._subset:  # Ansible ignores a pattern of "[" or "," and would take all hosts
+    # Ansible ignores a pattern of "[" or ",", would take all hosts, and fails at one of "&" or "!".
+    if limit and (not manager._subset or {"&", "!"} & set(manager._subset)):
         raise UsageError("--limit names no host", repr(limit), ask_ansible(sources[0]))
     hosts = manager.get_hosts()
     if not hosts:

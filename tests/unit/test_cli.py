@@ -180,6 +180,7 @@ USAGE = [
     ("empty key", ("bundle", "verify", __file__, "--bundle-key", " "), "it is empty"),
     ("limit that is no pattern", ("facts", "--hosts", "a,b", "--limit", "["), "--limit names no host"),
     ("limit of commas", ("facts", "--hosts", "a,b", "--limit", ","), "--limit names no host"),
+    ("limit without the group's name", ("facts", "--hosts", "a,b", "--limit", "a:&"), "--limit names no host"),
     ("word that is no variable", ("facts", "-e", "gpuprov_driver_version"), "-e takes key=value"),
     ("missing bundle", ("install", "--hosts", "a,", "--bundle", "/nowhere.tar"), "there is no bundle /nowhere.tar"),
     ("check for verify", ("verify", "--check"), "No such option"),
