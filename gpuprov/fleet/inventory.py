@@ -38,7 +38,7 @@ from gpuprov.fleet.inventory_messages import (
 from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
 from gpuprov.protocol import imex
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
-from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import HostSpec, has_long_number, spec_from_variables
 from gpuprov.protocol.spec_fields import PREFIX
 
@@ -124,7 +124,7 @@ def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:
         # ansible.cfg may ask for dictionaries to be merged.
         if values is None or any(isinstance(found.get(name), dict) for name in values):
             if options.one_file:
-                seen = f"-e {masked(word)}\n{_NOT_PLAIN}"
+                seen = f"-e {masked_settings(word)}\n{_NOT_PLAIN}"
                 raise UsageError("the extra variables cannot be read", seen, _step_for(word))
             return {}, word
         found |= values
@@ -360,7 +360,8 @@ def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
         context.CLIARGS = ImmutableDict(extra_vars=())
         raise
     if "_raw_params" in loaded:  # Ansible also accepts words without "=", and drops them
-        raise UsageError("-e takes key=value, JSON or @file.yml", repr(loaded["_raw_params"]), EXTRA_VARS_HINT)
+        seen = "a word of it has no `=`: put quotes around a value with blanks, as in -e \"name='a b'\""
+        raise UsageError("-e takes key=value, JSON or @file.yml", seen, EXTRA_VARS_HINT)
     return loaded
 
 

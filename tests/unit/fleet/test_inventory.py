@@ -420,6 +420,16 @@ def test_without_ansible_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "one_file"), [('gpuprov_vgpu={"token": "secret"}', True), ("ansible_password=of the secret", False)]
+)
+def test_a_word_that_is_refused_keeps_its_secret(word: str, one_file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "one_file", one_file)
+    with pytest.raises(UsageError, match="-e ") as caught:
+        read_extra_vars([word])
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", [f"a: {'[' * 30_000}{']' * 30_000}", "a: \n" + "- " * 30_000], ids=["[", "-"])
 def test_what_is_nested_too_deep_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "deep.yml"
