@@ -22,7 +22,8 @@ from gpuprov.core.files import expanded, write_whole
 from gpuprov.driver import recommended
 from gpuprov.fleet.command import inspect_hosts, inventory_of
 from gpuprov.fleet.history import inventory_names, latest_choices
-from gpuprov.fleet.inventory import read_inventory
+from gpuprov.fleet.inventory import read_inventory, with_ranges
+from gpuprov.fleet.inventory_messages import ansible_output, ansible_temporary_folder
 from gpuprov.fleet.options import DRIVERS, Options, made_options
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import UsageError, os_errors
@@ -132,9 +133,11 @@ def _hosts(given: str, ask: _Ask) -> list[str]:
             found += re.split(r"[,\s]+", ask("Which of them", ",".join(names)))
         else:
             found.append(word)
-    for name in found:
-        if not _HOSTS.fullmatch(name) or not 0 < len(name) < 254:
-            raise UsageError("that is no name of a host", repr(name), "type gpu01.example.org, or a range: gpu[01:16]")
+    with ansible_temporary_folder(), ansible_output():
+        for name in found:
+            if not _HOSTS.fullmatch(name) or not 0 < len(name) < 254 or with_ranges(name) == ",":
+                step = "type gpu01.example.org, or a range: gpu[01:16]"
+                raise UsageError("that is no name of a host", repr(name), step)
     return list(dict.fromkeys(found))
 
 

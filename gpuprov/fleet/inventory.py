@@ -286,7 +286,7 @@ def _load(
     loader = new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
-    places = [_expanded(source) if "," in source else str(Path(source).absolute()) for source in sources]
+    places = [with_ranges(source) if "," in source else str(Path(source).absolute()) for source in sources]
     manager = InventoryManager(loader=loader, sources=places, parse=False)
     for source, place in zip(sources, places):
         before = len(output)
@@ -322,7 +322,7 @@ def _load(
     return found, frozenset(map(str, variables.extra_vars))
 
 
-def _expanded(names: str) -> str:
+def with_ranges(names: str) -> str:
     """Return `a,b,` with ranges such as gpu[01:03] written out, as Ansible does in files and advanced_host_list."""
     from ansible.plugins.inventory import detect_range, expand_hostname_range
 

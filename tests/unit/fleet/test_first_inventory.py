@@ -141,6 +141,8 @@ def test_scripts_get_one_document(here: Path, fleet: list[HostResult]) -> None:
     [
         (("--hosts", "-oProxyCommand=x"), "that is no name of a host"),
         (("--hosts", "gpu[01:"), "that is no name of a host"),
+        (("--hosts", "gpu01,gpu[16:01]"), "that is no name of a host\n  seen: 'gpu[16:01]'"),
+        (("--hosts", "gpu[01:100]"), "the range in gpu[01:100] is invalid"),
         (("--hosts", "a{{x}}"), "that is no name of a host"),
         (("--hosts", "known-hosts"), "known-hosts names no host"),
         (("--hosts", "gpu01", "--driver-version", "new"), "gpuprov_driver_version"),
