@@ -234,10 +234,20 @@ def expanded(path: str) -> Path:
 
 
 def make_user_folder(place: Path) -> None:
-    """Make a folder for this user alone, with its missing parents, but never the home directory. Raises OSError."""
+    """Make a folder for this user alone, with its missing parents, but never the home directory. Raises OSError.
+
+    In another user's home (`sudo -E`) they become that user's: a ~/.cache of root would stop other programs.
+    """
     home = Path("~").expanduser()
     if home in place.parents and not home.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no home directory", str(home))
+    for one in [one for one in (*reversed(place.parents), place) if os.geteuid() == 0 and not one.exists()]:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            above = os.open(one.parent, os.O_DIRECTORY)
+            opened.callback(os.close, above)
+            os.mkdir(one.name, 0o700 if one == place else 0o777, dir_fd=above)
+            owner = os.fstat(above)
+            os.chown(one.name, owner.st_uid, owner.st_gid, dir_fd=above, follow_symlinks=False)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

@@ -415,3 +415,13 @@ def test_a_stored_bundle_leaves_the_upload_of_another_controller(tmp_path: Path)
     script = STORE_BUNDLE.replace(CACHE_DIRECTORY, str(tmp_path))
     subprocess.run(("sh", "-c", script, "sh", "bundle-a-5.tar", "5"), input=b"whole", check=True, timeout=60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent-e", "bundle-a-5.tar", "bundle-c-9.tar.part"]
+
+
+@pytest.mark.root
+def test_what_root_makes_in_a_users_home_is_that_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `sudo -E`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    os.chown(tmp_path, 65534, 65534)
+    agent_file.keep(tmp_path / ".cache/gpuprov/agent.pyz", AGENT)
+    folders = (tmp_path / ".cache", tmp_path / ".cache/gpuprov")
+    assert [(one.stat().st_uid, one.stat().st_gid) for one in folders] == [(65534, 65534)] * 2
