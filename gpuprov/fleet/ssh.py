@@ -95,7 +95,8 @@ def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
     options = config.base_ssh_config.lookup(address)
     jump, command = options.get("proxyjump", "none"), options.get("proxycommand", "none")
     if jump.lower() == "none":
-        return False if command is None or command.lower() == "none" else command
+        # By a shell, as with ssh: it may have `2>/dev/null`.
+        return False if command is None or command.lower() == "none" else shlex.join(("sh", "-c", f"exec {command}"))
     through: Any = False
     for hop in jump.split(","):
         user, _, place = hop.strip().removeprefix("ssh://").rpartition("@")

@@ -161,7 +161,7 @@ PROXIES = (
         "its ProxyCommand ended with exit code 8",
         "no route",
     ),
-    ("ProxyCommand", "/no/such/program %h", "its ProxyCommand can't be started", "No such file or directory"),
+    ("ProxyCommand", "/no/such/program %h", "its ProxyCommand ended with exit code 127", "/no/such/program"),
     ("ProxyCommand", "sleep 100", "its ProxyCommand says nothing within 1 s", "sleep 100"),
     ("ProxyJump", "127.0.0.1:9", "the jump host 127.0.0.1 port 9 cannot be reached", "Connection refused"),
     ("ProxyJump", "no-such-host.invalid", "the name no-such-host.invalid is not known", ""),

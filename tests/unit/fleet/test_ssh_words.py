@@ -154,6 +154,13 @@ def test_a_configuration_of_fabric_is_not_for_gpuprov(tmp_path: Path, monkeypatc
     assert (made.forward_agent, made.port, "password" in made.connect_kwargs) == (False, 22, False)
 
 
+def test_a_shell_runs_the_proxy_command_as_with_ssh() -> None:
+    options = (("ProxyCommand", "echo '%h a' 2>/dev/null | tr a b"),)
+    made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", ssh_options=options))
+    with made.open_gateway().process as process:
+        assert process.communicate()[0] == b"192.0.2.1 b\n"
+
+
 def test_the_command_that_shows_why_can_be_typed() -> None:
     made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", port=2222))
     assert shlex.split(_ssh_words(made)) == ["-p", "2222", r"CORP\alice@192.0.2.1"]
