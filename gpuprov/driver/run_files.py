@@ -285,11 +285,12 @@ def former_is_whole(system: System, before: Json, outcome: Json | None) -> bool:
     """Say whether the replaced driver is complete: a failure came before it was touched, or it is restored already."""
     if outcome is not None and not outcome.get("installed", True):
         return True
-    former = before.get("replaces", "")
-    driver = discover(system)
-    if former in ("", before["version"]) or driver.library_version != former:
-        return False
+    former, driver = before.get("replaces", ""), discover(system)
     mark = (system.read_text(INCOMPLETE_MARK) or "").strip()
+    # One that is installed again in its own version is untouched until the mark.
+    again = former == before["version"] and (mark or outcome is not None)
+    if not former or again or driver.library_version != former:
+        return False
     # An installer that was cut off while it removed the former one.
     if mark == before["version"] and former_of(before) is not None and damage(system, driver):
         return False
