@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, Tell
@@ -11,11 +12,21 @@ from gpuprov.protocol.errors import GpuprovError
 
 # dockerd and nvidia-persistenced may take minutes to stop or to start.
 _SECONDS = 180
+# How systemctl says that systemd, or the bus to it, does not answer; its exit code is that of a unit that is disabled.
+_SILENT = re.compile(r"timed out|Connection re(fused|set)|(not |dis)connected")
 
 
 def is_active(system: System, unit: str) -> bool:
     """Say whether a unit is active; False for no unit."""
     return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
+
+
+def state_before(system: System, unit: str, verb: str = "is-active") -> bool:
+    """Say the same of a unit before a change. Raises GpuprovError if systemd does not answer: an undo would stop it."""
+    done = system.run(("systemctl", verb, "--quiet", unit)) if unit else None
+    if done is not None and (done.unanswered or _SILENT.search(done.stderr)):
+        raise GpuprovError(f"systemd does not tell about {unit}", done.evidence(3), "run the same command again")
+    return done is not None and done.ok
 
 
 def systemctl(system: System, verb: str, *units: str, seconds: float = _SECONDS, alone: bool = False) -> str:
@@ -54,7 +65,7 @@ class RestartUnit(Change):
         return f"restart {self.unit}"
 
     def capture(self, system: System) -> Json:
-        return {"unit": self.unit, "was_active": is_active(system, self.unit)}
+        return {"unit": self.unit, "was_active": state_before(system, self.unit)}
 
     def apply(self, system: System, tell: Tell) -> None:
         if trouble := restart(system, self.unit):
@@ -80,7 +91,7 @@ class RunUnits(Change):
 
     def capture(self, system: System) -> Json:
         return {
-            unit: [verb for verb in ("is-enabled", "is-active") if system.run(("systemctl", verb, "--quiet", unit)).ok]
+            unit: [verb for verb in ("is-enabled", "is-active") if state_before(system, unit, verb)]
             for unit in self.units
         }
 

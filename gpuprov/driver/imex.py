@@ -14,7 +14,7 @@ from typing import Callable, ClassVar
 from gpuprov.cdi.discover import IMEX_CHANNEL, imex_channel
 from gpuprov.core.changes import Change, Json, MakeNode, Tell, capture_path, restore_path, text_diff, write_files
 from gpuprov.core.system import System
-from gpuprov.core.units import log_of, restart, systemctl
+from gpuprov.core.units import log_of, restart, state_before, systemctl
 from gpuprov.driver import fabric_manager
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import IMEX_CONFIG, IMEX_FILES, IMEX_NODES, IMEX_PROGRAM, IMEX_UNIT, FabricFacts, gather_imex
@@ -137,6 +137,7 @@ class _UnitChange(Change):
     disturbs = True
 
     def capture(self, system: System) -> Json:
+        state_before(system, IMEX_UNIT)  # raises if systemd does not answer
         facts, images = gather_imex(system), [capture_path(system, path) for path in (*IMEX_FILES, IMEX_CHANNEL)]
         return {"files": images, "active": facts.active, "enabled": facts.enabled, "masked": facts.masked}
 

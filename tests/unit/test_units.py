@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.changes import tell_nobody
-from gpuprov.core.units import RestartUnit, daemon_reload, is_active, log_of, restart, systemctl
+from gpuprov.core.changes import Change, tell_nobody
+from gpuprov.core.units import RestartUnit, RunUnits, daemon_reload, is_active, log_of, restart, systemctl
+from gpuprov.driver.fabric_manager import RunFabricManager
+from gpuprov.driver.imex import StopImex
 from tests.unit.refused import refused
 from tests.unit.scripted import Scripted
 
@@ -63,3 +65,28 @@ def test_undoing_stops_only_what_did_not_run_before(tmp_path: Path, active: bool
     assert before == {"unit": "a", "was_active": active}
     RestartUnit.undo(host, before, None)
     assert (("systemctl", "stop", "a") in host.asked) is not active
+
+
+NO_ANSWER = (
+    (1, "", "Failed to retrieve unit state: Connection timed out"),
+    (1, "", "Failed to connect to bus: Connection refused"),
+    (1, "", "Failed to get properties: Transport endpoint is not connected"),
+    (124, "", "stopped after 60 s, its time limit"),
+    (137, "", ""),
+)
+NO = (
+    (3, "", ""),
+    (4, "", ""),
+    (1, "", "Failed to get unit file state for a: No such file or directory"),
+    (1, "", "System has not been booted with systemd as init system (PID 1). Can't operate.\nHost is down"),
+)
+
+
+@pytest.mark.parametrize("change", [RestartUnit("a"), StopImex(), RunUnits(("a",)), RunFabricManager("5")], ids=repr)
+@pytest.mark.parametrize("verb", ["is-active", "is-enabled"])
+def test_a_unit_does_not_count_as_stopped_if_systemd_does_not_answer(tmp_path: Path, change: Change, verb: str) -> None:
+    """Its undo would stop and disable what ran before, as docker."""
+    for answer in NO_ANSWER if verb == "is-active" or not isinstance(change, (RestartUnit, StopImex)) else ():
+        assert refused(change.capture, Scripted(tmp_path, {verb: answer})).next_step == "run the same command again"
+    for answer in NO:
+        assert change.capture(Scripted(tmp_path, {verb: answer}))
