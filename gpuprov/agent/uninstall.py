@@ -25,6 +25,7 @@ from gpuprov.driver import run_files
 from gpuprov.engines.containers import stop_command
 from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.boot import gather_reboot
+from gpuprov.packages.interface import require_answer
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import Finished, Planned, PlannedChange
@@ -270,10 +271,11 @@ def _stopped(system: System, runs: tuple[Run, ...]) -> Iterator[str]:
 def _containers(system: System, engine: str, *which: str) -> list[tuple[str, str, str, str]]:
     """Return runtime, restart policy, requests and name of an engine's containers, by default those that run."""
     listed = (engine, "ps", "--quiet", "--no-trunc", *which)
-    ids = system.run(listed, timeout=20).stdout.split() if system.which(engine) else []
+    what = f"{engine} does not tell which containers it has"
+    ids = require_answer(system.run(listed, timeout=20), what).stdout.split() if system.which(engine) else []
     if not ids:
         return []
-    shown = system.run((engine, "inspect", "--format", _USES[engine], *ids), timeout=20).stdout
+    shown = require_answer(system.run((engine, "inspect", "--format", _USES[engine], *ids), timeout=20), what).stdout
     rows = (line.split(" ", 3) for line in shown.splitlines())
     return [(row[0], row[1], row[2], row[3].lstrip("/")) for row in rows if len(row) == 4]
 

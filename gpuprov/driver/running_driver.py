@@ -20,6 +20,7 @@ from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
+from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
@@ -264,9 +265,10 @@ def gather_running(system: System, facts: HostFacts) -> RunningDriver:
     active = active_units(system, (*UNITS, DISPLAY_MANAGER))
     named = ("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)
     display = (system.run(named).stdout.strip() or DISPLAY_MANAGER) if DISPLAY_MANAGER in active else ""
-    listed = ("docker", "ps", "--quiet", "--no-trunc")
-    ids = system.run(listed, timeout=20).stdout.split() if facts.docker.running_containers else []
-    shown = system.run(("docker", "inspect", *ids), timeout=20).stdout if ids else ""
+    listed, what = ("docker", "ps", "--quiet", "--no-trunc"), "docker does not tell which containers use the GPUs"
+    asked = require_answer(system.run(listed, timeout=20), what) if facts.docker.running_containers else None
+    ids = asked.stdout.split() if asked is not None else []
+    shown = require_answer(system.run(("docker", "inspect", *ids), timeout=20), what).stdout if ids else ""
     containers = parse_containers(shown, {one.container for one in holders})
     once = _single_use(shown) if containers else set()
     return RunningDriver(

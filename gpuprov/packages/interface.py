@@ -258,10 +258,11 @@ class PackageManager(Protocol):
         """Make the unpacked bundle, signed by this key (fingerprint), a source of packages."""
 
 
-def require_answer(done: Completed, what: str) -> None:
-    """Raise GpuprovError if a command was killed or took too long: an undo or a migration would take that for a no."""
+def require_answer(done: Completed, what: str) -> Completed:
+    """Return it. Raises GpuprovError if it was killed or took too long: an undo or a migration takes that for a no."""
     if done.unanswered:
         raise GpuprovError(what, done.evidence(4), "run the same command again")
+    return done
 
 
 def driver_set(names: Iterable[str]) -> frozenset[str]:

@@ -349,6 +349,18 @@ def test_a_container_that_still_runs_keeps_its_runtime(tmp_path: Path) -> None:
     assert host.state() == before
 
 
+@pytest.mark.parametrize("word", ["ps", "inspect"])
+def test_containers_are_not_taken_for_none_if_docker_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    host = with_runfile(WithContainers(tmp_path))
+    done(carry_out(host, "install"))
+    before, answer = host.state(), host._docker
+    monkeypatch.setattr(host, "_docker", lambda words: (124, "") if words[0] == word else answer(words))
+    (problem,) = finished(carry_out(host, "uninstall")).problems
+    assert problem.what == "docker does not tell which containers it has" and host.state() == before
+
+
 def test_a_task_of_swarm_is_ended_by_its_service() -> None:
     task, of_node = f"trainer.1.{'k2h' * 8}1", f"exporter.{'5ay' * 8}2.{'uvc' * 8}3"
     assert stop_command(["web", task]) == "docker stop web and docker service scale trainer=0"

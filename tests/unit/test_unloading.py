@@ -247,6 +247,18 @@ def test_users_are_gathered_by_exact_commands(host: LoadedHost, inspected: dict[
                              single_use=("train",) * once)]  # fmt: skip
 
 
+@pytest.mark.parametrize("word", ["ps", "inspect"])
+def test_containers_are_not_taken_for_none_if_docker_hangs(
+    host: LoadedHost, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    facts, answer = gather(host), host._docker
+    host.container("train", 900)
+    monkeypatch.setattr(host, "_docker", lambda words: (124, "") if words[0] == word else answer(words))
+    facts = replace(facts, docker=replace(facts.docker, running_containers=("train",)))
+    problem = refused(running_driver.gather_running, host, facts)
+    assert problem.what == "docker does not tell which containers use the GPUs"
+
+
 def test_units_that_are_active_or_about_to_be() -> None:
     system = Scripted(answers={"systemctl": "active\ninactive\nactivating\nreloading\nfailed\n"})
     assert running_driver.active_units(system, ("a", "b", "c", "d", "e")) == ("a", "c", "d")
