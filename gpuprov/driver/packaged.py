@@ -20,7 +20,7 @@ from gpuprov.packages import dpkg, failures
 from gpuprov.packages.apt import parse_madison
 from gpuprov.packages.apt_changes import InstallPackages, present, stays
 from gpuprov.packages.failures import finish_apt
-from gpuprov.packages.interface import DRIVER_PACKAGES
+from gpuprov.packages.interface import DRIVER_PACKAGES, require_answer
 from gpuprov.packages.rpm import InstallRpmPackages, RpmManager, installed_rpms, package_name, run_rpm
 from gpuprov.packages.rpm_locks import gather_locks
 from gpuprov.protocol.errors import GpuprovError
@@ -120,6 +120,8 @@ def _words(system: System, former: Mapping[str, str]) -> tuple[str, ...]:
             "--allow-change-held-packages", "install", "--",
         )  # fmt: skip
         asked = system.run((*simulated, *words), timeout=_SIMULATE_SECONDS) if words else None
+        if asked is not None:
+            require_answer(asked, f"apt-get does not tell whether {_what(former)} can be installed again")
         if asked is not None and asked.ok and not foreign_removals(asked.stdout):
             return words
     return ()
@@ -376,7 +378,9 @@ def _former_rpms(system: System, before: Json, outcome: Json | None) -> tuple[st
         # The undo of the hold comes first; until then, nothing can be simulated.
         return former
     command = manager.exact(_rpm_words(system, former), simulate=True)
-    removed = manager.removed_by(system.run(command, timeout=_SIMULATE_SECONDS))
+    asked = system.run(command, timeout=_SIMULATE_SECONDS)
+    what = f"{manager.name} does not tell whether {_what(former)} can be installed again"
+    removed = manager.removed_by(require_answer(asked, what))
     return former if removed is not None and all(map(DRIVER_PACKAGES.match, removed)) else ()
 
 

@@ -20,6 +20,7 @@ from gpuprov.protocol.words import counted
 # dpkg runs the packages' scripts here.
 _SCRIPTS = "/var/lib/dpkg/info"
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
+_NOT_LEFT = "does not tell the configuration that packages have left"
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).
 _PURGES_DATA = "docker.io"
 _SIMULATE_SECONDS = 60
@@ -248,14 +249,17 @@ def conffiles_left(
     words = (
         "apt-get", *options, "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--",
     )  # fmt: skip
-    coming = re.findall(r"^Inst (\S+)", system.run((*words, *wanted), timeout=_SIMULATE_SECONDS).stdout, re.MULTILINE)
+    asked = interface.require_answer(system.run((*words, *wanted), timeout=_SIMULATE_SECONDS), f"apt-get {_NOT_LEFT}")
+    coming = re.findall(r"^Inst (\S+)", asked.stdout, re.MULTILINE)
     names = [name for name in names if name in coming]
     listed = _conffiles(system, names)
     return {name: [capture_path(system, path) for path, _ in listed.get(name, ())] for name in names}
 
 
 def _conffiles(system: System, names: Sequence[str]) -> Mapping[str, tuple[tuple[str, str], ...]]:
-    return parse_conffiles(system.run((*_CONFFILES, *names)).stdout) if names else {}
+    if not names:
+        return {}
+    return parse_conffiles(interface.require_answer(system.run((*_CONFFILES, *names)), f"dpkg {_NOT_LEFT}").stdout)
 
 
 def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:

@@ -143,6 +143,20 @@ def test_configuration_of_a_removed_package_comes_back_with_the_undo(tmp_path: P
     assert host.read_text("/etc/old") == "the administrator's"
 
 
+@pytest.mark.parametrize("word", ["--simulate", "--show"])
+def test_nothing_is_installed_if_the_configuration_left_is_not_known(tmp_path: Path, word: str) -> None:
+    """An undo would purge it."""
+
+    class Killed(Apt):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if "--simulate" in argv or "${Conffiles}" in argv[2]:
+                return Completed(tuple(argv), 137 if word in argv else 0, "Inst old (1.0)\n")
+            return super().run(argv, **more)
+
+    host = Killed(tmp_path, "config-files old 1.0 amd64 deinstall ok ")
+    assert refused(InstallPackages(("old",)).capture, host).what.endswith("the configuration that packages have left")
+
+
 def test_holds_wait_for_the_lock_as_long_as_their_run_says(tmp_path: Path) -> None:
     class Locked(WithLocks, Apt):
         pass

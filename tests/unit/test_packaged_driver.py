@@ -386,6 +386,17 @@ def test_nothing_is_changed_if_apt_does_not_tell_what_would_go(tmp_path: Path, m
     assert ["--simulate" in command for command in host.commands if command[0] == "apt-get"] == [True]
 
 
+@pytest.mark.parametrize("ask", ["restores", "undo"])
+def test_nothing_is_undone_if_apt_does_not_tell_whether_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    host = AptHost(tmp_path / "root")
+    monkeypatch.setattr(host, "_apt_get", lambda words: (137, "") if "--simulate" in words else (0, ""))
+    problem = refused(getattr(InstallDriverPackages, ask), host, host.before, host.outcome)
+    assert problem.what == "apt-get does not tell whether the driver's packages can be installed again"
+    assert not [one for one in host.commands if one[0] == "apt-get" and "--simulate" not in one]
+
+
 def test_an_installation_that_replaces_the_drivers_packages_restores_them() -> None:
     changes = (
         InstallPackages(("site=1", "nvidia-open=2")), InstallPackages(("vim",)), InstallPackages(("nvidia-smi",)),

@@ -48,6 +48,7 @@ class RpmHost(Scripted):
         self.removes = ""
         self.proxy = Proxy("http://proxy.example:3128")
         self.fails: tuple[str, ...] = ("nothing",)
+        self.failure: Answer = (1, "", "it fails")
         self.epoch = "3:"
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
@@ -58,7 +59,7 @@ class RpmHost(Scripted):
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if {*self.fails} <= {*argv}:
-            return 1, "", "it fails"
+            return self.failure
         if argv == ("rpm", "-qa"):
             return "".join(f"{one}\n" for one in sorted(self.packages))
         if argv[:2] == ("rpm", "-qa"):
@@ -132,6 +133,15 @@ def test_the_way_back_is_told_before_and_after_the_change(tmp_path: Path, name: 
     (way,) = InstallDriverRpms(DNF, ("nvidia-open",)).way_back(host)
     assert ("can't" not in way, rpm(OLD) in way, TOOLKIT[0] in way) == (offered, True, False)
     assert InstallDriverRpms(DNF, ("nvidia-container-toolkit", "vim")).way_back(RpmHost(tmp_path / "other")) == ()
+
+
+@pytest.mark.parametrize("ask", ["restores", "undo"])
+def test_nothing_is_undone_if_dnf_does_not_tell_whether_it_can(tmp_path: Path, ask: str) -> None:
+    host, before, outcome = upgraded(tmp_path)
+    host.fails, host.failure = ("--assumeno",), (124, "", "")
+    problem = refused(getattr(InstallDriverRpms, ask), host, before, outcome)
+    assert problem.what == "dnf does not tell whether the driver's packages can be installed again"
+    assert ADDED in host.packages
 
 
 @pytest.mark.parametrize("kept", [False, True])
