@@ -114,9 +114,12 @@ class KeepNouveauOut(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         for image in before["files"]:
             restore_path(system, image)
-        for kernel, path in before["images"]:
+        former = {path: Image(kernel, path) for kernel, path in before["images"]}
+        # Kernels come and go: an image that came since has the files, too.
+        there = [one for one in kernels.gather_images(system) if before["files"] or one.path in former]
+        for image in former.values() if outcome is None else there:
             try:
-                kernels.rebuild(system, Image(kernel, path))
+                kernels.rebuild(system, image)
             except GpuprovError:
                 # A change that failed here failed for the same reason, which was reported already.
                 if outcome is not None:
