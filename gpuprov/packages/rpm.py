@@ -384,7 +384,15 @@ class InstallRpmPackages(interface.PackageInstallation):
         """
         now = installed_rpms(system)
         ours = (outcome or {}).get("added", sorted(added(set(before["installed"]), now)))
-        if gone := [name for name in ours if name in now]:
+        gone = [name for name in ours if name in now]
+        # An update has given a package another version; of kernels' headers, several are there at once.
+        others = map(package_name, (*gone, *before["installed"]))
+        updated = {package_name(name) for name in ours if name not in now}.difference(others)
+        newer = sorted(name for name in now if package_name(name) in updated)
+        # What others need stays.
+        if newer and system.run(("rpm", "--erase", "--test", *gone, *newer)).ok:
+            gone += newer
+        if gone:
             done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, interface.INSTALL_SECONDS)
             finish_rpm(done, f"{', '.join(gone)} could not be removed")
         lifted = (outcome or {}).get("lift", ())

@@ -142,6 +142,31 @@ def test_an_installation_lifts_holds_replaces_and_is_undone(tmp_path: Path) -> N
     assert {*host.asked} == {("rpm", "-qa")}
 
 
+# Packages before the run, those that it added, those that are there later, those that stay.
+UPDATES: dict[str, tuple[set[str], set[str], set[str], set[str]]] = {
+    "updated": ({VIM}, {GCC}, {VIM, "gcc-12-1.x86_64"}, {VIM}),
+    "a kernel's headers, and those of a later one": (
+        {VIM},
+        {GCC},
+        {VIM, GCC, "gcc-12-1.x86_64"},
+        {VIM, "gcc-12-1.x86_64"},
+    ),
+    "one of two kernels": ({"gcc-9-1.x86_64"}, {GCC}, {"gcc-9-1.x86_64"}, {"gcc-9-1.x86_64"}),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_package_that_was_updated_since_goes_too(tmp_path: Path, name: str) -> None:
+    before, added, there, stay = UPDATES[name]
+    host = Host(tmp_path)
+    host.packages = {*there}
+    InstallRpmPackages.undo(host, {"installed": sorted(before)}, {"added": sorted(added), "lift": []})
+    assert host.packages == stay
+    host.packages, host.needed = {*there}, {"gcc-12-1.x86_64": "gcc is needed by clang"}
+    InstallRpmPackages.undo(host, {"installed": sorted(before)}, {"added": sorted(added), "lift": []})
+    assert host.packages == there - {GCC}
+
+
 @pytest.mark.parametrize("outcome", [None, {}])
 def test_killed_installation_is_undone_by_the_list_before(tmp_path: Path, outcome: dict[str, Any] | None) -> None:
     host = Host(tmp_path)
