@@ -15,16 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, Tell, tell_nobody
+from gpuprov.core.changes import Change, Json, Jsons, Tell, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.core.units import systemctl
 from gpuprov.driver.running_driver import MONITORS, active_units
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
-from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, NOT_FOUND, MigGpu, gather_mig
+from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, NOT_FOUND, MigGpu, gather_mig, parse_modes
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.pci import own_ids
+from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
 from gpuprov.protocol.models import Model
@@ -99,13 +100,23 @@ class DivideGpus(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        asked = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
+        require_answer(asked, "nvidia-smi does not tell which GPUs there are")
+        there = {str(index) for index, *_ in parse_modes(asked.stdout)} if asked.ok else set()
         for index, text in before["before"].items():
+            if index not in there:
+                continue
             gpu = _look(system, int(index))
             # A GPU with MIG on and no instances corresponds to the empty text.
             done = gpu.current == "Enabled" and not gpu.instances if text == "" else is_right(text, gpu)
             if not done:
                 with _without_monitors(system, tell_nobody):
                     _bring(system, int(index), text)
+
+    @classmethod
+    def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
+        gone = sorted({*before["before"]} - {str(gpu.index) for gpu in gather_mig(system)})
+        return tuple(f"GPU {index} is gone, or has no driver: its MIG layout stays" for index in gone)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 # As nvidia-smi 535 and 550 print them for A100 and H100.
@@ -259,6 +260,21 @@ def test_undo_brings_back_what_was_there_and_a_second_one_changes_nothing(
     host.changes.clear()
     DivideGpus.undo(host, before, {})
     assert host.changes == []
+
+
+@pytest.mark.parametrize("answer", [(0, ""), (9, "NVIDIA-SMI has failed"), (127, "")])
+def test_undo_leaves_a_gpu_that_is_gone_or_has_no_driver(
+    host: MigHost, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str]
+) -> None:
+    """No other way led to the end of a rollback, an uninstall or the next installation."""
+    before, told = DivideGpus(((0, "3g.40gb"),)).capture(host), "GPU 0 is gone, or has no driver: its MIG layout stays"
+    assert DivideGpus.irreversible(host, before, {}, ()) == ()
+    monkeypatch.setattr(host, "_smi", lambda words: answer)
+    assert DivideGpus.irreversible(host, before, {}, ()) == (told,)
+    DivideGpus.undo(host, before, {})
+    assert host.changes == []
+    monkeypatch.setattr(host, "_smi", lambda words: (124, ""))
+    assert refused(DivideGpus.undo, host, before, {}).what == "nvidia-smi does not tell which GPUs there are"
 
 
 def test_each_gpu_is_shown_and_only_those_of_the_layout_are_noted(
