@@ -392,7 +392,7 @@ class InstallDriver(Installation, Change):
         Raises GpuprovError if the uninstaller fails and the driver is still there.
         """
         failed = None
-        if not run_files.former_is_whole(system, before, outcome):
+        if not (run_files.former_is_whole(system, before, outcome) or run_files.of_others(system, before)):
             former = run_files.restorable(system, before)
             done = run_files.uninstall(system, before)
             if former is not None:
@@ -412,6 +412,8 @@ class InstallDriver(Installation, Change):
 
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
+        if others := run_files.of_others(system, before):
+            return (f"driver {others} stays: gpuprov did not install it",)
         replaced, version = before.get("replaces", ""), before["version"]
         restored = replaced in ("", version, *(one["version"] for one in earlier))
         if restored or run_files.former_is_whole(system, before, outcome):

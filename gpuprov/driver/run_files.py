@@ -297,6 +297,14 @@ def former_is_whole(system: System, before: Json, outcome: Json | None) -> bool:
     return not mark if outcome is not None else mark != former
 
 
+def of_others(system: System, before: Json) -> str:
+    """Return the version of a driver that somebody installed since in the place of this one, "" if nobody did."""
+    found = discover(system).library_version
+    # Journals of older versions have no record; an uninstall of several has the oldest version.
+    ours = found in ("", before["version"]) or "record" not in before or installed(system, found) is not None
+    return "" if ours or former_of(before) is not None or system.exists(INCOMPLETE_MARK) else found
+
+
 def fetch_former(system: System, entries: Sequence[Entry], *, required: bool) -> None:
     """Fetch the driver that the undo of these installations (latest first) restores, while the other one is there.
 

@@ -205,6 +205,20 @@ def test_a_driver_that_can_not_be_uninstalled_is_not_called_undone(site: Site, m
     assert version(site) == "" and before <= site.host.tree().keys()
 
 
+@pytest.mark.parametrize("command", ["rollback", "uninstall"])
+@pytest.mark.parametrize("runs", [(OLD,), (OLD, NEW)])
+def test_a_driver_that_somebody_installed_since_stays(site: Site, command: str, runs: tuple[str, ...]) -> None:
+    for one in runs:
+        site.call("install", one)
+    write_runfile(site.host.path("/new.run"), "999.1")
+    assert site.host.run(("sh", "/new.run", "--silent")).ok and version(site) == "999.1"
+    restored = command == "rollback" and len(runs) == 2
+    said = site.call(command, check=True)
+    assert ("driver 999.1 stays: gpuprov did not install it" in said) is not restored
+    site.call(command)
+    assert version(site) == (OLD if restored else "999.1")
+
+
 def test_installation_killed_before_its_file_is_kept(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.call("install", OLD)
     rename = site.host.rename
