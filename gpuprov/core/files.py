@@ -246,8 +246,10 @@ def make_user_folder(place: Path) -> None:
             above = os.open(one.parent, os.O_DIRECTORY)
             opened.callback(os.close, above)
             os.mkdir(one.name, 0o700 if one == place else 0o777, dir_fd=above)
-            owner = os.fstat(above)
-            os.chown(one.name, owner.st_uid, owner.st_gid, dir_fd=above, follow_symlinks=False)
+            # By its descriptor: that user could put a hard link in its place.
+            new = os.open(one.name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            opened.callback(os.close, new)
+            os.fchown(new, os.fstat(above).st_uid, os.fstat(above).st_gid)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

@@ -95,8 +95,11 @@ def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
     options = config.base_ssh_config.lookup(address)
     jump, command = options.get("proxyjump", "none"), options.get("proxycommand", "none")
     if jump.lower() == "none":
-        # By a shell, as with ssh: it may have `2>/dev/null`.
-        return False if command is None or command.lower() == "none" else shlex.join(("sh", "-c", f"exec {command}"))
+        if command is None or command.lower() == "none":
+            return False
+        # By a shell, as with ssh: it may have `2>/dev/null`. But %r is the inventory's: never what a shell would read.
+        plain = re.fullmatch(r"[\w.@+-]*", options.get("user", ""))
+        return shlex.join(("sh", "-c", f"exec {command}")) if plain else command
     through: Any = False
     for hop in jump.split(","):
         user, _, place = hop.strip().removeprefix("ssh://").rpartition("@")

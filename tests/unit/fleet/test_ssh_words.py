@@ -161,6 +161,13 @@ def test_a_shell_runs_the_proxy_command_as_with_ssh() -> None:
         assert process.communicate()[0] == b"192.0.2.1 b\n"
 
 
+def test_no_shell_reads_the_name_of_a_user() -> None:
+    """Newer releases of ssh refuse worse names than this."""
+    options = (("ProxyCommand", "echo %r"),)
+    made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", ssh_options=options))
+    assert made.gateway == r"echo CORP\alice"
+
+
 def test_the_command_that_shows_why_can_be_typed() -> None:
     made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", port=2222))
     assert shlex.split(_ssh_words(made)) == ["-p", "2222", r"CORP\alice@192.0.2.1"]
