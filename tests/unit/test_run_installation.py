@@ -18,11 +18,12 @@ from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.installer import Installation
-from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK
+from gpuprov.driver.run_files import INCOMPLETE_MARK, KEPT, RECORD, UNPACK
 from gpuprov.driver.running_driver import Unloading
 from gpuprov.driver_run import INSTALLER_LOG, InstallDriver, RunFile
 from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.facts.driver import GpuHolder, RunningDriver
+from gpuprov.facts.gpus import Chip
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
 from gpuprov.machine.pci import PciGpu
@@ -139,6 +140,16 @@ def test_room_is_needed_for_nvidias_own_file_alone(facts: HostFacts, folder: str
     assert RunFile(installed, spec).problems() == ()
 
 
+def test_kernel_modules_of_the_other_kind_are_refused(facts: HostFacts) -> None:
+    """By the driver's own list, and by its generation for a GPU that the list does not know."""
+    there = replace(facts, gpus=(PciGpu("0000:01:00.0", "1db4"),), free_bytes={})
+    spec = parse_spec({"driver_version": NEW, "kernel_module_type": "open"})
+    for served, seen in (({}, "by their generation"), ({"1db4": Chip("V100", "", False, True)}, "supported-gpus.json")):
+        (problem,) = RunFile(replace(there, served=served), spec).problems()
+        assert seen in problem.evidence and "gpuprov_kernel_module_type" in problem.next_step
+        assert RunFile(replace(there, served=served), replace(spec, kernel_module_type="auto")).problems() == ()
+
+
 def test_a_summary_names_what_is_replaced_and_stopped() -> None:
     change = InstallDriver(NEW, "/driver.run", "", "x86_64", True)
     plain = f"install NVIDIA driver {NEW}"
@@ -211,6 +222,22 @@ def test_an_installation_by_exact_commands_is_recorded(host: Watched, dkms: bool
     record = Installation(NEW, CHANGE.url, digest, "x86_64", True, "open")
     assert json.loads(host.read_text(RECORD) or "") == asdict(record)
     assert not host.exists(PLACE) and not host.exists(record.kept_path), "it is not to be kept"
+
+
+@pytest.mark.parametrize("in_the_way", [False, True])
+def test_the_file_is_kept_beside_that_of_the_replaced_driver(host: Watched, in_the_way: bool) -> None:
+    host.make_directory(f"{KEPT}/{NEW}.run/in the way" if in_the_way else KEPT)
+    for version in (OLD, "1.2.3"):
+        host.write(f"{KEPT}/{version}.run", b"")
+    running_driver.unload_unused(host)
+    host.remove_tree(STATE_DIRECTORY)
+    change, told, digest = replace(CHANGE, unloading=None, keep=True), list[str](), host.sha256(PLACE)
+    assert replace(change, replaces="").way_back(host) == ()
+    assert change.apply(host, lambda text, *_: told.append(text)) == {}
+    assert ["is not kept" in text for text in told] == [False] + [True] * in_the_way
+    assert in_the_way or {*host.list_directory(KEPT)} == {f"{OLD}.run", f"{NEW}.run"}
+    assert in_the_way or host.sha256(f"{KEPT}/{NEW}.run") == digest
+    assert host.path(STATE_DIRECTORY).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_driver_that_can_not_be_unloaded_is_left_to_a_reboot_if_one_helps(host: Watched) -> None:
