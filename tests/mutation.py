@@ -17,6 +17,7 @@ import importlib.machinery
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -31,6 +32,8 @@ from types import CodeType
 import pytest
 from mutmut.mutation import trampoline
 from mutmut.mutation.file_mutation import mutate_file_contents
+
+from tests.world import MEMORY
 
 MODULES = """
 core/journal core/apply core/download fleet/host_keys packages/keys runtime_hook/request runtime_hook/requirements
@@ -89,6 +92,9 @@ def in_child(work: Callable[[], object], limit: float) -> object:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid or 0, signal.SIGKILL)
         child.join()
+        # A killed child leaves its fixtures' folders, which would fill the memory, and each test would fail.
+        for left in MEMORY.glob("*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _work(work: Callable[[], object], writes: Connection) -> None:
@@ -132,6 +138,8 @@ class Mutation:
             if in_child(partial(self.found, session, mutant, tests), limit) is False:
                 left += 1
                 print(f"{mutant}: {len(tests)} tests\n{module.shown(mutant)}", flush=True)
+        every = sorted(set[int]().union(*(first.reached[one.rpartition("__mutmut_")[0]] for one in module.mutants)))
+        assert in_child(partial(self.found, session, "none", every), _FIRST_LIMIT) is False, "the tests fail by now"
         total, minutes = len(module.mutants), (time.monotonic() - begun) / 60
         print(f"| `{module.path}` | {total} | {total - left} found | {left} left | {minutes:.1f} min |", flush=True)
 
