@@ -14,11 +14,11 @@ from gpuprov.bundle.manifest import BundleFacts, Manifest
 from gpuprov.core.changes import NextAction, capture_path, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
-from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
+from gpuprov.core.places import CACHE_DIRECTORY, KEPT, STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.installer import Installation
-from gpuprov.driver.run_files import INCOMPLETE_MARK, KEPT, RECORD, UNPACK
+from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK
 from gpuprov.driver.running_driver import Unloading
 from gpuprov.driver_run import INSTALLER_LOG, InstallDriver, RunFile
 from gpuprov.facts.boot import IN_USE_MARK
