@@ -102,7 +102,7 @@ class DivideGpus(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         asked = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
         require_answer(asked, "nvidia-smi does not tell which GPUs there are")
-        there = {str(index) for index, *_ in parse_modes(asked.stdout)} if asked.ok else set()
+        there = {str(index) for index, *_ in parse_modes(asked.stdout)}
         for index, text in before["before"].items():
             if index not in there:
                 continue

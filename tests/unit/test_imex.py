@@ -35,6 +35,7 @@ from tests import simgpu
 from tests.imex_stand_in import PACKAGED_CONFIG, settings_of
 from tests.unit.ask import ask
 from tests.unit.imex_host import LIST, VERSION, Node, Rack
+from tests.unit.refused import refused
 from tests.unit.test_fabric_manager import with_gpus
 
 pytestmark = pytest.mark.root
@@ -377,6 +378,18 @@ def test_a_rollback_over_branches_starts_the_former_imex(node: Node) -> None:
     assert node.address not in node.rack.running and not node.enabled
     stop.undo(node, before, None)
     assert node.address in node.rack.running and node.enabled
+
+
+def test_nothing_changes_while_systemd_does_not_tell_whether_imex_runs(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (change,) = (one for one in imex.plan(source_of(gather(node), of_domain())) if one.disturbs)
+    run = node.run
+    ask_for = ("systemctl", "is-active", "--quiet", UNIT)
+    monkeypatch.setattr(
+        node, "run", lambda argv, **more: Completed(ask_for, 124) if argv == ask_for else run(argv, **more)
+    )
+    assert refused(change.capture, node).what == f"systemd does not tell about {UNIT}"
 
 
 @pytest.mark.parametrize("updates", ["hold", "follow"])

@@ -102,6 +102,11 @@ def test_undo_that_cannot_rebuild_an_image_is_an_error(host: FakeHost) -> None:
     with pytest.raises(GpuprovError, match="No space left on device"):
         change.undo(host, before, outcome)
     change.undo(host, before, None)
+    # A power cut may have left no image.
+    host.initramfs_error = ""
+    host.remove(IMAGE)
+    change.undo(host, before, None)
+    assert host.exists(IMAGE)
 
 
 @pytest.mark.parametrize("files", [True, False])

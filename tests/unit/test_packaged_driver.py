@@ -26,7 +26,7 @@ from gpuprov.packages.dnf import DNF
 from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import ChangeDone, Event, Finished, Note
+from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, Note
 from gpuprov.toolkit import CDI_SPECIFICATION
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
@@ -93,6 +93,9 @@ def test_another_branch_of_packages_is_loaded_in_the_same_run(host: PackagedHost
     assert (host.installed["nvidia-open"], "nvidia-driver-pinning-535" in host.installed) == (f"{NEW}-1", False)
     keys = [event.key for event in events if isinstance(event, ChangeDone)]
     assert keys.index("change the driver's packages") < keys.index("load the driver that is installed")
+    started = [event for event in events if isinstance(event, ChangeStarted)]
+    (loads,) = (event.summary for event in started if event.key == "load the driver that is installed")
+    assert loads.startswith(f"load driver {NEW} instead of {OLD}")
     assert take_550(host)[0].changed == 0
 
 

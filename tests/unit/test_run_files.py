@@ -368,3 +368,30 @@ def test_whether_the_replaced_driver_is_whole(host: FakeHost, name: str) -> None
     if damaged:
         host.remove("/usr/bin/nvidia-smi")
     assert run_files.former_is_whole(host, {"version": NEW, "replaces": OLD, **more}, outcome) is whole
+
+
+# The driver on the disk, more of the entry → the version that somebody else installed since.
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "somebody's": (OLD, {}, OLD),
+    "none": ("", {}, ""),
+    "this one": (NEW, {}, ""),
+    "an older version's entry": (OLD, {"record": None}, ""),
+    "the replaced one": (OLD, {"by_hand": asdict(FORMER), "replaces": OLD}, ""),
+    "another of gpuprov's": (OLD, {"recorded": True}, ""),
+    "half of another": (OLD, {"incomplete": True}, ""),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_whose_driver_is_in_the_place_of_this_one(host: FakeHost, name: str) -> None:
+    version, more, others = OTHERS[name]
+    before: dict[str, Any] = {"version": NEW, "replaces": "", "record": {"kind": "missing"}, **more}
+    if version:
+        simgpu.install_tree(host.root, version)
+    if before["record"] is None:
+        del before["record"]
+    if "recorded" in more:
+        run_files.keep(host, "/home/old.run", FORMER, content=False, replaces="", tell=lambda *_: None)
+    if "incomplete" in more:
+        host.write(INCOMPLETE_MARK, b"")
+    assert run_files.of_others(host, before) == others

@@ -301,6 +301,8 @@ def test_an_image_of_which_the_engine_tells_nothing_is_not_taken_for_missing(tmp
     change = LoadImage("app:1", "1" * 64, "/x.tar")
     problem = refused(change.capture, Scripted(tmp_path, {"inspect": said}))
     assert problem.what == "docker does not tell whether it has app:1"
+    assert str(said[0]) in problem.evidence or said[-1] in problem.evidence
+    assert problem.next_step.startswith("docker info; ")
 
 
 @pytest.mark.parametrize(("loads", "says"), [("", "no space left on device"), ("another", "Loaded image")])
