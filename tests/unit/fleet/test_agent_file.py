@@ -253,6 +253,19 @@ def test_ctrl_c_while_it_unpacks_leaves_no_traceback_and_no_folder(small: Path, 
     assert not list((tmp_path / "place").glob(".*"))
 
 
+def test_the_folder_gets_its_name_when_its_files_are_on_the_disk(small: Path, tmp_path: Path) -> None:
+    """After a power cut, files would be empty in a folder that each later run takes for whole."""
+    code = (
+        "import runpy, sys\n"
+        "asked = {'ctypes.dlsym': lambda library, name: name, 'os.rename': lambda old, new, *_: new}\n"
+        "sys.addaudithook(lambda event, words: event in asked and print(asked[event](*words)))\n"
+        f"runpy.run_path({str(small)!r}, run_name='__main__')"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
+    steps = [line for line in done.stdout.splitlines() if line in ("syncfs", f"{tmp_path}/place/agent-d1")]
+    assert steps == ["syncfs", f"{tmp_path}/place/agent-d1"]
+
+
 def move(small: Path, place: str) -> None:
     """Give the zipapp another cache."""
     with zipfile.ZipFile(small) as archive:
