@@ -176,8 +176,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", default=MODULES.split(), help="like driver/kernel; all by default")
     parser.add_argument("--tests", nargs="*", default=["tests/unit"], help="files or folders (default: all unit tests)")
+    parser.add_argument("--mutants", nargs="*", help="only these, by the names that an earlier run printed")
     wanted = parser.parse_args()
     modules = [Mutated(name) for name in wanted.modules]
+    for module in modules:
+        module.mutants = [name for name in module.mutants if wanted.mutants is None or name in wanted.mutants]
     sys.meta_path[:0] = modules
     options = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "-m", "not slow and not long and not lab")
     sys.exit(pytest.main([*options, *wanted.tests], plugins=[Mutation(modules)]))
