@@ -191,10 +191,9 @@ def _switch(system: System, index: int, mode: str) -> None:
         system.run((_SMI, "--gpu-reset", "-i", str(index)), timeout=_SMI_SECONDS)
     gpu = _look(system, index)
     if gpu.current != mode:
-        users = "\n".join(str(one) for one in gather_holders(system))
         raise GpuprovError(
             f"MIG on GPU {index} is {gpu.current}, {mode} only after a reset of the GPU",
-            f"{done.stdout.strip()}\n{users}".strip(),
+            _with_users(system, done.stdout.strip()),
             f"end what uses the GPU, then {_SMI} --gpu-reset -i {index}; or reboot; then run the same command again",
         )
 
@@ -206,10 +205,14 @@ def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted
         said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
         raise GpuprovError(
             f"GPU {index}: {what}",
-            f"`{' '.join(done.argv)}` exited {done.returncode}\n{said}",
+            _with_users(system, f"`{' '.join(done.argv)}` exited {done.returncode}\n{said}"),
             f"{_SMI} mig -lgip shows what there is room for, {_SMI} who uses the GPU",
         )
     return done
+
+
+def _with_users(system: System, seen: str) -> str:
+    return "\n".join((seen, *map(str, gather_holders(system)))).strip()
 
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:

@@ -396,7 +396,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, tuple[int, str]], str, str]] = {
     "not made": ("1g.10gb,3g.40gb", ON, {"-cgi": (0, NOT_ENABLED)}, "GPU 0 is not divided as asked, though nvidia-smi",
         f"there is nothing, asked for was 1g.10gb,3g.40gb\n{NOT_ENABLED}".strip()),
     "used": ("3g.40gb", ON, {"-dci": (19, USED)}, "GPU 0: its instances can't be removed",
-        f"`nvidia-smi mig -i 0 -dci` exited 19\n{USED}"),
+        f"`nvidia-smi mig -i 0 -dci` exited 19\n{USED}\nprocess 1 (a) has /dev/nvidia0 open\nprocess 2 (b) has"),
     "no room": ("3g.40gb,4g.40gb", ON, {"-cgi": (19, "Insufficient Resources")}, "GPU 0: 3g.40gb,4g.40gb can't be made",
         "Insufficient Resources"),
 }  # fmt: skip
