@@ -280,6 +280,12 @@ def test_roles_do_every_step_of_the_plan_once() -> None:
     assert sorted(asked) == sorted(step.name for step in STEPS)
 
 
+def test_the_module_documents_every_step_in_the_plans_order() -> None:
+    text = (PLAYBOOKS / "plugins/modules/agent.py").read_text()
+    options = yaml.safe_load(re.search(r'DOCUMENTATION = r"""(.*?)"""', text, re.DOTALL)[1])["options"]  # type: ignore[index]
+    assert re.findall(r"C\((.+?)\)", options["steps"]["description"][1]) == [step.name for step in STEPS]
+
+
 def test_commands_of_tasks_are_the_agents() -> None:
     known = set(TASK_COMMANDS)
     asked = {task["gpuprov.host.agent"].get("command", "install") for _, task in tasks()}

@@ -31,7 +31,7 @@ options:
     description:
       - Limits C(plan) and C(install) to these steps, in the plan's own order. Empty means all.
       - C(download), C(repositories), C(packages), C(nouveau), C(reboot), C(driver), C(boot), C(device nodes),
-        C(toolkit), C(cdi), C(docker), C(engines), C(images), C(watch).
+        C(leftovers), C(toolkit), C(cdi), C(docker), C(engines), C(images), C(watch), C(clean image).
     type: list
     elements: str
     default: []
