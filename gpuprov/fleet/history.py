@@ -1,8 +1,8 @@
 """What is stored under ~/.local/state/gpuprov: the last runs of this user as JSON, which hosts runs have
 drained, and logs of internal errors.
 
-Only results are stored: no passwords, no extra variables, no diffs, no raw facts. The text of hosts is still searched
-for the passwords of the run and for passwords in URLs.
+Only results are stored: no passwords, no diffs, no raw facts; of -e what commands to type show. The text of hosts is
+still searched for the passwords of the run and for passwords in URLs.
 """
 
 from __future__ import annotations

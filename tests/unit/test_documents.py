@@ -12,6 +12,7 @@ import pytest
 import tomllib
 
 from gpuprov.agent.playbook_task import Change
+from gpuprov.agent.result import MADE, PENDING, metrics_text
 from gpuprov.doctor.examine import RULES
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS
@@ -65,6 +66,13 @@ def test_every_playbook_and_variable_of_a_play_has_a_row() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \|", ansible_page.PAGE.read_text(), re.MULTILINE)
     wanted = {path.name for path in (ROOT / "playbooks").glob("*.yml")} | PLAY_VARIABLES
     assert sorted(wanted - {*rows}) == [], "name them in docs/ansible.md"
+
+
+def test_every_metric_has_a_row() -> None:
+    texts = (metrics_text("verify", (), (), ended=0.0, seconds=0.0, changes=one) for one in (MADE, PENDING))
+    names = {name for text in texts for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)}
+    rows = re.findall(r"^\| `(gpuprov_\w+)` \|", (ROOT / "docs/fleets.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10 and names == {*rows}
 
 
 def test_phrases_with_a_plainer_form_are_found_in_names_too() -> None:

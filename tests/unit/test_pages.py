@@ -18,7 +18,8 @@ _PAGES = (*sorted(_ROOT.glob("*.md")), *sorted((_ROOT / "docs").rglob("*.md")))
 _CALL = re.compile(r"(?:^|`|sudo |\$ |bin/)gpuprov ((?:[a-z]|--)[^`\n#│─]*)", re.MULTILINE)
 # Variables of the playbooks' own, and metrics (tests/unit/fleet/test_many_results.py).
 _NO_OPTIONS = ("gpuprov_play_", "gpuprov_run_", "gpuprov_host_", "gpuprov_check_", "gpuprov_version_info",
-               "gpuprov_health_finding", "gpuprov_gpus", "gpuprov_known_hole_score")  # fmt: skip
+               "gpuprov_health_finding", "gpuprov_accept_figure", "gpuprov_gpus",
+               "gpuprov_known_hole_score")  # fmt: skip
 
 
 def wrong_words(call: str) -> Iterator[str]:
