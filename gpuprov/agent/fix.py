@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from gpuprov.agent import repair
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
 from gpuprov.agent.install import forget_resume, require_drained
-from gpuprov.core.apply import apply_changes, resume_run
+from gpuprov.core.apply import apply_changes, resume_run, undo_disturbs
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.doctor.examine import Cause, diagnose, report, report_causes
@@ -51,7 +51,7 @@ def check(run: RunContext) -> Finished:
     look = _look(run)
     finished = report(look.x, look.causes, run.sink)
     wanted = repair.plan(run, look.x.host)
-    _announce(run, look.fix.changes, _Work(repair=wanted))
+    _announce(run, look.fix.changes, _Work(repair=wanted), _undone(run, look.fix))
     _note_left(run, look.fix, wanted)
     count = len(look.fix.changes) + len(wanted.changes)
     summary = f"{finished.summary}; {counted(count, 'change')} would be made"
@@ -65,7 +65,7 @@ def fix(run: RunContext) -> Finished:
     with run.system.interruptible(run.stop_requested):
         look = _look(run)
         work = _Work(repair=repair.plan(run, look.x.host, earlier))
-    require_drained(run, look.fix.changes, [one.summary for one in work.repair.changes])
+    require_drained(run, look.fix.changes, [*(one.summary for one in work.repair.changes), *_undone(run, look.fix)])
     journal: Journal | None = None
     if look.fix.whole or look.fix.changes:
         devices_to_lose(run)
@@ -143,13 +143,19 @@ def _look(run: RunContext) -> _Look:
     return _Look(x, causes, plan_fix(x, causes, whole))
 
 
-def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work) -> None:
+def _undone(run: RunContext, fix: Fix) -> tuple[str, ...]:
+    """Return what disturbs containers besides the changes: the undo of a change in which an earlier run was cut off."""
+    return ("undo what an earlier run was cut off in",) if fix.whole and undo_disturbs(run.system, CHANGE_KINDS) else ()
+
+
+def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work, undone: Sequence[str] = ()) -> None:
     """Report the plan: the changes announced before, and the changes found since."""
     for item in changes:
         diff = item.change.diff(run.system) if run.request.diff else ""
         change = item.change
         work.planned.append(PlannedChange(change.key, item.step, change.summary(), diff, "", change.disturbs))
-    run.sink(Planned((*work.planned, *work.repair.changes)))
+    planned = (*work.planned, *work.repair.changes)
+    run.sink(Planned(planned, bool(undone) or any(one.disturbs for one in planned)))
 
 
 def _note_left(run: RunContext, fix: Fix, wanted: repair.Repair) -> None:

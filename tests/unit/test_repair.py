@@ -208,6 +208,7 @@ def test_everything_that_ends_is_named_then_stopped_and_runs_again(host: IllHost
     host.process(901, "python3 notebook.py", "/user.slice/user-1000.slice/session-3.scope", mapped=True)
     _, events = _doctor(host, "reset", check=True)
     (planned,) = _repairs(events)
+    assert [event.disturbs for event in events if isinstance(event, Planned)] == [True]
     for name in ("container job", PERSISTENCED, "process 901 (python3 notebook.py)"):
         assert name in planned
     assert not host.resets

@@ -17,7 +17,7 @@ from gpuprov import __version__
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
-from gpuprov.core.journal import RUNS_DIRECTORY, read_runs
+from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, read_runs
 from gpuprov.doctor.examine import diagnose
 from gpuprov.doctor.finding import CERTAIN, LIKELY, WARNING
 from gpuprov.doctor.fix import plan_fix, spec_as_found
@@ -246,6 +246,14 @@ def test_a_run_that_was_cut_off_is_resumed(host: DoctorHost, is_all: bool) -> No
     assert finished(events).exit_code == ExitCode.DONE, finished(events)
     assert not (host.root / "etc/half").exists()
     assert [run.end for run in read_runs(host)] == ["done", "done"]
+
+
+def test_what_a_cut_off_run_left_is_not_undone_on_a_host_that_is_not_drained(host: DoctorHost) -> None:
+    new_journal(host, "install").begin("reconfigure docker", "ReconfigureDocker", {})
+    assert [plan.disturbs for plan in of(Planned, doctor(host, check=True))] == [True]
+    (problem,) = finished(doctor(host, require_drained=True)).problems
+    assert problem.what == "the host is not drained, and what is left to do disturbs containers"
+    assert not read_runs(host)[-1].end
 
 
 def test_a_run_that_can_not_be_resumed_comes_first(host: DoctorHost) -> None:
