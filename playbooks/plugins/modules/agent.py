@@ -102,13 +102,13 @@ EXAMPLES = r"""
 
 RETURN = r"""
 changes:
-  description: The changes that were planned, each with C(step) and C(summary). Empty where the host is as it should be.
-  returned: C(plan) and C(install)
+  description: The planned changes, each with C(step) and C(summary).
+  returned: C(plan), C(install), C(uninstall), C(doctor) with C(fix), C(rollback) in check mode
   type: list
   elements: dict
 disturbs:
   description: Whether containers, or processes on the GPUs, may stop by these changes.
-  returned: C(plan), C(install), C(rollback) and C(uninstall)
+  returned: with C(changes)
   type: bool
 upgrades:
   description: >-
@@ -137,8 +137,8 @@ problems:
   type: list
   elements: dict
 versions:
-  description: The host's os, kernel, driver and docker, and how many GPUs it has.
-  returned: C(plan) and C(install)
+  description: The host's os, kernel, driver, docker, toolkit, number of GPUs and MIG layout.
+  returned: C(plan) and C(install); in part C(verify), C(health) and C(accept)
   type: dict
 reboot_needed:
   description: Whether the host must reboot before containers see its GPUs.
