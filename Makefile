@@ -71,7 +71,7 @@ test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, m
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
 	$(PYTEST) --strict-skips -m '(slow or property) and not long' --hypothesis-profile=thorough
 
-test-all: test test-rest  ## Everything (45 minutes on 2 cores).
+test-all: test test-rest  ## Both (45 minutes on 2 cores).
 
 $(VENV)/.apt-long: tests/lab/packages-long.txt $(VENV)/.apt
 	tests/apt-install tests/lab/packages-long.txt
