@@ -40,6 +40,14 @@ something would change
 .RB ( install
 .BR "\\-\\-check \\-\\-detailed\\-exitcode" )
 .TP
+.B 6
+a host is degraded
+.RB ( health )
+.TP
+.B 7
+a host is unfit
+.RB ( health )
+.TP
 .B 129, 130, 143
 SIGHUP, Ctrl-C or SIGTERM ended the run
 """

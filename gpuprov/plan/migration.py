@@ -136,8 +136,8 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
         *(volume.name for volume in there.volumes or ()),
         *there.files,
         *((FOLDER,) if there.folder else ()),
-        # With NVIDIA's toolkit they are removed in any case.
-        *(retired.retired_sources(facts.files) if spec.toolkit != "nvidia" else ()),
+        # With NVIDIA's toolkit, apt's are removed in any case.
+        *(one for one in retired.retired_sources(facts.files) if spec.toolkit != "nvidia" or one.endswith(".repo")),
         *retired.key_files(facts.files, spec.toolkit_key_fingerprint),
         *(f"runtime {name} without a program" for name in there.dead_runtimes if spec.docker != "none"),
     )

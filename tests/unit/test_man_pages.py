@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from gpuprov.protocol.errors import ExitCode
 from tools import cli_page, man_pages
 
 _MOMENT = 1_790_000_000
@@ -40,6 +42,8 @@ def test_groff_prints_them_without_a_warning(folder: Path) -> None:
     assert "       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K\n" in install
     assert "       -C, --check, --dry-run\n" in install
     assert "       3      a host needs a reboot\n" in install
+    status = install.partition("EXIT STATUS")[2].partition("SEE ALSO")[0]
+    assert {*map(int, re.findall(r"\b\d+\b", status))} == {*ExitCode}
     assert "EXIT STATUS" not in printed(folder / "gpuprov-completion.1")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -79,6 +79,16 @@ def test_by_default_nothing_is_removed_and_one_line_says_what_is_there(debian: H
     (line,) = [note for note in make_plan(facts, plain).notes if "nvidia-docker" in note]
     assert "nvidia-docker2, " in line and "nvidia_driver_375.26" in line
     assert "/etc/apt/sources.list.d/old.list" in line and line.endswith("=true --check --diff")
+
+
+@pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])
+def test_a_retired_repo_file_is_named_as_no_step_removes_it(
+    debian: HostFacts, toolkit: Literal["bundled", "nvidia"]
+) -> None:
+    path, text = "/etc/yum.repos.d/old.repo", "[a]\nbaseurl=https://nvidia.github.io/nvidia-docker/centos7/$basearch\n"
+    facts = replace(debian, files={**debian.files, path: file(text)})
+    assert path in migration.note(facts, replace(ASKED, migrate_nvidia_docker=False, toolkit=toolkit))
+    assert keys(facts, replace(ASKED, toolkit=toolkit)) == [f"remove {path}"]
 
 
 def test_nvidias_toolkit_stays_and_the_others_go_before_it(debian: HostFacts) -> None:
