@@ -255,7 +255,8 @@ def test_undo_brings_back_what_was_there_and_a_second_one_changes_nothing(
     change = DivideGpus(((0, "3g.40gb"),))
     before = change.capture(host)
     change.apply(host, lambda *words: None)
-    DivideGpus.undo(host, before, {})
+    # GPU 7 is gone.
+    DivideGpus.undo(host, {"before": {"7": "1g.10gb", **before["before"]}}, {})
     assert (host.mode, host.instances) == (mode, instances)
     host.changes.clear()
     DivideGpus.undo(host, before, {})
