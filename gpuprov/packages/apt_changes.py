@@ -321,11 +321,14 @@ def _changed(system: System, names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _docker_data(system: System) -> str:
-    """Return how many containers and images of the site's own there are, nothing if there are none."""
-    containers = system.run(("docker", "ps", "--all", "--quiet"), timeout=20).stdout.split()
-    images = system.run(("docker", "images", "--format", "{{.Repository}}"), timeout=20).stdout.split()
-    others = [name for name in images if not name.startswith("gpuprov-")]
-    return f"{counted(len(containers), 'container')}, {counted(len(others), 'image')}" if containers or others else ""
+    """Return how many containers, images and volumes of the site's own there are, nothing if there are none."""
+    questions = (("ps", "--all", "--quiet"), ("images", "--format", "{{.Repository}}"), ("volume", "ls", "--quiet"))
+    asked = [system.run(("docker", *words), timeout=20) for words in questions]
+    if not all(one.ok for one in asked):
+        return "docker does not tell what is in it" if system.exists("/var/lib/docker") else ""
+    nouns = ("container", "image", "volume")
+    found = [[name for name in one.stdout.split() if not name.startswith("gpuprov-")] for one in asked]
+    return ", ".join(counted(len(names), noun) for names, noun in zip(found, nouns) if names)
 
 
 @dataclass(frozen=True)

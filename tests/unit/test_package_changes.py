@@ -204,6 +204,29 @@ def test_what_the_undo_leaves_is_told(tmp_path: Path) -> None:
     assert InstallPackages.irreversible(host, before, {"added": ["gcc"]}, ()) == ()
 
 
+@pytest.mark.parametrize(
+    ("docker", "told"),
+    [
+        ({}, ""),
+        ({"docker ps": "c1\n", "docker images": "gpuprov-verify\nsite\n"}, "1 container, 1 image"),
+        # What `docker compose down` leaves are the site's data, too.
+        ({"docker volume": "database\n"}, "1 volume"),
+        ({"docker": (1, "", "Cannot connect to the Docker daemon")}, "does not tell"),
+        ({"docker ps": (124, "")}, "does not tell"),
+    ],
+    ids=["empty", "containers", "volume", "stopped", "hangs"],
+)
+def test_dockers_data_that_a_purge_takes_along_is_told(tmp_path: Path, docker: Any, told: str) -> None:
+    class WithDocker(Apt):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            return Scripted(answers=docker).run(argv) if argv[0] == "docker" else super().run(argv, **more)
+
+    host = WithDocker(tmp_path, *installed("docker.io"))
+    host.make_directory("/var/lib/docker")
+    said = " ".join(InstallPackages.irreversible(host, {"installed": []}, {"added": ["docker.io"]}, ()))
+    assert told in said and ("/var/lib/docker" in said) is bool(told)
+
+
 class Alternatives(Scripted):
     """Has `site-app`, which needs `a` or `b`, and `site-tool`, which needs `c`."""
 
