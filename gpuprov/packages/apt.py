@@ -141,9 +141,9 @@ def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
     """Copy the host's sources and index below `work`, with the planned changes of sources applied."""
     for place in ("sources.list.d", "auth.conf.d", "lists", "lists/partial", "cache", "keys"):
         system.make_directory(f"{work}/{place}")
-    # What has not changed since the host's last refresh need not be fetched again.
+    # With what links lead to. What has not changed since the host's last refresh need not be fetched again.
     for source in (*(path for path in _SOURCES if system.exists(path)), "/var/lib/apt/lists"):
-        system.run(("cp", "-a", "--reflink=auto", source, f"{work}/"))
+        system.run(("cp", "-a", "-L", "--reflink=auto", source, f"{work}/"))
     new_keys = [change for change in planned if isinstance(change, InstallKey)]
     keys = place_keys(system, f"{work}/keys", new_keys, dearmored)
     for change in planned:

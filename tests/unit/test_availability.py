@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal
 from gpuprov.packages import apt, dnf, managers, zypper
 from gpuprov.packages.apt import APT
@@ -16,6 +19,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests.unit.ask import ask
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
+from tests.unit.scripted import Scripted
 from tests.unit.test_fabric_manager import SwitchHost
 from tests.unit.test_packages import held_by_another
 
@@ -85,6 +89,32 @@ def test_an_answer_of_apts() -> None:
         "N: Unable to locate package nothing\n"
     )
     assert apt.parse_madison(text) == {"linux-headers-6.1.0-13-amd64": ("6.1.55-1", "6.1.52-1")}
+
+
+def test_the_copy_of_the_sources_follows_links(tmp_path: Path) -> None:
+    """A site may keep its sources elsewhere, by links from their usual places."""
+
+    class Linked(Scripted):
+        copied: tuple[str | None, ...] = ()
+
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if argv[0] == "cp":
+                words = [str(self.path(word)) if word.startswith("/") else word for word in argv]
+                subprocess.run(words, check=False, capture_output=True)
+            elif argv[-1] == "update":
+                work = argv[argv.index("-c") + 1].rpartition("/")[0]
+                self.copied = tuple(self.read_text(f"{work}/{path}") for path in ("sources.list", *parts))
+            return super().run(argv, **more)
+
+    host, parts = Linked(tmp_path), ("sources.list.d/docker.list", "auth.conf.d/site.conf")
+    for folder in ("/etc/apt/site", "/etc/apt/site/sources.list.d", "/etc/apt/site/auth.conf.d", "/var/tmp"):
+        host.make_directory(folder)
+    for path in ("sources.list", *parts):
+        host.write(f"/etc/apt/site/{path}", path.encode())
+        name = path.partition("/")[0]
+        host.make_link(f"/etc/apt/{name}", f"site/{name}")
+    APT.offered(host, ("docker-ce",), ())
+    assert host.copied == ("sources.list", *parts)
 
 
 def test_versions_that_the_preferences_refuse_are_not_offered() -> None:
