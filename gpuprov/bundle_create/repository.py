@@ -162,6 +162,7 @@ def _deb(system: System, place: str, places: dict[str, str]) -> tuple[BundlePack
     # As in archives: without the epoch, whose colon would need escaping.
     version = fields["Version"].partition(":")[2] or fields["Version"]
     name = f"{fields['Package']}_{version}_{fields['Architecture']}.deb"
+    name = name if is_safe_path(f"{REPOSITORY}/{name}") else f"{sha256_of(name.encode())[:32]}.deb"
     path = f"{REPOSITORY}/{name}"
     places[path] = place
     status = system.status(place)

@@ -17,8 +17,8 @@ from gpuprov.machine.distros import find_distribution
 from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError
 from tests import simgpu
-from tests.integration.opened_bundle import collected
-from tests.lab.repository import PACKAGE, build_repository
+from tests.integration.opened_bundle import collected, opened
+from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.unit.fake_host import write_runfile
 
 pytestmark = pytest.mark.needs("apt-get")
@@ -66,6 +66,17 @@ def test_packages_and_an_index_that_names_them(mirror: Path, tmp_path: Path) -> 
     assert fingerprints(key.read_bytes()) == (found.manifest.repository_key,)
     subprocess.run(("gpgv", "--keyring", key, release), check=True)
     assert not (tmp_path / "work/gnupg").exists(), "the secret half of the key is to be forgotten"
+
+
+def test_a_package_of_a_long_name_has_a_short_one_in_the_bundle(template: Path, mirror: Path, tmp_path: Path) -> None:
+    """A tar header holds a hundred bytes; Ubuntu's compiled modules of the driver need more."""
+    name, version = "linux-modules-nvidia-580-server-open-6.14.0-1015-nvidia-64k", "6.14.0-1015.15~24.04.1+2"
+    build_package(mirror, stand_in(name, version), {})
+    sign(mirror, template.parent / "gnupg")
+    found = collected(recipe(mirror, name), tmp_path)
+    (package,) = opened(found).manifest.packages
+    assert (package.name, package.version) == (name, version)
+    assert f"Filename: ./{package.file.rpartition('/')[2]}\n" in Path(found.places["repository/Packages"]).read_text()
 
 
 def test_nothing_is_asked_of_apt_without_packages(mirror: Path, tmp_path: Path) -> None:
