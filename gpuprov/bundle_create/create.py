@@ -22,6 +22,7 @@ from gpuprov.engines.containers import image_identity
 from gpuprov.packages.keys import dearmored, fingerprints
 from gpuprov.protocol.errors import GpuprovError, os_errors
 from gpuprov.protocol.secrets import masked
+from gpuprov.repos import DEBIAN_ARCHITECTURES
 
 _DOWNLOAD_SECONDS = 7200
 _SIGN_SECONDS = 300  # a person may have to type a passphrase
@@ -119,11 +120,17 @@ def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
 
 
 def _image(to: Collection, reference: str) -> BundleImage:
+    # docker's names of architectures are Debian's.
+    wanted = DEBIAN_ARCHITECTURES[to.recipe.architecture]
+    pull = ("docker", "pull", "--platform", f"linux/{wanted}", reference)
     if not image_identity(to.system, reference):
         to.tell(f"pulling {reference}", 0, 0)
-        done = to.system.run(("docker", "pull", "--quiet", reference), timeout=_DOWNLOAD_SECONDS)
-        if not done.ok:
-            raise GpuprovError(f"the image {reference} can't be had", done.evidence(4), "docker pull it by hand")
+        what = f"the image {reference} can't be had"
+        to.system.require((*pull[:2], "--quiet", *pull[2:]), what, "docker pull it by hand", timeout=_DOWNLOAD_SECONDS)
+    shown = ("docker", "image", "inspect", "--format", "{{.Architecture}}", reference)
+    if (found := to.system.require(shown, f"docker does not show {reference}").stdout.strip()) != wanted:
+        what = f"the image {reference} is of another architecture than the hosts, {to.recipe.architecture}"
+        raise GpuprovError(what, f"{' '.join(shown)}: {found}", f"{' '.join(pull)}; then run the same command again")
     # Two references may differ only in characters that a path can't contain.
     name = re.sub(r"[^A-Za-z0-9.-]", "_", reference).strip("._-")[:60] + f"-{sha256_of(reference.encode())[:8]}"
     path, place = f"images/{name}.tar", f"{to.work}/{name}.tar"
