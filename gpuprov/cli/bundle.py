@@ -75,7 +75,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     require_whole_program("`gpuprov bundle create`")
-    folder, is_device = Path(output).absolute().parent, Path(output).exists() and not Path(output).is_file()
+    folder, is_device = Path(output).resolve().parent, Path(output).exists() and not Path(output).is_file()
     if is_device or not os.access(folder, os.W_OK):
         # Known only after an hour of downloads, else; and root would put a file in the place of /dev/null.
         seen = f"{folder} does not exist, or this user may not write to it"
@@ -96,7 +96,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     chosen = mirror_at(mirror) if mirror else machine_mirror(system, options["distro"].partition("-")[0])
     wanted = Wanted(**options, mirror=chosen)
     recipe = make_recipe(wanted, tuple(resolved(system, spec, wanted.architecture) for spec in asked))
-    contents = _create(system, recipe, sign_key, Path(output))
+    contents = _create(system, recipe, sign_key, Path(output).resolve())
     size = Path(output).stat().st_size
     packages = counted(len(contents.manifest.packages), "package")
     say(f"{output}: {counted(size, 'byte')}, {packages}, digest {contents.digest}")

@@ -23,8 +23,10 @@ from gpuprov.bundle_create.create import user_gpg
 from gpuprov.cli.main import cli
 from gpuprov.core.system import sha256_of
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from tests import simgpu
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed, write_test_bundle
 from tests.examples import examples
+from tests.unit.fake_host import write_runfile
 
 BUNDLE = bundle_bytes()
 SIGNED = bundle_bytes(signature=b"a signature")
@@ -358,6 +360,16 @@ def test_a_bundle_that_could_not_be_written_is_refused_before_the_downloads(
         found = refused_call("bundle", "create", "--distro", "debian-12", "--driver", "580.178.04", "-o", output)
         assert found.exit_code == ExitCode.USAGE
         assert f"the bundle {output} can't be written" in str(found)
+
+
+def test_a_bundle_goes_where_a_link_of_its_name_leads(tmp_path: Path) -> None:
+    driver, there, link = tmp_path / "driver.run", tmp_path / "disk", tmp_path / "bundle.tar"
+    write_runfile(driver)
+    there.mkdir()
+    link.symlink_to("disk/bundle.tar")
+    words = ("--driver", simgpu.DRIVER_VERSION, "--driver-file", driver, "-e", "gpuprov_docker=none", "-o", link)
+    output("bundle", "create", "--distro", "ubuntu-24.04", "--arch", "x86_64", *words)
+    assert link.is_symlink() and (there / "bundle.tar").is_file()
 
 
 def test_a_key_that_does_not_sign_is_refused_before_the_downloads(
