@@ -251,11 +251,11 @@ def make_console(*, stderr: bool = False) -> Console:
 
     make = functools.partial(Console, stderr=stderr, highlight=False, markup=False, emoji=False)
     console = make()
-    if console.is_terminal:
+    if console.is_terminal and console.file.isatty():
         # With NO_COLOR rich would keep bold: disable that too.
         return make(color_system=None) if console.no_color else console
-    # A pipe has no window width; rich would wrap tables at 80 columns.
-    return make(width=_PIPE_WIDTH)
+    # A pipe has no window width; rich would wrap tables at 80 columns. FORCE_COLOR makes no terminal of it.
+    return make(width=_PIPE_WIDTH, force_interactive=False)
 
 
 @contextlib.contextmanager
@@ -265,7 +265,7 @@ def progress_display(options: Options, console: Console, hosts: Sequence[str]) -
 
     if options.json:
         yield JsonLines(console)
-    elif console.is_terminal and not console.is_dumb_terminal and not console.no_color:
+    elif console.is_interactive and not console.no_color:
         with LiveTable(console, hosts, verbose=options.verbose, diff=options.diff) as table:
             yield table
     else:

@@ -186,6 +186,19 @@ def test_terminals_that_want_plain_lines_get_them(monkeypatch: pytest.MonkeyPatc
     assert ("\x1b" in written.getvalue()) is (variables == {"TERM": "xterm"})
 
 
+def test_colours_that_a_job_forces_make_no_terminal_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORCE_COLOR is set in many CI jobs, where a live table would fill the log with eight frames a second."""
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stdout", written)
+    for name, value in {"TERM": "xterm", "FORCE_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    to = command.make_console()
+    with command.progress_display(Options("install"), to, ["lab-a"]) as progress:
+        progress("lab-a", Finished(0, summary="x" * 100))
+    assert plain(written.getvalue()) == f"lab-a: {'x' * 100}\n"
+    assert to.color_system and to.width == 160
+
+
 def test_more_hosts_than_lines_show_those_at_work_the_failed_and_counts() -> None:
     to = console(terminal=True)
     table = LiveTable(to, [f"lab-{number}" for number in range(1000)])
