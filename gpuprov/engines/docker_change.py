@@ -198,9 +198,9 @@ class ReconfigureDocker(Change):
         if before.get("was_disabled"):
             systemctl(system, "disable", UNIT)
         if not before["was_active"]:
-            # Stop a docker that did not run before; if that would stop containers, only reload it.
+            # Stop a docker that did not run before; if that would stop containers, or docker does not tell, reload it.
             if is_active(system, UNIT):
-                systemctl(system, "reload" if docker_unit.restart_stops_containers(system) else "stop", UNIT)
+                systemctl(system, "stop" if docker_unit.restart_stops_containers(system) is False else "reload", UNIT)
         elif not (is_same and is_active(system, UNIT) and _runs_with_its_file(system)):
             trouble = _run_again(system, image["path"])
             # Do not repeat the messages of a failed change.
@@ -238,7 +238,7 @@ def _run_again(system: System, path: str) -> str:
     since = system.clock()
     if not is_active(system, UNIT):
         trouble = restart(system, UNIT)
-    elif docker_unit.restart_stops_containers(system):
+    elif docker_unit.restart_stops_containers(system) is not False:
         # docker drops a runtime only at a restart: it may know it until then.
         trouble = systemctl(system, "reload", UNIT)
     elif docker_unit.refusal(system, docker_unit.gather_unit(system), path):

@@ -351,6 +351,9 @@ def undone(host: Docker, before: Mapping[str, Any], outcome: Mapping[str, Any] |
         (True, False, {"containers": "1 true", "flags": "--live-restore"}, RESTART),
         # It has live-restore, and would start without it.
         (True, False, {"containers": "1 true"}, ["reload"]),
+        # It does not tell: there may be some.
+        (True, False, {"_info": lambda argv: (124, "")}, ["reload"]),
+        (False, False, {"_info": lambda argv: (1, "", "Cannot connect to the Docker daemon")}, ["reload"]),
         # docker was removed since.
         (True, True, {"without": ("dockerd",)}, []),
         # Words of a docker that starts are no error.
