@@ -311,6 +311,12 @@ def test_stop_of_plugin_is_undone(tmp_path: Path, answers: dict[str, tuple[int, 
     ]  # fmt: skip
 
 
+def test_a_plugin_counts_as_stopped_only_if_systemd_says_so(tmp_path: Path) -> None:
+    """A rollback would leave it stopped and disabled."""
+    host = machine(tmp_path, **{"is-active": (1, "Failed to retrieve unit state: Connection timed out")})
+    assert UNIT in refused(StopPlugin(UNIT).capture, host).what
+
+
 def test_a_plugin_that_does_not_stop_is_an_error(tmp_path: Path) -> None:
     host = machine(tmp_path, disable=(1, "Failed to disable unit"))
     problem = refused(StopPlugin(UNIT).apply, host, tell_nobody)
