@@ -36,8 +36,9 @@ PATH = form(r"/[A-Za-z0-9._/+@-]*", "is not an absolute path (letters, digits an
 HTTP_URL = form(r"https?://[^\s'\"`$;|&<>\\]+", "is not an http or https URL")
 # What a URL's user and password may be without percent-encoding, less what a shell or a configuration file might read.
 _LOGIN = r"[A-Za-z0-9._~!*+=%-]+"
+_PORT = r"([1-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 PROXY = form(
-    rf"https?://({_LOGIN}(:{_LOGIN})?@)?([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:]+\])(:\d{{1,5}})?/?",
+    rf"https?://({_LOGIN}(:{_LOGIN})?@)?([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:]+\])(:{_PORT})?/?",
     "is not a proxy's URL such as http://USER:PASSWORD@proxy.example.org:3128 (percent-encode other characters "
     "than letters, digits and ._~!*+=- in user and password)",
 )

@@ -318,6 +318,7 @@ def test_what_keeps_docker_from_the_proxy_is_told() -> None:
 
 WRONG = [
     "proxy.example.org:3128",
+    "http://proxy.example.org:65536",
     "socks5://proxy:1080",
     "http://robot:pass word@proxy:1",
     "http://robot:pa$$@proxy:1",
@@ -336,7 +337,7 @@ def test_a_wrong_proxy_is_refused_and_not_printed(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["http://proxy", "http://10.0.0.1:3128/", "https://a%40b:c@p.example.org:1", "http://[::1]:8080"]
+    "value", ["http://proxy", "http://10.0.0.1:3128/", "https://a%40b:c@p.example.org:65535", "http://[::1]:8080"]
 )
 def test_a_proxys_url_is_taken(value: str) -> None:
     assert parse_spec({"proxy": value}).proxy == value
