@@ -11,11 +11,11 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Callable, ClassVar
 
 from gpuprov.core.changes import Change, Json, PathChange, Tell, capture_path, parent_of, restore_path
-from gpuprov.core.download import fetch_small
+from gpuprov.core.download import fetch_small, through
 from gpuprov.core.places import FOLDER, KEYS
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
@@ -274,7 +274,11 @@ def parse_keys(text: str) -> Mapping[str, str]:
 def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
     """Return the key at a URL. Raises GpuprovError if it is another one, or not the only one there."""
     key = fetch_small(system, url)
-    found = fingerprints(key)
+    try:
+        found = fingerprints(key)
+    except GpuprovError as error:
+        what, seen, step = astuple(error.problems[0])
+        raise GpuprovError(what, f"{masked(url)}{through(system, url)}\n{seen}", step) from None
     if found != (fingerprint,):
         raise GpuprovError(
             "the repository's key is not the one that is pinned",

@@ -16,6 +16,7 @@ import pytest
 from gpuprov.core.download import fetch, fetch_small, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile
+from gpuprov.packages.keys import fetch_pinned_key
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 from tests.loopback import Quiet, free_port, serving
@@ -252,6 +253,14 @@ def test_a_server_may_say_how_long_to_wait_within_reason(system: Impatient, site
         system.remove("/file")
         download(system, f"{site.url}/f")
         assert system.pauses == [pause]
+
+
+def test_what_came_instead_of_a_key_is_told_with_its_url(system: System, site: Site) -> None:
+    """A dry run asks several repositories; a proxy may answer for each of them."""
+    site.files["/key"] = LOGIN_PAGE
+    problem = problem_of(fetch_pinned_key, system, f"{site.url_with_login}/key", "A" * 40)
+    assert "a web page, not a key" in problem.what and "check the URL" in problem.next_step
+    assert f"{site.masked_url}/key" in problem.evidence and "Proxy log-in" in problem.evidence
 
 
 def test_keys_and_digests_are_asked_for_again_too(system: Impatient, site: Site) -> None:
