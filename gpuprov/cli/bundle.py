@@ -13,6 +13,7 @@ import click
 from gpuprov.fleet.options import AS_JSON, INVENTORY_FIELDS, named_options, require_whole_program, text_option
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
+from gpuprov.protocol.secrets import hidden
 from gpuprov.protocol.words import counted
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
         with part.open("wb") as file:
             write_bundle(file, made, lambda path: system.open(to.places[path]), signature)
         part.replace(output)
+    except GpuprovError as error:  # dnf prints URLs with their passwords
+        raise GpuprovError.several(hidden(error.problems, ()), exit_code=error.exit_code) from None
     finally:
         part.unlink(missing_ok=True)
         system.remove_tree(work)

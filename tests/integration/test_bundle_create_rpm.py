@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle_create.recipe import Recipe, RpmSource
+from gpuprov.cli.main import cli
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.keys import gather_keys
 from gpuprov.plan import with_bundle
@@ -22,6 +24,7 @@ from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
 from tests.lab.rpm_repository import RpmPackage
+from tests.loopback import free_port
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 UNSIGNED = RpmPackage("unsigned-tools")
@@ -131,3 +134,13 @@ def test_the_machine_that_makes_it_is_left_as_it_was(template: Path, tmp_path: P
     made = collected(recipe((source(template),), "site-gpu-tools"), tmp_path)
     assert made.manifest.packages
     assert subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout == before
+
+
+def test_no_password_of_a_source_is_in_the_error(template: Path, tmp_path: Path) -> None:
+    """dnf prints the URL as it is; the log of a CI job is read by others."""
+    site = repository(template)
+    line = f"http://robot:opensesame@127.0.0.1:{free_port()}/rocky {site.url}/key.asc {site.fingerprint}"
+    words = ("--distro", "rocky-9", "--source", line, "-e", "gpuprov_docker=none", "--package", "tool")
+    done = CliRunner().invoke(cli, ["bundle", "create", *words, "-o", str(tmp_path / "b.tar")])
+    assert isinstance(done.exception, GpuprovError) and "//robot:***@127.0.0.1" in str(done.exception)
+    assert "opensesame" not in f"{done.exception}{done.output}"
