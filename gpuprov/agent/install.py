@@ -48,7 +48,7 @@ _OTHER_WAYS = {"distribution": "the distribution's own driver", "packages": "the
 _MOST_ROUNDS = 3
 # What resumes a run after a reboot.
 UNIT = "gpuprov-resume.service"
-_REQUEST = f"{STATE_DIRECTORY}/resume.json"
+_REQUEST, _VARIABLES = f"{STATE_DIRECTORY}/resume.json", f"{STATE_DIRECTORY}/resume.env"
 # Time for the last event to reach the controller before the host goes down.
 _REBOOT_DELAY_SECONDS = 3
 # Puts the folder that holds this package, or the agent's archive, on the path.
@@ -349,29 +349,31 @@ def leave_resume(system: System, request: Request) -> None:
     """Make the next boot resume this request."""
     passed = {name: value for name, value in command_environment().items() if name not in COMMAND_ENVIRONMENT}
     words = (sys.executable, "-I", "-c", _START, str(Path(gpuprov.__file__).resolve().parent.parent))
-    variables = "".join(f'Environment="{name}={_escaped(value)}"\n' for name, value in sorted(passed.items()))
-    # ExecStart= also expands variables.
-    command = " ".join('"{}"'.format(_escaped(word).replace("$", "$$")) for word in words)
-    unit = content_of(f"{UNITS}/{UNIT}", command=command, environment=variables)
-    # Only root may read them: the unit may hold a proxy's password, the request a repository's.
+    variables = "".join(f'{name}="{_escaped(value)}"\n' for name, value in sorted(passed.items()))
+    # ExecStart= also expands variables and specifiers.
+    command = " ".join('"{}"'.format(_escaped(word).replace("$", "$$").replace("%", "%%")) for word in words)
+    unit = content_of(f"{UNITS}/{UNIT}", command=command)
+    # Only root may read them: they may hold passwords of a proxy and a repository. `systemctl show` tells all users the
+    # variables that a unit sets itself.
     system.make_directory(STATE_DIRECTORY, 0o700)
     system.make_directory(WANTS)
     system.write(_REQUEST, f"{dump(request)}\n".encode(), mode=0o600)
+    system.write(_VARIABLES, variables.encode(), mode=0o600)
     system.write(f"{UNITS}/{UNIT}", unit, mode=0o600)
     system.make_link(f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}")
     daemon_reload(system)
 
 
 def _escaped(value: str) -> str:
-    """Return a value escaped for quotes in a unit (systemd.unit(5), systemd.syntax(7))."""
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    """Return a value escaped for quotes in a unit and its EnvironmentFile= (systemd.syntax(7), systemd.exec(5))."""
+    return value.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def forget_resume(system: System) -> None:
     """Remove the unit and its request, if they exist."""
     if system.status(f"{UNITS}/{UNIT}") is None and system.status(_REQUEST) is None:
         return
-    for path in (f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}", _REQUEST):
+    for path in (f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}", _REQUEST, _VARIABLES):
         system.remove(path)
     daemon_reload(system)
 

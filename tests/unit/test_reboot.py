@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from gpuprov.agent.install import UNIT, leave_resume
+from gpuprov.agent.install import UNIT, forget_resume, leave_resume
 from gpuprov.boot import reboot
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.commands import Completed
@@ -250,12 +250,16 @@ def test_check_foresees_the_reboot_and_does_not_make_it(host: RebootingHost) -> 
     assert host.reboots == 0
 
 
-def test_proxy_with_odd_characters_is_quoted_in_unit(host: RebootingHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_rest_is_for_root_alone(host: RebootingHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`systemctl show` tells a unit's own Environment= to every user, whatever the mode of its file is."""
     monkeypatch.setenv("https_proxy", 'http://user:50%"\\@proxy:3128')
     leave_resume(host, Request("install"))
-    unit = host.read_text(f"/etc/systemd/system/{UNIT}") or ""
-    assert 'Environment="https_proxy=http://user:50%%\\"\\\\@proxy:3128"' in unit
-    assert host.path(f"/etc/systemd/system/{UNIT}").stat().st_mode & 0o777 == 0o600
+    unit, path = host.read_text(f"/etc/systemd/system/{UNIT}") or "", "/var/lib/gpuprov/resume.env"
+    assert f"EnvironmentFile={path}" in unit and "user:50" not in unit
+    assert 'https_proxy="http://user:50%\\"\\\\@proxy:3128"\n' in (host.read_text(path) or "")
+    assert host.path(path).stat().st_mode & 0o777 == 0o600
+    forget_resume(host)
+    assert not host.exists(path)
 
 
 def test_the_units_command_starts_the_agent_from_its_own_folder(host: RebootingHost) -> None:
