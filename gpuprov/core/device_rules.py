@@ -16,7 +16,9 @@ from functools import lru_cache
 from struct import iter_unpack, pack, unpack_from
 from typing import Callable
 
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook import device_cgroup
 from gpuprov.runtime_hook.errors import Refused
 
@@ -32,6 +34,8 @@ _NAMES = ("nvidia", "gdrdrv", "nvmap", "dxg")
 _CHARACTER = 2
 _ACCESS = {"m": 1, "r": 2, "w": 4}
 _MOST_STEPS = 1 << 16
+# How systemctl says that systemd, or the bus to it, does not answer; its exit code is that of a unit that is disabled.
+_SILENT = re.compile(r"timed out|Connection re(fused|set)|(not |dis)connected")
 _SECONDS = 20
 _ALL_USERS = "0 0 4294967295"
 # Loads of words, halves and bytes from the context; operations of two registers, or of a register and a number.
@@ -75,19 +79,31 @@ class UnregisteredDevices:
 
 
 def unregistered_devices(system: System) -> tuple[UnregisteredDevices, ...]:
-    """Return the running containers that `systemctl daemon-reload` takes devices from. Reads only."""
+    """Return the running containers that `systemctl daemon-reload` takes devices from. Reads only.
+
+    Raises GpuprovError if systemd does not tell: no container would be saved.
+    """
     # In a user namespace neither runc nor systemd can load device programs: a reload takes nothing away.
     if (system.read_text("/proc/self/uid_map") or _ALL_USERS).split() != _ALL_USERS.split():
         return ()
     listed = ("systemctl", "list-units", "--type=scope", "--state=running", "--plain", "--no-legend", "--full")
-    names = [line.split()[0] for line in system.run(listed, timeout=_SECONDS).stdout.splitlines() if line.strip()]
+    listing = require_systemd(system.run(listed, timeout=_SECONDS), "which containers run")
+    names = [line.split()[0] for line in listing.stdout.splitlines() if line.strip()]
     scopes = [name for name in names if _CONTAINER.fullmatch(name)]
     nodes = _nodes(system) if scopes else {}
     if not nodes:
         return ()
-    shown = system.run(("systemctl", "show", _PROPERTIES, *scopes), timeout=_SECONDS).stdout
-    found = (_unknown_of(system, block, nodes) for block in shown.split("\n\n"))
+    shown = system.run(("systemctl", "show", _PROPERTIES, *scopes), timeout=_SECONDS)
+    blocks = require_systemd(shown, "which devices containers have").stdout.split("\n\n")
+    found = (_unknown_of(system, block, nodes) for block in blocks)
     return tuple(one for one in found if one is not None)
+
+
+def require_systemd(done: Completed, what: str) -> Completed:
+    """Return the answer of systemctl. Raises GpuprovError if systemd itself gave none."""
+    if done.unanswered or _SILENT.search(done.stderr):
+        raise GpuprovError(f"systemd does not tell {what}", done.evidence(3), "run the same command again")
+    return done
 
 
 def register_devices(system: System) -> tuple[tuple[UnregisteredDevices, str], ...]:

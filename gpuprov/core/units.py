@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, Tell
-from gpuprov.core.device_rules import register_devices
+from gpuprov.core.device_rules import register_devices, require_systemd
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 
 # dockerd and nvidia-persistenced may take minutes to stop or to start.
 _SECONDS = 180
-# How systemctl says that systemd, or the bus to it, does not answer; its exit code is that of a unit that is disabled.
-_SILENT = re.compile(r"timed out|Connection re(fused|set)|(not |dis)connected")
 
 
 def is_active(system: System, unit: str) -> bool:
@@ -23,10 +20,7 @@ def is_active(system: System, unit: str) -> bool:
 
 def state_before(system: System, unit: str, verb: str = "is-active") -> bool:
     """Say the same of a unit before a change. Raises GpuprovError if systemd does not answer: an undo would stop it."""
-    done = system.run(("systemctl", verb, "--quiet", unit)) if unit else None
-    if done is not None and (done.unanswered or _SILENT.search(done.stderr)):
-        raise GpuprovError(f"systemd does not tell about {unit}", done.evidence(3), "run the same command again")
-    return done is not None and done.ok
+    return bool(unit) and require_systemd(system.run(("systemctl", verb, "--quiet", unit)), f"about {unit}").ok
 
 
 def systemctl(system: System, verb: str, *units: str, seconds: float = _SECONDS, alone: bool = False) -> str:

@@ -22,7 +22,9 @@ from gpuprov.runtime_hook.device_cgroup import program
 from gpuprov.runtime_hook.errors import Refused
 from tests.unit.ask import ask, finished
 from tests.unit.fake_host import FakeHost, write_runfile
+from tests.unit.refused import refused
 from tests.unit.runtime_hook.test_device_cgroup import ALLOW, DENY, EXIT, LOADS, NODES, verdict
+from tests.unit.test_units import NO_ANSWER
 
 pytestmark = pytest.mark.root
 ID, CRI = "4f5c" * 16, ("cri-containerd", "crio")
@@ -211,6 +213,19 @@ def test_a_systemd_that_refuses_ends_the_run_before_its_first_change(host: Scope
     (problem,) = finished(events).problems
     assert "Access denied" in problem.evidence and "docker stop 4f5c4f5c4f5c" in problem.next_step
     assert not any(isinstance(one, ChangeStarted) for one in events)
+
+
+@pytest.mark.parametrize("answer", NO_ANSWER, ids=str)
+@pytest.mark.parametrize("verb", ["list-units", "show"])
+def test_no_answer_of_systemd_means_no_container(
+    host: ScopeHost, monkeypatch: pytest.MonkeyPatch, verb: str, answer: tuple[int, str, str]
+) -> None:
+    """A plan would name none that loses its GPUs, and systemd would be told of none before it reads its units again."""
+    answering = host.run
+    silent = lambda argv, **more: Completed(tuple(argv), *answer) if argv[1] == verb else answering(argv, **more)  # noqa: E731
+    monkeypatch.setattr(host, "run", silent)
+    for look in (unregistered_devices, register_devices):
+        assert refused(look, host).next_step == "run the same command again"
 
 
 @pytest.mark.parametrize(
