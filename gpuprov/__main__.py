@@ -18,7 +18,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Run the command line, from which Ctrl-C is the way out until a run over hosts handles it."""
+    """Run the command line, from which a signal is the way out until a run over hosts handles it."""
     try:
         lift_memory_limit(_ADDRESSES)
     except GpuprovError as error:
@@ -28,13 +28,17 @@ def main() -> None:
     # Imported here: it takes most of the memory.
     from gpuprov.cli.main import main as run
 
-    signal.signal(signal.SIGINT, _leave)
+    # nohup ignores one of these.
+    handled = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, _leave)
     try:
         run()
     finally:
         gc.freeze()  # nor does the end
         # Python would print a traceback for one that comes while it ends.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

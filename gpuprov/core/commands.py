@@ -138,7 +138,11 @@ def run_command(
     except OSError as error:
         return Completed(argv, 126, "", f"{argv[0]}: {str(error.strerror).lower()}")
     with process:
-        out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop, most)
+        try:
+            out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop, most)
+        except (KeyboardInterrupt, SystemExit):  # Popen would wait for its end first
+            end_group(process)
+            raise
         if not in_time:
             end_group(process)
             err += f"\nstopped after {timeout:g} s, its time limit".encode()
