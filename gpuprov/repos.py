@@ -226,6 +226,12 @@ def problems(host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...]
     names = [one.name for one in wanted]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
+    apt = [one for one in wanted if isinstance(one, AptRepository)]
+    places = [f"{_plain_apt(one.uri, one.architecture)} {one.suite}" for one in apt]
+    for place in sorted({one for one in places if places.count(one) > 1}):
+        named = ", ".join(one.name for one, there in zip(apt, places) if there == place)
+        step = "leave it out of gpuprov_repositories: apt reads no source at all where a URL has two keys (Signed-By)"
+        yield Problem(f"two repositories have the URL {place}", named, step)
     for one in wanted:
         has_login = "@" in one.uri.partition("://")[2].partition("/")[0]
         if has_login and not all(map(_LOGIN.fullmatch, split_login(one.uri)[1:])):

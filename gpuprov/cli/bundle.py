@@ -79,8 +79,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     folder, is_device = Path(output).resolve().parent, Path(output).exists() and not Path(output).is_file()
     if is_device or not os.access(folder, os.W_OK):
         # Known only after an hour of downloads, else; and root would put a file in the place of /dev/null.
-        seen = f"{folder} does not exist, or this user may not write to it"
-        seen = "it is a device or a pipe" if is_device else seen
+        seen = "it is a device or a pipe" if is_device else f"{folder} is missing, or this user may not write to it"
         raise UsageError(f"the bundle {output} can't be written", seen, "name another file with -o")
     from gpuprov.bundle_create.recipe import Wanted, machine_mirror, make_recipe, mirror_at
     from gpuprov.core.system import System

@@ -172,11 +172,8 @@ class System:
 
     def which(self, program: str) -> str | None:
         """Return the absolute path of a program of the machine, or None."""
-        for folder in SYSTEM_PATH.split(":"):
-            candidate = f"{folder}/{program}"
-            if os.access(self.path(candidate), os.X_OK) and self.path(candidate).is_file():
-                return candidate
-        return None
+        places = (f"{folder}/{program}" for folder in SYSTEM_PATH.split(":"))
+        return next((one for one in places if os.access(self.path(one), os.X_OK) and self.path(one).is_file()), None)
 
     def user_id(self) -> int:
         """Return the effective user id of this process."""

@@ -135,9 +135,8 @@ def owner(system: System, path: str) -> str:
     """Return dpkg's line about the package that has brought a path, or nothing. Raises GpuprovError if it can't say."""
     # /lib is a link to /usr/lib on current releases; packages name the one or the other.
     other = path[len("/usr") :] if path.startswith("/usr/") else f"/usr{path}"
-    done = system.run(("dpkg-query", "--search", path, other))
-    interface.require_answer(done, f"dpkg does not tell which package has {path}")
-    return done.stdout
+    what = f"dpkg does not tell which package has {path}"
+    return interface.require_answer(system.run(("dpkg-query", "--search", path, other)), what).stdout
 
 
 def run_apt(

@@ -163,10 +163,9 @@ class RpmManager(interface.PackageManager):
         return shlex.quote(name.replace("=", self.version_joint, 1))
 
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
-        found = {path: system.run(("rpm", "--query", "--file", path)) for path in paths}
-        for path, done in found.items():
-            interface.require_answer(done, f"rpm does not tell which package has {path}")
-        return tuple(path for path, done in found.items() if not done.ok)
+        asked = ((path, system.run(("rpm", "--query", "--file", path))) for path in paths)
+        what = "rpm does not tell which package has"
+        return tuple(path for path, done in asked if not interface.require_answer(done, f"{what} {path}").ok)
 
     def needed_by(self, system: System, names: Sequence[str]) -> interface.Versions:
         if len(names) > 1 and system.run(("rpm", "--erase", "--test", *names)).ok:

@@ -245,6 +245,18 @@ def test_two_repositories_of_one_name_are_refused() -> None:
     assert "nvidia-container-toolkit" in problem.what
 
 
+def test_two_repositories_of_one_url_are_refused() -> None:
+    """Each has a key file of its own, and apt reads no source at all where two Signed-By of a URL differ."""
+    one, other = (SiteRepository(name, uri, KEY_URL, "A" * 40) for name, uri in (("a", URI), ("b", f"{URI}/")))
+    (problem,) = problems({}, HostSpec(repositories=(one, other)), "x86_64")
+    assert "two repositories have the URL" in problem.what and URI in problem.what and "a, b" in problem.evidence
+    assert problems({}, HostSpec(repositories=(one, replace(other, suite="other/"))), "x86_64") == ()
+    url = "https://nvidia.github.io/libnvidia-container/stable/deb/$(ARCH)"
+    nvidias = HostSpec(toolkit="nvidia", repositories=(SiteRepository("nvidia", url, KEY_URL, "A", suite="/"),))
+    (problem,) = problems({}, nvidias, "x86_64")
+    assert "nvidia, nvidia-container-toolkit" in problem.evidence
+
+
 REFUSED = "E: Failed to fetch http://dead.example/InRelease  Could not connect to dead.example:80 (192.0.2.1)"
 UNKNOWN = "E: Failed to fetch http://gone.example/InRelease  Temporary failure resolving 'gone.example'"
 DNF_REFUSED = "- Curl error (7): Couldn't connect to server for http://dead.example/repodata/repomd.xml"
