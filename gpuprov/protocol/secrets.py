@@ -24,6 +24,8 @@ _PASSWORD = re.compile(
     r"""(?!(?:""|'')(?!["']))("(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?![\[{])\S.*)""",
     re.IGNORECASE,
 )
+# As GitLab, Azure (sig) and Amazon have them.
+_IN_QUERY = re.compile(r"(?i)([?&](?:sig|[\w.-]{0,40}(?:token|secret|signature|passw|key)[\w.-]{0,40})=)[^&\s\"']+")
 _FOR_URLS = str.maketrans("+/", "-_")  # base64url
 # A shorter one is hidden where it stands with its user only: as a word of its own it would hide ordinary text.
 _SHORTEST_ALONE = 6
@@ -35,7 +37,7 @@ Forms = tuple[tuple[str, str], ...]  # what to hide, and what to show instead
 def masked(text: str) -> str:
     """Return a URL, or a text with URLs in it, for messages: without passwords, and without a login that is a token."""
     text = re.sub(r"(//[^/\s:@]*):[^/\s]*@", rf"\1:{_HIDDEN}@", text)
-    return re.sub(r"//[^/\s:@]+@", f"//{_HIDDEN}@", text)
+    return _IN_QUERY.sub(rf"\1{_HIDDEN}", re.sub(r"//[^/\s:@]+@", f"//{_HIDDEN}@", text))
 
 
 def masked_settings(text: str) -> str:

@@ -155,6 +155,10 @@ def test_what_can_not_be_reached_says_why(system: System, url: str, meaning: str
         ("t://user@example", "t://***@example"),
         ("http://user:secret@[::1", "http://user:***@[::1"),
         ("see http://a:b@c/ and http://d:e@f/", "see http://a:***@c/ and http://d:***@f/"),
+        ("https://git.example/x.run?private_token=glpat-1 fails", "https://git.example/x.run?private_token=*** fails"),
+        ("url: /x.run?se=2027&sig=a%2Bb&X-Amz-Signature=c", "url: /x.run?se=2027&sig=***&X-Amz-Signature=***"),
+        ('"https://e.org/?Key-Pair=1&design=2&key=3",', '"https://e.org/?Key-Pair=***&design=2&key=***",'),
+        ("what now? token=x, a token=y", "what now? token=x, a token=y"),
     ],
 )
 def test_passwords_are_masked(url: str, shown: str) -> None:
