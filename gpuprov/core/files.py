@@ -320,18 +320,18 @@ def sync_file_systems(places: Iterable[Path]) -> None:
 
     Each file system separately (syncfs(2)): sync(2) waits for all of them, even for a network one that hangs.
     """
-    handles: dict[int, int] = {}
-    try:
-        for path in filter(Path.is_dir, places):
+    synced: set[int] = set()
+    for path in places:
+        try:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            device = os.fstat(handle).st_dev
-            if device in handles:
-                os.close(handle)
-                continue
-            handles[device] = handle
-            _call_libc("syncfs", handle)
-    finally:
-        for handle in handles.values():
+        except OSError:
+            # Missing, a user's (FUSE), or of a server that refuses root: nothing was written there.
+            continue
+        try:
+            if (device := os.fstat(handle).st_dev) not in synced:
+                synced.add(device)
+                _call_libc("syncfs", handle)
+        finally:
             os.close(handle)
 
 

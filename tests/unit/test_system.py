@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -418,6 +419,25 @@ def test_each_file_system_is_synced_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208
     with pytest.raises(OSError, match="Bad file descriptor"):
         call("syncfs", -1)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+def test_a_file_system_that_root_cannot_open_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As a user's below /opt (FUSE), or one whose server has forgotten it (NFS): no run has written there."""
+    opening, synced = os.open, []
+
+    def refused(path: Any, *more: Any) -> int:
+        if Path(path).name == "opt":
+            raise OSError(number, os.strerror(number), path)
+        return opening(path, *more)
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(files, "_call_libc", lambda function, handle: synced.append(os.fstat(handle).st_dev))
+    (tmp_path / "opt").mkdir()
+    files.sync_file_systems([tmp_path / "opt", tmp_path])
+    assert synced == [tmp_path.stat().st_dev]
 
 
 @pytest.mark.parametrize("name", ["stat", "comm", "cmdline"])
