@@ -137,6 +137,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         # connection costs, measured with a thousand of them.
         security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
         made.channel_timeout = remote.ACCEPTANCE_SECONDS
+        made.auth_interactive_dumb = _no_dialogue
         negotiate = made.start_client
         made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
         return made
@@ -152,6 +153,13 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     }
     if options.get("identitiesonly") == "yes" or "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
+
+
+def _no_dialogue(*_: Any) -> None:
+    """Refuse questions after a key: paramiko itself prints what the server sends, and reads answers from stdin."""
+    from paramiko import AuthenticationException
+
+    raise AuthenticationException("the key is not enough: it asks for more (keyboard-interactive)")
 
 
 def _bound_banner(transport: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import paramiko
 import pytest
 import yaml
 
@@ -149,6 +151,42 @@ def test_a_key_of_another_users_is_named(target: HostTarget, server: Server, mon
     finally:
         os.seteuid(0)
     assert f"the key {key} can't be read: Permission denied" in error.problems[0].what
+
+
+class TypedAnswers(paramiko.ServerInterface):  # type: ignore[misc]
+    """A server that takes any key, and wants an answer to a question of its own besides."""
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey,keyboard-interactive"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        return int(paramiko.AUTH_PARTIALLY_SUCCESSFUL)
+
+    def check_auth_interactive(self, username: str, submethods: str) -> paramiko.InteractiveQuery:
+        return paramiko.InteractiveQuery("\x1b[2J", "all hosts are done", ("sudo password of the controller:", False))
+
+    def check_auth_interactive_response(self, responses: list[str]) -> int:
+        return int(paramiko.AUTH_FAILED)
+
+
+def test_what_a_server_asks_at_the_login_is_not_shown(
+    target: HostTarget, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("typed\n" * 9))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with paramiko.Transport(listener.accept()[0]) as transport:
+                transport.add_server_key(paramiko.ECDSAKey.generate())
+                transport.start_server(server=TypedAnswers())
+                transport.join(60)
+
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        error = failure(dataclasses.replace(target, port=listener.getsockname()[1]), ACCEPTING)
+        server.join(60)
+    assert (error.exit_code, capfd.readouterr().out) == (ExitCode.UNREACHABLE, "")
+    assert "keyboard-interactive" in error.problems[0].evidence
 
 
 # -- proxies ---------------------------------------------------------------------------------------------------------
