@@ -1,7 +1,7 @@
-# Stores the agent, which comes on standard input. $1: its digest.
+# Stores the agent, which comes on standard input. $1: its digest. Many hosts at once may have this home, on NFS.
 umask 077; set -e; d="$HOME/.cache/gpuprov";
 test -d "$HOME" || { echo there is no home directory "$HOME" >&2; exit 1; };
-mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$";
+mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$(mktemp "$d/.agent-XXXXXX")";
 cat > "$t" || { rm -f "$t"; exit 1; };
 test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; };
 mv -f "$t" "$d/agent-$1.pyz"; PRUNE

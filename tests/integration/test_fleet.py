@@ -229,7 +229,7 @@ def test_missing_interpreter_is_named_with_the_ways_to_get_one(target: HostTarge
 def test_bootstrap_installs_python_with_the_package_manager(tmp_path: Path, target: HostTarget) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("sh", "uname", "id", "sha256sum", "cut", "cat", "mkdir", "mv", "rm", "find", "ln", "head"):
+    for name in ("sh", "uname", "id", "sha256sum", "cut", "cat", "mkdir", "mktemp", "mv", "rm", "find", "ln", "head"):
         (programs / name).symlink_to(shutil.which(name) or "")
     apt = programs / "apt-get"
     apt.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/apt.log\n'

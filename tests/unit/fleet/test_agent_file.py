@@ -363,6 +363,28 @@ def test_root_reads_regular_files_only(account: Account, place: str) -> None:
     assert "the stored agent is not the one that was sent" in done.stderr
 
 
+@pytest.mark.root
+def test_hosts_that_share_a_home_store_the_agent_at_once(account: Account) -> None:
+    # Each shell is process 1 of its own host.
+    command = ("unshare", "--pid", "--fork", "sh", "-c", STORE, "sh", DIGEST)
+    environment = {"HOME": str(account.home), "PATH": "/usr/bin:/bin"}
+    hosts = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(12)]
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            stack.enter_context(host)
+            stack.callback(host.kill)
+        for _ in range(1000):
+            if len([*account.stored.parent.glob(".agent-*")]) == len(hosts):
+                break
+            time.sleep(0.01)
+        ends = []
+        for host in hosts:
+            host.communicate(AGENT, timeout=30)
+            ends.append(host.returncode)
+    assert ends == [0] * len(hosts)
+    assert account.stored.read_bytes() == AGENT
+
+
 def write_aged(folder: Path, names: Sequence[str], newest: int = 1_700_000_000) -> None:
     """Write empty files, each a second older than the one before; by default older than one that is stored now."""
     folder.mkdir(parents=True, exist_ok=True)
