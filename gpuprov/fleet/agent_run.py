@@ -79,7 +79,12 @@ def run_agent(
 
     later = remote.LateInput()
     command, stdin = push.agent_command(host.probe, agent.digest), (f"{dump(request)}\n".encode(),)
-    done = host.as_root(command, stdin, on_line, timeout=host_timeout, later=later)
+    run = functools.partial(host.as_root, command, stdin, on_line, timeout=host_timeout, later=later)
+    done = run()
+    if done.returncode == push.UNREADABLE:
+        store = ("sh", "-c", push.STORE_AS_ROOT, "sh", agent.digest)
+        _require_stored(host.run(store, stdin=agent.content, timeout=_PATIENCE))
+        done = run()
     if read.finished is None:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
     return read.finished
@@ -87,7 +92,10 @@ def run_agent(
 
 def _upload(connection: Connection, agent: Agent) -> None:
     command = f"sh -c {shlex.quote(push.STORE)} sh {agent.digest}"
-    done = remote.run(connection, command, agent.content, timeout=_PATIENCE)
+    _require_stored(remote.run(connection, command, agent.content, timeout=_PATIENCE))
+
+
+def _require_stored(done: Completed) -> None:
     if not done.ok:
         step = "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?"
         raise GpuprovError("the agent cannot be stored on the host", _ending(done), step)

@@ -84,12 +84,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin") -> Iterator[Server]:
-    """Start a server whose sessions get this PATH; stop it in the end."""
+def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin", *, limits: str = "") -> Iterator[Server]:
+    """Start a server whose sessions get this PATH; stop it in the end. `limits`: words for setpriv(1)."""
     # Not pytest's own folder, which only root may enter: the users live here.
     with tempfile.TemporaryDirectory(prefix="gpuprov-sshd-") as folder:
         Path(folder).chmod(0o755)
-        with _serving(Path(folder), path) as server:
+        with _serving(Path(folder), path, limits) as server:
             yield server
 
 
@@ -100,16 +100,15 @@ def server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _serving(folder: Path, path: str) -> Iterator[Server]:
+def _serving(folder: Path, path: str, limits: str) -> Iterator[Server]:
     if not Path(SSHD).exists() or shutil.which("sudo") is None:
         raise RuntimeError("these tests need a real sshd and sudo: apt-get install openssh-server sudo")
     server = Server(folder, free_port())
     _prepare(server, path)
     binds = " && ".join(f"mount --bind {folder}/{name} /{name}" for name in _BOUND)
+    command = f"{binds} && exec setpriv {limits} {SSHD} -D -e -f {folder}/sshd_config"
     with (folder / "sshd.log").open("wb") as log:
-        process = subprocess.Popen(
-            ("unshare", "-m", "sh", "-c", f"{binds} && exec {SSHD} -D -e -f {folder}/sshd_config"), stderr=log
-        )
+        process = subprocess.Popen(("unshare", "-m", "sh", "-c", command), stderr=log)
         try:
             _wait_for(server, process)
             yield server

@@ -373,6 +373,17 @@ def test_sudo_without_the_right_password_says_what_to_do(target: HostTarget, pas
     assert "wrong pony" not in str(error)
 
 
+@pytest.mark.parametrize("user", ["open", "plain"])
+def test_a_home_that_is_closed_to_root_is_no_obstacle(tmp_path: Path, user: str) -> None:
+    # As on NFS with root_squash: root may not read what others keep to themselves.
+    with serving(limits="--bounding-set=-dac_override,-dac_read_search") as squashed:
+        target = dataclasses.replace(squashed.target(tmp_path, user), become_password=PASSWORD)
+        for _ in range(2):
+            finished = run(target)[-1]
+            assert isinstance(finished, Finished)
+            assert finished.summary == "0 install"
+
+
 def test_become_false_is_not_overruled(target: HostTarget) -> None:
     assert "ansible_become is false" in str(failure(dataclasses.replace(target, user="open", become=False)))
 

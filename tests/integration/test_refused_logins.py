@@ -20,7 +20,7 @@ from gpuprov.fleet import remote
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import ExitCode
-from tests.integration.sshd import PASSWORD, Server
+from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.sshd import server as server
 from tests.integration.test_ansible import run_ansible
 from tests.integration.test_fleet import ACCEPTING, failure
@@ -95,13 +95,26 @@ _PLAYBOOK = """
 """
 
 
-def test_playbooks_name_accounts_and_machines_with_two_names(server: Server, tmp_path: Path) -> None:
-    common = {
+def variables(server: Server) -> dict[str, object]:
+    return {
         "ansible_host": "127.0.0.1", "ansible_port": server.port, "ansible_ssh_private_key_file": str(server.identity),
         # Each login is the first: ssh itself announces the new key and prints the server's banner, on stderr.
         "ansible_ssh_common_args": "-F /dev/null -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
         "-o ControlPath=none", "ansible_pipelining": True,
     }  # fmt: skip
+
+
+def test_a_playbook_runs_where_homes_are_closed_to_root(tmp_path: Path) -> None:
+    inventory = tmp_path / "inventory.yml"
+    with serving(limits="--bounding-set=-dac_override,-dac_read_search") as squashed:
+        host = {**variables(squashed), "ansible_user": "open"}
+        inventory.write_text(yaml.safe_dump({"all": {"hosts": {"lab-a": host}}}))
+        done = run_ansible("-i", inventory, "playbooks/facts.yml", "-b")
+    assert (done.returncode, "docker" in done.stdout) == (0, True), done.stdout
+
+
+def test_playbooks_name_accounts_and_machines_with_two_names(server: Server, tmp_path: Path) -> None:
+    common = variables(server)
     told = [one for one in ACCOUNTS if one.user != "seated" or one.password]
     accounts = {one.user: {"ansible_user": one.user, "ansible_become_password": one.password} for one in told}
     twins = {name: {"ansible_user": "open"} for name in ("twin-a", "twin-b")}

@@ -42,6 +42,7 @@ _PASSWORDS = (
     "ansible_password", "ansible_ssh_pass", "ansible_ssh_password", "ansible_become_pass", "ansible_become_password",
     "ansible_sudo_pass",
 )  # fmt: skip
+_NOT_STORED = "the agent cannot be stored on the host"
 # A job whose time is over ends between two changes.
 _GRACE_SECONDS = 30.0
 # ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
@@ -197,7 +198,6 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Let the agent continue without the connection (`async`), and return the Job."""
         from gpuprov.agent.agent import JOB, Job
         from gpuprov.agent.playbook_task import for_a_job
-        from gpuprov.agent.push import agent_command
         from gpuprov.protocol.codec import dump
 
         probe, request = self._prepare(for_a_job(request))
@@ -209,7 +209,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             local_facts=_local_facts(self._task_vars),
         )
         lines = f"{dump(request)}\n{dump(job)}\n".encode()
-        done = self._on_host(shlex.join((*agent_command(probe, self._digest), JOB)), lines, become=True)
+        done = self._run_agent(probe, lines, JOB)
         self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
         return job
 
@@ -258,17 +258,30 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def _ask(self, request: Any) -> tuple[Any, ...]:
         """Send the request to the host's agent, put there first if it is missing; return its events."""
         from gpuprov.agent.playbook_task import split_output
-        from gpuprov.agent.push import agent_command, unfinished_problem
+        from gpuprov.agent.push import unfinished_problem
         from gpuprov.protocol.codec import dump
         from gpuprov.protocol.errors import GpuprovError
 
         probe, request = self._prepare(request)
         line = f"{dump(request)}\n".encode()
-        done = self._on_host(shlex.join(agent_command(probe, self._digest)), line, become=True)
+        done = self._run_agent(probe, line)
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
             raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
         return events
+
+    def _run_agent(self, probe: Any, lines: bytes, *arguments: str) -> Any:
+        """Run the agent with this input; where root can't read what the login user stored, root stores its own."""
+        from gpuprov.agent.push import STORE_AS_ROOT, UNREADABLE, agent_command
+
+        command = shlex.join((*agent_command(probe, self._digest), *arguments))
+        done = self._on_host(command, lines, become=True)
+        if done.returncode == UNREADABLE:
+            store = shlex.join(("sh", "-c", STORE_AS_ROOT, "sh", self._digest))
+            next_step = "is there room in root's home directory (df -h ~root)?"
+            self._require(self._on_host(store, self._agent, become=True), _NOT_STORED, next_step)
+            done = self._on_host(command, lines, become=True)
+        return done
 
     def _prepare(self, request: Any) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
@@ -292,7 +305,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if probe.agent_digest != self._digest:
             stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {self._digest}", self._agent)
             next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
-            self._require(stored, "the agent cannot be stored on the host", next_step)
+            self._require(stored, _NOT_STORED, next_step)
         if request.bundle:
             request = replace(request, bundle=self._bring_bundle(request))
         return probe, request

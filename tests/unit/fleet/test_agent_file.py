@@ -359,7 +359,7 @@ def test_root_reads_regular_files_only(account: Account, place: str) -> None:
             if place == "FIFO with a writer":
                 stack.callback(os.close, os.open(account.stored, os.O_RDWR))
         done = account.run()
-    assert (done.returncode, done.stdout) == (126, "")
+    assert (done.returncode, done.stdout) == (66, "")
     assert "the stored agent is not the one that was sent" in done.stderr
 
 
@@ -437,7 +437,7 @@ def test_root_does_not_run_what_the_user_replaced(account: Account, content: byt
     else:
         account.stored.write_bytes(content)
     done = account.run()
-    assert (done.returncode, done.stdout) == (126, "")
+    assert (done.returncode, done.stdout) == (66, "")
     assert "the stored agent is not the one that was sent" in done.stderr
     assert list((account.root / ".cache/gpuprov").iterdir()) == []
 
