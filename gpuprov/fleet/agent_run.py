@@ -32,7 +32,8 @@ _BOOTSTRAP_PATIENCE = 900
 _SECONDS = 30
 _CHUNK = 1 << 18
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
-_THROUGH = "gpuprov-sudo-through"
+# sudo's prompt is this line and a dot: a second one says that the first password was wrong, however sudo words it.
+_THROUGH, _ASKS = "gpuprov-sudo-through", "gpuprov-sudo-asks"
 # The line after which the output of a command begins.
 _BEGIN = "gpuprov-output"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
@@ -186,19 +187,21 @@ class RemoteSystem(System):
         if self.probe.uid == 0 or self.probe.sudo_code == 0:
             words = command if self.probe.uid == 0 else ("sudo", "-n", "--", *command)
             return stream(shlex.join(words), stdin=stdin)
-        words = ("sudo", "-k", "-S", "-p", "", "--", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
+        ask = f'exec sudo -k -S -p "$(echo {_ASKS}; echo .)" -- "$@"'
+        words = ("sh", "-c", ask, "sh", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
         answer = _SudoAnswer(stdin)
         password = (f"{self._target.become_password}\n".encode(),)
         done = stream("env LC_ALL=C " + shlex.join(words), stdin=password, answer=answer)
         if not answer.went_through:
-            output = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _ending(done)
+            lines = (line.removeprefix(".").strip() for line in done.stderr.splitlines())
+            output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or _ending(done)
             if answer.wrong_password:
                 step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
                 raise GpuprovError("sudo on the host refuses the password", output, step)
             step = f"try on the host, as {self._target.user or 'this user'}: sudo -v"
             known = probe.sudo_problem(done.stderr)
             raise GpuprovError.several((known or Problem("sudo on the host refuses us", output, step),))
-        return done
+        return replace(done, stderr=f"{done.stderr}\n".rpartition(f"{_THROUGH}\n")[2].rstrip())
 
     def run(
         self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
@@ -237,12 +240,14 @@ class _SudoAnswer:
     stdin: Iterable[bytes]
     went_through: bool = False
     wrong_password: bool = False
+    asked: int = 0
 
     def __call__(self, line: str) -> Iterable[bytes] | None:
-        if not self.went_through and any(text in line for text in _WRONG_PASSWORD):
+        self.asked += line.endswith(_ASKS)
+        if not self.went_through and (self.asked > 1 or any(text in line for text in _WRONG_PASSWORD)):
             self.wrong_password = True
             return None
-        if line.strip() == _THROUGH:
+        if line.endswith(_THROUGH):
             self.went_through = True
             return self.stdin
         return ()

@@ -40,6 +40,7 @@ USERS = {
     "plain": User(4242, "{0} ALL=(ALL) ALL"),
     "open": User(4243, _FREE),
     "seated": User(4244, "Defaults:{0} requiretty\n{0} ALL=(ALL) ALL"),
+    "mocked": User(4250, 'Defaults:{0} badpass_message="You silly, twisted boy"\n{0} ALL=(ALL) ALL'),
     "stranger": User(4245),
     "limited": User(4246, "{0} ALL=(ALL) /bin/ls"),
     "lapsed": User(4247, _FREE, changed=0),

@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import socket
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,22 @@ def test_sudo_with_password_makes_root_and_shows_it_to_nobody(target: HostTarget
     assert "gpuprov" in note.message and "sudo" in note.message
     assert PASSWORD not in note.message
     assert PASSWORD not in repr(asked)
+
+
+def test_a_wrong_password_is_known_by_the_second_question(target: HostTarget) -> None:
+    with connected(dataclasses.replace(target, user="mocked"), ACCEPTING) as connection:
+        # Without a limit of its own sudo would wait for another password for ever.
+        too_late = threading.Timer(30, connection.close)
+        too_late.start()
+        wrong = dataclasses.replace(target, user="mocked", become_password="wrong pony")
+        with pytest.raises(GpuprovError, match="sudo on the host refuses the password") as caught:
+            run_agent(connection, wrong, Request("install"), fake_agent(DONE), lambda event: None)
+        too_late.cancel()
+    assert caught.value.problems[0].evidence == "You silly, twisted boy"
+    right = dataclasses.replace(target, user="mocked", become_password=PASSWORD)
+    assert isinstance(run(right)[-1], Finished)
+    # What a failed agent has said does not begin with sudo's questions.
+    assert failure(right, body="sys.exit('out of luck')").problems[0].evidence == "exit code 1\nout of luck"
 
 
 @pytest.mark.parametrize(
