@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import logging
@@ -13,7 +14,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.core.commands import Completed
@@ -143,16 +145,41 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         return made
 
     # As ssh(1) does, skip unreadable keys. If no other login works, they are named.
-    keys = [path for path in connection.connect_kwargs.get("key_filename", ()) if not key_fault(path)]
+    named = connection.connect_kwargs.get("key_filename", ())
+    alone = options.get("identitiesonly") == "yes"
+    connection.client._agent = _agent(named or _DEFAULT_KEYS, alone=alone)
     connection.connect_kwargs = {
         **connection.connect_kwargs,
-        "key_filename": [str(expanded(path)) for path in keys],
+        "key_filename": [str(expanded(path)) for path in named if not key_fault(path)],
+        "look_for_keys": not (alone and named),
         "transport_factory": transport,
         "banner_timeout": connection.connect_timeout,
         "auth_timeout": max(connection.connect_timeout, 60),
     }
-    if options.get("identitiesonly") == "yes" or "password" in connection.connect_kwargs:
+    if "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
+
+
+def _agent(paths: Sequence[str], *, alone: bool) -> Any:
+    """Return the SSH agent as ssh(1) uses it: the keys of these files come first; `alone`: no others are offered."""
+    opened: list[Any] = []
+
+    def keys() -> list[Any]:
+        from paramiko import Agent
+
+        opened.append(Agent())
+        named = {key for path in paths for key in _public_keys(path)}
+        found = sorted(opened[-1].get_keys(), key=lambda key: key.asbytes() not in named)
+        return [key for key in found if not alone or key.asbytes() in named]
+
+    return SimpleNamespace(get_keys=keys, close=lambda: [one.close() for one in opened])
+
+
+def _public_keys(path: str) -> Iterator[bytes]:
+    """Yield the public keys of a private key's file, and its certificate; the file itself may be the public one."""
+    for one in (path, f"{path}.pub", f"{path}-cert.pub"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            yield base64.b64decode(expanded(one).read_text("utf-8").split()[1])
 
 
 def _no_dialogue(*_: Any) -> None:
@@ -340,7 +367,7 @@ def _handshake_problem(
 
     paramiko has one message for all three; the exception's context has the reason.
     """
-    if "No authentication methods" in str(error) or "private key" in str(error).lower():
+    if re.search("No authentication methods|No existing session|private key", str(error), re.IGNORECASE):
         return _authentication_problem(target, connection, error)
     if isinstance(error.__context__, TimeoutError):
         return _silence(place, "the port is open, but nothing there says a word", settings)
@@ -368,12 +395,14 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
     faults = [(key, fault) for key in dict.fromkeys(named) if (fault := key_fault(key))]
     tried = list(hop.connect_kwargs.get("key_filename", ()))
     evidence = [str(error), *(f"{key}: {fault}" for key, fault in faults)]
-    if hop.connect_kwargs.get("look_for_keys", True):
-        tried += ["the SSH agent's keys", *(key for key in _DEFAULT_KEYS if not key_fault(key))]
+    if hop.connect_kwargs.get("allow_agent", True):
+        tried.append("the SSH agent's keys")
+    if hop.connect_kwargs["look_for_keys"]:
+        tried += (key for key in _DEFAULT_KEYS if not key_fault(key))
     if "password" in hop.connect_kwargs:
         tried.append("the password")
     evidence.append(f"tried {', '.join(tried) or 'nothing'}")
-    what = f"{place} refuses to log in {hop.user}"
+    what = f"{place} {'takes no more keys of' if 'session' in str(error) else 'refuses to log in'} {hop.user}"
     step = "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k"
     if faults:
         key, fault = faults[0]

@@ -7,9 +7,11 @@ import dataclasses
 import io
 import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import paramiko
@@ -200,6 +202,60 @@ def test_what_a_server_asks_at_the_login_is_not_shown(
         server.join(60)
     assert (error.exit_code, capfd.readouterr().out) == (ExitCode.UNREACHABLE, "")
     assert "keyboard-interactive" in error.problems[0].evidence
+
+
+@pytest.fixture
+def agent(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real ssh-agent that has more keys than a server lets try, the last of which the server takes; a key's file.
+
+    The file needs a passphrase, which nobody is asked for; its public part is beside it.
+    """
+    keys = [tmp_path / f"key{number}" for number in range(9)]
+    monkeypatch.setenv("SSH_AUTH_SOCK", f"{tmp_path}/agent")
+    with subprocess.Popen(("ssh-agent", "-D", "-a", tmp_path / "agent"), stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline()
+        for key in keys:
+            subprocess.run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key), check=True)
+        keys[-1].write_bytes(server.identity.read_bytes())
+        keys[-1].with_suffix(".pub").write_bytes((server.folder / "identity.pub").read_bytes())
+        subprocess.run(("ssh-add", "-q", *keys), check=True)
+        subprocess.run(("ssh-keygen", "-q", "-p", "-N", "secret", "-f", keys[-1]), check=True)
+        yield keys[-1]
+        process.terminate()
+
+
+@pytest.mark.parametrize("options", [(), (("IdentitiesOnly", "yes"),)], ids=["any key", "IdentitiesOnly"])
+@pytest.mark.parametrize("suffix", ["", ".pub"])
+def test_a_key_that_is_named_is_used_from_the_agent(
+    target: HostTarget, agent: Path, suffix: str, options: tuple[tuple[str, str], ...]
+) -> None:
+    named = dataclasses.replace(target, identity_file=f"{agent}{suffix}")
+    with connected(dataclasses.replace(named, ssh_options=(*target.ssh_options, *options)), ACCEPTING) as connection:
+        assert connection.is_connected
+
+
+def test_no_other_key_of_the_agent_is_used_with_identities_only(target: HostTarget, agent: Path) -> None:
+    named = dataclasses.replace(target, identity_file=str(agent.with_name("key0")))
+    only = (*target.ssh_options, ("IdentitiesOnly", "yes"))
+    assert "refuses to log in open" in str(failure(dataclasses.replace(named, ssh_options=only)))
+
+
+def test_a_login_that_ends_after_too_many_keys_is_named(target: HostTarget, agent: Path) -> None:
+    error = failure(dataclasses.replace(target, identity_file=""))
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert "takes no more keys" in error.problems[0].what
+    assert "ansible_ssh_private_key_file" in error.problems[0].next_step
+
+
+def test_identities_only_leaves_the_default_keys(
+    target: HostTarget, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ssh").mkdir()
+    shutil.copy(server.identity, tmp_path / ".ssh/id_ed25519")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    only = dataclasses.replace(target, identity_file="", ssh_options=(*target.ssh_options, ("IdentitiesOnly", "yes")))
+    with connected(only, ACCEPTING) as connection:
+        assert connection.is_connected
 
 
 # -- proxies ---------------------------------------------------------------------------------------------------------
