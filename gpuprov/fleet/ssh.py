@@ -139,7 +139,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         # connection costs, measured with a thousand of them.
         security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
         made.channel_timeout = remote.ACCEPTANCE_SECONDS
-        made.auth_interactive_dumb = _no_dialogue
+        made.auth_interactive_dumb = lambda user: made.auth_interactive(user, _no_answers)
         negotiate = made.start_client
         made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
         return made
@@ -182,11 +182,13 @@ def _public_keys(path: str) -> Iterator[bytes]:
             yield base64.b64decode(expanded(one).read_text("utf-8").split()[1])
 
 
-def _no_dialogue(*_: Any) -> None:
+def _no_answers(_title: str, _text: str, questions: Sequence[Any]) -> Sequence[str]:
     """Refuse questions after a key: paramiko itself prints what the server sends, and reads answers from stdin."""
     from paramiko import AuthenticationException
 
-    raise AuthenticationException("the key is not enough: it asks for more (keyboard-interactive)")
+    if questions:
+        raise AuthenticationException("the key is not enough: it asks for more (keyboard-interactive)")
+    return ()
 
 
 def _bound_banner(transport: Any) -> None:

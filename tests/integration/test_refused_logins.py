@@ -168,8 +168,11 @@ def test_a_key_of_another_users_is_named(target: HostTarget, server: Server, mon
     assert f"the key {key} can't be read: Permission denied" in error.problems[0].what
 
 
-class TypedAnswers(paramiko.ServerInterface):  # type: ignore[misc]
-    """A server that takes any key, and wants an answer to a question of its own besides."""
+class MoreThanAKey(paramiko.ServerInterface):  # type: ignore[misc]
+    """A server that takes any key, then has its say, and asks; without a question it is content."""
+
+    def __init__(self, *questions: tuple[str, bool]) -> None:
+        self.questions = questions
 
     def get_allowed_auths(self, username: str) -> str:
         return "publickey,keyboard-interactive"
@@ -178,30 +181,43 @@ class TypedAnswers(paramiko.ServerInterface):  # type: ignore[misc]
         return int(paramiko.AUTH_PARTIALLY_SUCCESSFUL)
 
     def check_auth_interactive(self, username: str, submethods: str) -> paramiko.InteractiveQuery:
-        return paramiko.InteractiveQuery("\x1b[2J", "all hosts are done", ("sudo password of the controller:", False))
+        return paramiko.InteractiveQuery("\x1b[2J", "all hosts are done", *self.questions)
 
     def check_auth_interactive_response(self, responses: list[str]) -> int:
-        return int(paramiko.AUTH_FAILED)
+        return int(paramiko.AUTH_SUCCESSFUL)
+
+
+@contextlib.contextmanager
+def asking(target: HostTarget, *questions: tuple[str, bool]) -> Iterator[HostTarget]:
+    def serve() -> None:
+        with paramiko.Transport(listener.accept()[0]) as transport:
+            transport.add_server_key(paramiko.ECDSAKey.generate())
+            transport.start_server(server=MoreThanAKey(*questions))
+            transport.join(60)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        yield dataclasses.replace(target, port=listener.getsockname()[1])
+        server.join(60)
 
 
 def test_what_a_server_asks_at_the_login_is_not_shown(
     target: HostTarget, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("typed\n" * 9))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            with paramiko.Transport(listener.accept()[0]) as transport:
-                transport.add_server_key(paramiko.ECDSAKey.generate())
-                transport.start_server(server=TypedAnswers())
-                transport.join(60)
-
-        server = threading.Thread(target=serve, daemon=True)
-        server.start()
-        error = failure(dataclasses.replace(target, port=listener.getsockname()[1]), ACCEPTING)
-        server.join(60)
+    with asking(target, ("sudo password of the controller:", False)) as host:
+        error = failure(host)
     assert (error.exit_code, capfd.readouterr().out) == (ExitCode.UNREACHABLE, "")
     assert "keyboard-interactive" in error.problems[0].evidence
+
+
+def test_a_second_factor_that_asks_nothing_is_no_obstacle(
+    target: HostTarget, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with asking(target) as host, connected(host, ACCEPTING) as connection:
+        assert connection.is_connected
+    assert capfd.readouterr().out == ""
 
 
 @pytest.fixture
