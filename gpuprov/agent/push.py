@@ -28,9 +28,8 @@ def _script(name: str, **words: str) -> str:
 
 _PRUNE = _script("prune")
 STORE, _RUN = _script("store", PRUNE=_PRUNE), _script("run", PRUNE=_PRUNE)
-# Where root can't read the user's copy: the home is on NFS, say. Root then stores its own.
+# Root can't read the user's copy, as on NFS: STORE is to give it its own.
 UNREADABLE = 66
-STORE_AS_ROOT = f"HOME=~root; {STORE}"
 
 
 def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:

@@ -36,7 +36,6 @@ _CHUNK = 1 << 18
 _THROUGH, _ASKS = "gpuprov-sudo-through", "gpuprov-sudo-asks"
 # The line after which the output of a command begins.
 _BEGIN = "gpuprov-output"
-_WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
 _ENDS = {
     remote.CONNECTION_LOST: "the connection broke",
     remote.TOO_MUCH: "too much output",
@@ -65,8 +64,9 @@ def run_agent(
     problem = probe.python_problem(host.probe, target.python)
     if problem is not None:
         raise GpuprovError.several((problem,))
+    store = ("sh", "-c", push.STORE, "sh", agent.digest)
     if host.probe.agent_digest != agent.digest:
-        _upload(connection, agent)
+        _require_stored(remote.run(connection, shlex.join(store), agent.content, timeout=_PATIENCE))
     if request.bundle:
         request = replace(request, bundle=_upload_bundle(host, request, sink))
     read = EventReader()
@@ -83,17 +83,11 @@ def run_agent(
     run = functools.partial(host.as_root, command, stdin, on_line, timeout=host_timeout, later=later)
     done = run()
     if done.returncode == push.UNREADABLE:
-        store = ("sh", "-c", push.STORE_AS_ROOT, "sh", agent.digest)
-        _require_stored(host.run(store, stdin=agent.content, timeout=_PATIENCE))
+        _require_stored(host.run((*store, "root"), stdin=agent.content, timeout=_PATIENCE))
         done = run()
     if read.finished is None:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
     return read.finished
-
-
-def _upload(connection: Connection, agent: Agent) -> None:
-    command = f"sh -c {shlex.quote(push.STORE)} sh {agent.digest}"
-    _require_stored(remote.run(connection, command, agent.content, timeout=_PATIENCE))
 
 
 def _require_stored(done: Completed) -> None:
@@ -195,7 +189,7 @@ class RemoteSystem(System):
         if not answer.went_through:
             lines = (line.removeprefix(".").strip() for line in done.stderr.splitlines())
             output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or _ending(done)
-            if answer.wrong_password:
+            if answer.asked > 1 or "incorrect password" in output:
                 step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
                 raise GpuprovError("sudo on the host refuses the password", output, step)
             step = f"try on the host, as {self._target.user or 'this user'}: sudo -v"
@@ -239,18 +233,14 @@ class _SudoAnswer:
 
     stdin: Iterable[bytes]
     went_through: bool = False
-    wrong_password: bool = False
     asked: int = 0
 
     def __call__(self, line: str) -> Iterable[bytes] | None:
         self.asked += line.endswith(_ASKS)
-        if not self.went_through and (self.asked > 1 or any(text in line for text in _WRONG_PASSWORD)):
-            self.wrong_password = True
-            return None
         if line.endswith(_THROUGH):
             self.went_through = True
             return self.stdin
-        return ()
+        return None if self.asked > 1 and not self.went_through else ()
 
 
 def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:

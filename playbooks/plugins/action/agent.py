@@ -272,12 +272,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _run_agent(self, probe: Any, lines: bytes, *arguments: str) -> Any:
         """Run the agent with this input; where root can't read what the login user stored, root stores its own."""
-        from gpuprov.agent.push import STORE_AS_ROOT, UNREADABLE, agent_command
+        from gpuprov.agent.push import STORE, UNREADABLE, agent_command
 
         command = shlex.join((*agent_command(probe, self._digest), *arguments))
         done = self._on_host(command, lines, become=True)
         if done.returncode == UNREADABLE:
-            store = shlex.join(("sh", "-c", STORE_AS_ROOT, "sh", self._digest))
+            store = shlex.join(("sh", "-c", STORE, "sh", self._digest, "root"))
             next_step = "is there room in root's home directory (df -h ~root)?"
             self._require(self._on_host(store, self._agent, become=True), _NOT_STORED, next_step)
             done = self._on_host(command, lines, become=True)
