@@ -74,14 +74,18 @@ def connected(
     )  # fmt: skip
     _check_key(connection, settings)
     made(connection)
+    first = connection
+    while isinstance(first.gateway, Connection):
+        first = first.gateway
     try:
         with explained(target, connection, settings):
-            connection.open()
-            # A dead connection breaks after a minute instead of hanging until TCP gives up.
-            connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
-            if hasattr(connection.transport.sock, "setsockopt"):
-                sock = connection.transport.sock
+            if not first.gateway:  # paramiko itself gives up at an address that does not answer, whatever comes next
+                sock = socket.create_connection((first.host, first.port), settings.connect_timeout)
+                # A dead connection breaks after a minute instead of hanging until TCP gives up.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
+                first.connect_kwargs = {**first.connect_kwargs, "sock": sock}
+            connection.open()
+            connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
         yield connection
     finally:
         close(connection)
@@ -296,7 +300,7 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         place = f"{'the jump host ' if hop is not connection else ''}{hop.host} port {hop.port}"
         if isinstance(error, AuthenticationException):
             problem = _authentication_problem(target, hop, error)
-        elif isinstance(error, ChannelException):
+        elif isinstance(error, ChannelException) or "opening channel" in str(error):
             gateway = hop.gateway
             problem = Problem(
                 f"the jump host {gateway.host} port {gateway.port} can't reach {hop.host} port {hop.port}", str(error),
@@ -313,10 +317,7 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         elif isinstance(error, TimeoutError):
             problem = _silence(place, "no answer", settings)
         elif isinstance(error, (OSError, EOFError)):
-            # paramiko's own message names none of its reasons.
-            reasons = getattr(error, "errors", {}).values()
-            texts = dict.fromkeys(getattr(one, "strerror", None) or str(one) for one in reasons)
-            seen = "\n".join(texts) or str(error)
+            seen = getattr(error, "strerror", None) or str(error)
             problem = Problem(f"{place} cannot be reached", seen, f"try: ssh -v {_ssh_words(hop)}")
             problem = (_without_ssh(hop) if seen == os.strerror(errno.ECONNREFUSED) else None) or problem
         else:

@@ -19,13 +19,16 @@ import pytest
 import yaml
 
 from gpuprov.fleet import remote
+from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.ssh import connected
-from gpuprov.protocol.errors import ExitCode
+from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.events import Finished
+from gpuprov.protocol.request import Request
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.sshd import server as server
 from tests.integration.test_ansible import run_ansible
-from tests.integration.test_fleet import ACCEPTING, failure
+from tests.integration.test_fleet import ACCEPTING, DONE, failure, fake_agent, run
 
 pytestmark = pytest.mark.root
 
@@ -133,6 +136,22 @@ def test_playbooks_name_accounts_and_machines_with_two_names(server: Server, tmp
     assert re.search(warning, done.stdout), done.stdout
     assert set(re.findall(r"fatal: \[(twin-[ab])\]", done.stdout)) == {"twin-a", "twin-b"}, done.stdout
     assert "gpuprov rollback must run as root" in done.stdout and "the same machine as" not in done.stdout
+
+
+def test_a_wrong_password_is_known_by_the_second_question(target: HostTarget) -> None:
+    with connected(dataclasses.replace(target, user="mocked"), ACCEPTING) as connection:
+        # Without a limit of its own sudo would wait for another password for ever.
+        too_late = threading.Timer(30, connection.close)
+        too_late.start()
+        wrong = dataclasses.replace(target, user="mocked", become_password="wrong pony")
+        with pytest.raises(GpuprovError, match="sudo on the host refuses the password") as caught:
+            run_agent(connection, wrong, Request("install"), fake_agent(DONE), lambda event: None)
+        too_late.cancel()
+    assert caught.value.problems[0].evidence == "You silly, twisted boy"
+    right = dataclasses.replace(target, user="mocked", become_password=PASSWORD)
+    assert isinstance(run(right)[-1], Finished)
+    # What a failed agent has said does not begin with sudo's questions.
+    assert failure(right, body="sys.exit('out of luck')").problems[0].evidence == "exit code 1\nout of luck"
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -327,11 +346,24 @@ def test_a_host_is_reached_through_a_proxy_command(target: HostTarget, server: S
         assert remote.run(connection, "head -c 300000 /dev/zero", timeout=60).stdout.count("\0") == 300_000
 
 
-def test_a_jump_host_that_does_not_reach_the_host_is_named(target: HostTarget, server: Server, tmp_path: Path) -> None:
+def test_a_jump_host_that_does_not_reach_the_host_is_named(
+    target: HostTarget, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config"
     config.write_text(f"Host *\n  UserKnownHostsFile {tmp_path}/known_hosts\n  IdentityFile {server.identity}\n"
                       f"Host bastion\n  HostName 127.0.0.1\n  Port {server.port}\n  User open\n")  # fmt: skip
-    behind = dataclasses.replace(target, port=9, ssh_config_file=str(config), ssh_options=(("ProxyJump", "bastion"),))
-    error = failure(behind)
-    assert error.exit_code == ExitCode.UNREACHABLE
-    assert error.problems[0].what == f"the jump host 127.0.0.1 port {server.port} can't reach 127.0.0.1 port 9"
+    behind = dataclasses.replace(target, ssh_config_file=str(config), ssh_options=(("ProxyJump", "bastion"),))
+    # A full queue: what would be the next connection is never answered, as by a host that is down.
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        silent = full.getsockname()[1]
+        for _ in range(3):
+            stack.enter_context(waiting := socket.socket()).setblocking(False)
+            waiting.connect_ex(("127.0.0.1", silent))
+        monkeypatch.setattr(remote, "ACCEPTANCE_SECONDS", 1)
+        for port in (9, silent):
+            error = failure(dataclasses.replace(behind, port=port))
+            assert error.exit_code == ExitCode.UNREACHABLE
+            assert (
+                error.problems[0].what
+                == f"the jump host 127.0.0.1 port {server.port} can't reach 127.0.0.1 port {port}"
+            )
