@@ -84,7 +84,7 @@ def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tup
 
 def ending(done: Completed, output: list[str] | None = None, *, ended: str = "") -> str:
     """Return how it ended (the exit code, if no word is given) and the last lines; the command is ours and long."""
-    lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
+    lines = (done.stderr.strip() or "\n".join(output or ()).strip()).splitlines()[-8:]
     return "\n".join([ended or f"exit code {done.returncode}", *lines])
 
 

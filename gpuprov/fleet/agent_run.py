@@ -176,16 +176,19 @@ class RemoteSystem(System):
         self, command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None], *,
         timeout: float | None = None, later: remote.LateInput | None = None,
     ) -> Completed:  # fmt: skip
-        """Run a command and write to its stdin; `later` keeps that open. Raises GpuprovError if sudo refuses."""
+        """Run a command and write to its stdin; `later` keeps that open. Raises GpuprovError if sudo refuses.
+
+        An empty line comes before its output: what a login shell prints may not end its last line.
+        """
         stream = functools.partial(remote.stream, self._connection, on_line=on_line, timeout=timeout, later=later)
         if self.probe.uid == 0 or self.probe.sudo_code == 0:
             words = command if self.probe.uid == 0 else ("sudo", "-n", "--", *command)
-            return stream(shlex.join(words), stdin=stdin)
+            return stream(f"echo; {shlex.join(words)}", stdin=stdin)
         ask = f'exec sudo -k -S -p "$(echo {_ASKS}; echo .)" -- "$@"'
         words = ("sh", "-c", ask, "sh", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
         answer = _SudoAnswer(stdin)
         password = (f"{self._target.become_password}\n".encode(),)
-        done = stream("env LC_ALL=C " + shlex.join(words), stdin=password, answer=answer)
+        done = stream("echo; env LC_ALL=C " + shlex.join(words), stdin=password, answer=answer)
         if not answer.went_through:
             lines = (line.removeprefix(".").strip() for line in done.stderr.splitlines())
             output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or _ending(done)

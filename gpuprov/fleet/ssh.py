@@ -44,7 +44,7 @@ _PAUSE_SECONDS = 2.0
 _COMMAND_SECONDS = 20.0
 # Engines that are still starting would look stopped, so the boot is waited for, with a limit. A system container that
 # shuts down may briefly show the container host's boot id; systemd then reports another state, or none.
-_BOOT_STATE = "timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
+_BOOT_STATE = "echo; timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
 _UP = ("initializing", "starting", "running", "degraded", "maintenance")
 _BOOT_STATE_SECONDS = 330.0
 
@@ -249,7 +249,7 @@ def wait_for_boot(
         time.sleep(_PAUSE_SECONDS)
         try:
             with connected(target, settings) as connection:
-                command = "cat /proc/sys/kernel/random/boot_id"
+                command = "echo; cat /proc/sys/kernel/random/boot_id"
                 boot_id = _last_line(remote.run(connection, command, timeout=_COMMAND_SECONDS))
                 if boot_id not in ("", left_boot):
                     state = _last_line(remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS))
@@ -267,7 +267,7 @@ def wait_for_boot(
 
 
 def _last_line(done: Completed) -> str:
-    """Return what a command printed, without what a login shell prints before."""
+    """Return what a command printed after `echo`, without what a login shell prints before, such as a title."""
     return done.stdout.strip().rpartition("\n")[2]
 
 

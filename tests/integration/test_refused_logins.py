@@ -21,7 +21,7 @@ import yaml
 from gpuprov.fleet import remote
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import HostTarget
-from gpuprov.fleet.ssh import connected
+from gpuprov.fleet.ssh import connected, wait_for_boot
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
@@ -152,6 +152,22 @@ def test_a_wrong_password_is_known_by_the_second_question(target: HostTarget) ->
     assert isinstance(run(right)[-1], Finished)
     # What a failed agent has said does not begin with sudo's questions.
     assert failure(right, body="sys.exit('out of luck')").problems[0].evidence == "exit code 1\nout of luck"
+
+
+def test_a_shell_that_sets_a_title_hides_nothing(tmp_path: Path) -> None:
+    # As ~/.bashrc often does: it ends no line.
+    programs, boot = tmp_path / "bin", Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    programs.mkdir()
+    (programs / "systemctl").write_text("#!/bin/sh\necho running\n")
+    (programs / "systemctl").chmod(0o755)
+    with serving(f"{programs}:/usr/bin:/bin") as titled:
+        (titled.folder / "home/root/.bashrc").write_text(r"printf '\033]0;title\007'")
+        target = titled.target(tmp_path)
+        assert [type(event) for event in run(target)] == [Finished]
+        wait_for_boot(target, ACCEPTING, "another", lambda: False, patience=60)
+        looks = iter((False, True))
+        with pytest.raises(GpuprovError, match="still in the boot before"):
+            wait_for_boot(target, ACCEPTING, boot, lambda: next(looks, True))
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

@@ -350,12 +350,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             time.sleep(_PAUSE_SECONDS)
             try:
                 self._connection.reset()
-                done = self._low_level_execute_command("cat /proc/sys/kernel/random/boot_id", sudoable=False)
+                done = self._low_level_execute_command("echo; cat /proc/sys/kernel/random/boot_id", sudoable=False)
             except AnsibleError:
                 continue  # it is down, or not up yet
             # A login shell may print lines before it.
             if done["rc"] == 0 and done["stdout"].strip().rpartition("\n")[2] not in ("", left):
-                self._low_level_execute_command("systemctl is-system-running --wait", sudoable=False)
+                self._low_level_execute_command("timeout 300 systemctl is-system-running --wait", sudoable=False)
                 return
         raise GpuprovError(
             "the host did not come back from its reboot", f"waited {_BOOT_SECONDS:g} s",
