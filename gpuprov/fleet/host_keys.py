@@ -141,14 +141,17 @@ class KeyCheck:
         if same and not is_revoked:
             return
         offers = f"it offers {key_type} {fingerprint(offered)}"
-        if known:
+        others = [entry for entry in known if not entry.revoked]
+        if is_revoked or others:
             places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
-            raise GpuprovError(
-                f"{self.name}: host key {'revoked' if is_revoked else 'changed'}: the host was reinstalled, or someone "
-                "is intercepting the connection", "\n".join((offers, *places)),
-                f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f {known[0].place.rsplit(':', 1)[0]}, "
-                f"then run again with {ACCEPT_OPTION}", exit_code=ExitCode.UNREACHABLE,
-            )  # fmt: skip
+            what = "revoked: do not trust this host until it has new ones"
+            step = "on the host, as root: rm /etc/ssh/ssh_host_*_key*; ssh-keygen -A; then restart sshd"
+            if not is_revoked:
+                what = "changed: the host was reinstalled, or someone is intercepting the connection"
+                step = (f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f "
+                        f"{others[0].place.rpartition(':')[0]}, then run again with {ACCEPT_OPTION}")  # fmt: skip
+            seen = "\n".join((offers, *places))
+            raise GpuprovError(f"{self.name}: host key {what}", seen, step, exit_code=ExitCode.UNREACHABLE)
         files = self.known.user_files
         if not self.accept_new:
             raise GpuprovError(

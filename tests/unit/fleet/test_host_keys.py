@@ -92,11 +92,21 @@ def test_a_revoked_key_is_refused_even_if_it_is_known(
     place = user if revoked_in == "user" else system
     with place.open("a") as file:
         file.write(line(FIRST, "*", "@revoked "))
-    what, evidence, _ = refusal(FIRST, user, system, accept_new=accept_new)
+    what, evidence, next_step = refusal(FIRST, user, system, accept_new=accept_new)
     assert what.startswith(f"{NAME}: host key revoked")
+    # ssh-keygen -R keeps such lines.
+    assert "ssh-keygen -A" in next_step and "-R" not in next_step
     shown = f"{FIRST.get_name()} {fingerprint(FIRST.asbytes())}"
     second = f"{place}:{2 if revoked_in == 'user' else 1}"
     assert evidence.splitlines()[-3:] == [f"it offers {shown}", f"{user}:1 has {shown}", f"{second} has {shown}"]
+
+
+def test_a_key_that_is_revoked_for_all_hosts_makes_none_of_them_a_changed_one(user: Path, system: Path) -> None:
+    system.write_text(line(FIRST, "*", "@revoked "))
+    assert "unknown" in refusal(SECOND, user, system, accept_new=False)[0]
+    check(user, system, accept_new=True).missing_host_key(None, "", SECOND)
+    assert user.read_text() == line(SECOND)
+    assert f"-f {user}," in refusal(paramiko.ECDSAKey.generate(), user, system, accept_new=True)[2]
 
 
 def test_another_key_beside_a_revoked_one_is_accepted_if_it_is_known(user: Path, system: Path) -> None:
