@@ -125,7 +125,8 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     # An alias stands in known_hosts without a port (ssh_config(5), HostKeyAlias).
     name = options.get("hostkeyalias") or host_keys.known_hosts_name(connection.host, connection.port)
     files = tuple(options.get("userknownhostsfile", " ".join(host_keys.USER_FILES)).split())
-    known = host_keys.KnownHosts(files, host_keys.SYSTEM_FILES)
+    system = tuple(options.get("globalknownhostsfile", " ".join(host_keys.SYSTEM_FILES)).split())
+    known = host_keys.KnownHosts(files, system)
     checking = options.get("stricthostkeychecking", "").lower()
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
     connection.client.set_missing_host_key_policy(host_keys.KeyCheck(known, name, accept_new=accept_new))

@@ -28,7 +28,7 @@ from gpuprov.protocol.request import Request
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.sshd import server as server
 from tests.integration.test_ansible import run_ansible
-from tests.integration.test_fleet import ACCEPTING, DONE, failure, fake_agent, run
+from tests.integration.test_fleet import ACCEPTING, DONE, REFUSING, failure, fake_agent, run
 
 pytestmark = pytest.mark.root
 
@@ -307,6 +307,17 @@ def test_identities_only_leaves_the_default_keys(
     only = dataclasses.replace(target, identity_file="", ssh_options=(*target.ssh_options, ("IdentitiesOnly", "yes")))
     with connected(only, ACCEPTING) as connection:
         assert connection.is_connected
+
+
+def test_the_sites_known_hosts_count_wherever_they_are(target: HostTarget, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "site").write_text(f"[127.0.0.1]:{server.port} {server.host_key}\n")
+    (tmp_path / "config").write_text(f"Host *\n  GlobalKnownHostsFile {tmp_path}/site\n")
+    here = dataclasses.replace(target, ssh_config_file=str(tmp_path / "config"))
+    with connected(here, REFUSING) as connection:
+        assert connection.is_connected
+    own = (server.folder / "identity.pub").read_text()
+    (tmp_path / "site").write_text(f"[127.0.0.1]:{server.port} {own}")
+    assert "host key changed" in str(failure(here, ACCEPTING))
 
 
 # -- proxies ---------------------------------------------------------------------------------------------------------
