@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,7 +111,10 @@ def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink) -> str:
         return place.path
     from_where = f", from byte {there.size} on" if there.size else ""
     sink(Note(f"uploading the bundle, {place.size / 2**20:.0f} MiB{from_where}"))
-    stored = host.as_root(place.command(push.STORE_BUNDLE), _content(request.bundle, there.size), lambda line: None)
+    with Path(request.bundle).open("rb") as file:
+        file.seek(there.size)
+        content = iter(functools.partial(file.read, _CHUNK), b"")
+        stored = host.as_root(place.command(push.STORE_BUNDLE), content, lambda line: None)
     if stored.returncode == remote.CONNECTION_LOST:
         next_step = "run the same command again; it goes on where this one stopped"
         raise GpuprovError("the connection dropped while the bundle was uploaded", _ending(stored), next_step)
@@ -119,13 +122,6 @@ def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink) -> str:
         next_step = f"is there room? df -h {CACHE_DIRECTORY}; df -i {CACHE_DIRECTORY}"
         raise GpuprovError("the bundle can't be stored on the host", _ending(stored), next_step)
     return place.path
-
-
-def _content(path: str, start: int) -> Iterator[bytes]:
-    with Path(path).open("rb") as file:
-        file.seek(start)
-        while chunk := file.read(_CHUNK):
-            yield chunk
 
 
 def _bootstrap(host: RemoteSystem, request: Request) -> None:
@@ -184,15 +180,25 @@ class RemoteSystem(System):
         if self.probe.uid == 0 or self.probe.sudo_code == 0:
             words = command if self.probe.uid == 0 else ("sudo", "-n", "--", *command)
             return stream(f"echo; {shlex.join(words)}", stdin=stdin)
+        questions, through = 0, False
         ask = f'exec sudo -k -S -p "$(echo {_ASKS}; echo .)" -- "$@"'
         words = ("sh", "-c", ask, "sh", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
-        answer = _SudoAnswer(stdin)
+
+        def answer(line: str) -> Iterable[bytes] | None:
+            """Stop after one wrong password, as a second might lock the account."""
+            nonlocal questions, through
+            if line.endswith(_THROUGH):
+                through = True
+                return stdin
+            questions += line.endswith(_ASKS)
+            return None if questions > 1 and not through else ()
+
         password = (f"{self._target.become_password}\n".encode(),)
         done = stream("echo; env LC_ALL=C " + shlex.join(words), stdin=password, answer=answer)
-        if not answer.went_through:
+        if not through:
             lines = (line.removeprefix(".").strip() for line in done.stderr.splitlines())
             output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or _ending(done)
-            if answer.asked > 1 or "incorrect password" in output:
+            if questions > 1 or "incorrect password" in output:
                 step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
                 raise GpuprovError("sudo on the host refuses the password", output, step)
             step = f"try on the host, as {self._target.user or 'this user'}: sudo -v"
@@ -228,22 +234,6 @@ class RemoteSystem(System):
         """Return a program's path on the host."""
         done = self.run(("sh", "-c", 'command -v -- "$1"', "sh", program), timeout=_SECONDS)
         return done.stdout.strip() or None
-
-
-@dataclass
-class _SudoAnswer:
-    """Respond to each line of sudo's stderr: stop after one wrong password, as a second might lock the account."""
-
-    stdin: Iterable[bytes]
-    went_through: bool = False
-    asked: int = 0
-
-    def __call__(self, line: str) -> Iterable[bytes] | None:
-        self.asked += line.endswith(_ASKS)
-        if line.endswith(_THROUGH):
-            self.went_through = True
-            return self.stdin
-        return None if self.asked > 1 and not self.went_through else ()
 
 
 def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import logging
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gpuprov.core.commands import Completed
 from gpuprov.core.files import expanded
 from gpuprov.fleet import host_keys, remote
 from gpuprov.fleet.inventory import HostTarget
@@ -34,8 +32,7 @@ _SILENCE_MILLISECONDS = 60_000
 # After the server's first bytes: a thousand handshakes at once take this machine longer than a connect timeout.
 _HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
-_PROXY_SECONDS = 2
-_API_SECONDS = 2
+_PROXY_SECONDS = _API_SECONDS = 2
 # RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
 _BANNER_BYTES = 1 << 16
 # Firmware that checks two terabytes of memory takes its time.
@@ -173,18 +170,14 @@ def _agent(paths: Sequence[str], *, alone: bool) -> Any:
         from paramiko import Agent
 
         opened.append(Agent())
-        named = {key for path in paths for key in _public_keys(path)}
-        found = sorted(opened[-1].get_keys(), key=lambda key: key.asbytes() not in named)
-        return [key for key in found if not alone or key.asbytes() in named]
+        named = ""
+        for path in (f"{one}{suffix}" for one in paths for suffix in ("", ".pub", "-cert.pub")):
+            with contextlib.suppress(OSError):
+                named += expanded(path).read_text("utf-8", "replace")
+        found = sorted(opened[-1].get_keys(), key=lambda key: key.get_base64() not in named)
+        return [key for key in found if not alone or key.get_base64() in named]
 
     return SimpleNamespace(get_keys=keys, close=lambda: [one.close() for one in opened])
-
-
-def _public_keys(path: str) -> Iterator[bytes]:
-    """Yield the public keys of a private key's file, and its certificate; the file itself may be the public one."""
-    for one in (path, f"{path}.pub", f"{path}-cert.pub"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            yield base64.b64decode(expanded(one).read_text("utf-8").split()[1])
 
 
 def _no_answers(_title: str, _text: str, questions: Sequence[Any]) -> Sequence[str]:
@@ -251,10 +244,10 @@ def wait_for_boot(
         try:
             with connected(target, settings) as connection:
                 command = "echo; cat /proc/sys/kernel/random/boot_id"
-                boot_id = _last_line(remote.run(connection, command, timeout=_COMMAND_SECONDS))
-                if boot_id not in ("", left_boot):
-                    state = _last_line(remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS))
-                    if state in _UP:
+                boot_id = remote.run(connection, command, timeout=_COMMAND_SECONDS).stdout.split()[-1:]
+                if boot_id not in ([], [left_boot]):
+                    state = remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.split()[-1:]
+                    if state and state[0] in _UP:
                         return
                 seen = "it answers, and is still in the boot before" if boot_id else seen
         except GpuprovError as error:
@@ -265,11 +258,6 @@ def wait_for_boot(
         "look at its console; once it is up, run the same command again: it goes on where it stopped",
         exit_code=ExitCode.UNREACHABLE,
     )
-
-
-def _last_line(done: Completed) -> str:
-    """Return what a command printed after `echo`, without what a login shell prints before, such as a title."""
-    return done.stdout.strip().rpartition("\n")[2]
 
 
 # -- why it failed -----------------------------------------------------------------------------------------------------
@@ -298,6 +286,7 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         hop = connection  # or the jump host on the way that was not reached
         while hop.gateway and not isinstance(hop.gateway, str) and not hop.gateway.is_connected:
             hop = hop.gateway
+        seen = getattr(error, "strerror", None) or str(error)
         place = f"{'the jump host ' if hop is not connection else ''}{hop.host} port {hop.port}"
         if isinstance(error, AuthenticationException):
             problem = _authentication_problem(target, hop, error)
@@ -312,13 +301,11 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         elif isinstance(error, SSHException) and not isinstance(error, ProxyCommandFailure):
             problem = _handshake_problem(place, target, hop, settings, error)
         elif isinstance(error, (socket.gaierror, UnicodeError)):  # the latter: no name of DNS, such as a..b
-            seen = error.strerror if isinstance(error, socket.gaierror) else str(error)
             set_it = "set ansible_host to the host's address" if hop is connection else "correct ProxyJump"
-            problem = Problem(f"the name {hop.host} is not known", f"{seen}", set_it)
+            problem = Problem(f"the name {hop.host} is not known", seen, set_it)
         elif isinstance(error, TimeoutError):
             problem = _silence(place, "no answer", settings)
         elif isinstance(error, (OSError, EOFError)):
-            seen = getattr(error, "strerror", None) or str(error)
             problem = Problem(f"{place} cannot be reached", seen, f"try: ssh -v {_ssh_words(hop)}")
             problem = (_without_ssh(hop) if seen == os.strerror(errno.ECONNREFUSED) else None) or problem
         else:
