@@ -1,0 +1,216 @@
+"""Tests hold behaviour: none uses a private name of gpuprov, by import, attribute, subclass, or text for a patch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).resolve().parents[1]
+# The names that tests may use, with the reason.
+_OLD = """
+agent.agent._log
+agent.probe._SSHD
+agent.watch._proxy
+boot.watch._DELAYS
+bundle_create.repository._source_text
+cdi.nvml._CHILD
+cli.bundle._create
+cli.health._NPD_LENGTH
+cli.health._NPD_SECONDS
+cli.health._SLURM_SECONDS
+core.commands._LONGEST_LINE
+core.commands._PATIENCE_SECONDS
+core.download._LARGEST
+core.download._LEAST_ROOM
+core.download._LONGEST_SECONDS
+core.files._call_libc
+core.system._MOST
+doctor.gather._CONTAINERS_SECONDS
+driver.imex._OPTION
+driver.imex._settings
+driver.packaged.ChangeDriverPackages._install
+driver_run.InstallDriver._choose_modules
+engines.docker_change.ReconfigureDocker._bytes
+fleet.chroot._LOCKS
+fleet.chroot._locked
+fleet.chroot._running_in
+fleet.command._command_line
+fleet.command._next_command
+fleet.command._with_whole_commands
+fleet.history.DrainKeeper._held
+fleet.inventory._load_extra_vars
+fleet.options._has_terminal
+fleet.progress.LiveTable._live
+fleet.progress.LiveTable._table
+fleet.progress.LiveTable._visible
+fleet.report._ALL_GPUS
+fleet.run.Fleet._await_domain
+fleet.run.Fleet._claim
+fleet.run.Fleet._fail_domain
+fleet.run.Fleet._one
+fleet.run.Fleet._run_here
+fleet.ssh._ssh_words
+fleet.ssh._without_ssh
+kubernetes.cluster._MOST_BYTES
+kubernetes.cluster._SECONDS
+kubernetes.verify._REMOVAL_SECONDS
+kubernetes.verify._chosen
+plan.software._holds_driver
+plan.steps._once
+plan.with_bundle._word
+runtime_hook.deploy._FORMAT
+runtime_hook.deploy._compiled
+runtime_hook.device_cgroup._attached
+runtime_hook.device_cgroup._instructions
+runtime_hook.device_cgroup._load
+runtime_hook.device_nodes._COPY
+runtime_hook.device_nodes._masked
+runtime_hook.prestart._is_another_namespace
+runtime_hook.prestart._root_user
+verify._dcgm
+verify._fabric_manager
+"""
+ALLOWED = dict.fromkeys(_OLD.split(), "older than this rule")
+
+
+@cache
+def _named(name: str) -> object:
+    """Return what `gpuprov.a.b.Class` names; None for other packages' names, and for what does not exist."""
+    if name.partition(".")[0] != "gpuprov":
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        owner, _, last = name.rpartition(".")
+        return getattr(_named(owner), last, None)
+
+
+@cache
+def _members(owner: type) -> frozenset[str]:
+    """Return the names in a class of gpuprov and its bases, the attributes of `self` included."""
+    ours = [one for one in inspect.getmro(owner) if one.__module__.startswith("gpuprov.")]
+    return frozenset(
+        name for one in ours for name in (*vars(one), *re.findall(r"\bself\.(\w+)", inspect.getsource(one)))
+    )
+
+
+def _full_name(owner: object, name: object) -> str:
+    """Return the full name if it is a private one of a module or a class of gpuprov, otherwise an empty text."""
+    if not isinstance(name, str) or not name.startswith("_") or name.endswith("__"):
+        return ""
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__name__}.{name}" if name in _members(owner) else ""
+    return f"{owner.__name__}.{name}" if inspect.ismodule(owner) and hasattr(owner, name) else ""
+
+
+class _Source:
+    """A test's source: what its names are in gpuprov. An object is known by its class."""
+
+    def __init__(self, text: str) -> None:
+        self.nodes = tuple(ast.walk(ast.parse(text)))
+        self.known: dict[str, object] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom):
+                self.known |= {one.asname or one.name: _named(f"{node.module}.{one.name}") for one in node.names}
+            elif isinstance(node, ast.Import):
+                self.known |= {one.asname or one.name.partition(".")[0]: _named(one.name) for one in node.names}
+        for node in self.nodes:
+            if isinstance(node, ast.arg):
+                self._add(node.arg, node.annotation)
+            elif isinstance(node, ast.FunctionDef):
+                self._add(node.name, node.returns)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                self._add(getattr(node.targets[0], "id", ""), node.value)
+            elif isinstance(node, ast.withitem):
+                self._add(getattr(node.optional_vars, "id", ""), node.context_expr)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                self._add(getattr(node.args[0], "id", ""), node.args[1])
+
+    def _add(self, name: str, value: ast.expr | None) -> None:
+        if isinstance(self.of(value), type):
+            self.known[name] = self.of(value)
+
+    def of(self, node: ast.expr | None) -> object:
+        """Return what an expression is: a module, a class (also for its objects), a function; None if not gpuprov's."""
+        if isinstance(node, ast.Name):
+            return self.known.get(node.id)
+        if isinstance(node, ast.Attribute):
+            return getattr(self.of(node.value), node.attr, None)
+        if not isinstance(node, ast.Call):
+            return None
+        called = self.of(node.func)
+        if not inspect.isfunction(called):
+            return called
+        return called.__globals__.get(called.__annotations__.get("return", ""))
+
+    def uses(self) -> Iterator[tuple[object, object]]:
+        """Yield the owner and the name of each use that can be one of gpuprov's names."""
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom):
+                yield from ((_named(node.module or ""), one.name) for one in node.names)
+            elif isinstance(node, ast.Attribute):
+                yield self.of(node.value), node.attr
+            elif isinstance(node, ast.ClassDef):
+                names = {one.name for one in ast.walk(node) if isinstance(one, ast.FunctionDef)}
+                names |= set(re.findall(r"\b(?:self|super\(\))\.(\w+)", ast.unparse(node)))
+                yield from ((base, name) for name in names for base in map(self.of, node.bases))
+            elif isinstance(node, ast.Call) and re.search(r"\b(set|get|del)attr$", ast.unparse(node.func)):
+                # Also a name from a table: then each text of the file can be it.
+                words = self.nodes if isinstance(node.args[1], ast.Name) else (node.args[1],)
+                yield from ((self.of(node.args[0]), word.value) for word in words if isinstance(word, ast.Constant))
+            elif isinstance(node, ast.Constant) and str(node.value).startswith("gpuprov."):
+                owner, _, name = str(node.value).rpartition(".")
+                yield _named(owner), name
+
+
+def private_names(text: str) -> set[str]:
+    """Return the private names of gpuprov that a test's source uses, such as `fleet.run.Fleet._claim`."""
+    return {_full_name(*use).removeprefix("gpuprov.") for use in _Source(text).uses()} - {""}
+
+
+CASES = {
+    "from gpuprov.core.files import _call_libc": {"core.files._call_libc"},
+    "from gpuprov.core import files as f\nf._call_libc()": {"core.files._call_libc"},
+    'patch("gpuprov.core.files._call_libc", None)': {"core.files._call_libc"},
+    'from gpuprov.core import files\nsetattr(files, "_call_libc", None)': {"core.files._call_libc"},
+    'from gpuprov.core import files\nfor name in ("_call_libc",): setattr(files, name, None)': {
+        "core.files._call_libc"
+    },
+    "from gpuprov.fleet.progress import LiveTable\nwith LiveTable() as it: it._live": {
+        "fleet.progress.LiveTable._live"
+    },
+    "from gpuprov.fleet.progress import LiveTable\ndef test(it: LiveTable): it._live": {
+        "fleet.progress.LiveTable._live"
+    },
+    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def _table(self): 0": {
+        "fleet.progress.LiveTable._table"
+    },
+    # The tests' own names, and names of other packages.
+    'from gpuprov.core import files\nhost._call_libc("_call_libc", "x._call_libc")': set(),
+    "from gpuprov.fleet.progress import LiveTable\nassert isinstance(it, LiveTable)\nit._live": {
+        "fleet.progress.LiveTable._live"
+    },
+    'from gpuprov.core import files\nsetattr(host, "_call_libc", files)': set(),
+    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def go(self): host._table()": set(),
+    "from gpuprov.fleet.progress import LiveTable\nclass Own:\n  _live = 1\nOwn()._live": set(),
+    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def _own(self): self._own()": set(),
+    "from gpuprov import __version__\nimport gpuprov.core.files\nimport os\nos._exit(gpuprov.__version__)": set(),
+}
+
+
+@pytest.mark.parametrize(("text", "names"), CASES.items())
+def test_private_names_of_gpuprov_and_no_others_are_found(text: str, names: set[str]) -> None:
+    assert private_names(text) == names
+
+
+def test_tests_use_no_private_names_but_the_allowed() -> None:
+    found = {name: path for path in _TESTS.rglob("*.py") for name in private_names(path.read_text())}
+    assert {name: str(path) for name, path in found.items() if name not in ALLOWED} == {}
+    assert ALLOWED.keys() <= found.keys(), "no test uses it: remove it from ALLOWED"
