@@ -153,7 +153,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
         self._diff = diff
         self._lock = threading.Lock()
         self._live = Live(
-            console=console, get_renderable=self._table, refresh_per_second=8, transient=True, redirect_stderr=False
+            console=console, get_renderable=self.__rich__, refresh_per_second=8, transient=True, redirect_stderr=False
         )
 
     def __enter__(self) -> LiveTable:
@@ -177,11 +177,11 @@ class LiveTable(AbstractContextManager["LiveTable"]):
                 above = self._plans.text(host, event.changes)
             elif isinstance(event, events.Note) and event.level in levels:
                 above = Text(f"{plain(host)}: {one_line(event.message)}", "yellow" if event.level == "warning" else "")
-        # Outside of this class's lock: rich holds its own lock when it calls `_table`, which takes this one.
+        # Outside of this class's lock: rich holds its own lock when it calls `__rich__`, which takes this one.
         if above:
             self._console.print(above, soft_wrap=self._diff)
 
-    def _table(self) -> RenderableType:
+    def __rich__(self) -> RenderableType:
         with self._lock:
             visible = self._visible()
             table = _fitted([_cells(host, row) for host, row in visible], self._console.width, many=len(self._rows) > 1)

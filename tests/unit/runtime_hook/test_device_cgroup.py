@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 from pathlib import Path
@@ -139,12 +140,20 @@ class Kernel:
         self.systemd = systemd
         self.loaded: dict[int, bytes] = {}
 
-    def query(self, cgroup: int) -> tuple[list[int], int]:
-        found = list(self.attached)
+    def query(self, attributes: Any) -> None:
+        (place,) = struct.unpack_from("=Q", attributes, 16)
+        ctypes.memmove(place, struct.pack(f"={len(self.attached)}I", *self.attached), 4 * len(self.attached))
+        struct.pack_into("=I8xI", attributes, 12, 2, len(self.attached))
         if self.systemd:
             self.systemd -= 1
             self.attached = {max(self.attached) + 1: LOADS + DENY + EXIT}
-        return found, 2
+
+    def describe(self, attributes: Any) -> None:
+        handle, size, place = struct.unpack_from("=IIQ", attributes)
+        information = (ctypes.c_char * size).from_address(place)
+        room, instructions = struct.unpack_from("=I8xQ", information, 20)
+        ctypes.memmove(instructions, self.loaded[handle], room)
+        struct.pack_into("=I", information, 20, len(self.loaded[handle]))
 
     def load(self, code: bytes) -> int:
         handle = os.open("/dev/null", os.O_RDONLY)
@@ -157,6 +166,12 @@ class Kernel:
             if wanted not in self.attached:
                 raise OSError(2, "No such file or directory")
             return self.load(self.attached[wanted])
+        if command == 5:
+            count, place = struct.unpack_from("=IQ", attributes, 4)
+            return self.load(ctypes.string_at(place, 8 * count))
+        if command in (15, 16):
+            self.describe(attributes) if command == 15 else self.query(attributes)
+            return 0
         assert command == 8
         _, new, _, how, old = struct.unpack_from("=IIIII", attributes)
         assert how == 6
@@ -170,9 +185,6 @@ class Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(systemd: int) -> Kernel:
         made = Kernel(systemd)
-        monkeypatch.setattr(device_cgroup, "_attached", made.query)
-        monkeypatch.setattr(device_cgroup, "_instructions", lambda handle: made.loaded[handle])
-        monkeypatch.setattr(device_cgroup, "_load", made.load)
         monkeypatch.setattr(device_cgroup, "system_call", made.call)
         return made
 
