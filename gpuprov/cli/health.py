@@ -18,8 +18,8 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import HealthFound, Kept
 
 # node-problem-detector gives a plugin 5 s and shows 80 characters; slurmd ends a HealthCheckProgram after 60 s.
-_NPD_SECONDS, _NPD_LENGTH, _UNKNOWN = 4.0, 80, 2
-_SLURM_SECONDS, _SMI_SECONDS, _SCONTROL_SECONDS = 30.0, 20.0, 10
+NPD_SECONDS, NPD_LENGTH, _UNKNOWN = 4.0, 80, 2
+SLURM_SECONDS, _SMI_SECONDS, _SCONTROL_SECONDS = 30.0, 20.0, 10
 _HANGS = "nvidia-smi-hangs"
 # A drain with this reason is ours to end.
 _OURS, _REASON_LENGTH = "gpuprov health: ", 120
@@ -104,15 +104,15 @@ def _for_npd() -> int:
 
     So little time tells a slow GPU not from one that hangs.
     """
-    code, text, unfit = _judged(_NPD_SECONDS, _NPD_SECONDS - 1)
+    code, text, unfit = _judged(NPD_SECONDS, NPD_SECONDS - 1)
     code = None if unfit == {_HANGS} else code
-    say(" ".join((text if code is not None else f"unknown: {text.removeprefix('unfit: ')}").split())[:_NPD_LENGTH])
+    say(" ".join((text if code is not None else f"unknown: {text.removeprefix('unfit: ')}").split())[:NPD_LENGTH])
     return _UNKNOWN if code is None else int(code == ExitCode.UNFIT)
 
 
 def _for_slurm() -> int:
     """Drain this node, or resume it after a drain of ours; return 0 if it has the state that it should have."""
-    code, text, _ = _judged(_SLURM_SECONDS, _SMI_SECONDS)
+    code, text, _ = _judged(SLURM_SECONDS, _SMI_SECONDS)
     if code is None:
         say(f"not judged, and left as it is: {text}", err=True)
         return int(ExitCode.FAILED)

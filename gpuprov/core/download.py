@@ -132,7 +132,7 @@ _LONGEST_SEEN = 400
 _SMALL = 1 << 20
 _SMALL_SECONDS = 300
 # Limits where the server does not say how much will come: several times the largest .run, and a slow line's night.
-_LARGEST = 16 << 30
+LARGEST = 16 << 30
 _LONGEST_SECONDS = 8 * 3600
 # Such a download leaves this much room to others.
 _LEAST_ROOM = 256 << 20
@@ -369,9 +369,9 @@ def _endless(system: System, response: requests.Response, part: str, url: str) -
     size = 0
     for piece in _pieces(system, response, url, _LONGEST_SECONDS):
         size += len(piece)
-        if size > _LARGEST:
+        if size > LARGEST:
             system.remove(part)
-            seen = f"more than {_LARGEST >> 30} GiB"
+            seen = f"more than {LARGEST >> 30} GiB"
             raise GpuprovError(f"{masked(url)} is larger than expected", seen, "check the URL")
         if system.free_bytes(part) < _LEAST_ROOM:
             system.remove(part)

@@ -54,7 +54,7 @@ from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 
 MOST_CONTAINERS = 20
-_CONTAINERS_SECONDS = 20
+CONTAINERS_SECONDS = 20
 _ENGINE_SECONDS = 10
 _SMI_SECONDS = 120
 _SECONDS = 20
@@ -350,9 +350,9 @@ def gather_containers(system: System) -> Containers:
     # A System notices once that it is to stop: this one's is the caller's to notice.
     worker = threading.Thread(target=_examine_all, args=(copy.copy(system), found, waiting, why), daemon=True)
     worker.start()
-    worker.join(_CONTAINERS_SECONDS)
+    worker.join(CONTAINERS_SECONDS)
     if worker.is_alive():
-        return Containers(tuple(found), len(waiting), f"not done after {_CONTAINERS_SECONDS} s")
+        return Containers(tuple(found), len(waiting), f"not done after {CONTAINERS_SECONDS} s")
     return Containers(tuple(found), len(waiting), (why or [f"{MOST_CONTAINERS} are looked at" if waiting else ""])[0])
 
 

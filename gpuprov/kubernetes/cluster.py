@@ -20,10 +20,7 @@ from gpuprov.core.commands import Completed, Failure, first_match, run_command
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import one_line
 
-_SECONDS = 40
 _REQUEST_SECONDS = 30
-# More than a list of 5,000 nodes, Kubernetes' limit; a server that never ends must not fill our memory.
-_MOST_BYTES = 128 << 20
 _LONGEST_LINE = 600
 
 
@@ -31,12 +28,15 @@ _LONGEST_LINE = 600
 class Kubectl:
     """How kubectl is called: its program, and which cluster of which kubeconfig, empty for kubectl's own choice.
 
+    A call ends after `seconds`; `most` bytes of its output are kept: more than a list of 5,000 nodes, the limit.
     The methods raise GpuprovError, and `doing` completes its first line.
     """
 
     context: str = ""
     kubeconfig: str = ""
     program: str = "kubectl"
+    seconds: float = 40.0
+    most: int = 128 << 20
 
     def get(self, path: str, *, doing: str) -> Any:
         """Return the JSON at a path of the API."""
@@ -74,8 +74,8 @@ class Kubectl:
             f"--request-timeout={_REQUEST_SECONDS}s",
         )
         return run_command(
-            (self.program, *chosen, *words), timeout=_SECONDS, stdin=stdin, env=os.environ, on_line=None,
-            folder=None, most=_MOST_BYTES,
+            (self.program, *chosen, *words), timeout=self.seconds, stdin=stdin, env=os.environ, on_line=None,
+            folder=None, most=self.most,
         )  # fmt: skip
 
 

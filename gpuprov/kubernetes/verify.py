@@ -34,12 +34,16 @@ Chosen = tuple[Node, "HostList | None"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a verification asks of the cluster. `image`: empty for the default. `interval`: seconds between looks."""
+    """What a verification asks of the cluster. `image`: empty for the default. `interval`: seconds between looks.
+
+    `removal_seconds`: for kubelets to confirm the end of a pod; a node that is down does not.
+    """
 
     image: str = ""
     namespace: str = "default"
     pod_seconds: float = 300.0
     interval: float = 1.0
+    removal_seconds: float = 60.0
 
 
 def verification_pod(
@@ -69,8 +73,6 @@ def verification_pod(
 
 
 _MOST_LOG = 256 << 10
-# kubelets confirm the end of a pod; a node that is down does not.
-_REMOVAL_SECONDS = 60
 _MOST_LOOKS = 5
 # Waiting can't resolve these: a person must change something first.
 _HOPELESS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError",
@@ -101,7 +103,7 @@ class Trial:
         """Create the pod for a node. Raises GpuprovError."""
         pod = verification_pod(
             name, node, run=self.run, image=self.wanted.image, resources=resources, by_class=self.by_class,
-            seconds=self.wanted.pod_seconds + _REMOVAL_SECONDS,
+            seconds=self.wanted.pod_seconds + self.wanted.removal_seconds,
         )  # fmt: skip
         self.pods.add(name)
         try:
@@ -145,7 +147,7 @@ class Trial:
 
     def close(self) -> Mapping[str, Problem]:
         """Delete the pods and wait until they are gone; return pod → why its removal is not confirmed."""
-        deadline = time.monotonic() + _REMOVAL_SECONDS
+        deadline = time.monotonic() + self.wanted.removal_seconds
         while self.pods:
             try:
                 self.kubectl.delete(self._ours, doing=f"remove the test pods in {self.wanted.namespace}")
@@ -155,7 +157,8 @@ class Trial:
             if not left:
                 break
             if time.monotonic() > deadline:
-                seen = f"its removal was accepted, and was not finished in {_REMOVAL_SECONDS} s: the node may be down"
+                limit = f"{self.wanted.removal_seconds:g} s"
+                seen = f"its removal was accepted, and was not finished in {limit}: the node may be down"
                 place = self.wanted.namespace
                 return {
                     name: Problem(f"the pod {place}/{name} is still there", seen, f"kubectl get pod -n {place} {name}")

@@ -129,7 +129,7 @@ def test_the_doctor_looks_at_running_containers_with_the_drivers_node_alone(
         monkeypatch.setattr(gather, "MOST_CONTAINERS", 2)
         limited = gather_containers(System("/"))
         assert (len(limited.examined), limited.left, limited.why) == (2, 1, "2 are looked at")
-        monkeypatch.setattr(gather, "_CONTAINERS_SECONDS", 0)
+        monkeypatch.setattr(gather, "CONTAINERS_SECONDS", 0)
         assert "not done after" in gather_containers(System("/")).why
     finally:
         docker.docker("rm", "--force", *starts)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.kubernetes import verify
 from gpuprov.kubernetes.cluster import Kubectl
 from gpuprov.kubernetes.verify import all_nodes
 from gpuprov.protocol.errors import ExitCode, GpuprovError
@@ -79,9 +78,7 @@ def test_what_the_cluster_refuses_has_its_sentence(
 
 
 @pytest.mark.slow
-def test_a_removal_that_fails_is_told_with_the_command(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_fails_is_told_with_the_command(cluster: Cluster, tmp_path: Path) -> None:
     cluster.refuse["DELETE pods"] = (*_FORBIDDEN, "pods is forbidden: User cannot delete")
     (result,) = verified(cluster, tmp_path, namespace="given")
     assert (checks(result)[ALL], checks(result)[REMOVED]) == ("ok", "failed")
@@ -89,8 +86,7 @@ def test_a_removal_that_fails_is_told_with_the_command(
     cluster.refuse.clear()
     cluster.pods.clear()
     cluster.stays = True
-    monkeypatch.setattr(verify, "_REMOVAL_SECONDS", 0.5)
-    (result,) = verified(cluster, tmp_path)
+    (result,) = verified(cluster, tmp_path, removal_seconds=0.5)
     assert checks(result)[REMOVED] == "failed"
     assert "still there" in result.problems[0].what
     assert result.problems[0].next_step.startswith("kubectl get ")

@@ -6,12 +6,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.core import download
 from gpuprov.core.changes import tell_nobody
-from gpuprov.core.download import fetch, fetch_small, published_sha256, unreachable
+from gpuprov.core.download import LARGEST, fetch, fetch_small, published_sha256, unreachable
 from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.driver_run import default_url
@@ -97,26 +98,27 @@ def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site
 
 
 @pytest.mark.parametrize(
-    "limit, what, evidence",
+    "host, largest, what, evidence",
     [
-        ({"_LARGEST": 1 << 20}, "is larger than expected", "more than 0 GiB"),
-        ({"_LONGEST_SECONDS": 3.0}, "takes too long", "no end after 3 s"),
-        ({"_LEAST_ROOM": 11 << 30}, "not enough room for", "11264 MiB to come, 10240 MiB free"),
+        ({}, 1 << 20, "is larger than expected", "more than 0 GiB"),
+        ({"seconds": 8 * 3600.0}, LARGEST, "takes too long", "no end after 28800 s"),
+        ({"room": 255 << 20}, LARGEST, "not enough room for", "256 MiB to come, 255 MiB free"),
     ],
 )
 def test_a_file_of_unknown_length_has_an_end(
-    tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch, limit: dict[str, float], what: str, evidence: str
-) -> None:
+    tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch, host: dict[str, Any], largest: int, what: str,
+    evidence: str,
+) -> None:  # fmt: skip
     system = Clocked(str(tmp_path))
+    vars(system).update(host)
     site.files["/f"], site.lengths = CONTENT, False
-    for name, value in limit.items():
-        monkeypatch.setattr(download, name, value)
+    monkeypatch.setattr(download, "LARGEST", largest)
     with pytest.raises(GpuprovError) as caught:
         progress(system, f"{site.url}/f")
     assert what in str(caught.value) and evidence in str(caught.value)
     assert system.status("/file") is None
     # What can't be resumed does not stay on a disk that it fills.
-    assert (system.status("/file.part") is None) == ("_LONGEST_SECONDS" not in limit)
+    assert (system.status("/file.part") is None) == ("seconds" not in host)
 
 
 def test_a_small_file_that_comes_byte_by_byte_has_an_end(tmp_path: Path, site: Site) -> None:

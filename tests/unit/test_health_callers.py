@@ -116,7 +116,7 @@ def test_slurm_changes_no_other_node(slurm: Slurm, monkeypatch: pytest.MonkeyPat
 
 
 def test_slurm_drains_a_node_that_hangs(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuprov.cli.health._SLURM_SECONDS", 0.01)
+    monkeypatch.setattr("gpuprov.cli.health.SLURM_SECONDS", 0.01)
     done, calls = slurm(_HANGING)
     assert (done.exit_code, len(calls)) == (0, 1)
     assert "no answer within 0.01 s" in calls[0]
@@ -162,7 +162,7 @@ def test_npd_gets_code_and_line(monkeypatch: pytest.MonkeyPatch, finished: Finis
 
 
 def test_npd_gets_unknown_from_a_host_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuprov.cli.health._NPD_SECONDS", 0.01)
+    monkeypatch.setattr("gpuprov.cli.health.NPD_SECONDS", 0.01)
     _judging(monkeypatch, _HANGING)
     done = CliRunner().invoke(cli, ["health", "--for", "npd"])
     assert (done.exit_code, done.output) == (2, "unknown: no answer within 0.01 s\n")
@@ -267,7 +267,7 @@ def test_the_detectors_condition_follows_the_host(detector: NodeProblemDetector,
 def test_the_detector_does_not_know_of_a_host_whose_gpus_do_not_answer(
     detector: NodeProblemDetector, host: HealthHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "_NPD_SECONDS", 0.01)
+    monkeypatch.setattr(callers, "NPD_SECONDS", 0.01)
     forever = threading.Event()
     monkeypatch.setattr(host, "run", lambda argv, **more: forever.wait())
     assert detector.run() == Condition("Unknown", "GPUsAreFit", "unknown: no answer within 0.01 s")
@@ -280,8 +280,8 @@ def test_a_long_report_of_many_gpus_is_short_for_the_detector(detector: NodeProb
 
 
 def test_it_answers_before_the_detector_ends_it(detector: NodeProblemDetector) -> None:
-    assert float(detector.limits["timeout"].rstrip("s")) >= callers._NPD_SECONDS + 1
-    assert detector.limits["max_output_length"] == callers._NPD_LENGTH
+    assert float(detector.limits["timeout"].rstrip("s")) >= callers.NPD_SECONDS + 1
+    assert detector.limits["max_output_length"] == callers.NPD_LENGTH
 
 
 # -- systemd ---------------------------------------------------------------------------------------------------------

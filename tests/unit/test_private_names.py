@@ -22,17 +22,6 @@ boot.watch._DELAYS
 bundle_create.repository._source_text
 cdi.nvml._CHILD
 cli.bundle._create
-cli.health._NPD_LENGTH
-cli.health._NPD_SECONDS
-cli.health._SLURM_SECONDS
-core.commands._LONGEST_LINE
-core.commands._PATIENCE_SECONDS
-core.download._LARGEST
-core.download._LEAST_ROOM
-core.download._LONGEST_SECONDS
-core.files._call_libc
-core.system._MOST
-doctor.gather._CONTAINERS_SECONDS
 driver.imex._OPTION
 driver.imex._settings
 driver.packaged.ChangeDriverPackages._install
@@ -44,13 +33,8 @@ fleet.chroot._running_in
 fleet.command._command_line
 fleet.command._next_command
 fleet.command._with_whole_commands
-fleet.history.DrainKeeper._held
 fleet.inventory._load_extra_vars
 fleet.options._has_terminal
-fleet.progress.LiveTable._live
-fleet.progress.LiveTable._table
-fleet.progress.LiveTable._visible
-fleet.report._ALL_GPUS
 fleet.run.Fleet._await_domain
 fleet.run.Fleet._claim
 fleet.run.Fleet._fail_domain
@@ -58,18 +42,12 @@ fleet.run.Fleet._one
 fleet.run.Fleet._run_here
 fleet.ssh._ssh_words
 fleet.ssh._without_ssh
-kubernetes.cluster._MOST_BYTES
-kubernetes.cluster._SECONDS
-kubernetes.verify._REMOVAL_SECONDS
 kubernetes.verify._chosen
 plan.software._holds_driver
 plan.steps._once
 plan.with_bundle._word
 runtime_hook.deploy._FORMAT
 runtime_hook.deploy._compiled
-runtime_hook.device_cgroup._attached
-runtime_hook.device_cgroup._instructions
-runtime_hook.device_cgroup._load
 runtime_hook.device_nodes._COPY
 runtime_hook.device_nodes._masked
 runtime_hook.prestart._is_another_namespace
@@ -189,8 +167,8 @@ CASES = {
     "from gpuprov.fleet.progress import LiveTable\ndef test(it: LiveTable): it._live": {
         "fleet.progress.LiveTable._live"
     },
-    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def _table(self): 0": {
-        "fleet.progress.LiveTable._table"
+    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def _visible(self): 0": {
+        "fleet.progress.LiveTable._visible"
     },
     # The tests' own names, and names of other packages.
     'from gpuprov.core import files\nhost._call_libc("_call_libc", "x._call_libc")': set(),
@@ -198,7 +176,7 @@ CASES = {
         "fleet.progress.LiveTable._live"
     },
     'from gpuprov.core import files\nsetattr(host, "_call_libc", files)': set(),
-    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def go(self): host._table()": set(),
+    "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def go(self): host._visible()": set(),
     "from gpuprov.fleet.progress import LiveTable\nclass Own:\n  _live = 1\nOwn()._live": set(),
     "from gpuprov.fleet.progress import LiveTable\nclass Own(LiveTable):\n  def _own(self): self._own()": set(),
     "from gpuprov import __version__\nimport gpuprov.core.files\nimport os\nos._exit(gpuprov.__version__)": set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -13,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
@@ -162,6 +164,7 @@ def test_run_does_not_wait_for_a_command_that_no_signal_ends(
 ) -> None:
     # As nvidia-smi on a GPU that hangs, in a call that the kernel does not let go.
     def send(pid: int, number: int) -> None:
+        clock.ahead += 10
         if refusal is not None:
             raise refusal
 
@@ -172,7 +175,6 @@ def test_run_does_not_wait_for_a_command_that_no_signal_ends(
         pids.append(int(line))
         clock.ahead = 7200
 
-    monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0)
     with monkeypatch.context() as deaf:
         deaf.setattr(os, "killpg", send)
         done = System().run(("sh", "-c", "echo $$; exec sleep 60"), timeout=3000, on_line=pass_time)
@@ -305,15 +307,13 @@ def test_a_link_to_a_device_prevents_a_write_and_the_device_stays(tmp_path: Path
     assert system.write_problems(["/x.conf", "/dev/null"]) == ()
 
 
-def test_an_output_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuprov.core.system._MOST", 1000)
-    monkeypatch.setattr("gpuprov.core.commands._LONGEST_LINE", 1000)
+def test_an_output_without_end_does_not_fill_the_memory() -> None:
     told: list[str] = []
-    done = System().run(("sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x; echo end"), on_line=told.append)
+    done = System().run(("sh", "-c", "head -c 70000000 /dev/zero | tr '\\0' x; echo end"), on_line=told.append)
     assert done.stdout.endswith("xend\n")
-    assert len(done.stdout) == 1000
+    assert len(done.stdout) == 64 << 20
     # A part of a line and the last piece that was read.
-    assert [len(line) <= 1000 + (1 << 16) for line in told] == [True]
+    assert [len(line) <= (1 << 20) + (1 << 16) for line in told] == [True]
 
 
 # -- full and broken disks ---------------------------------------------------------------------------------------------
@@ -406,19 +406,20 @@ def test_contents_and_names_are_on_the_disk_before_anything_else(tmp_path: Path,
 
 def test_each_file_system_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    call = files._call_libc
+    libc = ctypes.CDLL(None, use_errno=True)
 
-    def noted(function: str, handle: int) -> None:
-        call(function, handle)
+    def syncfs(handle: int) -> int:
         synced.append(os.fstat(handle).st_dev)
+        return int(libc.syncfs(handle))
 
-    monkeypatch.setattr(files, "_call_libc", noted)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syncfs=syncfs))
     open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (no Path holds a descriptor open)
     files.sync_file_systems([tmp_path, tmp_path / "missing", tmp_path.parent, Path("/dev")])
     assert sorted(synced) == sorted({tmp_path.stat().st_dev, Path("/dev").stat().st_dev})
     assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syncfs=lambda _: libc.syncfs(-1)))
     with pytest.raises(OSError, match="Bad file descriptor"):
-        call("syncfs", -1)
+        files.sync_file_systems([tmp_path])
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
@@ -434,7 +435,12 @@ def test_a_file_system_that_root_cannot_open_is_left_out(
         return opening(path, *more)
 
     monkeypatch.setattr(os, "open", refused)
-    monkeypatch.setattr(files, "_call_libc", lambda function, handle: synced.append(os.fstat(handle).st_dev))
+
+    def sync(handle: int) -> int:
+        synced.append(os.fstat(handle).st_dev)
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syncfs=sync))
     (tmp_path / "opt").mkdir()
     files.sync_file_systems([tmp_path / "opt", tmp_path])
     assert synced == [tmp_path.stat().st_dev]

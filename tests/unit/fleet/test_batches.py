@@ -193,8 +193,8 @@ def test_flood_is_cut() -> None:
 # A child that ends at SIGTERM, and one that does not; each tells its number once it is so far.
 @pytest.mark.parametrize("trap", ["", "trap '' TERM; "], ids=["", "ignores-SIGTERM"])
 def test_timeout_ends_the_command_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str) -> None:
-    monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0.5)
     clock = clock_of(monkeypatch, "gpuprov.core.commands")
+    clock.haste = 10
     told = tmp_path / "child"
     child = f"{trap}echo $$ > {told}.new; mv {told}.new {told}; exec sleep 3600"
 

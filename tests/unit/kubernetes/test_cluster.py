@@ -192,12 +192,12 @@ def test_a_pod_that_did_not_start_has_its_sentence(state: PodState, events: tupl
     assert all(event in problem.evidence for event in events)
 
 
-def program(folder: Path, text: str) -> Kubectl:
+def program(folder: Path, text: str, **limits: Any) -> Kubectl:
     """Return a kubectl that is this script."""
     path = folder / "kubectl"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return Kubectl(program=str(path))
+    return Kubectl(program=str(path), **limits)
 
 
 def test_a_run_over_a_cluster_is_kept_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,19 +208,17 @@ def test_a_run_over_a_cluster_is_kept_as_one(tmp_path: Path, monkeypatch: pytest
     assert "of cluster prod" in CliRunner().invoke(cli, ["report", "--list"]).output
 
 
-def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(cluster, "_SECONDS", 1)
-    done = program(tmp_path, "exec yes").run(("get", "--raw", "/"))
+def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path) -> None:
+    done = program(tmp_path, "exec yes", seconds=1, most=1 << 20).run(("get", "--raw", "/"))
     assert not done.ok
     assert len(done.stdout) <= 1 << 20
     with pytest.raises(GpuprovError, match="does not answer"):
         succeeded(done, "look")
 
 
-def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_SECONDS", 2)
-    call = program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/made; mv {tmp_path}/made {tmp_path}/pid; wait")
+def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/made; mv {tmp_path}/made {tmp_path}/pid; wait"
+    call = program(tmp_path, script, seconds=2)
     with pytest.raises(GpuprovError) as caught:
         while not (tmp_path / "pid").exists():  # a busy machine may take longer to start it
             call.get("/x", doing="look")
