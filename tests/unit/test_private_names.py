@@ -35,11 +35,6 @@ fleet.command._next_command
 fleet.command._with_whole_commands
 fleet.inventory._load_extra_vars
 fleet.options._has_terminal
-fleet.run.Fleet._await_domain
-fleet.run.Fleet._claim
-fleet.run.Fleet._fail_domain
-fleet.run.Fleet._one
-fleet.run.Fleet._run_here
 fleet.ssh._ssh_words
 fleet.ssh._without_ssh
 kubernetes.verify._chosen

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import pytest
 
 from gpuprov.agent.result import HostResult, MadeChange
 from gpuprov.fleet.history import Run
+from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.run import Fleet
 from gpuprov.protocol.errors import ExitCode, Problem
-from gpuprov.protocol.events import CheckDone, PlannedChange
+from gpuprov.protocol.events import CheckDone, Finished, PlannedChange, Sink
+from gpuprov.protocol.request import Request
 
 CHECKS = ("driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia",
           "docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus")  # fmt: skip
@@ -91,6 +97,23 @@ def _installed(number: int) -> HostResult:
     return HostResult(
         name_of(number), ExitCode.DONE, 4, seconds, (), "4 changes made", _versions(number), (), plan, made
     )
+
+
+def played(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Request, Sink], Finished]) -> threading.local:
+    """Let a function answer for the local hosts of runs, by their names; each is another machine.
+
+    Return what has the `name` of the host that a thread serves.
+    """
+    here, run_host = threading.local(), Fleet.run_host
+
+    def named(fleet: Fleet, request: Request, target: HostTarget, sink: Sink) -> None:
+        here.name = target.name
+        run_host(fleet, request, target, sink)
+
+    monkeypatch.setattr(Fleet, "run_host", named)
+    monkeypatch.setattr("gpuprov.fleet.run.local_machine", lambda system: "")
+    monkeypatch.setattr("gpuprov.fleet.run.run_here", lambda request, sink, stop: answer(here.name, request, sink))
+    return here
 
 
 def run_of(command: str, results: Sequence[HostResult], *inventory: str) -> Run:

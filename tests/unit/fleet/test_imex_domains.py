@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuprov.agent.result import HostResult
 from gpuprov.fleet.command import run_command
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
@@ -20,6 +22,8 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import Finished, Planned, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec
+from tests.clock import clock_of
+from tests.unit.fleet.fleets import played
 from tests.unit.fleet.test_inventory import DRIVER, error_of, read
 
 _HOSTS = """\
@@ -168,23 +172,21 @@ def test_no_host_is_verified_before_the_others_of_its_domain_are_changed(monkeyp
     """Two domains whose hosts alternate, with places for one: neither may wait for hosts that find no place."""
     ran: list[tuple[str, str]] = []
     waits = {"a": threading.Event(), "b": threading.Event()}
-    await_domain = Fleet._await_domain
 
-    def run_here(fleet: Fleet, target: HostTarget, request: Request, sink: Sink) -> Finished:
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
         if not request.check:
-            first = target.name.endswith("1")
-            assert first or request.command == "verify" or waits[target.name[0]].wait(timeout=60)
-            ran.append((request.command, target.name))
+            first = name.endswith("1")
+            assert first or request.command == "verify" or waits[name[0]].wait(timeout=60)
+            ran.append((request.command, name))
         sink(Planned((), disturbs=True))
         return Finished(0, changed=1)
 
-    def awaited(fleet: Fleet, target: HostTarget) -> None:
-        waits[target.name[0]].set()
-        await_domain(fleet, target)
+    def sleep(seconds: float) -> None:
+        waits[here.name[0]].set()
+        time.sleep(0.01)
 
-    monkeypatch.setattr(Fleet, "_run_here", run_here)
-    monkeypatch.setattr(Fleet, "_claim", lambda *_: None)
-    monkeypatch.setattr(Fleet, "_await_domain", awaited)
+    here = played(monkeypatch, answer)
+    monkeypatch.setattr(clock_of(monkeypatch, "gpuprov.fleet.run"), "sleep", sleep)
     hosts = [host for pair in zip(rack(1, 2, 3, domain="a"), rack(1, 2, 3, domain="b")) for host in pair]
     assert words_of(hosts, commands=HostCommands(("true",), ("true",))) == [(True, "done")] * 6
     for domain in "ab":
@@ -219,38 +221,33 @@ def test_hosts_of_a_domain_that_has_failed_do_not_begin(
 ) -> None:
     """Domain b has two places while a-2 runs: b-1 fails, b-2 runs (or is only looked at), b-3 has not begun."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    ran, second, failed, over = list[str](), threading.Event(), threading.Event(), threading.Event()
+    ran, second, ended = list[str](), threading.Event(), defaultdict[str, threading.Event](threading.Event)
 
-    def run_here(fleet: Fleet, target: HostTarget, request: Request, sink: Sink) -> Finished:
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
         sink(Planned((), disturbs=True))
         if not request.check or not drains:
-            ran.append(target.name)
-        if target.name == "b-1" and not request.check:
+            ran.append(name)
+        if name == "b-1" and not request.check:
             assert second.wait(timeout=60)
             return Finished(1, problems=(Problem("dpkg is locked"),), changed=1)
-        if target.name == "a-2":
-            assert over.wait(timeout=60)
-        if target.name == "b-2":
+        if name == "a-2":
+            assert ended["b-3"].wait(timeout=60)
+        if name == "b-2":
             second.set()
-            assert failed.wait(timeout=60)
+            assert ended["b-1"].wait(timeout=60)
         return Finished(0)
 
-    run_one, fail_domain = Fleet._one, Fleet._fail_domain
+    class Pool(ThreadPoolExecutor):
+        """Tells which hosts have ended, with all that the run does about them."""
 
-    def failing(fleet: Fleet, target: HostTarget, result: HostResult) -> HostResult:
-        found = fail_domain(fleet, target, result)
-        failed.set()
-        return found
+        def submit(self, call: Callable[..., Any], /, *words: Any, **more: Any) -> Future[Any]:
+            (name,) = (one.name for one in words if isinstance(one, HostTarget))
+            future = super().submit(call, *words, **more)
+            future.add_done_callback(lambda _: ended[name].set())
+            return future
 
-    def one(fleet: Fleet, target: HostTarget, *more: Any) -> HostResult:
-        assert target.name != "b-3" or failed.wait(timeout=60)
-        found = run_one(fleet, target, *more)
-        if target.name == "b-3":
-            over.set()
-        return found
-
-    for name, new in (("_run_here", run_here), ("_claim", lambda *_: None), ("_fail_domain", failing), ("_one", one)):
-        monkeypatch.setattr(Fleet, name, new)
+    played(monkeypatch, answer)
+    monkeypatch.setattr("gpuprov.fleet.run.ThreadPoolExecutor", Pool)
     commands = HostCommands(("true",), ()) if drains else HostCommands()
     fleet = Fleet(lambda: pytest.fail("no agent"), Options("install", forks=3), commands=commands, again="gpuprov x")
     results = fleet.run([*rack(1, 2, domain="a"), *rack(1, 2, 3, domain="b")], Request("install"), lambda *_: None)

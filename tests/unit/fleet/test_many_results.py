@@ -6,7 +6,6 @@ import io
 import json
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.words import one_line
-from tests.unit.fleet.fleets import run_of
+from tests.unit.fleet.fleets import played, run_of
 from tests.unit.test_health import HealthHost, report_of
 
 
@@ -307,23 +306,18 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.here = threading.local()
         self.lock = threading.Lock()
         self.now = self.most = 0
         self.judged: list[str] = []
 
-    def claim(self, name: str, *rest: object) -> None:
-        """Learn which host this thread serves: all of them are this machine."""
-        self.here.name = name
-
-    def answer(self, request: Request, sink: Sink, stop: Callable[[], bool]) -> Finished:
+    def answer(self, name: str, request: Request, sink: Sink) -> Finished:
         assert request.command == "health"
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
-            self.judged.append(self.here.name)
-        number = int(self.here.name[3:])
-        host = HealthHost(self.folder / self.here.name)
+            self.judged.append(name)
+        number = int(name[3:])
+        host = HealthHost(self.folder / name)
         ill = {**_SICK, **_DEGRADED}.get(number, "")
         if number != _SILENT:
             host.report = report_of(*("" if gpu != number % _GPUS else ill for gpu in range(_GPUS)))
@@ -338,8 +332,7 @@ class Fleet:
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     found = Fleet(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("gpuprov.fleet.run.run_here", found.answer)
-    monkeypatch.setattr("gpuprov.fleet.run.Fleet._claim", found.claim)
+    played(monkeypatch, found.answer)
     hosts = "".join(f"{name_of(number)} ansible_connection=local\n" for number in range(_HOSTS))
     (tmp_path / "hosts.ini").write_text(hosts)
     return found

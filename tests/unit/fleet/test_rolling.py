@@ -28,7 +28,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import ChangeStarted, CheckDone, Event, Finished, Note, Planned, PlannedChange, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
-from tests.unit.fleet.fleets import run_of
+from tests.unit.fleet.fleets import played, run_of
 
 CALLS = "calls"
 SCRIPT = """#!/bin/sh
@@ -89,23 +89,15 @@ class Site:
             lambda: pytest.fail("no host needs the agent"), Options(command, hosts=self.hosts, forks=1),
             self.told.append, rollout or Rollout(), commands, f"gpuprov {command}", clock,
         )  # fmt: skip
-        site = self
-
-        def run_here(request: Request, sink: Sink, stop: object) -> Finished:
-            return site.answer(site.current, request, sink)
-
         targets = [HostTarget(name, HostSpec(), connection="local") for name in names]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_STATE_HOME", str(self.calls.parent / "state"))
-            patch.setattr("gpuprov.fleet.run.run_here", run_here)
-            patch.setattr("gpuprov.fleet.run.Fleet._claim", lambda fleet, name, *rest: setattr(site, "current", name))
+            played(patch, self.answer)
             return self.fleet.run(targets, Request(command, check=check), self._sink)
 
     def _sink(self, host: str, event: object) -> None:
         if isinstance(event, Note):
             self.notes.append(event.message)
-
-    current = ""
 
     def order(self) -> list[str]:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
