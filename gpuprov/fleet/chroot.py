@@ -146,9 +146,6 @@ def _examined(root: str) -> str:
         seen = "it is this machine's own" if own else f"no directory: {', '.join(wrong)}"
         step = "mount the image and name its root: --root /mnt/image; for this machine's own disk: --image"
         raise UsageError(f"{root} is no root file system of an image", seen, step)
-    if pid := _running_in(path):
-        what = f"a system runs from {root}, and an image loses its identity (machine-id, SSH host keys)"
-        raise UsageError(what, f"process {pid} is its first process", "stop that container first: ps -fp " + pid)
     return path
 
 
@@ -179,6 +176,10 @@ def _locked(path: str) -> Iterator[None]:
         except BlockingIOError:
             step = f"wait for its end, or look for it: fuser -v {_LOCKS}/{name}"
             raise GpuprovError(f"another gpuprov run works in {path}", f"it holds {_LOCKS}/{name}", step) from None
+        # After the lock: the processes of another run look like a container's.
+        if pid := _running_in(path):
+            what = f"a system runs from {path}, and an image loses its identity (machine-id, SSH host keys)"
+            raise UsageError(what, f"process {pid} is its first process", "stop that container first: ps -fp " + pid)
         os.set_inheritable(handle, True)
         yield
     finally:

@@ -27,9 +27,6 @@ driver.imex._settings
 driver.packaged.ChangeDriverPackages._install
 driver_run.InstallDriver._choose_modules
 engines.docker_change.ReconfigureDocker._bytes
-fleet.chroot._LOCKS
-fleet.chroot._locked
-fleet.chroot._running_in
 fleet.command._command_line
 fleet.command._next_command
 fleet.command._with_whole_commands

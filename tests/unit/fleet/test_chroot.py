@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import socket
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from gpuprov.fleet.agent_file import Agent
-from gpuprov.fleet.chroot import _locked, _running_in, run_in_root
+from gpuprov.fleet.chroot import run_in_root
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Finished
 from gpuprov.protocol.request import Request
@@ -30,11 +32,6 @@ for line in {lines!r}:
         said.append(type(error).__name__ + " " + str(error.errno))
 print(json.dumps({{"event": "Finished", "exit_code": 0, "summary": json.dumps(said)}}))
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuprov.fleet.chroot._LOCKS", str(tmp_path))
 
 
 @pytest.fixture
@@ -89,21 +86,32 @@ def test_the_builders_docker_is_not_named_inside(root: Path, monkeypatch: pytest
     assert run(root, "os.environ.get('DOCKER_HOST')") == ["None"]
 
 
-def test_a_second_run_in_the_same_root_is_refused(root: Path) -> None:
-    with _locked(str(root)):
-        with pytest.raises(GpuprovError, match="another gpuprov run works in"):
-            run(root, "1")
+def refused(root: Path) -> bool:
+    try:
+        return run(root, "1") != ["1"]
+    except GpuprovError as error:
+        assert "another gpuprov run works in" in str(error)
+        return True
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_run_is_refused_until_the_processes_of_the_first_have_ended(root: Path, *, killed: bool) -> None:
+    lines = "os.mkfifo('/tmp/first')", "open('/tmp/first').read()"
+    first = multiprocessing.get_context("fork").Process(target=run, args=(root, *lines))
+    first.start()
+    while not (root / "tmp/first").exists():
+        assert first.is_alive()
+        time.sleep(0.01)
+    with (root / "tmp/first").open("w"):
+        if killed:
+            first.kill()
+            first.join()
+        assert refused(root)
         assert run(root, "1", command="verify") == ["1"]
-    assert run(root, "1") == ["1"]
-
-
-def test_a_killed_run_holds_the_root_until_its_processes_have_ended(root: Path) -> None:
-    with _locked(str(root)):
-        child = subprocess.Popen(("cat",), stdin=subprocess.PIPE, close_fds=False)
-    with pytest.raises(GpuprovError, match="another gpuprov run works in"):
-        run(root, "1")
-    child.communicate()
-    assert run(root, "1") == ["1"]
+    first.join()
+    while killed and refused(root):
+        time.sleep(0.01)
+    assert not refused(root)
 
 
 def test_another_path_of_this_machines_root_is_refused(tmp_path: Path) -> None:
@@ -122,8 +130,9 @@ def test_a_root_from_which_a_container_runs_is_refused(root: Path) -> None:
         container.stdout.readline()
         with pytest.raises(GpuprovError, match="a system runs from"):
             run(root, "1")
+        assert run(root, "1", command="verify") == ["1"]
         container.communicate(b"\n")
-    assert _running_in(str(root)) == ""
+    assert run(root, "1") == ["1"]
 
 
 def test_a_stop_reaches_the_agent_inside(root: Path, tmp_path: Path) -> None:
