@@ -10,8 +10,10 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.events import Event, Finished
+from gpuprov.protocol.events import CheckDone, Event, Finished
 from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import HostSpec
+from gpuprov.verify import verify
 
 
 def ask(
@@ -27,6 +29,14 @@ def ask(
 def finished(events: Sequence[Event]) -> Finished:
     assert isinstance(events[-1], Finished)
     return events[-1]
+
+
+def check_of(name: str, host: System, spec: HostSpec) -> CheckDone:
+    """Return a check of `gpuprov verify` by its name."""
+    events: list[Event] = []
+    verify(host, spec, events.append)
+    (found,) = (event for event in events if isinstance(event, CheckDone) and event.name == name)
+    return found
 
 
 def problem_of(call: Callable[..., object], *words: Any, **options: Any) -> Problem:

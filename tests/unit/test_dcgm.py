@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpuprov import verify
+from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.bundle_create.recipe import Wanted, make_recipe
-from gpuprov.checks.outcome import Failed
-from gpuprov.checks.smi import SmiGpu, SmiReport
+from gpuprov.checks.smi import parse_smi
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, dcgm
 from gpuprov.driver.dcgm import RunDcgm, packages
@@ -20,13 +20,15 @@ from gpuprov.driver.running_driver import UNITS
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, ServiceFacts, gather_services
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
-from gpuprov.plan import software
+from gpuprov.plan import software, with_bundle
 from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.plan.with_bundle import _word
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from tests.bundles import MANIFEST
+from tests.unit.ask import check_of
+from tests.unit.checks.test_smi import REPORT
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -50,8 +52,7 @@ _ROW = """\
 |        | Device UUID: {uuid}                |
 +--------+----------------------------------------------------------------------+
 """
-_UUIDS = ("GPU-59bc4725-b484-64a5-8da6-306a93249ae4", "GPU-3dbc8d3e-58ad-18aa-9448-e45d1473e7b9")
-REPORT = SmiReport("550.163.01", "12.4", tuple(SmiGpu(uuid, "H100", "", "0", "", "") for uuid in _UUIDS))
+_UUIDS = tuple(gpu.uuid for gpu in parse_smi(REPORT).gpus)
 
 
 class DcgmHost(FakeHost):
@@ -63,6 +64,8 @@ class DcgmHost(FakeHost):
         self.listed: tuple[str, ...] | None = _UUIDS
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] == "nvidia-smi":
+            return Completed(tuple(argv), 0, REPORT)
         if argv[0] != "dcgmi":
             return super().run(argv, **more)
         if self.listed is None:
@@ -191,18 +194,19 @@ def test_what_prevents_it_is_told_before_anything_is_changed(facts: HostFacts) -
 
 
 def test_verify_compares_its_gpus_with_those_of_nvidia_smi(host: DcgmHost) -> None:
-    assert verify._dcgm(host, spec(), REPORT) == ("2 GPUs", "")
+    def checked(**values: Any) -> str:
+        found = check_of("DCGM", host, spec(**values))
+        return found.on_host if found.status == "ok" else found.reason
+
+    assert checked() == "2 GPUs"
     host.listed = _UUIDS[:1]
-    with pytest.raises(Failed, match=f"lacks {_UUIDS[1]}; gpuprov health; systemctl restart {DCGM_UNIT}"):
-        verify._dcgm(host, spec(), REPORT)
+    assert f"lacks {_UUIDS[1]}; gpuprov health; systemctl restart {DCGM_UNIT}" in checked()
     host.listed = None
-    with pytest.raises(Failed, match=f"unable to establish a connection.*systemctl restart {DCGM_UNIT}"):
-        verify._dcgm(host, spec(), REPORT)
+    assert re.search(f"unable to establish a connection.*systemctl restart {DCGM_UNIT}", checked(), re.DOTALL)
     host.listed = _UUIDS
-    with pytest.raises(Failed, match=f"{DCGM_EXPORTER} does not run"):
-        verify._dcgm(host, spec(dcgm_exporter=True), REPORT)
+    assert f"{DCGM_EXPORTER} does not run" in checked(dcgm_exporter=True)
     host.states = {DCGM_EXPORTER: {"is-active"}}
-    assert verify._dcgm(host, spec(dcgm_exporter=True), REPORT) == ("2 GPUs", "")
+    assert checked(dcgm_exporter=True) == "2 GPUs"
 
 
 @pytest.mark.parametrize("distro", ["ubuntu-24.04", "rocky-9"])
@@ -220,5 +224,7 @@ def test_a_bundle_for_a_distributions_own_driver_has_the_one_of_its_branch() -> 
     assert f"{NAME}-4-core" in made.packages
 
 
-def test_a_bundle_without_it_names_the_option() -> None:
-    assert _word(f"{NAME}-4-core", "6.1") == f"-e gpuprov_dcgm=true --package {NAME}-4-core"
+def test_a_bundle_without_it_names_the_option(facts: HostFacts) -> None:
+    facts = replace(facts, bundle=BundleFacts(replace(MANIFEST, version="*")))
+    (problem,) = with_bundle.problems(facts, spec(), (f"{NAME}-4-core",), installs_driver=False)
+    assert f"-e gpuprov_dcgm=true --package {NAME}-4-core" in problem.next_step

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
-from gpuprov.bundle_create.recipe import Wanted, make_recipe
-from gpuprov.bundle_create.repository import _source_text
-from gpuprov.core.changes import FileFact, WriteFile
+from gpuprov.bundle_create.recipe import Collection, Wanted, make_recipe
+from gpuprov.bundle_create.repository import RepositoryKey, collect_rpm
+from gpuprov.core.changes import FileFact, WriteFile, tell_nobody
 from gpuprov.driver.kernel import dkms_note, dkms_packages, dkms_source
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.host import HostFacts, gather
@@ -23,10 +24,11 @@ from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.repos import rpm_repositories
 from tests.unit.fake_host import FakeHost
+from tests.unit.scripted import Scripted
 
 EPEL8 = "94E279EB8D8F25B21810ADF121EA45AB2F86D6A1"
 EPEL10 = "7D8D15CBFC4E62688591FB2633D98517E37ED158"
@@ -207,12 +209,15 @@ def test_an_unknown_key_is_told_with_the_way_to_set_it(debian: HostFacts) -> Non
     assert "SUSEConnect --product PackageHub/16.0/x86_64" in problem.next_step
 
 
-def test_a_bundle_takes_dkms_along(debian: HostFacts) -> None:
+def test_a_bundle_takes_dkms_along(tmp_path: Path) -> None:
     wanted = Wanted("rocky-9.5", "x86_64", kernels=("5.14.0-503.11.1.el9_5.x86_64",))
     recipe = make_recipe(wanted, (HostSpec(docker="preinstalled"),))
     (epel,) = (one for one in recipe.rpm_sources if one.name == "epel")
     assert "dkms" in recipe.packages and epel.only == ("dkms*",)
-    assert "includepkgs=dkms*\n" in _source_text(epel, "/work")
+    to = Collection(Scripted(tmp_path), replace(recipe, rpm_sources=(replace(epel, keys=()),)), "/work", tell_nobody)
+    with pytest.raises(GpuprovError, match="dnf downloaded nothing"):
+        collect_rpm(to, RepositoryKey(to.system, "", b"", ""))
+    assert "includepkgs=dkms*\n" in (tmp_path / "work/rpm/repos.d/epel.repo").read_text()
     without = make_recipe(wanted, (HostSpec(docker="preinstalled", epel=False),))
     assert "dkms" not in without.packages and all(one.name != "epel" for one in without.rpm_sources)
     no_kernel = make_recipe(replace(wanted, kernels=()), (HostSpec(docker="preinstalled"),))

@@ -346,7 +346,6 @@ def test_what_docker_reads_is_no_problem_and_stays_to_the_byte(version: str, tex
     assert problems(facts) == ()
     change = the_change(facts)
     assert change.content == after
-    assert change._bytes() == after.encode("utf-8", "surrogateescape")
     assert plan(replace(facts, config_text=after), runtime_path=RUNTIME, set_default=False) == ()
 
 

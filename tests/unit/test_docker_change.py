@@ -205,6 +205,13 @@ def test_docker_info_is_the_proof(tmp_path: Path, options: dict[str, Any], info:
     assert host.verbs == ["reload"], "there is no other file that could come back"
 
 
+def test_bytes_that_are_no_utf_8_are_written_as_they_were(tmp_path: Path) -> None:
+    host = Docker(tmp_path)
+    content = b'{"log-driver": "caf\xe9"}\n'
+    applied(host, change(content.decode("utf-8", "surrogateescape"), runtime_path="", restart=False))
+    assert host.read_bytes(PATH) == content
+
+
 @pytest.mark.parametrize(("said", "evidence"), [(" no daemon \n", "no daemon"), ("", "docker info fails")])
 def test_a_docker_that_does_not_answer_is_the_evidence(tmp_path: Path, said: str, evidence: str) -> None:
     host = Docker(tmp_path, NEW)

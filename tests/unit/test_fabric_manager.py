@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from gpuprov import verify
-from gpuprov.checks.outcome import Failed
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_manager
@@ -28,7 +27,7 @@ from gpuprov.plan.steps import CHANGE_KINDS, STEPS
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from tests import simgpu
-from tests.unit.ask import problem_of
+from tests.unit.ask import check_of, problem_of
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -353,14 +352,17 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_verification_names_what_keeps_cuda_from_coming_up(host: SwitchHost, name: str) -> None:
+def test_a_verification_names_what_keeps_cuda_from_coming_up(
+    host: SwitchHost, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     simgpu.install_tree(host.root)
     facts, reason = SHOWN[name]
-    with pytest.raises(Failed) as raised:
-        verify._fabric_manager(host, facts)
-    assert raised.value.reason == reason
-    good = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
-    assert verify._fabric_manager(host, good) == (VERSION, "")
+    monkeypatch.setattr(verify, "gather_fabric", lambda system: facts)
+    found = check_of("fabric manager", host, spec())
+    assert (found.status, found.reason) == ("failed", reason)
+    facts = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
+    found = check_of("fabric manager", host, spec())
+    assert (found.status, found.on_host) == ("ok", VERSION)
 
 
 def test_each_change_that_uses_the_package_manager_says_so() -> None:

@@ -13,7 +13,6 @@ import pytest
 from gpuprov.boot import program_main
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, imex
-from gpuprov.driver.imex import edited
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import IMEX_CONFIG as CONFIG
 from gpuprov.facts.gpus import IMEX_NODES as NODES
@@ -21,7 +20,7 @@ from gpuprov.facts.gpus import IMEX_UNIT as UNIT
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_changes import HoldPackages, RemovePackages
-from gpuprov.packages.interface import HELD_LIST
+from gpuprov.packages.interface import HELD_LIST, LockFacts
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan import software
@@ -40,7 +39,7 @@ from tests.unit.test_fabric_manager import with_gpus
 
 pytestmark = pytest.mark.root
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
-OPTION = "/etc/modprobe.d/gpuprov-imex.conf"
+OPTION, CREATE = "/etc/modprobe.d/gpuprov-imex.conf", "options nvidia NVreg_CreateImexChannel0=1\n"
 # Those that need no network.
 STEPS = ("driver", "device nodes")
 
@@ -195,7 +194,8 @@ def test_the_package_is_named_as_its_repository_names_it(
     monkeypatch.setattr(HostFacts, "package_manager", manager_of(None, manager))
     assert imex.wanted_packages(driver) == (name,)
     assert bool(cuda_repository.repositories(driver)) == (not own)
-    assert software._holds_driver(driver)
+    held = replace(facts, packages=replace(facts.packages, locks=LockFacts(missing_plugin=("plugin",))))
+    assert "plugin" in software.wanted(replace(driver, facts=held))
 
 
 @pytest.mark.parametrize("values", [{}, {"imex_nodes": LIST, "target": "image"}], ids=["no list", "an image"])
@@ -229,10 +229,17 @@ def test_off_is_what_yaml_makes_of_it() -> None:
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def test_config_cfg_keeps_other_keys_and_has_each_key_once() -> None:
-    wanted = of_domain(imex_quorum="none", imex_settings=["IMEX_ENABLE_AUTH_ENCRYPTION=1", "IMEX_CMD_PORT=50010"])
-    text = edited("SITE=1\nIMEX_CMD_PORT=1=2\n" + PACKAGED_CONFIG.replace(NODES, "/list"), imex._settings(wanted))
-    found = settings_of(text)
+def test_config_cfg_keeps_other_keys_and_has_each_key_once(node: Node) -> None:
+    def config(wanted: HostSpec) -> dict[str, str]:
+        install(node, wanted)
+        assert summaries(node, wanted) == []
+        return settings_of(node.read_text(CONFIG) or "")
+
+    install(node, of_domain())
+    node.write(CONFIG, ("SITE=1\nIMEX_CMD_PORT=1=2\n" + PACKAGED_CONFIG.replace(NODES, "/list")).encode())
+    found = config(
+        of_domain(imex_quorum="none", imex_settings=["IMEX_ENABLE_AUTH_ENCRYPTION=1", "IMEX_CMD_PORT=50010"])
+    )
     assert {key: found[key] for key in ("SITE", "LOG_LEVEL", "SERVER_PORT")} == {
         "SITE": "1", "LOG_LEVEL": "4", "SERVER_PORT": "50000",
     }  # fmt: skip
@@ -240,8 +247,7 @@ def test_config_cfg_keeps_other_keys_and_has_each_key_once() -> None:
         "IMEX_NODE_CONFIG_FILE": NODES, "IMEX_WAIT_FOR_QUORUM": "NONE", "IMEX_ENABLE_AUTH_ENCRYPTION": "1",
         "IMEX_CMD_ENABLED": "1", "IMEX_CMD_PORT": "50010",
     }  # fmt: skip
-    assert edited(text, imex._settings(wanted)) == text
-    without = settings_of(edited(text, imex._settings(of_domain())))
+    without = config(of_domain())
     assert "IMEX_ENABLE_AUTH_ENCRYPTION" not in without, "a setting that is taken back"
     assert without["IMEX_CMD_PORT"] == "50005"
 
@@ -259,7 +265,7 @@ def test_a_domain_comes_up_with_one_list_on_all_nodes(domain: list[Node]) -> Non
     assert next(iter(texts))[0] == "10.0.0.1\n10.0.0.2\n10.0.0.3\n"
     for node in domain:
         assert imex.verify_domain(node, of_domain()) == ("rack1, 3 nodes", "")
-        assert node.read_text(OPTION) == imex._OPTION
+        assert CREATE in (node.read_text(OPTION) or "")
         there = node.status(CHANNEL)
         assert there is not None and (there.kind, there.major, there.minor, there.mode) == ("char", 239, 0, 0o666)
         assert "nvidia-imex-550" in node.held
@@ -472,7 +478,7 @@ def test_a_unit_that_waits_for_a_quorum_is_started(node: Node, monkeypatch: pyte
 def test_channel_0_is_made_again_at_each_boot_where_the_option_says_so(domain: list[Node]) -> None:
     node = domain[0]
     node.make_directory("/etc/modprobe.d")
-    node.write(OPTION, imex._OPTION.encode())
+    node.write(OPTION, CREATE.encode())
     program_main.make_nodes(node)
     there = node.status(CHANNEL)
     assert there is not None and (there.major, there.minor) == (239, 0)

@@ -30,7 +30,7 @@ from gpuprov.machine.machine import MACHINES, MachineKind, gather_kernel, gather
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import preflight, read_only
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import parse_spec
 
 pytestmark = pytest.mark.root
@@ -167,34 +167,36 @@ def listening() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def connection(gateway: Any = None) -> Any:
-    return types.SimpleNamespace(host="127.0.0.1", port=22, gateway=gateway)
+_REFUSED = NoValidConnectionsError({("127.0.0.1", 22): OSError(errno.ECONNREFUSED, "Connection refused")})
+
+
+def explained(error: Exception, gateway: Any = None) -> Problem:
+    hop: Any = types.SimpleNamespace(host="127.0.0.1", port=22, user="root", gateway=gateway)
+    with pytest.raises(GpuprovError) as caught, ssh.explained(HostTarget("gpu1", parse_spec({})), hop, SshSettings()):
+        raise error
+    return caught.value.problems[0]
 
 
 def test_talos_is_known_by_the_port_of_its_api(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
         monkeypatch.setattr(ssh, "MACHINES", (replace(row("Talos Linux"), api_port=port),))
-        problem = ssh._without_ssh(connection())
-        assert problem is not None
+        problem = explained(_REFUSED)
         assert problem.what.startswith("127.0.0.1 is probably a host of Talos Linux: Talos has no SSH")
         assert f"port {port} is open" in problem.evidence and "talosctl upgrade" in problem.next_step
         # Behind a jump host, the port could not be asked.
-        assert ssh._without_ssh(connection("ssh -W")) is None
-    assert ssh._without_ssh(connection()) is None
+        assert "Talos" not in str(explained(_REFUSED, types.SimpleNamespace(is_connected=True)))
+    assert "Talos" not in str(explained(_REFUSED))
 
 
 @pytest.mark.parametrize(("error", "talos"), [
-    (NoValidConnectionsError({("127.0.0.1", 22): OSError(errno.ECONNREFUSED, "Connection refused")}), True),
+    (_REFUSED, True),
     (NoValidConnectionsError({("127.0.0.1", 22): OSError(errno.EHOSTUNREACH, "No route to host")}), False),
     (ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)), False),  # sshd answered
     (EOFError("the connection ended"), False),
 ])  # fmt: skip
 def test_an_open_ssh_port_is_not_talos(monkeypatch: pytest.MonkeyPatch, error: Exception, talos: bool) -> None:
-    hop: Any = types.SimpleNamespace(**vars(connection()), user="root")
-    target = HostTarget("gpu1", parse_spec({}))
     with listening() as port:
         monkeypatch.setattr(ssh, "MACHINES", (replace(row("Talos Linux"), api_port=port),))
-        with pytest.raises(GpuprovError) as caught, ssh.explained(target, hop, SshSettings()):
-            raise error
-    assert ("Talos" in str(caught.value)) is talos
-    assert ("127.0.0.1 port 22 cannot be reached" in str(caught.value)) is not talos
+        text = str(explained(error))
+    assert ("Talos" in text) is talos
+    assert ("127.0.0.1 port 22 cannot be reached" in text) is not talos

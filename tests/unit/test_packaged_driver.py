@@ -385,7 +385,7 @@ def test_nothing_is_changed_if_apt_does_not_tell_what_would_go(tmp_path: Path, m
     host = PackagedHost(tmp_path / "root")
     monkeypatch.setattr(host, "_apt_get", lambda words: (-9, "") if "--simulate" in words else (0, ""))
     with pytest.raises(GpuprovError, match="the driver's packages could not be changed to 550"):
-        ChangeDriverPackages(("nvidia-open",), wanted="550")._install(host, tell_nobody)
+        ChangeDriverPackages(("nvidia-open",), wanted="550").apply(host, tell_nobody)
     assert ["--simulate" in command for command in host.commands if command[0] == "apt-get"] == [True]
 
 

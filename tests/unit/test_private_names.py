@@ -15,37 +15,19 @@ import pytest
 _TESTS = Path(__file__).resolve().parents[1]
 # The names that tests may use, with the reason.
 _OLD = """
-agent.agent._log
 agent.probe._SSHD
-agent.watch._proxy
-boot.watch._DELAYS
-bundle_create.repository._source_text
 cdi.nvml._CHILD
-cli.bundle._create
-driver.imex._OPTION
-driver.imex._settings
-driver.packaged.ChangeDriverPackages._install
-driver_run.InstallDriver._choose_modules
-engines.docker_change.ReconfigureDocker._bytes
 fleet.command._command_line
 fleet.command._next_command
 fleet.command._with_whole_commands
 fleet.inventory._load_extra_vars
 fleet.options._has_terminal
-fleet.ssh._ssh_words
-fleet.ssh._without_ssh
-kubernetes.verify._chosen
-plan.software._holds_driver
-plan.steps._once
-plan.with_bundle._word
 runtime_hook.deploy._FORMAT
 runtime_hook.deploy._compiled
 runtime_hook.device_nodes._COPY
 runtime_hook.device_nodes._masked
 runtime_hook.prestart._is_another_namespace
 runtime_hook.prestart._root_user
-verify._dcgm
-verify._fabric_manager
 """
 ALLOWED = dict.fromkeys(_OLD.split(), "older than this rule")
 

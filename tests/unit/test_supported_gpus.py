@@ -143,16 +143,21 @@ def test_the_test_drivers_own_list_is_found(tmp_path: Path) -> None:
     assert read_supported_gpus(System(), str(tmp_path / "absent"), 9) == {}
 
 
-def test_the_files_own_list_beats_the_table_before_anything_is_run(tmp_path: Path) -> None:
+def test_the_files_own_list_beats_the_table_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the table the host has what it needs; by the file it has a GPU that this driver has left behind."""
     host = FakeHost(tmp_path / "root", gpus=1, metal=True)
     path = simgpu.build_run(host.root)
+    chosen: list[str] = []
+    monkeypatch.setattr(InstallDriver, "install", lambda change, system, modules, tell: chosen.append(modules))
     spec = parse_spec({"driver_version": simgpu.DRIVER_VERSION, "driver_url": f"/{path.name}"})
     facts = gather(host)
     for device_id, expected in ((V100, "proprietary"), (H100, "auto"), ("ffff", "auto")):
         (change,) = source_of(replace(facts, gpus=(PciGpu("0000:17:00.0", device_id),)), spec).plan()
         assert isinstance(change, InstallDriver)
-        assert change._choose_modules(host, change.inspect(host)) == expected
+        change.apply(host, tell_nobody)
+        assert chosen[-1] == expected
     (change,) = source_of(replace(facts, gpus=(PciGpu("0000:17:00.0", K80),)), spec).plan()
     assert "this driver no longer serves Tesla K80" in refused(change.apply, host, tell_nobody).what
     assert not any(command[0] == "sh" for command in host.commands)

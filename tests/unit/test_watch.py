@@ -218,7 +218,7 @@ def test_another_agent_replaces_the_program(host: DoctorHost) -> None:
     assert host.read_bytes(PROGRAM) == b"a newer agent"
 
 
-def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost) -> None:
+def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:
     install(host, replace(DAILY, proxy=SECRET))
     status, text = host.status(STORED), host.read_text(STORED) or ""
     assert status is not None and status.mode == 0o600
@@ -227,9 +227,17 @@ def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost) ->
     # A stable order: the same specification is the same file.
     assert text == json.dumps(json.loads(text), sort_keys=True, indent=1) + "\n"
     # The login comes from docker's own file, so the check compares with what the host shall have.
-    assert watch._proxy(host, json.loads(text)["spec"]) == SECRET
+    proxies: list[str] = []
+
+    def run(request: Request, sink: Any, *_: Any) -> None:
+        proxies.append(request.spec["proxy"])
+        sink(Finished(0))
+
+    monkeypatch.setattr(watch, "run_request", run)
+    watch.watch(host)
     (host.root / ENVIRONMENT[1:]).unlink()
-    assert watch._proxy(host, json.loads(text)["spec"]) == "http://proxy.example.org:3128"
+    watch.watch(host)
+    assert proxies == [SECRET] * 3 + ["http://proxy.example.org:3128"] * 3
 
 
 @pytest.mark.parametrize(
@@ -318,8 +326,10 @@ def test_a_bundles_host_is_not_asked_for_what_only_the_bundle_has(
     assert asked[0].check
 
 
-def test_delays_spread_each_schedule() -> None:
-    assert set(boot_watch._DELAYS) == {"hourly", "daily", "weekly"}
+@pytest.mark.parametrize(("schedule", "delay"), [("hourly", "10min"), ("weekly", "12h")])
+def test_each_schedule_is_spread(host: DoctorHost, schedule: str, delay: str) -> None:
+    install(host, replace(DAILY, watch=schedule))
+    assert f"OnCalendar={schedule}\nRandomizedDelaySec={delay}\n" in (host.read_text(TIMER_FILE) or "")
 
 
 def test_the_metrics_have_the_worst_of_plan_proof_and_health(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from gpuprov.packages.keys import InstallRpmKey
 from gpuprov.plan import software
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
-from gpuprov.plan.steps import StepChange, _once
+from gpuprov.plan.steps import Step, make_plan
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
@@ -300,8 +300,10 @@ def test_a_bundle_without_the_very_version_is_refused(
     assert held or ("lacks packages" in problems[0] and f"create {option} …" in problems[0])
 
 
-def test_a_key_that_two_steps_need_is_installed_once() -> None:
-    key = InstallRpmKey("/k", "file:///k", "A" * 40)
-    refresh = RefreshPackageIndex()
-    changes = [StepChange("packages", key), StepChange("packages", refresh), StepChange("driver", key)]
-    assert _once([*changes, StepChange("driver", refresh)]) == (*changes[:2], StepChange("driver", refresh))
+def test_a_key_that_two_steps_need_is_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, refresh = InstallRpmKey("/k", "file:///k", "A" * 40), RefreshPackageIndex()
+    made = [Step(name, lambda _: (key, refresh)) for name in ("packages", "driver")]
+    monkeypatch.setattr("gpuprov.plan.steps.STEPS", made)
+    facts = switches(tmp_path, inputs={"packages": [FABRIC_MANAGER]})
+    changes = [(one.step, one.change) for one in make_plan(facts, asked(facts)).changes]
+    assert changes == [("packages", key), ("packages", refresh), ("driver", refresh)]

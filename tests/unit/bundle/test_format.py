@@ -353,7 +353,7 @@ def test_create_without_a_distribution_of_ours_is_a_wrong_call(tmp_path: Path) -
 def test_a_bundle_that_could_not_be_written_is_refused_before_the_downloads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuprov.cli.bundle._create", lambda *words: pytest.fail("collects"))
+    monkeypatch.setattr("gpuprov.bundle_create.recipe.make_recipe", lambda *words: pytest.fail("chooses packages"))
     fifo = tmp_path / "null"
     os.mkfifo(fifo)
     for output in (tmp_path / "missing/b.tar", fifo):

@@ -36,7 +36,7 @@ from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import RemoteSystem
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import SshSettings
-from gpuprov.fleet.ssh import _ssh_words, connected
+from gpuprov.fleet.ssh import connected, explained
 from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
 from gpuprov.protocol.errors import GpuprovError, UsageError
@@ -170,7 +170,10 @@ def test_no_shell_reads_the_name_of_a_user() -> None:
 
 def test_the_command_that_shows_why_can_be_typed() -> None:
     made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", port=2222))
-    assert shlex.split(_ssh_words(made)) == ["-p", "2222", r"CORP\alice@192.0.2.1"]
+    with pytest.raises(GpuprovError) as caught, explained(HostTarget("h", HostSpec()), made, SshSettings()):
+        raise EOFError("the connection ended")
+    words = shlex.split(caught.value.problems[0].next_step)
+    assert words == ["try:", "ssh", "-v", "-p", "2222", r"CORP\alice@192.0.2.1"]
 
 
 def test_names_and_keys_may_have_blanks() -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from gpuprov.cli.main import cli
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import history
-from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.inventory import HostTarget, Inventory
 from gpuprov.fleet.options import Options
 from gpuprov.kubernetes import cluster, node_checks, verify
 from gpuprov.kubernetes.cluster import (
@@ -122,15 +122,23 @@ def test_a_host_is_a_node_by_name_by_address_or_by_short_name() -> None:
     assert node_of(HostTarget("10.0.0.5", HostSpec(), ""), (Node("10.0.0.9", True),)) is None
 
 
-def test_hosts_with_one_short_name_are_not_the_same_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_with_one_short_name_are_not_the_same_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(node_checks, "host_lists", lambda hosts, *_: {one.name: (one.name,) for one in hosts})
-    hosts = [HostTarget(name, HostSpec()) for name in ("gpu1.berlin", "gpu1.munich")]
-    node = Node("gpu1.berlin", True, ("10.0.0.1",))
-    chosen, absent = verify._chosen((node,), hosts, Options("verify"), lambda: False)
-    assert ([host for _, host in chosen], [name for name, _ in absent]) == ([("gpu1.berlin",)], ["gpu1.munich"])
+    monkeypatch.setattr(verify, "all_nodes", lambda kubectl: (Node("gpu1.berlin", True, ("10.0.0.1",)),))
+    chosen: list[verify.Chosen] = []
+    monkeypatch.setattr(verify, "verify_nodes", lambda _, nodes, *more: chosen.__iadd__(nodes) and ())
+
+    def absent(*hosts: HostTarget) -> list[str]:
+        monkeypatch.setattr(verify, "inventory_of", lambda options: Inventory(hosts))
+        verify.verify_cluster(Options("verify", hosts=("i",)), Kubectl(), verify.Wanted())
+        return [one.host for one in history.load().results]
+
+    first = HostTarget("gpu1.berlin", HostSpec())
+    assert absent(first, HostTarget("gpu1.munich", HostSpec())) == ["gpu1.munich"]
+    assert [host for _, host in chosen] == [("gpu1.berlin",)]
     # Another name of the same machine is not absent.
-    hosts[1] = HostTarget("gpu1.mgmt", HostSpec(), "10.0.0.1")
-    assert verify._chosen((node,), hosts, Options("verify"), lambda: False)[1] == ()
+    assert absent(first, HostTarget("gpu1.mgmt", HostSpec(), "10.0.0.1")) == []
 
 
 def test_no_host_is_asked_after_ctrl_c() -> None:
