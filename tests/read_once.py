@@ -29,6 +29,6 @@ def read_once() -> Iterator[None]:
         return names.get(content) or names.setdefault(content, soname(system, path))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deploy, "_compiled", functools.cache(deploy._compiled))
+        patch.setattr(deploy, "compile_module", functools.cache(deploy.compile_module))
         patch.setattr(files, "soname", known_name)
         yield

@@ -86,7 +86,7 @@ def run_command(options: Options) -> ExitCode:
         rolling.require_possible_domains(planned)
     results, ended_by = _run(options, inventory.hosts, request, rollout, commands)
     if options.command == "doctor" or (options.command == "install" and (options.hosts or options.root)):
-        results = _with_whole_commands(results, options)
+        results = with_whole_commands(results, options)
     earlier = {}
     if options.command == "accept":
         earlier = accepted.read_records()
@@ -96,7 +96,7 @@ def run_command(options: Options) -> ExitCode:
         options.check, sources, options.limit, ended_by=ended_by,
     )  # fmt: skip
     try:
-        conclude(options, run, inventory.hosts, _next_command(options))
+        conclude(options, run, inventory.hosts, next_command(options))
     finally:  # a page that can't be written loses no results
         if options.command == "accept":
             with os_errors("the results are not kept for the next comparison"):
@@ -239,7 +239,7 @@ def _run(
     fleet = Fleet(
         build_agent, options,
         lambda text: console.print(line(text), soft_wrap=True) if not options.json else say(text, err=True),
-        rollout, commands, _command_line(options),
+        rollout, commands, command_line(options),
     )  # fmt: skip
     with progress_display(options, console, [target.name for target in targets]) as progress:
         return fleet.run(targets, request, progress), fleet.ended_by
@@ -272,7 +272,7 @@ def progress_display(options: Options, console: Console, hosts: Sequence[str]) -
         yield PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 
-def _next_command(options: Options) -> str:
+def next_command(options: Options) -> str:
     """Return the command that verifies the result, or explains a failed verification, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
     shown, others = _shown_variables(options)
@@ -292,7 +292,7 @@ def _asks(options: Options) -> tuple[str, ...]:
     return ("-k",) * bool(options.password) + ("-K",) * bool(options.become_password)
 
 
-def _command_line(options: Options) -> str:
+def command_line(options: Options) -> str:
     """Return the command of this run; of -e only what is no password, as pages and stored runs have it."""
     words = ["gpuprov", options.command]
     shown, others = _shown_variables(options)
@@ -318,7 +318,7 @@ def _shown_variables(options: Options) -> tuple[list[str], str]:
     return [word for variable in shown for word in ("-e", variable)], mark
 
 
-def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
+def with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
     """Return the results with complete commands that change hosts: a host does not know its inventory."""
     shown, others = _shown_variables(options)
 

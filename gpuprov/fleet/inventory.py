@@ -258,7 +258,7 @@ def variables_of(extra_vars: Sequence[str]) -> Mapping[str, Any]:
 
             try:
                 loader = new_loader()
-                values = _load_extra_vars(loader, extra_vars)
+                values = ansible_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
                 seen = explained(error)
@@ -296,7 +296,7 @@ def _load(
                 f"Ansible cannot read the inventory {source}", reason, hint_for(reason) or ask_ansible(source)
             )
     manager.reconcile_inventory()
-    _load_extra_vars(loader, extra_vars)  # they reach the manager through Ansible's global command line
+    ansible_extra_vars(loader, extra_vars)  # they reach the manager through Ansible's global command line
     variables = VariableManager(loader=loader, inventory=manager)
     if not manager.get_hosts():
         raise UsageError(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
@@ -344,7 +344,8 @@ def _find_plugins() -> None:
     init_plugin_loader([])
 
 
-def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
+def ansible_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
+    """Return the values of -e as Ansible reads them, for its later calls too. Raises Ansible's errors."""
     import ansible.template
     from ansible import context
     from ansible.module_utils.common.collections import ImmutableDict

@@ -235,7 +235,7 @@ def _asked(what: str, *, wanted: bool) -> str:
     """
     if not wanted:
         return ""
-    if _has_terminal():
+    if has_terminal():
         return str(click.prompt(what, hide_input=True, err=True))
     line = sys.stdin.readline() if sys.stdin else ""
     if not line:
@@ -245,7 +245,8 @@ def _asked(what: str, *, wanted: bool) -> str:
     return line.rstrip("\n")
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
+    """Say whether this process has a terminal, at which a person may be."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

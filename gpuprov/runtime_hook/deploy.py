@@ -125,7 +125,7 @@ def compile_bytecode(directory: str) -> None:
     folder = Path(directory)
     (folder / "__pycache__").mkdir(exist_ok=True)
     # The entries share most modules.
-    modules = {source.stem: _compiled(source.name, source.read_bytes()) for source in folder.glob("*.py")}
+    modules = {source.stem: compile_module(source.name, source.read_bytes()) for source in folder.glob("*.py")}
     compiled = {name: code for name, (code, _) in modules.items()}
     imports = {name: imported for name, (_, imported) in modules.items()}
     written = set()
@@ -220,7 +220,7 @@ def _imported(nodes: Iterable[ast.AST]) -> list[str]:
     return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
 
 
-def _compiled(name: str, source: bytes) -> tuple[CodeType, tuple[list[str], list[str]]]:
+def compile_module(name: str, source: bytes) -> tuple[CodeType, tuple[list[str], list[str]]]:
     """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at.
 
     And the modules of the package that it imports at once, and all that it ever imports.

@@ -29,7 +29,7 @@ _CHARACTER = 0o020000
 _TYPE = 0o170000
 PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers.
-_COPY = "/run/gpuprov/params"
+COPY = "/run/gpuprov/params"
 _MOUNT_PROGRAMS = ("/usr/bin/mount", "/bin/mount")
 # crun before 1.17 fails where a hook ends before it has read its state (crun issue 1551), and mount(8) reads none.
 _AFTER_STATE = 'while read -r line; do :; done; exec "$0" "$@"'
@@ -79,7 +79,7 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     target = f"{root}{PARAMS}"
     return {
         "hookName": "createContainer", "path": "/bin/sh",
-        "args": ["sh", "-c", _AFTER_STATE, program, "-n", "-o", _OPTIONS, _COPY, target], "env": ["PATH=/usr/bin:/bin"],
+        "args": ["sh", "-c", _AFTER_STATE, program, "-n", "-o", _OPTIONS, COPY, target], "env": ["PATH=/usr/bin:/bin"],
     }  # fmt: skip
 
 
@@ -92,16 +92,16 @@ def masked_copy() -> str:
     changed = _masked()
     if not changed:
         return ""
-    if read_text(_COPY) == changed:
-        return _COPY
+    if read_text(COPY) == changed:
+        return COPY
     try:
-        make_folder(_COPY.rpartition("/")[0])
-        replace_file(_COPY, changed, 0o644)  # every container reads it and none writes it
+        make_folder(COPY.rpartition("/")[0])
+        replace_file(COPY, changed, 0o644)  # every container reads it and none writes it
     except OSError as error:
         if is_rootless():
             return ""
-        raise Refused(f"{_COPY} can't be written: {error.strerror}") from None
-    return _COPY
+        raise Refused(f"{COPY} can't be written: {error.strerror}") from None
+    return COPY
 
 
 def _masked() -> str:

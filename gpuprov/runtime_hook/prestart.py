@@ -45,9 +45,9 @@ def inject_into(pid: int, identifier: str, decision: Decision) -> None:
     """
     edits, settings = decision.edits.cdi, decision.settings
     _refuse_what_comes_too_late(edits)
-    in_user_namespace = _is_another_namespace(pid, "user")
-    owner = _root_user(pid) if in_user_namespace else _HOST
-    if not _is_another_namespace(pid, "mnt"):
+    in_user_namespace = is_another_namespace(pid, "user")
+    owner = root_user(pid) if in_user_namespace else _HOST
+    if not is_another_namespace(pid, "mnt"):
         raise Refused("the container has no mount namespace of its own: what it is given would be the host's")
     nodes = [_node(node) for node in edits.get("deviceNodes") or ()]
     params = masked_copy()
@@ -132,10 +132,11 @@ def _refuse_what_comes_too_late(edits: dict[str, Any]) -> None:
         )
 
 
-def _root_user(pid: int) -> tuple[int, int]:
+def root_user(pid: int) -> tuple[int, int]:
     """Return the host's numbers for root's user and group in a process's user namespace.
 
-    Not those of config.json: a namespace that is joined by its path need not have its mappings there.
+    Not those of config.json: a namespace that is joined by its path need not have its mappings there. Raises Refused if
+    the process has ended.
     """
     return _outside(read_proc(f"/proc/{pid}/uid_map")), _outside(read_proc(f"/proc/{pid}/gid_map"))
 
@@ -145,7 +146,8 @@ def _outside(mappings: str) -> int:
     return next((int(outside) for inside, outside, _ in rows if inside == "0"), 0)
 
 
-def _is_another_namespace(pid: int, kind: str) -> bool:
+def is_another_namespace(pid: int, kind: str) -> bool:
+    """Say whether a process is in another namespace (`user`, `mnt`) than this one. Raises Refused if it has ended."""
     try:
         ours, theirs = posix.stat(f"/proc/self/ns/{kind}"), posix.stat(f"/proc/{pid}/ns/{kind}")
     except OSError as error:

@@ -50,7 +50,7 @@ def test_a_decision_is_read_as_root_or_by_sudo(server: Server, kept: Path, tmp_p
 
 def explained(monkeypatch: pytest.MonkeyPatch, inventory: Path, *words: str, typed: str = "") -> Result:
     """Call the command line in this process, which keeps its decisions elsewhere; nobody sits at a terminal."""
-    monkeypatch.setattr(options, "_has_terminal", lambda: False)
+    monkeypatch.setattr(options, "has_terminal", lambda: False)
     return CliRunner().invoke(cli, ["hook", "explain", ID, "--hosts", str(inventory), *words], input=typed)
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.probe import local_host_keys
 from gpuprov.agent.result import machines
+from gpuprov.core.system import System
 from gpuprov.fleet.agent_file import Agent, build_agent
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import HostTarget, read_inventory
@@ -449,9 +451,11 @@ def test_a_host_that_sends_the_ids_of_another_gets_no_host_refused(target: HostT
 def test_this_machine_and_itself_over_ssh_are_one(
     target: HostTarget, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "etc/ssh").mkdir(parents=True)
     for kind in ("host_key", "other_host_key"):
-        (tmp_path / f"ssh_host_{kind}_key.pub").write_text((server.folder / f"{kind}.pub").read_text())
-    monkeypatch.setattr("gpuprov.agent.probe._SSHD", str(tmp_path))
+        (tmp_path / f"etc/ssh/ssh_host_{kind}_key.pub").write_text((server.folder / f"{kind}.pub").read_text())
+    keys = local_host_keys(System(str(tmp_path)))
+    monkeypatch.setattr("gpuprov.fleet.run.local_host_keys", lambda system: keys)
     local = dataclasses.replace(target, name="here", connection="local")
     fleet = Fleet(lambda: fake_agent(DONE), dataclasses.replace(PATIENT, command="facts", forks=1))
     results = fleet.run([target, local], Request("facts"), lambda host, event: None)

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi import nvml
 from gpuprov.cdi.files import soname
-from gpuprov.cdi.nvml import GpuAnswer, parse_answers
+from gpuprov.cdi.nvml import GpuAnswer, parse_answers, run_child
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_file import build_agent
 from tests.integration.test_simgpu import on_host
 from tests.simgpu import build_libraries, gpu, mig_uuid
 from tests.simgpu.layout import driver_files
+from tests.unit.scripted import Scripted
 
 pytestmark = pytest.mark.root
 _VERSION = "550.163.01"
-_CHILD = nvml._CHILD.format("gpuprov.cdi.nvml_child")
+_CHILD = run_child(Scripted(), "", "gpuprov.cdi.nvml_child").argv[3]
 
 
 def asked(gpus: int, *, divided: tuple[int, ...] = (), folders: list[str] | None = None, **setting: str) -> str:

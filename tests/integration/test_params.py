@@ -31,7 +31,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     text = (library / "device_nodes.py").read_text()
     for before, after in (
         (device_nodes.PARAMS, STANDS_FOR_PARAMS), (r"ModifyDeviceFiles: 1\n", r"Linux\n"),
-        (device_nodes._COPY, str(made.folder / "run/params")),
+        (device_nodes.COPY, str(made.folder / "run/params")),
     ):  # fmt: skip
         assert before in text
         text = text.replace(before, after)
@@ -137,12 +137,12 @@ def test_a_relative_bundle_and_root_are_found(bench: Bench, monkeypatch: pytest.
 def test_a_procfs_without_the_driver_and_a_user_namespace_do_without(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_nodes, "_masked", lambda: "ModifyDeviceFiles: 0")
+    monkeypatch.setattr(device_nodes, "read_text", lambda path: "ModifyDeviceFiles: 1\n")
     monkeypatch.setattr(device_nodes, "PARAMS", "/proc/version")
     config = {"linux": bench.pristine["linux"], "mounts": bench.pristine["mounts"]}
     hook = device_nodes.masking_hook(config, "/root")
     assert hook is not None
-    assert hook["args"][-2:] == [device_nodes._COPY, f"/root{device_nodes.PARAMS}"]
+    assert hook["args"][-2:] == [device_nodes.COPY, f"/root{device_nodes.PARAMS}"]
     pids = [
         {**one, "options": ["subset=pid"]} if one["destination"] == "/proc" else one for one in bench.pristine["mounts"]
     ]

@@ -388,26 +388,26 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback(module: str) -> None:
 
 
 def test_next_command_repeats_the_choice_of_hosts() -> None:
-    assert command._next_command(Options("install", ("my hosts",), limit="gpu")) == (
+    assert command.next_command(Options("install", ("my hosts",), limit="gpu")) == (
         "gpuprov verify --hosts 'my hosts' --limit gpu"
     )
-    assert command._next_command(Options("verify", ("hosts",), limit="a")) == "gpuprov doctor --hosts hosts --limit a"
-    assert command._next_command(Options("verify")) == "gpuprov doctor"
+    assert command.next_command(Options("verify", ("hosts",), limit="a")) == "gpuprov doctor --hosts hosts --limit a"
+    assert command.next_command(Options("verify")) == "gpuprov doctor"
     asked = Options("install", ("h",), extra_vars=("gpuprov_docker=none", "ansible_password=secret"),
                     vault_password_file="~/vault", password="a", become_password="b")  # fmt: skip
-    assert command._next_command(asked) == (
+    assert command.next_command(asked) == (
         "gpuprov verify --hosts h --vault-password-file '~/vault' -k -K -e gpuprov_docker=none -e …"
     )
-    assert command._next_command(Options("doctor", ("hosts",))) == ""
+    assert command.next_command(Options("doctor", ("hosts",))) == ""
 
 
 def test_the_doctors_installation_is_told_as_it_is_to_be_typed_here() -> None:
     step = "systemctl start x; gpuprov install -e gpuprov_driver=packages"
     ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", step),))
-    (there,) = command._with_whole_commands((ill,), Options("doctor", ("my hosts",), extra_vars=("gpuprov_k=a b",)))
+    (there,) = command.with_whole_commands((ill,), Options("doctor", ("my hosts",), extra_vars=("gpuprov_k=a b",)))
     said = "gpuprov install --hosts 'my hosts' --limit lab-a -e 'gpuprov_k=a b' -e gpuprov_driver=packages"
     assert there.problems[0].next_step == f"systemctl start x; {said}"
-    (here,) = command._with_whole_commands((ill,), Options("doctor"))
+    (here,) = command.with_whole_commands((ill,), Options("doctor"))
     assert here.problems[0].next_step == step
 
 
@@ -436,15 +436,15 @@ def test_the_way_that_works_on_a_host_names_that_host(
 )
 def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
     ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", "gpuprov install"),))
-    (there,) = command._with_whole_commands((ill,), Options("doctor", ("h",), extra_vars=(variable, "@site.yml")))
+    (there,) = command.with_whole_commands((ill,), Options("doctor", ("h",), extra_vars=(variable, "@site.yml")))
     assert there.problems[0].next_step == "gpuprov install --hosts h --limit lab-a -e @site.yml -e …"
 
 
 def test_what_works_in_an_image_names_its_folder() -> None:
     ill = HostResult("/mnt/a b", ExitCode.FAILED, problems=(Problem("old", "", "gpuprov install -e a=b"),))
-    (there,) = command._with_whole_commands((ill,), Options("doctor", root="/mnt/a b"))
+    (there,) = command.with_whole_commands((ill,), Options("doctor", root="/mnt/a b"))
     assert there.problems[0].next_step == "gpuprov install --root '/mnt/a b' -e a=b"
-    assert command._next_command(Options("install", root="/mnt")) == "gpuprov verify --root /mnt"
+    assert command.next_command(Options("install", root="/mnt")) == "gpuprov verify --root /mnt"
 
 
 def test_a_link_to_the_report_to_be_stays(tmp_path: Path) -> None:

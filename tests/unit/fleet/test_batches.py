@@ -14,7 +14,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from gpuprov.agent.window import parse_window
-from gpuprov.fleet.command import _command_line
+from gpuprov.fleet.command import command_line
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import (
@@ -341,7 +341,7 @@ def test_the_command_that_goes_on_is_the_same_without_its_passwords() -> None:
         serial="1,25%", window="Sat 02:00-06:00", verbose=True, overrides=(("reboot", "if-needed"),),
         become_password="secret",
     )  # fmt: skip
-    assert _command_line(options) == (
+    assert command_line(options) == (
         "gpuprov install --hosts prod.ini --limit 'gpu:!lab' -e gpuprov_docker=none --serial 1,25% "
         "--window 'Sat 02:00-06:00' --verbose -K -e gpuprov_reboot=if-needed -e …"
     )

@@ -16,7 +16,7 @@ from ansible.parsing.dataloader import DataLoader
 
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.fleet import options
-from gpuprov.fleet.inventory import HostTarget, _load_extra_vars, plain_extra_vars, read_extra_vars, read_inventory
+from gpuprov.fleet.inventory import HostTarget, ansible_extra_vars, plain_extra_vars, read_extra_vars, read_inventory
 from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.spec import spec_to_json
@@ -392,7 +392,7 @@ def test_plain_ones_are_read_as_ansible_reads_them(words: tuple[str, ...]) -> No
     found, other = plain_extra_vars(words)
     assert other == ""
     # As text: True is not 1.
-    assert json.dumps(found) == json.dumps(_load_extra_vars(DataLoader(), words))
+    assert json.dumps(found) == json.dumps(ansible_extra_vars(DataLoader(), words))
 
 
 @pytest.mark.parametrize("word", _ANSIBLES)
@@ -404,7 +404,7 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "site.yml").write_text("# site\ngpuprov_engines: [podman]\ngpuprov_packages:\n  - a\n")
     (tmp_path / "vault.yml").write_text("$ANSIBLE_VAULT;1.1;AES256\n6162\n")
     words = (f"@{tmp_path}/site.yml",)
-    assert plain_extra_vars(words) == (dict(_load_extra_vars(DataLoader(), words)), "")
+    assert plain_extra_vars(words) == (dict(ansible_extra_vars(DataLoader(), words)), "")
     assert plain_extra_vars([f"@{tmp_path}/vault.yml"])[1]
 
 
