@@ -55,6 +55,7 @@ _NEEDED = (
 _FILES = {name: capabilities for capabilities, names in _NEEDED for name in names}
 _UNKNOWN = ("compute", "display", "graphics", "ngx", "video")
 MODULE = "/proc/driver/nvidia/version"
+_REFRESH = "systemctl start gpuprov-refresh, or run `gpuprov install`"
 # systemd writes it in a system container: there is no module to change there.
 CONTAINER = "/run/systemd/container"
 
@@ -90,15 +91,15 @@ def next_step(module: str, *, container: bool) -> str:
     return "reboot, or run `gpuprov install`"
 
 
-def require_current(path: str, version: str, mounts: list[dict[str, Any]]) -> None:
+def require_current(path: str, version: str, edits: dict[str, Any]) -> None:
     """Raise Refused if no driver is loaded, or the specification at `path` is of another or names files that are gone.
 
-    Only files that have the driver's version in their names are looked for.
+    Or if a device node has other numbers by now. Only files with the driver's version in their names are looked for.
     """
     if not version:
         return
     ending = f".so.{version}"
-    named = [mount["hostPath"] for mount in mounts if mount["hostPath"].endswith(ending)]
+    named = [mount["hostPath"] for mount in edits.get("mounts") or () if mount["hostPath"].endswith(ending)]
     missing = next((path for path in named if not exists(path)), "")
     loaded = (read_text(MODULE) or "").partition("\n")[0] + " "
     if missing or (loaded != " " and f" {version} " not in loaded):
@@ -107,6 +108,19 @@ def require_current(path: str, version: str, mounts: list[dict[str, Any]]) -> No
         )
     if named and loaded == " ":  # nodes would be there and give nothing; WSL, without a module, has no such files
         raise Refused(f"the driver {version} is not loaded ({MODULE} is missing): run `gpuprov doctor`")
+    other = next(filter(_has_other_numbers, edits.get("deviceNodes") or ()), None)
+    if other:
+        raise Refused(f"{other['path']} has other device numbers than {path} says: {_REFRESH}")
+
+
+def _has_other_numbers(node: dict[str, Any]) -> bool:
+    """Say whether NVIDIA's node on the host is of another device: the kernel chooses some majors at each boot."""
+    try:
+        status = posix.stat(node.get("hostPath") or node["path"])
+    except OSError:
+        return False
+    there, here = (node.get("major"), node.get("minor")), (posix.major(status.st_rdev), posix.minor(status.st_rdev))
+    return node["path"].startswith("/dev/nvidia") and None not in there and here not in ((0, 0), there)
 
 
 def _reason(path: str, version: str, missing: str, library: str, module: str) -> str:
@@ -118,7 +132,7 @@ def _reason(path: str, version: str, missing: str, library: str, module: str) ->
     stale = f"{path} is of driver {version}, the driver is {files}"
     if files == version:
         stale = f"{path} names {missing or library}, which is gone"
-    return f"{stale}: systemctl start gpuprov-refresh, or run `gpuprov install`"
+    return f"{stale}: {_REFRESH}"
 
 
 def _installed(path: str, version: str) -> str:

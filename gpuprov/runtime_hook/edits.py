@@ -81,7 +81,7 @@ def _chosen(
     version = ""
     if links:  # a host need not have our own specification for other kinds' devices
         version = specifications.own.host.get("driver", "")
-        driver_files.require_current(specifications.own.path, version, edits.get("mounts") or [])
+        driver_files.require_current(specifications.own.path, version, edits)
     chosen = ContainerEdits(edits, links, version)
     mounts = len(edits.get("mounts") or ())
     chosen.decisions = [

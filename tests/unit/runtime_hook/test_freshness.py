@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +38,7 @@ class Host:
         names = (f"libcuda.so.{version}", f"libnvidia-ml.so.{version}", "nvidia-smi")
         mounts = [{"hostPath": f"{self.folder}/{name}"} for name in names]
         try:
-            driver_files.require_current("/etc/cdi/nvidia.json", version, mounts)
+            driver_files.require_current("/etc/cdi/nvidia.json", version, {"mounts": mounts})
         except Refused as refused:
             return str(refused).replace(f"{self.folder}/", "/lib/")
         return ""
@@ -114,7 +117,8 @@ def test_a_driver_that_is_not_loaded_is_said_as_its_nodes_would_give_nothing(hos
 def test_files_without_a_version_need_no_module(host: Host) -> None:
     """What WSL gives its guests: its kernel has the GPU by another driver."""
     host.module.unlink()
-    driver_files.require_current("/etc/cdi/nvidia.json", OLD, [{"hostPath": "/usr/lib/wsl/lib/libcuda.so.1.1"}])
+    mounts = [{"hostPath": "/usr/lib/wsl/lib/libcuda.so.1.1"}]
+    driver_files.require_current("/etc/cdi/nvidia.json", OLD, {"mounts": mounts})
 
 
 def test_a_strange_digit_in_a_files_name_is_no_version(host: Host) -> None:
@@ -122,3 +126,21 @@ def test_a_strange_digit_in_a_files_name_is_no_version(host: Host) -> None:
     (host.folder / "libcuda.so.1").symlink_to("libcuda.so.site")
     (host.folder / "libcuda.so.5².1").touch()
     assert f"the driver is {OLD}: systemctl start gpuprov-refresh" in host.start(NEW)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("major", "fits"), [(510, True), (511, False)])
+def test_nodes_that_got_other_numbers_at_a_boot_are_refused(host: Host, major: int, fits: bool) -> None:
+    """Those of nvidia-uvm and of MIG are dynamic: by those of an earlier boot a container gets another device."""
+    path = str(host.folder / "nvidia-uvm")
+    os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(510, 0))
+    absent = {"path": "/dev/nvidia9", "hostPath": f"{path}9", "major": 195, "minor": 9}
+    others = {"path": "/dev/other", "hostPath": path, "major": 9, "minor": 0}
+    ours = {"path": "/dev/nvidia-uvm", "hostPath": path, "major": major, "minor": 0}
+    nodes: list[dict[str, Any]] = [absent, others, {"path": path}, ours]
+    edits = {"mounts": [{"hostPath": f"{host.folder}/libcuda.so.{OLD}"}], "deviceNodes": nodes}
+    if fits:
+        driver_files.require_current("/etc/cdi/nvidia.json", OLD, edits)
+        return
+    with pytest.raises(Refused, match=r"nvidia-uvm .*/etc/cdi/nvidia\.json.*systemctl start gpuprov-refresh"):
+        driver_files.require_current("/etc/cdi/nvidia.json", OLD, edits)
