@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
-from gpuprov.cdi.generate import OTHER_PATHS, PATH, difference, in_short, other_specifications, specification
+from gpuprov.cdi.generate import OTHER_PATHS, PATH, difference, in_short, other_specifications, specification, updated
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import (
     Change,
@@ -220,7 +220,7 @@ def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
 
 def _now(system: System) -> bytes:
     """Return the specification of the present driver, with the facts from NVML."""
-    return render_json(specification(ask_nvml(system, discover(system))))
+    return updated(ask_nvml(system, discover(system)), system.read_bytes(CDI_SPECIFICATION) or b"")
 
 
 def follow_driver(system: System, before: str) -> None:

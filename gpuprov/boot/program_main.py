@@ -76,8 +76,7 @@ def refresh(system: System) -> str:
     Raises GpuprovError, which marks the unit as failed, if the loaded module and the libraries differ in version.
     """
     # Imported here: making nodes, which docker waits for at boot, does not need it.
-    from gpuprov.cdi.generate import PATH, difference, other_specifications, specification
-    from gpuprov.cdi.specification import render_json
+    from gpuprov.cdi.generate import PATH, difference, other_specifications, updated
 
     with try_lock(system) as ours:
         if not ours:
@@ -92,8 +91,9 @@ def refresh(system: System) -> str:
         wanted = dict(other_specifications(system))
         found = system.read_bytes(PATH)
         reason = "it is missing" if found is None else difference(found, driver)
-        if reason:
-            wanted[PATH] = render_json(specification(ask_nvml(system, driver)))
+        # Only NVML knows the UUIDs of MIG devices.
+        if reason or any(gpu.mig for gpu in driver.gpus):
+            wanted[PATH] = updated(ask_nvml(system, driver), found or b"")
         changed = {path: content for path, content in wanted.items() if system.read_bytes(path) != content}
         write_files(system, ((path, content, 0o644) for path, content in changed.items()))
     if not changed:

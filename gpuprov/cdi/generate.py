@@ -6,6 +6,7 @@ read CDI run the hook; gpuprov's own runtime reads the links from it and makes t
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -128,6 +129,16 @@ def difference(content: bytes, driver: DriverFacts, *, any_version: bool = False
         wanted = replace(wanted, edits=replace(wanted.edits, hooks=found.edits.hooks))
         content = render_json(found)
     return "" if content == render_json(wanted) else _first_difference(found, wanted)
+
+
+def updated(driver: DriverFacts, content: bytes) -> bytes:
+    """Return a specification's file as it should be; if NVML did not answer, with its earlier answers in `content`."""
+    wanted = specification(driver)
+    with contextlib.suppress(GpuprovError):
+        found = parse_json(content)
+        if not driver.cuda_version and host_facts(found).get(_DRIVER) == driver.library_version:
+            wanted = _with_answers(driver, found)
+    return render_json(wanted)
 
 
 def _links_suffice(found: Specification, wanted: Specification) -> bool:

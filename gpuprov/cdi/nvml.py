@@ -75,6 +75,8 @@ def _answer(gpu: Mapping[str, Any]) -> GpuAnswer:
     mig = {
         (int(one["gpu_instance"]), int(one["compute_instance"])): _matching(f"MIG-{_UUID}", one["uuid"])
         for one in gpu["mig"]
+        # One that has just been removed tells no ids.
+        if None not in (one["gpu_instance"], one["compute_instance"])
     }
     return GpuAnswer(
         _matching(f"GPU-{_UUID}", gpu["uuid"]),

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.boot import program_main
 from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, missing_nodes, parse_mig_minors
-from gpuprov.cdi.generate import chosen_devices, difference, specification
-from gpuprov.cdi.specification import Edits, problems, render_json
+from gpuprov.cdi.generate import PATH, chosen_devices, difference, host_facts, specification
+from gpuprov.cdi.specification import Edits, parse_json, problems, render_json
 from gpuprov.core.changes import MakeNode
 from gpuprov.core.system import System
 from tests import simgpu
@@ -151,6 +152,48 @@ def test_an_answer_about_other_parts_names_none(mig_host: Host) -> None:
     text = answer().replace('"gpu_instance": 2', '"gpu_instance": 9')
     mig_host.nvml = (0, text)
     assert [part.uuid for part in ask_nvml(mig_host, discover(mig_host)).gpus[0].mig] == [mig_uuid(0, 1), ""]
+
+
+def test_a_part_that_goes_while_nvml_is_asked_hides_no_other(mig_host: Host) -> None:
+    mig_host.nvml = (0, answer().replace('"gpu_instance": 2', '"gpu_instance": null'))
+    asked = ask_nvml(mig_host, discover(mig_host))
+    assert [part.uuid for part in asked.gpus[0].mig] == [mig_uuid(0, 1), ""]
+    assert asked.cuda_version
+
+
+def test_uuids_that_nvml_did_not_tell_are_asked_for_again(mig_host: Host) -> None:
+    """Nothing else changes later on, and a device plugin asks for MIG devices by their UUIDs."""
+    mig_host.make_directory("/run")
+    mig_host.nvml = (124, "")
+    assert "it is missing" in program_main.refresh(mig_host)
+    assert mig_uuid(0, 2) not in (mig_host.read_text(PATH) or "")
+    assert program_main.refresh(mig_host) == "nothing has changed"
+    mig_host.nvml = (0, answer())
+    assert program_main.refresh(mig_host) == f"refreshed: {PATH}"
+    assert mig_uuid(0, 2) in (mig_host.read_text(PATH) or "")
+    assert program_main.refresh(mig_host) == "nothing has changed"
+
+
+def test_another_part_in_the_place_of_one_gets_its_uuid(mig_host: Host) -> None:
+    """Its ids and nodes may be those of the part before it."""
+    mig_host.make_directory("/run")
+    program_main.refresh(mig_host)
+    other = mig_uuid(5, 2)
+    mig_host.nvml = (0, answer().replace(mig_uuid(0, 2), other))
+    program_main.refresh(mig_host)
+    assert other in (mig_host.read_text(PATH) or "")
+
+
+def test_a_change_while_nvml_does_not_answer_keeps_what_it_told(mig_host: Host) -> None:
+    mig_host.make_directory("/run/nvidia-persistenced")
+    program_main.refresh(mig_host)
+    before = host_facts(parse_json(mig_host.read_bytes(PATH) or b""))
+    mig_host.write("/run/nvidia-persistenced/socket", b"")
+    mig_host.nvml = (124, "")
+    assert "socket is missing" in program_main.refresh(mig_host)
+    found = parse_json(mig_host.read_bytes(PATH) or b"")
+    assert host_facts(found) == before
+    assert {mig_uuid(0, 1), mig_uuid(0, 2)} <= {device.name for device in found.devices}
 
 
 def test_a_driver_without_capability_devices_still_names_the_parts(mig_host: Host, tmp_path: Path) -> None:
