@@ -19,6 +19,7 @@ from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import gpudirect, mig
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
+from gpuprov.machine.pci import FOR_GUESTS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED
 
@@ -89,7 +90,9 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
     machine = not facts.kernel.container and facts.image is None
     if facts.kernel.takes_modules and machine:
         paths.append(boot.MODULES)
-    divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
+    # By address: numbers change if a GPU is missing at a boot.
+    gpus = [gpu.bus_id for gpu in facts.gpus if gpu.driver not in FOR_GUESTS]
+    divided = tuple((gpus[index], text) for index, text in mig.wanted(facts, spec) if text != DISABLED)
     if divided:
         units.append(boot.MIG)
     encrypted = machine and facts.boot.confidential and spec.confidential_ready == "auto"
@@ -119,23 +122,20 @@ def content_of(path: str, **values: str) -> bytes:
     return Template(text).substitute(values).encode()
 
 
-def mig_values(layout: Sequence[tuple[int, str]]) -> dict[str, str]:
-    """Return what the unit that divides the GPUs of a layout (index → text, mig.py) needs, for content_of.
+def mig_values(layout: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return what the unit that divides the GPUs of a layout (PCI address → text, mig.py) needs, for content_of.
 
     From Hopper on the MIG mode does not outlive a boot either. A GPU that has MIG devices already stays as it is.
     """
     steps = []
-    for index, text in layout:
-        make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
-        if text == ENABLED:
-            make = ":"
-        elif text.startswith("all-"):
+    for gpu, text in layout:
+        profiles = mig.largest_first(text.split(",")) if text[0].isdigit() else text.partition("-")[2]
+        make = f"nvidia-smi mig -i {gpu} -cgi {profiles} -C" if text != ENABLED else ":"
+        if text.startswith("all-"):
             # The first must succeed; the others repeat until there is no room left.
             make = f"{make} && while {make}; do :; done"
-        else:
-            make = f"nvidia-smi mig -i {index} -cgi {mig.largest_first(text.split(','))} -C"
-        there = f'nvidia-smi mig -i {index} -lgi | grep -q " MIG "'
-        steps.append(f"{there} || {{ nvidia-smi -i {index} -mig 1 && {make}; }} || failed=1")
+        there = f'nvidia-smi mig -i {gpu} -lgi | grep -q " MIG "'
+        steps.append(f"{there} || {{ nvidia-smi -i {gpu} -mig 1 && {make}; }} || failed=1")
     return {"steps": "; ".join(steps), "seconds": str(120 + 60 * len(layout))}
 
 

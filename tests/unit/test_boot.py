@@ -110,7 +110,7 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
 
 def test_engines_wait_for_nodes_and_specification_but_not_for_ever(container: HostFacts) -> None:
     files = {path: content.decode() for path, content in prepared(container, spec()).files if path != boot.PROGRAM}
-    mig = prepare.content_of(f"{UNITS}/{boot.MIG}", **prepare.mig_values([(0, "all-1g.5gb")])).decode()
+    mig = prepare.content_of(f"{UNITS}/{boot.MIG}", **prepare.mig_values([("0000:17:00.0", "all-1g.5gb")])).decode()
     values = {"gpudirect": "nvidia-peermem", "dkms": ""}
     features = [prepare.content_of(f"{UNITS}/{one}", **values).decode() for one in (boot.GPUDIRECT, boot.CONFIDENTIAL)]
     for unit in (files[f"{UNITS}/{NODES}"], files[f"{UNITS}/{REFRESH}"], mig, *features):
@@ -143,7 +143,8 @@ esac
 """
     (tmp_path / "nvidia-smi").write_text(script)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    unit = prepare.content_of(f"{UNITS}/{boot.MIG}", **prepare.mig_values([(1, "3g.40gb"), (0, "3g.40gb")])).decode()
+    values = prepare.mig_values([("1", "3g.40gb"), ("0", "3g.40gb")])
+    unit = prepare.content_of(f"{UNITS}/{boot.MIG}", **values).decode()
     (start,) = re.findall(r"^ExecStart=/bin/sh -c '(.*)'$", unit, re.MULTILINE)
 
     def run() -> int:
@@ -193,7 +194,7 @@ def test_systemd_reads_the_units_without_a_complaint(tmp_path: Path) -> None:
     values = {
         "python": sys.executable, "schedule": "daily", "delay": "2h", "command": sys.executable, "environment": "",
         "mps_threads": "100", "mps_memory": "", "gpudirect": "gdrdrv", "dkms": "gdrdrv",
-        **prepare.mig_values([(0, "all-1g.5gb")]),
+        **prepare.mig_values([("0000:17:00.0", "all-1g.5gb")]),
     }  # fmt: skip
     for name in units:
         (tmp_path / name).write_bytes(prepare.content_of(f"{UNITS}/{name}", **values))

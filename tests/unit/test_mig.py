@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -463,9 +464,19 @@ def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
     changes = [item.change for item in make_plan(facts, spec("all-1g.10gb"), ("boot",)).changes]
     files = dict(changes[0].files)  # type: ignore[attr-defined]
     text = files[f"{boot.UNITS}/{boot.MIG}"].decode()
-    assert "nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi 1g.10gb -C && while" in text
+    bus = facts.gpus[0].bus_id
+    assert f"nvidia-smi -i {bus} -mig 1 && nvidia-smi mig -i {bus} -cgi 1g.10gb -C && while" in text
     changes = [item.change for item in make_plan(facts, spec("disabled"), ("boot",)).changes]
     assert f"{boot.UNITS}/{boot.MIG}" not in dict(changes[0].files)  # type: ignore[attr-defined]
+
+
+def test_a_boot_without_one_gpu_divides_no_other_in_its_place(facts: HostFacts) -> None:
+    """NVML then gives the other GPUs lower numbers; a GPU of virtual machines has none."""
+    names = [(f"0000:{bus}:00.0", driver) for bus, driver in (("0b", "nvidia"), ("1b", "vfio-pci"), ("2b", "nvidia"))]
+    gpus = tuple(replace(facts.gpus[0], bus_id=bus, driver=driver) for bus, driver in names)
+    (item,) = make_plan(replace(facts, gpus=gpus), spec("disabled", "3g.40gb"), ("boot",)).changes
+    text = dict(item.change.files)[f"{boot.UNITS}/{boot.MIG}"].decode()  # type: ignore[attr-defined]
+    assert set(re.findall(r"-i (\S+)", text)) == {"0000:2b:00.0"}
 
 
 def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) -> None:
