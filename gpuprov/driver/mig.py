@@ -96,7 +96,9 @@ class DivideGpus(Change):
         with _without_monitors(system, tell):
             for index, text in self.layout:
                 tell(f"GPU {index}: {text}", 0, 0)
-                _bring(system, index, text)
+                # The plan knew no better if nvidia-smi was silent then.
+                if not is_right(text, _look(system, index)):
+                    _bring(system, index, text)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
