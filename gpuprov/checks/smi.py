@@ -14,6 +14,8 @@ from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20
 _LOOK = "look at it: nvidia-smi -q -x"
+# XML has none of these; nvidia-smi prints them as they are in names of processes, which users choose.
+_NO_XML = dict.fromkeys([*range(9), 11, 12, *range(14, 32), 0xFFFE, 0xFFFF], "?")
 LOOK = "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
 
 
@@ -74,7 +76,7 @@ def parse_smi(text: str) -> SmiReport:
     if not _is_bounded(text):
         raise GpuprovError("nvidia-smi's output is no report", "too large, or with entities of its own", _LOOK)
     try:
-        root = ElementTree.fromstring(text)
+        root = ElementTree.fromstring(text.translate(_NO_XML))
     except ElementTree.ParseError as error:
         seen = f"{error}: {text.strip()[:200]}"
         raise GpuprovError("nvidia-smi's output is no XML report", seen, _LOOK) from None
@@ -106,7 +108,7 @@ def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
 
     It may have warnings around it, or be cut off by a GPU that hangs.
     """
-    content = report[max(report.find("<"), 0) :] if _is_bounded(report) else ""
+    content = report[max(report.find("<"), 0) :].translate(_NO_XML) if _is_bounded(report) else ""
     gpus: list[ElementTree.Element] = []
     with contextlib.suppress(ElementTree.ParseError):
         for _, element in ElementTree.iterparse(io.BytesIO(content.encode("utf-8", "replace")), ("start",)):
