@@ -174,6 +174,11 @@ def _gpus(system: System) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+def is_excluded(system: System, bus_id: str) -> bool:
+    """Say whether the driver was told to leave this GPU out (NVreg_ExcludedGpus): NVML does not count it."""
+    return parse_information(system.read_text(f"{_PROC}/gpus/{bus_id}/information") or "").get("GPU Excluded") == "Yes"
+
+
 def _drm_nodes(system: System, bus_id: str) -> tuple[Node, ...]:
     nodes = []
     for name in system.list_directory(f"/sys/bus/pci/devices/{bus_id}/drm"):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpuprov.cdi.discover import is_excluded
 from gpuprov.cdi.nvml import GpuAnswer, ask, sysfs_bus_id
 from gpuprov.checks import memory
 from gpuprov.checks.smi import exit_code, exits, parse_smi, per_gpu
@@ -323,7 +324,7 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
         with_expected_links(gpus, remembered.gpus if remembered else (), switches=bool(fabric.switches)),
         report.driver if report else "",
         smi if is_expected and not smi.ok else None,
-        0 if kernel.container else sum(gpu.driver == "nvidia" for gpu in bus),
+        0 if kernel.container else sum(gpu.driver == "nvidia" and not is_excluded(system, gpu.bus_id) for gpu in bus),
         memory.lost_gpus(system, remembered, report) if remembered else None,
         fabric,
         _imex_down(system),

@@ -22,6 +22,7 @@ from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, Problem, Stopped, worst
 from gpuprov.protocol.events import CheckDone, Event, Finished, HealthFound, Note
+from tests.simgpu import write_kernel_tree
 from tests.unit.fake_host import FakeHost
 from tests.unit.health_cases import CASES, Case, healthy
 
@@ -310,6 +311,22 @@ def test_a_container_is_not_judged_by_its_hosts_sysfs(tmp_path: Path, container:
     (switch / "vendor").write_text("0x10de\n")
     (switch / "class").write_text("0x068000\n")
     assert {*host.rules_found()} == rules_found
+
+
+@pytest.mark.parametrize(("excluded", "rules_found"), [("Yes", []), ("No", ["gpus-fewer"])])
+def test_a_gpu_that_the_driver_was_told_to_leave_out_is_not_missed(
+    tmp_path: Path, excluded: str, rules_found: list[str]
+) -> None:
+    """NVreg_ExcludedGpus: the driver has it, and neither NVML nor nvidia-smi counts it."""
+    host = HealthHost(tmp_path, metal=True)
+    host.report = report_of("")
+    write_kernel_tree(host.root, 2)
+    for device in host.path("/sys/bus/pci/devices").iterdir():
+        (device / "driver").unlink(missing_ok=True)
+        (device / "driver").symlink_to("/sys/bus/pci/drivers/nvidia")
+    *_, last = sorted(host.path("/proc/driver/nvidia/gpus").glob("*/information"))
+    last.write_text(last.read_text().replace("GPU Excluded:\t No", f"GPU Excluded:\t {excluded}"))
+    assert host.rules_found() == rules_found
 
 
 @pytest.mark.parametrize(("version", "findings"), [("Linux version 6.1", 1), ("Linux version 5.15-microsoft-WSL2", 0)])
