@@ -24,7 +24,7 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
 from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, NOT_FOUND, MigGpu, gather_mig, parse_modes
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.pci import own_ids
+from gpuprov.machine.pci import FOR_GUESTS, own_ids
 from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
@@ -252,8 +252,9 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         what = f"the MIG configuration {spec.mig_config} has no entry for the GPUs of this host"
         ids = ", ".join(f"0x{gpu.device_id.upper()}10DE" for gpu in facts.gpus)
         return (Problem(what, ids, "add an entry for them, or set gpuprov_mig_config to another"),)
-    if len(spec.mig_layout) > max(len(facts.gpus), 1):
-        asked, there = counted(len(spec.mig_layout), "GPU"), len(facts.gpus)
-        what, seen = f"gpuprov_mig_layout speaks of {asked}, this host has {there}", (gpu.bus_id for gpu in facts.gpus)
-        return (Problem(what, ", ".join(seen), "give one text for all GPUs, or as many as there are"),)
+    own = [gpu.bus_id for gpu in facts.gpus if gpu.driver not in FOR_GUESTS]
+    if len(spec.mig_layout) > max(len(own), 1):
+        what = f"gpuprov_mig_layout speaks of {counted(len(spec.mig_layout), 'GPU')}, this host has {len(own)}"
+        step = "give one text for all GPUs, or as many as there are, without those of virtual machines"
+        return (Problem(what, ", ".join(own), step),)
     return ()

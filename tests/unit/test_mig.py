@@ -492,6 +492,12 @@ def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) ->
     two = replace(facts, gpus=(*facts.gpus, replace(facts.gpus[0], bus_id="0000:2b:00.0")))
     (problem,) = mig.problems(two, spec(*["disabled"] * 3))
     assert problem.evidence == ", ".join(gpu.bus_id for gpu in two.gpus) and problem.next_step
+    # NVML has no number for a GPU of virtual machines.
+    guests = replace(two, gpus=(replace(two.gpus[0], driver="vfio-pci"), two.gpus[1]))
+    (problem,) = mig.problems(guests, spec("disabled", "3g.40gb"))
+    assert (problem.what, problem.evidence) == (
+        "gpuprov_mig_layout speaks of 2 GPUs, this host has 1", two.gpus[1].bus_id,
+    )  # fmt: skip
     both = replace(spec("disabled", "3g.40gb"), mig_config="all-balanced")
     (problem,) = mig.problems(inside, both)
     assert problem.evidence == "gpuprov_mig_layout is disabled,3g.40gb, gpuprov_mig_config is all-balanced"
