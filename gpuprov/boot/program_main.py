@@ -140,7 +140,3 @@ def serve(system: System) -> str:
     from gpuprov.boot.serve import serve as run_server
 
     return run_server(system)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import stat
 import subprocess
 import sys
 import zipfile
@@ -356,6 +357,24 @@ def test_nodes_and_their_links_are_made(host: FakeHost) -> None:
     assert status is not None
     assert (status.kind, status.major, status.minor, status.mode) == ("char", 195, 1, 0o666)
     assert program_main.make_nodes(host) == "device nodes: 8, made now: 0"
+
+
+class BusyHost(FakeHost):
+    """A host on which nvidia-persistenced starts at the same time, and makes the node that is looked at."""
+
+    def remove(self, path: str) -> None:
+        super().remove(path)
+        os.mknod(self.path(path), stat.S_IFCHR | 0o600, os.makedev(195, 99))
+
+
+def test_a_node_that_the_driver_makes_at_the_same_time_ends_nothing(tmp_path: Path) -> None:
+    host = BusyHost(tmp_path / "root")
+    simgpu.install_tree(host.root)
+    assert program_main.make_nodes(host) == "device nodes: 8, made now: 8"
+    status = host.status("/dev/nvidia1")
+    assert status is not None
+    assert (status.kind, status.major, status.minor, status.mode) == ("char", 195, 1, 0o666)
+    assert not list(host.path("/dev").rglob(".*"))
 
 
 def test_without_a_driver_there_are_no_nodes_and_one_reads_why(tmp_path: Path) -> None:
