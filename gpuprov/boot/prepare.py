@@ -19,7 +19,6 @@ from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import gpudirect, mig
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
-from gpuprov.machine.pci import FOR_GUESTS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED
 
@@ -91,8 +90,7 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
     if facts.kernel.takes_modules and machine:
         paths.append(boot.MODULES)
     # By address: numbers change if a GPU is missing at a boot.
-    gpus = [gpu.bus_id for gpu in facts.gpus if gpu.driver not in FOR_GUESTS]
-    divided = tuple((gpus[index], text) for index, text in mig.wanted(facts, spec) if text != DISABLED)
+    divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         units.append(boot.MIG)
     encrypted = machine and facts.boot.confidential and spec.confidential_ready == "auto"

@@ -217,26 +217,33 @@ def _with_users(system: System, seen: str) -> str:
     return "\n".join((seen, *map(str, gather_holders(system)))).strip()
 
 
-def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:
-    """Return index → text of each GPU that the layout names.
+def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[str, str], ...]:
+    """Return PCI address → text of each GPU that the layout names: not of those of virtual machines."""
+    own = _own(facts)
+    layout = layout_of(spec.mig_config, own_ids(facts.gpus)) if spec.mig_config else spec.mig_layout
+    texts = layout * len(own) if len(layout) == 1 else layout
+    # A list is for these, or by index for those that the driver serves.
+    served = tuple(gpu.bus_id for gpu in facts.driver.gpus)
+    return tuple((one, text) for one, text in zip(served if len(served) == len(texts) else own, texts) if text)
 
-    NVML numbers them in bus order, without those that are reserved for virtual machines.
-    """
-    ids = own_ids(facts.gpus)
-    layout = layout_of(spec.mig_config, ids) if spec.mig_config else spec.mig_layout
-    texts = layout * len(ids) if len(layout) == 1 else layout
-    return tuple((index, text) for index, (text, _) in enumerate(zip(texts, ids)) if text)
+
+def _own(facts: HostFacts) -> tuple[str, ...]:
+    return tuple(gpu.bus_id for gpu in facts.gpus if gpu.driver not in FOR_GUESTS)
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that divides the GPUs whose layout differs."""
-    now = {gpu.index: gpu for gpu in driver.facts.mig}
+    facts, now = driver.facts, {gpu.index: gpu for gpu in driver.facts.mig}
     # A driver to be installed was not queried; one that does not respond will report why.
     unknown = driver.installs or not now
+    # NVML numbers, in bus order, the GPUs that the driver serves.
+    served = () if driver.installs else tuple(gpu.bus_id for gpu in facts.driver.gpus)
+    numbers = {address: number for number, address in enumerate(served or _own(facts))}
     wrong = tuple(
         (index, text)
-        for index, text in wanted(driver.facts, driver.spec)
-        if unknown or index not in now or not is_right(text, now[index])
+        for address, text in wanted(facts, driver.spec)
+        if (index := numbers.get(address)) is not None
+        and (unknown or index not in now or not is_right(text, now[index]))
     )
     return (DivideGpus(wrong),) if wrong else ()
 
@@ -252,7 +259,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         what = f"the MIG configuration {spec.mig_config} has no entry for the GPUs of this host"
         ids = ", ".join(f"0x{gpu.device_id.upper()}10DE" for gpu in facts.gpus)
         return (Problem(what, ids, "add an entry for them, or set gpuprov_mig_config to another"),)
-    own = [gpu.bus_id for gpu in facts.gpus if gpu.driver not in FOR_GUESTS]
+    own = _own(facts)
     if len(spec.mig_layout) > max(len(own), 1):
         what = f"gpuprov_mig_layout speaks of {counted(len(spec.mig_layout), 'GPU')}, this host has {len(own)}"
         step = "give one text for all GPUs, or as many as there are, without those of virtual machines"

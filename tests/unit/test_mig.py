@@ -109,9 +109,10 @@ def test_a_gpu_is_divided_as_the_layout_says_or_not(name: str) -> None:
 
 
 def test_one_text_is_for_all_gpus_a_list_for_each(facts: HostFacts) -> None:
-    facts = replace(facts, gpus=facts.gpus * 3)
-    assert mig.wanted(facts, spec("all-1g.10gb")) == tuple((index, "all-1g.10gb") for index in range(3))
-    assert mig.wanted(facts, spec("disabled", "3g.40gb")) == ((0, "disabled"), (1, "3g.40gb"))
+    addresses = [f"0000:{bus}:00.0" for bus in ("0b", "1b", "2b")]
+    facts = replace(facts, gpus=tuple(replace(facts.gpus[0], bus_id=one) for one in addresses))
+    assert mig.wanted(facts, spec("all-1g.10gb")) == tuple((one, "all-1g.10gb") for one in addresses)
+    assert mig.wanted(facts, spec("disabled", "3g.40gb")) == ((addresses[0], "disabled"), (addresses[1], "3g.40gb"))
     assert profiles_of("all-3g.40gb", H100) == ("3g.40gb", "3g.40gb")
 
 
@@ -462,6 +463,25 @@ def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts
         assert mig.plan(source_of(replace(facts, mig=unknown), spec("disabled"))) == (DivideGpus(((0, "disabled"),)),)
     other = parse_spec({"driver_version": "570.10", "mig_layout": ["disabled"]})
     assert mig.plan(source_of(facts, other)) == (DivideGpus(((0, "disabled"),)),)
+
+
+def test_a_gpu_that_the_driver_does_not_serve_moves_no_layout_to_another(host: MigHost, facts: HostFacts) -> None:
+    """One that failed at the boot, or is excluded, has no number in NVML: those behind it have lower ones."""
+    simgpu.write_kernel_tree(host.root, 1)
+    driver, (own,) = gather(host).driver, facts.gpus
+    dead = replace(own, bus_id="0000:01:00.0", driver="")
+    assert [dead.bus_id < one.bus_id == own.bus_id for one in driver.gpus] == [True]
+    broken = replace(facts, gpus=(dead, own), driver=driver)
+    assert mig.plan(source_of(broken, spec("3g.40gb", "disabled"))) == ()
+    assert mig.plan(source_of(broken, spec("all-1g.10gb"))) == (DivideGpus(((0, "all-1g.10gb"),)),)
+    # A list for the GPUs that NVML numbers, as on a host with an excluded one.
+    two = replace(driver, gpus=tuple(replace(driver.gpus[0], index=n, bus_id=bus) for n, bus in enumerate(("a", "c"))))
+    excluded = replace(facts, gpus=tuple(replace(own, bus_id=bus) for bus in "abc"), driver=two)
+    assert mig.plan(source_of(excluded, spec("disabled", "3g.40gb"))) == (DivideGpus(((1, "3g.40gb"),)),)
+    assert mig.wanted(excluded, spec("disabled", "disabled", "3g.40gb"))[2] == ("c", "3g.40gb")
+    # Another driver may serve both.
+    other = parse_spec({"driver_version": "570.10", "mig_layout": ["3g.40gb", "disabled"]})
+    assert mig.plan(source_of(broken, other)) == (DivideGpus(((0, "3g.40gb"), (1, "disabled"))),)
 
 
 def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
