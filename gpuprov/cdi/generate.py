@@ -99,9 +99,7 @@ def all_of(devices: Sequence[Device]) -> Device:
 
 
 def _type(name: str) -> str:
-    if name.isdecimal():
-        return "gpu"
-    return "mig" if name.replace(":", "", 1).isdecimal() else ""
+    return "gpu" if name.isdecimal() else "mig" if name.replace(":", "", 1).isdecimal() else ""
 
 
 def _is_named(name: str, strategies: tuple[str, ...]) -> bool:

@@ -216,9 +216,7 @@ def parse(content: bytes, name: str) -> Specification:
 
 def is_yaml(content: bytes, name: str) -> bool:
     """Say whether a file is YAML: by its suffix, or for standard input by how it begins."""
-    if name.endswith((".yaml", ".yml")):
-        return True
-    return not name.endswith(".json") and not content.lstrip().startswith(b"{")
+    return name.endswith((".yaml", ".yml")) or not (name.endswith(".json") or content.lstrip().startswith(b"{"))
 
 
 def render(specification: Specification, form: str) -> bytes:
