@@ -233,13 +233,13 @@ class Containerd:
 def _run(
     system: System, argv: tuple[str, ...], seconds: float, on_line: OnLine, remove: Callable[[], None]
 ) -> Completed:
-    """Run an engine's client; remove the container if the client was ended, by its time limit or by Ctrl-C."""
+    """Run an engine's client; remove the container if the client was ended, by its time limit, Ctrl-C or a signal."""
     done = None
     try:
         done = system.run(argv, timeout=seconds, on_line=on_line)
         return done
     finally:
-        if done is None or done.returncode == TIMED_OUT:
+        if done is None or done.unanswered:
             remove()
 
 

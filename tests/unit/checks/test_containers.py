@@ -17,6 +17,7 @@ from gpuprov.checks.engines import (
     DOCKER_GPUS,
     PODMAN,
     Containerd,
+    DockerLike,
     Engine,
     EngineTest,
     full_reference,
@@ -194,6 +195,17 @@ def test_each_engine_is_asked_for_gpus_in_its_own_words(engine: Engine, devices:
     (argv,) = host.asked
     assert done.stdout == "GPU 0" and argv[0] == {"containerd": "ctr"}.get(engine.name, engine.name)
     assert words in " ".join(argv) and argv[-1] == "-L"
+
+
+@pytest.mark.parametrize("engine", [DOCKER, PODMAN])
+@pytest.mark.parametrize(("code", "removed"), [(TIMED_OUT, True), (137, True), (143, True), (0, False), (9, False)])
+def test_a_container_whose_client_was_ended_does_not_go_on(engine: DockerLike, code: int, removed: bool) -> None:
+    """By a time limit, or by a signal, as where memory is short: the container is the daemon's, and has the GPUs."""
+    host = Recording(code)
+    engine.start(host, IMAGE, ("sh", "-c", "read line"), ALL)
+    started, *others = host.asked
+    (name,) = (word.partition("=")[2] for word in started if word.startswith("--name="))
+    assert others == [(engine.name, "rm", "--force", "--volumes", name)] * removed
 
 
 def test_a_container_of_containerd_that_hangs_is_removed() -> None:
