@@ -146,9 +146,7 @@ class PodState:
 
 def text(value: Any, longest: int = _LONGEST_TEXT) -> str:
     """Return a text of the API server as one line without control characters, cut at `longest`."""
-    if not isinstance(value, str):
-        return ""
-    line = one_line(value[: 4 * longest])
+    line = one_line(value[: 4 * longest]) if isinstance(value, str) else ""
     return line if len(line) <= longest else line[:longest] + " …"
 
 
@@ -179,14 +177,21 @@ def parse_node(thing: Mapping[str, Any]) -> Node | None:
 
 
 def used_resources(pods: Any) -> Mapping[str, int]:
-    """Return which of nvidia.com's resources the pods of a node use; ended pods do not count."""
+    """Return which of nvidia.com's resources the pods of a node hold; ended pods do not count."""
     used: Counter[str] = Counter()
     for pod in items(pods):
-        if _map(pod.get("status")).get("phase") in _DONE:
-            continue
-        for container in _maps(_map(pod.get("spec")).get("containers")):
-            used.update(_resources(_map(container.get("resources")).get("limits")))
+        spec, kept, most = _map(pod.get("spec")), Counter[str](), Counter[str]()
+        # Init containers run one after the other, and sidecars among them go on.
+        for one in _maps(spec.get("initContainers")):
+            most |= kept + (asked := _limits(one))
+            kept += asked if one.get("restartPolicy") == "Always" else Counter()
+        held = most | sum(map(_limits, _maps(spec.get("containers"))), kept)
+        used += held if _map(pod.get("status")).get("phase") not in _DONE else Counter()
     return used
+
+
+def _limits(container: Mapping[str, Any]) -> Counter[str]:
+    return Counter(_resources(_map(container.get("resources")).get("limits")))
 
 
 def parse_pod(thing: Mapping[str, Any]) -> PodState | None:
@@ -209,9 +214,7 @@ def parse_pod(thing: Mapping[str, Any]) -> PodState | None:
 
 def parse_events(answer: Any) -> tuple[str, ...]:
     """Return the last events as sentences, each once, warnings first."""
-    found: dict[str, bool] = {}
-    for one in items(answer):
-        found[_sentence(one)] = one.get("type") == "Warning"
+    found = {_sentence(one): one.get("type") == "Warning" for one in items(answer)}
     sentences = sorted((line for line in found if line), key=lambda line: not found[line])
     return tuple(sentences[:_MOST_EVENTS])
 

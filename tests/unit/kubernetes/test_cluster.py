@@ -108,6 +108,34 @@ def test_pods_that_have_ended_use_nothing() -> None:
     assert used_resources({"items": [pod("Running"), pod("Succeeded"), pod("Pending")]}) == {"nvidia.com/gpu": 4}
 
 
+def asking(gpus: int, **more: str) -> dict[str, Any]:
+    return {"resources": {"limits": {"nvidia.com/gpu": str(gpus)} if gpus else {}}, **more}
+
+
+SIDECAR = {"restartPolicy": "Always"}
+
+
+@pytest.mark.parametrize(
+    ("initial", "containers", "held"),
+    [
+        ([], [asking(1), asking(2)], 3),
+        ([asking(4)], [asking(1)], 4),
+        ([asking(1), asking(2)], [asking(3)], 3),
+        ([asking(2, **SIDECAR)], [asking(1)], 3),
+        ([asking(1, **SIDECAR), asking(4)], [asking(2)], 5),
+        ([asking(4), asking(1, **SIDECAR)], [asking(2)], 4),
+        ([asking(3, **SIDECAR)], [asking(0)], 3),
+        ([asking(0)], [asking(0)], 0),
+    ],
+)
+def test_a_pod_holds_what_its_containers_need_at_once(
+    initial: list[dict[str, Any]], containers: list[dict[str, Any]], held: int
+) -> None:
+    """As the scheduler counts: Kubernetes documentation, "Sidecar Containers", Resource sharing within containers."""
+    pod = {"status": {"phase": "Running"}, "spec": {"initContainers": initial, "containers": containers}}
+    assert used_resources({"items": [pod, pod]}).get("nvidia.com/gpu", 0) == 2 * held
+
+
 def test_a_host_is_a_node_by_name_by_address_or_by_short_name() -> None:
     nodes = (Node("gpu01.example.org", True, ("10.0.0.1",)), Node("gpu02", True, ("10.0.0.2", "gpu02")))
 
