@@ -356,9 +356,11 @@ def _require_same(host: Calls, everything: Calls, seen: _Seen, told: str) -> Non
 
 
 def _readable(done: Completed | None, where: str) -> Calls:
-    """Return what the calls gave. Raises LeftOut if no Python with ctypes ran there."""
+    """Return what the calls gave. Raises Skipped if no Python with ctypes ran there, Failed if it crashed or hung."""
     assert done is not None
     found = parse_calls(done)
+    if isinstance(found, str) and done.unanswered:
+        raise Failed(f"CUDA's calls on {where}: the program {found}; dmesg | grep -i -e nvrm -e xid")
     if isinstance(found, str):
         # docker exec ends with 126 for it, docker run with 127.
         missing = done.returncode in (_NOT_EXECUTABLE, NOT_FOUND)

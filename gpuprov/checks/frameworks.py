@@ -115,8 +115,7 @@ def _require_all(test: EngineTest, found: _Answer, what: str) -> None:
 
 
 def _shown(test: EngineTest, found: _Answer, name: str, cuda: str) -> Values:
-    made_for = f" for CUDA {cuda}" if cuda else ""
-    return counted(len(test.host.gpus), "GPU"), f"{counted(found.count, 'GPU')}, {name}{made_for}"
+    return counted(len(test.host.gpus), "GPU"), f"{counted(found.count, 'GPU')}, {name}{cuda and f' for CUDA {cuda}'}"
 
 
 def _torch_result(said: str) -> str:

@@ -167,8 +167,7 @@ def _evidence(row: Mapping[str, Any], gpu: Mapping[str, str]) -> str:
 
 
 def _number(text: str | None) -> int | None:
-    found = _NUMBER.match(text or "")
-    return int(found[0]) if found else None
+    return int(found[0]) if (found := _NUMBER.match(text or "")) else None
 
 
 def _bus(gpu: Mapping[str, str]) -> str:

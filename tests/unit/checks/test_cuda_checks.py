@@ -221,6 +221,16 @@ def test_calls_that_differ_from_the_hosts(case: Case, key: str, answer: tuple[in
     assert (found["CUDA kernel"].status, found["CUDA kernel"].reason) == ("skipped", "requires docker, CUDA")
 
 
+@pytest.mark.parametrize("key", ["host", "all", "GPU-1", "void"])
+@pytest.mark.parametrize("answer", [(124, "", "stopped after 120 s, its time limit"), (139, "", "")])
+def test_calls_that_hang_or_crash_are_no_missing_python(case: Case, key: str, answer: tuple[int, str, str]) -> None:
+    """A driver that hangs in cuInit while nvidia-smi works, say: the program prints nothing before."""
+    case.host.answers[key] = answer
+    found = case.checks()
+    assert (found["CUDA"].status, found["CUDA kernel"].status) == ("failed", "skipped")
+    assert f"exited {answer[0]}" in found["CUDA"].reason and "dmesg" in found["CUDA"].reason
+
+
 @pytest.mark.parametrize("none", [(0, failing("cuInit", 100), ""), (0, output(()), "")])
 def test_an_image_with_a_libcuda_of_its_own_may_have_no_gpu(case: Case, none: tuple[int, str, str]) -> None:
     case.host.answers["void"] = none
