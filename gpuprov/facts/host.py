@@ -282,7 +282,7 @@ def driver_package(packages: PackageFacts) -> str:
         # NVIDIA's and RPM Fusion's for rpm; SUSE's.
         "kmod-nvidia", "akmod-nvidia", "xorg-x11-drv-nvidia", "nvidia-compute-G", "nvidia-gl-G", "nvidia-video-G",
     )  # fmt: skip
-    return next((name for name in sorted(packages.installed) if name.startswith(prefixes)), "")
+    return next((name for name in sorted(packages.driver) if name.startswith(prefixes)), "")
 
 
 def gather_files(system: System) -> Mapping[str, FileFact]:

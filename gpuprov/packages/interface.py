@@ -31,7 +31,7 @@ DRIVER_PACKAGES = re.compile(
 # Of these, what is not the driver (CUDA, firmware of nouveau, repositories), or comes and goes with a kernel: that
 # depends on the driver's exact version, and a hold would keep a new kernel from getting its modules.
 _NOT_HELD = re.compile(
-    r"nvidia-(cuda(?!-mps)|cudnn|nccl|nsight|profiler|visual|fs\b|gds|release|repo|driver-(pinning|local)|gpu-firmware)|"
+    r"nvidia-(cuda(?!-mps)|cudnn|nccl|nsight|profiler|visual|fs\b|gds|release|repo|driver-(pinning|local|assistant)|gpu-firmware)|"
     r"firmware-nvidia-graphics|linux-|nv-prefer-|kmod-nvidia-(open-)?\d|.*-dev\b",
     re.IGNORECASE,
 )

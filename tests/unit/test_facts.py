@@ -10,9 +10,10 @@ import pytest
 
 from gpuprov.core import files
 from gpuprov.core.system import System
-from gpuprov.facts.host import facts_to_json, gather
+from gpuprov.facts.host import driver_package, facts_to_json, gather
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
+from gpuprov.packages.interface import PackageFacts
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import FactsGathered, Note
 from gpuprov.protocol.request import Request
@@ -56,6 +57,14 @@ def test_facts_warn_of_a_driver_that_was_replaced_and_not_loaded(tmp_path: Path)
     assert said.level == "warning"
     assert said.message.startswith("the driver's files are 550.163.01, the loaded module is 535.261.03: ")
     assert (ended.versions["driver"], ended.versions["gpus"]) == ("550.163.01", "2")
+
+
+@pytest.mark.parametrize(
+    "name", ["nvidia-driver-local-repo-ubuntu2204-580.95.05", "nvidia-driver-assistant", "nvidia-driver-pinning-580"]
+)
+def test_a_package_that_only_helps_to_get_a_driver_is_none(name: str) -> None:
+    assert driver_package(PackageFacts("apt", {name: "1"})) == ""
+    assert driver_package(PackageFacts("apt", {name: "1", "nvidia-driver": "580.95.05-1"})) == "nvidia-driver"
 
 
 def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:
