@@ -86,13 +86,15 @@ class RunFile(DriverSource):
 
     @property
     def installs(self) -> bool:
-        """Whether the driver will be installed: it is of another version, or a file that all need is not whole."""
-        other = self.facts.driver_installed_version != self.spec.driver_version
-        return other or bool(self.facts.driver_damage) or INCOMPLETE_MARK in self.facts.files
+        """Whether the driver will be installed: it is of another version, or lacks a file or this kernel's module."""
+        facts = self.facts
+        other = facts.driver_installed_version != self.spec.driver_version
+        unbuilt = self.brings_modules and facts.image is None and not (facts.has_module or facts.driver_loaded_version)
+        return other or unbuilt or bool(facts.driver_damage) or INCOMPLETE_MARK in facts.files
 
     @property
     def is_installed(self) -> bool:
-        return super().is_installed and self.facts.driver_installed_version == self.spec.driver_version
+        return super().is_installed and not self.installs
 
     @property
     def version(self) -> str:

@@ -287,10 +287,11 @@ def former_is_whole(system: System, before: Json, outcome: Json | None) -> bool:
         return True
     former, driver = before.get("replaces", ""), discover(system)
     mark = (system.read_text(INCOMPLETE_MARK) or "").strip()
-    # One that is installed again in its own version is untouched until the mark.
-    again = former == before["version"] and (mark or outcome is not None)
-    if not former or again or driver.library_version != former:
+    if not former or driver.library_version != former:
         return False
+    # One that is installed again in its own version, for this kernel's module say, stays: its installer gives up first.
+    if former == before["version"]:
+        return not (mark and damage(system, driver))
     # An installer that was cut off while it removed the former one.
     if mark == before["version"] and former_of(before) is not None and damage(system, driver):
         return False

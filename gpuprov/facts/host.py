@@ -96,11 +96,12 @@ class HostFacts:
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
-    broken driver files. `cdi_folder_mode`: None if there is no /etc/cdi. `hiding`: libraries that the loader takes in
-    place of the driver's, if checked. `read_only`: places that an installation writes and that are mounted read-only →
-    their mount. `pinned_out`: packages to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker
-    1 and 2. `image`: the image that the disk becomes, if any. `watch`: the installed files of gpuprov_watch, for a run
-    that plans. `kinds`: what special machine this is (machines.json) → what shows it.
+    broken driver files. `has_module`: the running kernel has the driver's module. `cdi_folder_mode`: None if there is
+    no /etc/cdi. `hiding`: libraries that the loader takes in place of the driver's, if checked. `read_only`: places
+    that an installation writes and that are mounted read-only → their mount. `pinned_out`: packages to install that
+    apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes,
+    if any. `watch`: the installed files of gpuprov_watch, for a run that plans. `kinds`: what special machine this is
+    (machines.json) → what shows it.
     """
 
     os: OperatingSystem
@@ -138,6 +139,7 @@ class HostFacts:
     docker_proxy_in_use: bool | None = None
     served: Chips = field(default_factory=dict)
     driver_damage: str = ""
+    has_module: bool = True
     cdi_folder_mode: int | None = None
     hiding: tuple[HidingLibrary, ...] = ()
     read_only: Mapping[str, str] = field(default_factory=dict)
@@ -236,6 +238,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         imex=gpus.gather_imex(system),
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
+        has_module=bool(kernels.module_of(system, kernel.release)),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),

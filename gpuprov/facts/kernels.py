@@ -79,7 +79,7 @@ def fault(
     if not kernel.module and dkms:
         return f"{lack}: {build}; dkms status"
     if not kernel.module:
-        return f"{lack}, and DKMS does not build it: boot it, then run the .run again with dkms installed"
+        return f"{lack}, and DKMS does not build it: boot it, then gpuprov install, which does"
     if dkms and missing:
         return f"the kernel after {kernel.release} will come without headers: install {' '.join(missing)}"
     return ""

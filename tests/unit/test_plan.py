@@ -247,6 +247,14 @@ def test_half_a_driver_is_installed_again_whatever_its_version_says(facts: HostF
     assert planned(replace(whole, driver_damage="libcuda.so.1 is missing"), spec(), InstallDriver) is not None
 
 
+def test_the_running_kernels_module_belongs_to_a_whole_driver(metal: HostFacts, facts: HostFacts) -> None:
+    unbuilt = replace(metal, driver=replace(metal.driver, library_version=VERSION), has_module=False)
+    assert RunFile(unbuilt, spec()).installs and not RunFile(unbuilt, spec()).is_installed
+    assert not RunFile(replace(unbuilt, has_module=True), spec()).installs
+    assert not RunFile(replace(unbuilt, driver=replace(unbuilt.driver, kernel_version=VERSION)), spec()).installs
+    assert not RunFile(replace(unbuilt, kernel=facts.kernel), spec()).installs
+
+
 def test_another_version_is_replaced_and_said_so(facts: HostFacts) -> None:
     old = replace(facts, driver=replace(facts.driver, library_version="535.1.1"))
     assert "instead of 535.1.1" in planned(old, spec(), InstallDriver).summary()

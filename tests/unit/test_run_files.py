@@ -352,9 +352,10 @@ FORMERS: dict[str, tuple[str, str, bool, dict[str, Any] | None, dict[str, Any], 
     "half restored": (OLD, OLD, False, None, {}, False),
     "replaced nothing": (OLD, "", False, None, {"replaces": ""}, False),
     "replaced nothing, and is gone": ("", "", False, {}, {"replaces": ""}, False),
-    "replaced itself": (OLD, "", False, {}, {"version": OLD}, False),
+    "replaced itself": (OLD, "", False, {}, {"version": OLD}, True),
     "damaged, and not replaced by itself yet": (OLD, "", True, None, {"version": OLD}, True),
-    "half replaced by itself": (OLD, OLD, False, None, {"version": OLD}, False),
+    "not replaced by itself": (OLD, OLD, False, None, {"version": OLD}, True),
+    "half replaced by itself": (OLD, OLD, True, None, {"version": OLD}, False),
 }
 
 

@@ -136,7 +136,7 @@ def test_room_is_needed_for_nvidias_own_file_alone(facts: HostFacts, folder: str
     assert RunFile(there["full"], replace(spec, driver_url="/driver.run")).problems() == ()
     assert RunFile(replace(there["full"], driver_packaged="nvidia-driver"), spec).problems() == ()
     assert RunFile(there["full"], replace(spec, driver_version="600")).problems() == ()
-    installed = replace(there["full"], driver=replace(facts.driver, library_version=NEW))
+    installed = replace(there["full"], driver=replace(facts.driver, library_version=NEW), has_module=True)
     assert RunFile(installed, spec).problems() == ()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import tell_nobody
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
@@ -349,6 +350,22 @@ def test_failed_installation_leaves_the_old_driver_and_its_services(host: Loaded
     assert not any(command[0].endswith("nvidia-uninstall") for command in host.commands)
     log = "/var/log/nvidia-installer.log"
     assert {path for path, value in host.tree().items() if before.get(path) != value} <= {log, "/var/log"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kernel_without_the_drivers_module_gets_it(host: LoadedHost, fails: bool) -> None:
+    """As after an update of the kernel, where DKMS does not know the driver, or could not build it."""
+    host._lay(NEW)
+    host.remove_tree("/proc/driver")
+    (host.root / "proc/devices").unlink()
+    host.installer_fails = fails
+    finished, _ = install(host)
+    assert finished.exit_code == (ExitCode.FAILED if fails else ExitCode.DONE), finished.problems
+    if not fails:
+        assert loaded(host) == (NEW, NEW)
+        undo_last(host)
+    # It was there before; the kernel before may still have its module.
+    assert discover(host).library_version == NEW
 
 
 def test_a_run_that_was_killed_is_taken_up_and_starts_what_it_had_stopped(host: LoadedHost) -> None:

@@ -374,6 +374,7 @@ def test_what_is_in_the_way_of_another_driver(
         driver=replace(facts.driver, library_version=on_disk, kernel_version=loaded),
         kernel=replace(facts.kernel, loaded_modules=modules, container=container),
         displays=displays,
+        has_module=True,
     )
     there = driver(facts, {}, kernel_modules=kernel_modules, reboot="never")
     assert running_driver.is_in_the_way(there) is expected
