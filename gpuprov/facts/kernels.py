@@ -13,7 +13,7 @@ from gpuprov.machine.machine import Kernel
 from gpuprov.protocol.errors import GpuprovError
 
 # The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.
-_MODULE = re.compile(r"(?:^|/)(nvidia(?:-current|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
+_MODULE = re.compile(r"(?:^|/)(nvidia(?:-current(?:-open)?|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
 # Version, the distribution's number, flavour: 6.1.0-13-amd64, 6.12.48+deb13-cloud-amd64, 6.5.0-1014-aws; Red Hat's,
 # behind the architecture: 5.14.0-427.el9.aarch64+64k.
 _FLAVOUR = re.compile(r".*\.(?:x86_64|aarch64)\+([a-z0-9-]+)|\d[^-]*(?:-\d[^-]*)?-([a-z].*)")

@@ -65,6 +65,8 @@ MODULES = {
     "updates/dkms/nvidia.ko: updates/dkms/i2c.ko\n": True,
     "kernel/fs/ext4/ext4.ko: x\nupdates/dkms/nvidia.ko.xz:\n": True,
     "updates/dkms/nvidia-current.ko:\n": True,
+    "updates/dkms/nvidia-current-open.ko.xz: kernel/drivers/acpi/video.ko\n": True,
+    "updates/dkms/nvidia-current-open-uvm.ko.xz: updates/dkms/nvidia-current-open.ko.xz\n": False,
     "kernel/nvidia-550/nvidia.ko.zst:\n": True,
     "kernel/drivers/platform/x86/nvidia-wmi-ec-backlight.ko: kernel/drivers/acpi/video.ko\n": False,
     "kernel/drivers/video/fbdev/nvidia/nvidiafb.ko: x\n": False,
