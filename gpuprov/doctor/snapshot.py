@@ -23,8 +23,8 @@ SPECIFICATION_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")
 # Lines of the kernel's log that may explain why a GPU does not work.
 _TELLING = re.compile(
-    r"NVRM|nvidia|nouveau|NovaCore|nova[_-]core|Key was rejected|unavailable key|Lockdown|modprobe|"
-    r"DMAR: \[|AMD-Vi: Event|avc: +denied|apparmor=\"DENIED\"|BAR \d|devmem_alloc_pagemap|module_layout",
+    r"NVRM|nvidia|nouveau|NovaCore|nova[_-]core|Key was rejected|unavailable key|unsigned module|trusted key|Lockdown|"
+    r"modprobe|DMAR: \[|AMD-Vi: Event|avc: +denied|apparmor=\"DENIED\"|BAR \d|devmem_alloc_pagemap|module_layout",
     re.IGNORECASE,
 )
 _MOST_LINES = 4000

@@ -145,6 +145,8 @@ KERNEL_ROWS = (
     # Linux, kernel/module/signing.c, as the report of gpu-driver-container has it.
     Row("key-rejected", both(kernel_says("[ 8.1] Loading of module with unavailable key is rejected"), there(KEYS[1])),
         "unavailable key", f"mokutil --import {KEYS[1]}"),
+    # Such a kernel names no module: RHEL's with Secure Boot, any with module.sig_enforce=1.
+    Row("key-rejected", kernel_says("[ 8.1] Loading of unsigned module is rejected"), "unsigned module", "mokutil"),
     Row("key-rejected", kernel_says("modprobe: ERROR: could not insert 'nvidia': Key was rejected by service"),
         "Key was rejected", "gpuprov_module_signing_key"),
     Row("lockdown", kernel_says("Lockdown: modprobe: unsigned module loading is restricted; see man kernel_lockdown.7"),
