@@ -118,7 +118,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         node_errors=_node_errors(system, host.driver, smi),
         module=snapshot.parse_modinfo(_said(system, ("modinfo", module or "nvidia"))),
         kernels=gather_kernels(system),
-        dkms=_said(system, ("dkms", "status")),
+        dkms="".join(re.findall(rf"nvidia.*{host.driver.library_version}.*\n", _said(system, ("dkms", "status")))),
         loader={one.name: one.path for one in reversed(cached) if one.name in _LOADED and one.is_64_bit},
         units=snapshot.parse_units(_said(system, (*_SHOW, *units))),
         docker_log=snapshot.docker_lines(_said(system, _DOCKER_LOG)),

@@ -134,7 +134,7 @@ class HostSnapshot:
     node_errors: Mapping[str, str] = field(default_factory=dict)  # node → why it does not open, if nvidia-smi fails
     module: ModuleFile = field(default_factory=ModuleFile)
     kernels: tuple[InstalledKernel, ...] = ()
-    dkms: str = ""
+    dkms: str = ""  # its status of the installed driver, not of an earlier one
     loader: Mapping[str, str] = field(default_factory=dict)  # the loader's cache entries for NVML and CUDA
     units: Mapping[str, Unit] = field(default_factory=dict)
     docker_log: tuple[str, ...] = ()  # of the daemon that runs or failed last

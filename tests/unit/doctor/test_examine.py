@@ -12,7 +12,9 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.doctor.examine import diagnose, report
 from gpuprov.doctor.finding import AREAS
+from gpuprov.doctor.snapshot import ModuleFile
 from gpuprov.engines.docker_unit import last_words
+from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CauseFound, CheckDone, Event, Note, from_line, to_line
 from gpuprov.protocol.request import Request
@@ -20,8 +22,8 @@ from gpuprov.protocol.spec import spec_to_json
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.ask import finished
 from tests.unit.doctor.host import SMI, SPEC, DoctorHost, examined, first, healthy
-from tests.unit.doctor.ill import both, docker, unit, without
-from tests.unit.fake_host import PYTHON, FakeHost
+from tests.unit.doctor.ill import both, docker, metal, unit, without
+from tests.unit.fake_host import PYTHON, RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
 FAILED = both(docker(active=False), unit("docker.service", active="failed", result="exit-code"))
@@ -109,6 +111,17 @@ def test_it_runs_nothing_that_could_change_something(host: DoctorHost) -> None:
     events_of(host)
     assert ("nvidia-smi", "-q", "-x") in host.commands
     assert [argv for argv in host.commands if not any(argv[: len(words)] == words for words in HARMLESS)] == []
+
+
+def test_dkms_trees_of_other_drivers_are_not_this_one(host: DoctorHost) -> None:
+    """What the removal of an earlier driver has left: its module does not fit the libraries."""
+    host.answer("dkms", f"nvidia-fs/2.24.2, {RELEASE}, x86_64: installed\nnvidia/535.129.03, {RELEASE}, x86: built\n")
+    unbuilt = (InstalledKernel(RELEASE, headers=True, module=False),)
+    x = metal(examined(host), dkms=examined(host).dkms, module=ModuleFile(), kernels=unbuilt)
+    assert (first(x).rule.name, "gpuprov install" in first(x).finding.next_step) == ("module-missing", True)
+    host.answer("dkms", "nvidia/535.129.03: added\nnvidia/550.163.01: added\n")
+    x = metal(examined(host), dkms=examined(host).dkms, module=ModuleFile(), kernels=unbuilt)
+    assert first(x).finding.next_step.startswith(f"dkms install nvidia/550.163.01 -k {RELEASE}; modprobe nvidia")
 
 
 @pytest.mark.parametrize("trouble", ["dev/nvidia1", "proc/driver/nvidia/version", "usr/bin/nvidia-smi"])
