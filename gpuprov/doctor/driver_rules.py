@@ -14,7 +14,7 @@ from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy
 from gpuprov.doctor.rules import Seen, conditions, quoted, reported, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
-from gpuprov.driver import distribution, fabric_manager, generations
+from gpuprov.driver import fabric_manager, generations
 from gpuprov.driver.run_files import INCOMPLETE_MARK
 from gpuprov.facts.driver import without_preload
 from gpuprov.facts.gpus import UNIT
@@ -41,6 +41,10 @@ conditions({
     "nvml-missing": lambda x: not x.driver.library_version and (path := next(iter(x.library_files), "")) and Seen(
         f"ls -L {path.rpartition('/')[0]}/{_NVML}: No such file or directory", f"{path} is there",
         remedies=_again(x)),
+    "nvidia-smi-missing": lambda x: x.smi.reason == "nvidia-smi is not installed" and bool(x.driver.library_version)
+        and not x.host.kernel.wsl and Seen("command -v nvidia-smi: nothing", remedies=_again(x)),
+    "driver-damaged": lambda x: (damage := x.host.driver_damage) and "/nvidia-smi:" not in damage
+        and not x.host.kernel.wsl and Seen(damage, remedies=_again(x)),
     "library-not-in-cache": lambda x: bool(x.driver.library_version) and not x.host.kernel.wsl
         and _NVML not in x.loader and (Seen(f"{CACHE}: no {_NVML}", confidence=LIKELY) if CACHE in x.there
                                        else f"ls {CACHE}: No such file or directory"),
@@ -94,16 +98,6 @@ def drivers_several(x: HostSnapshot) -> Seen | None:
 
 
 @rule
-def nvidia_smi_missing(x: HostSnapshot) -> Seen | None:
-    if not x.driver.library_version or x.smi.reason != "nvidia-smi is not installed" or x.host.kernel.wsl:
-        return None
-    names = ("nvidia-utils", "nvidia-smi")
-    package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
-    step = commands.reinstall_packages(x, package) if package else ""
-    return Seen("command -v nvidia-smi: nothing", next_step=step, remedies=() if package else _again(x))
-
-
-@rule
 def driver_old(x: HostSnapshot) -> Seen | None:
     version = x.driver.library_version
     found = advisories.vulnerabilities(advisories.DRIVER, version)
@@ -112,17 +106,7 @@ def driver_old(x: HostSnapshot) -> Seen | None:
     unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")
     replace_it = f"{commands.list_gpus(x)}  # replace the GPU: {unserved[0].what}" if unserved else ""
     seen = f"{_NVML}: {version}; the advisories are of {advisories.updated()}"
-    return Seen(seen, meaning=f"{found}", next_step=replace_it or _other_driver(x, found.fixed_in))
-
-
-def _other_driver(x: HostSnapshot, version: str) -> str:
-    """Return the command that installs a release, of a package the newest of its branch."""
-    if distribution.installed_branch(x.host) is not None:
-        # A distribution's branch gets only the distribution's updates: the fix is in another source.
-        return f"gpuprov uninstall; gpuprov install -e gpuprov_driver_version={version} -e gpuprov_driver=runfile"
-    if x.host.driver_packaged:
-        return f"gpuprov install -e gpuprov_driver=packages -e gpuprov_driver_version={version.partition('.')[0]}"
-    return f"gpuprov install -e gpuprov_driver_version={version}"
+    return Seen(seen, meaning=f"{found}", next_step=replace_it or commands.other_driver(x, found.fixed_in))
 
 
 @rule
@@ -133,7 +117,7 @@ def known_problem(x: HostSnapshot) -> Seen | None:
     first, seen = found[0], (f"{one.name}: {one.combination}\n{one.sources[0]}" for one in found)
     options = " ".join(f"-e gpuprov_{name}={value}" for name, value in first.use.items())
     driver = first.use.get("driver_version", "")
-    step = first.command or (_other_driver(x, driver) if driver else f"gpuprov install {options}".strip())
+    step = first.command or (commands.other_driver(x, driver) if driver else f"gpuprov install {options}".strip())
     sure = LIKELY if "builds" in first.when else WARNING
     return Seen(*seen, meaning="; ".join(one.what for one in found), next_step=step, confidence=sure)
 
@@ -176,17 +160,6 @@ def preload_broken(x: HostSnapshot) -> Seen | None:
         return None
     step = "; ".join(map(without_preload, dict.fromkeys(named)))
     return Seen(f"/bin/true: {x.preload_said.splitlines()[0]}", library=named[0], next_step=step)
-
-
-@rule
-def driver_damaged(x: HostSnapshot) -> Seen | None:
-    damage = x.host.driver_damage
-    if not damage or "/nvidia-smi:" in damage or x.host.kernel.wsl:
-        return None
-    version = x.driver.library_version
-    packages = [name for name, one in x.host.packages.installed.items() if version in one and "dkms" not in name]
-    again = commands.reinstall_packages(x, *sorted(packages)) if packages else ""
-    return Seen(damage, next_step=again, remedies=() if packages else _again(x))
 
 
 @rule

@@ -117,9 +117,11 @@ def gpu_too_old_or_new(x: HostSnapshot) -> Seen | None:
     if problem is None:
         return None
     step = problem.next_step.partition(",")[0]
-    if step.startswith("set gpuprov_"):
-        name, _, value = step.removeprefix("set ").partition(": ")
-        step = f"gpuprov install -e {name}={value.strip(chr(34))}"
+    name, _, value = step.removeprefix("set gpuprov_").partition(": ")
+    if name == "driver_version":
+        step = commands.other_driver(x, value.strip('"'))
+    elif name == "kernel_module_type":
+        step = commands.open_modules(x) if value == "open" else commands.proprietary_modules(x)
     else:
         step = f"{commands.list_gpus(x)}  # {step}"
     return seen_of(problem, LIKELY, next_step=step)

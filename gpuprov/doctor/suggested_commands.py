@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from gpuprov.doctor.snapshot import KEYS, HostSnapshot
+from gpuprov.driver import distribution
 from gpuprov.driver.precompiled import module_package
 from gpuprov.driver.source import UNSIGNED
 from gpuprov.engines.docker import restart_problem
@@ -18,6 +20,8 @@ from gpuprov.protocol.models import generation_of, model_of
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RESTART_DOCKER = "systemctl restart docker"
+# Ubuntu's packages that bring kernel modules of one kind.
+_UBUNTUS = re.compile(r"(nvidia-(?:dkms|driver|headless)-\d+(?:-server)?)(?:-open)?")
 
 
 def install_packages(x: HostSnapshot, *names: str) -> str:
@@ -109,18 +113,16 @@ def comment_out(place: str) -> str:
 
 
 def driver_again(x: HostSnapshot) -> str:
-    """Return the command that restores the driver's files: from its package or the .run."""
+    """Return the command that restores the driver's files: from all its packages or the .run."""
     if x.host.driver_packaged:
-        return reinstall_packages(x, x.host.driver_packaged)
+        return reinstall_packages(x, *sorted(x.host.packages.driver))
     return gpuprov_install(x)
 
 
 def smi_again(x: HostSnapshot) -> str:
     """Return the command that replaces another nvidia-smi with the driver's own."""
-    names = ("nvidia-utils", "nvidia-smi", "nvidia-compute-utils")
-    package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
-    if package:
-        return reinstall_packages(x, package)
+    if x.host.driver_packaged:
+        return driver_again(x)
     return f"mv {shlex.join((x.smi_path, f'{x.smi_path}.old'))}; {driver_again(x)}"
 
 
@@ -201,16 +203,31 @@ def proprietary_modules(x: HostSnapshot) -> str:
 
 
 def _modules_of(x: HostSnapshot, kind: str, package: str) -> str:
-    if x.host.driver_packaged:
-        return install_packages(x, package)
-    return f"{gpuprov_install(x)} -e gpuprov_kernel_module_type={kind}"
+    if not x.host.driver_packaged:
+        return f"{gpuprov_install(x)} -e gpuprov_kernel_module_type={kind}"
+    own, end = distribution.installed_branch(x.host), "-open" if kind == "open" else ""
+    matches = map(_UBUNTUS.fullmatch, sorted(x.host.packages.installed))
+    names = tuple(f"{match[1]}{end}" for match in matches if match) or (own.built.get(kind, ()) if own else ())
+    return install_packages(x, *(names or (package,)))
 
 
 def other_branch(x: HostSnapshot) -> str:
     """Return the command that installs the newest branch that serves all GPUs."""
     rows = (generation_of(gpu.device_id) for gpu in x.host.gpus)
-    newest = min((row.newest for row in rows if row is not None and row.newest), default=580)
-    return f"gpuprov install -e gpuprov_driver_version={newest}"
+    return other_driver(x, str(min((row.newest for row in rows if row is not None and row.newest), default=580)))
+
+
+def other_driver(x: HostSnapshot, version: str) -> str:
+    """Return the command that installs a release, of a package the newest of its branch."""
+    own, branch = distribution.available(x.host), version.partition(".")[0]
+    if own is not None and distribution.installed_branch(x.host) is not None:
+        if branch == version and distribution.asked_branch(own, branch):
+            return f"gpuprov install -e gpuprov_driver=distribution -e gpuprov_driver_version={branch}"
+        # A distribution's branch gets only the distribution's updates: the fix is in another source.
+        return f"gpuprov uninstall; gpuprov install -e gpuprov_driver_version={version} -e gpuprov_driver=runfile"
+    if x.host.driver_packaged:
+        return f"gpuprov install -e gpuprov_driver=packages -e gpuprov_driver_version={branch}"
+    return f"gpuprov install -e gpuprov_driver_version={version}"
 
 
 def enrol(x: HostSnapshot) -> str:

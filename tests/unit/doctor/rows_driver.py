@@ -56,15 +56,18 @@ DRIVER_ROWS = (
         ),
         f"ls -L {LIBRARIES}/libnvidia-ml.so.1", "gpuprov install"),
     Row("nvml-missing",
-        both(host(driver_packaged="libnvidia-compute-550"),
+        # The first of them, cuda-drivers, has no file; the firmware is in another one.
+        both(installed(cuda_drivers="550.163.01-1", libnvidia_compute_550="550.163.01-1", nvidia_firmware_550="550"),
+             host(driver_packaged="cuda-drivers"),
              lambda x: replace(
                  with_driver(x, library_version=""), library_files={f"{LIBRARIES}/libcuda.so.550.163.01": "550.163.01"}
              )),
-        "libcuda.so.550.163.01 is there", "apt-get install -y --reinstall libnvidia-compute-550"),
+        "libcuda.so.550.163.01 is there",
+        "apt-get install -y --reinstall cuda-drivers libnvidia-compute-550 nvidia-firmware-550"),
     Row("version-mismatch", mismatched, "/var/log/dpkg.log:812:",
         "gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01"),
     Row("version-mismatch", lambda x: with_kernel(mismatched(x), container=""),
-        "libnvidia-ml.so.550.200.01: 550.200.01", "modprobe -r nvidia_uvm"),
+        "libnvidia-ml.so.550.200.01: 550.200.01", "systemctl reboot  # or, with nothing on the GPUs: modprobe -r"),
     Row("library-not-in-cache", both(without("/etc/ld.so.cache"), lambda x: replace(x, loader={})),
         "ls /etc/ld.so.cache: No such file", "ldconfig"),
     Row("library-not-in-cache", lambda x: replace(x, loader={}), "no libnvidia-ml.so.1", "ldconfig", LIKELY),
@@ -206,8 +209,9 @@ DRIVER_ROWS = (
         "file too short", "gpuprov install"),
     Row("driver-damaged",
         both(installed(libcuda1="550.163.01-2", nvidia_smi="550.163.01-2", nvidia_kernel_dkms="550.163.01-2"),
-             host(driver_damage="the loader's folders: no libcuda.so.550.163.01")),
-        "no libcuda.so.550.163.01", "apt-get install -y --reinstall libcuda1 nvidia-smi"),
+             host(driver_packaged="nvidia-kernel-dkms",
+                  driver_damage="the loader's folders: no libcuda.so.550.163.01")),
+        "no libcuda.so.550.163.01", "apt-get install -y --reinstall libcuda1 nvidia-kernel-dkms nvidia-smi"),
     Row("nvidia-smi-hidden",
         lambda x: replace(
             x,
@@ -225,7 +229,7 @@ DRIVER_ROWS = (
         ),
         "Welcome to our cluster", "mv /usr/bin/nvidia-smi /usr/bin/nvidia-smi.old; gpuprov install"),
     Row("nvidia-smi-replaced",
-        both(installed(nvidia_smi="550.163.01-2"),
+        both(installed(nvidia_smi="550.163.01-2"), host(driver_packaged="libnvidia-ml1"),
              lambda x: replace(x, smi=Smi(127, "exec: gone"), smi_path="/usr/bin/nvidia-smi", smi_is_script=True)),
         "/usr/bin/nvidia-smi -q -x exited 127", "apt-get install -y --reinstall nvidia-smi"),
 )  # fmt: skip

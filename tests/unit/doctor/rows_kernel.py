@@ -21,6 +21,7 @@ from tests.unit.doctor.ill import (
     bound_to,
     gpu_ids,
     host,
+    installed,
     kernel_says,
     log,
     metal,
@@ -31,6 +32,10 @@ from tests.unit.doctor.ill import (
 from tests.unit.fake_host import RELEASE
 
 UPDATES = f"/lib/modules/{RELEASE}/updates/dkms"
+_NEEDS_OPEN = (
+    "NVRM: The NVIDIA GPU 0000:01:00.0 (PCI ID: 10de:2901)",
+    "NVRM: installed in this system requires use of the NVIDIA", "NVRM: open kernel modules.",
+)  # fmt: skip
 KERNEL_ROWS = (
     # -- GPUs
     Row("wsl-without-gpu", lambda x: with_driver(with_kernel(metal(x), wsl=True), library_version="550.163.01"),
@@ -65,6 +70,10 @@ KERNEL_ROWS = (
         "dmesg | grep -i nvrm", LIKELY),
     Row("gpu-too-old-or-new", both(gpu_ids("1db1"), lambda x: with_driver(x, library_version="590.48.01")),
         "10de:1db1 is Volta", "gpuprov install -e gpuprov_driver_version=580", LIKELY),
+    Row("gpu-too-old-or-new",
+        both(gpu_ids("1db1"), host(driver_packaged="cuda-drivers"),
+             lambda x: with_driver(x, library_version="590.48.01")),
+        "10de:1db1 is Volta", "gpuprov install -e gpuprov_driver=packages -e gpuprov_driver_version=580", LIKELY),
     Row("gpu-too-old-or-new", both(gpu_ids("2901"), lambda x: with_driver(x, library_version="580.95.05")), "10de:2901",
         "gpuprov_kernel_module_type=open", LIKELY),
     Row("gpus-lost",
@@ -206,10 +215,18 @@ KERNEL_ROWS = (
         "NVRM: GPU 0000:01:00.0: some reason that no rule knows.", "nvidia-bug-report.sh; systemctl reboot"),
     Row("probe-failed", kernel_says("NVRM: None of the NVIDIA graphics adapters were initialized!"),
         "NVRM: None of the NVIDIA graphics adapters were initialized!", "systemctl reboot"),
-    Row("needs-open-modules",
-        log("NVRM: The NVIDIA GPU 0000:01:00.0 (PCI ID: 10de:2901)",
-            "NVRM: installed in this system requires use of the NVIDIA", "NVRM: open kernel modules."),
-        "requires use of", "gpuprov_kernel_module_type=open"),
+    *(
+        Row("needs-open-modules", both(log(*_NEEDS_OPEN), change), "requires use of", step)
+        for change, step in (
+            (host(), "gpuprov_kernel_module_type=open"),
+            (both(installed(cuda_drivers="570"), host(driver_packaged="cuda-drivers")), "install -y nvidia-open"),
+            # Ubuntu's and Debian's own, whose repositories have no nvidia-open.
+            (both(installed(nvidia_driver_570="570"), host(driver_packaged="nvidia-driver-570")),
+             "install -y nvidia-driver-570-open"),
+            (both(installed(libcuda1="535.261.03-1"), host(driver_packaged="nvidia-kernel-dkms")),
+             "install -y nvidia-open-kernel-dkms"),
+        )
+    ),
     # negativo17/nvidia-driver's report, a GT 1030 with 560.31.
     Row("needs-proprietary-modules",
         log("kernel: NVRM: The NVIDIA GPU 0000:09:00.0 (PCI ID: 10de:1d01)",
@@ -222,6 +239,18 @@ KERNEL_ROWS = (
             "              NVRM: installed in this system is not supported by the",
             "              NVRM: NVIDIA 520.56.06 driver release."),
         "520.56.06", "gpuprov install -e gpuprov_driver_version=580"),
+    # An upgrade to the branch that left a GPU out; the first that a .run file is refused beside.
+    *(
+        Row("branch-without-gpu",
+            both(gpu_ids("1db1"), change,
+                 log("NVRM: installed in this system is not supported by the NVIDIA 590.48.01 driver release.")),
+            "590.48.01", step)
+        for change, step in (
+            (host(driver_packaged="cuda-drivers"), "-e gpuprov_driver=packages -e gpuprov_driver_version=580"),
+            (both(host(driver_packaged="nvidia-kernel-dkms"), installed(libcuda1="535.261.03-1")),
+             "gpuprov uninstall; gpuprov install -e gpuprov_driver_version=580 -e gpuprov_driver=runfile"),
+        )
+    ),
     Row("uvm-and-kaslr", log("nvidia-uvm: devmem_alloc_pagemap() err -34"), "err -34", "uvm_disable_hmm=1", LIKELY),
     Row("api-mismatch",
         log("NVRM: API mismatch: the client 'nvidia-smi' (pid 1) has the version 550.200.01, but",
