@@ -12,12 +12,14 @@ from gpuprov.checks.smi import exits, per_gpu
 from gpuprov.core.commands import Failure, first_match
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy
+from gpuprov.doctor.module_rules import next_kernel
 from gpuprov.doctor.rules import Seen, conditions, quoted, reported, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import fabric_manager, generations
 from gpuprov.driver.run_files import INCOMPLETE_MARK
 from gpuprov.facts.driver import without_preload
 from gpuprov.facts.gpus import UNIT
+from gpuprov.facts.kernels import newest
 from gpuprov.plan.preflight import combination
 from gpuprov.protocol import advisories
 from gpuprov.protocol.known_problems import matching
@@ -63,7 +65,20 @@ def version_mismatch(x: HostSnapshot) -> Seen | None:
     seen = (f"/proc/driver/nvidia/version: {module}", f"{path}: {libraries}", *x.package_change)
     # The kernel module belongs to the host of a system container: the libraries must follow it.
     remedies = (INSTALL,) if x.host.kernel.container else ()
-    return Seen(*seen, meaning=disagreement(libraries, module, x.driver_since), remedies=remedies)
+    meaning = disagreement(libraries, module, x.driver_since)
+    return Seen(*seen, meaning=meaning, next_step=_before_a_reboot(x), remedies=remedies)
+
+
+def _before_a_reboot(x: HostSnapshot) -> str:
+    """Return what the next boot needs to load the driver of the libraries, with the reboot; "" if it needs nothing."""
+    running, kernel = x.host.kernel.release, newest(x.kernels, x.host.kernel.release)
+    if kernel is None or x.host.kernel.container:
+        return ""
+    if kernel.release != running:
+        lack = None if kernel.module else next_kernel(x)
+        return f"{lack.next_step.partition('  # ')[0]}; systemctl reboot" if lack else ""
+    fits = kernel.module and x.module.version in ("", x.driver.library_version)
+    return "" if fits else commands.rebuild_module(x).replace("modprobe nvidia", "systemctl reboot")
 
 
 @rule

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from gpuprov.checks.cuda.compatibility import Finding
 from gpuprov.doctor.finding import LIKELY, WARNING
-from gpuprov.doctor.snapshot import Containers, Loaded, Smi
+from gpuprov.doctor.snapshot import Containers, Loaded, ModuleFile, Smi
+from gpuprov.facts.kernels import InstalledKernel
 from tests.triplet import LIBRARIES
 from tests.unit.doctor.host import SMI, with_driver, with_kernel
 from tests.unit.doctor.ill import (
@@ -37,12 +38,20 @@ from tests.unit.doctor.ill import (
     unit,
     without,
 )
+from tests.unit.fake_host import RELEASE
 
 # glibc 2.36's words.
 PRELOAD_SAID = (
     "ERROR: ld.so: object '/opt/none.so' from /etc/ld.so.preload cannot be preloaded (cannot open shared object file): "
     "ignored."
 )
+
+
+def _next_boot(kernel: InstalledKernel) -> Change:
+    """A machine of its own whose driver was upgraded and not loaded; `kernel` boots next."""
+    return lambda x: replace(with_kernel(mismatched(x), container=""), kernels=(kernel,))
+
+
 _IN_PROGRESS = reports("<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>")
 DRIVER_ROWS = (
     # -- driver libraries
@@ -68,6 +77,18 @@ DRIVER_ROWS = (
         "gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01"),
     Row("version-mismatch", lambda x: with_kernel(mismatched(x), container=""),
         "libnvidia-ml.so.550.200.01: 550.200.01", "systemctl reboot  # or, with nothing on the GPUs: modprobe -r"),
+    # What a reboot alone leaves without a driver, or with the earlier one.
+    Row("version-mismatch", both(_next_boot(InstalledKernel(RELEASE, headers=True, module=False)),
+                                 lambda x: replace(x, dkms="nvidia/550.200.01: added\n")),
+        "550.200.01", f"linux-headers-{RELEASE}; dkms autoinstall -k {RELEASE}; systemctl reboot"),
+    Row("version-mismatch", both(_next_boot(InstalledKernel(RELEASE, headers=True, module=True)),
+                                 lambda x: replace(x, module=ModuleFile("/nvidia.ko", "550.163.01"))),
+        "550.200.01", "gpuprov install"),
+    Row("version-mismatch", both(_next_boot(InstalledKernel("6.1.0-99-amd64", headers=False, module=False)),
+                                 lambda x: replace(x, dkms="nvidia/550.200.01: added\n")),
+        "550.200.01", "linux-headers-6.1.0-99-amd64; dkms autoinstall -k 6.1.0-99-amd64; systemctl reboot"),
+    Row("version-mismatch", _next_boot(InstalledKernel("6.1.0-99-amd64", headers=True, module=True)),
+        "550.200.01", "systemctl reboot  # or"),
     Row("library-not-in-cache", both(without("/etc/ld.so.cache"), lambda x: replace(x, loader={})),
         "ls /etc/ld.so.cache: No such file", "ldconfig"),
     Row("library-not-in-cache", lambda x: replace(x, loader={}), "no libnvidia-ml.so.1", "ldconfig", LIKELY),
