@@ -22,10 +22,9 @@ from gpuprov.core.units import systemctl
 from gpuprov.driver.running_driver import MONITORS, active_units
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
-from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, NOT_FOUND, MigGpu, gather_mig, parse_modes
+from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, CORRUPT_INFOROM, NOT_FOUND, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.pci import FOR_GUESTS, own_ids
-from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
 from gpuprov.protocol.models import Model
@@ -102,9 +101,7 @@ class DivideGpus(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        asked = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
-        require_answer(asked, "nvidia-smi does not tell which GPUs there are")
-        there = {str(index) for index, *_ in parse_modes(asked.stdout)}
+        there = {str(gpu.index) for gpu in gather_mig(system)}
         for index, text in before["before"].items():
             if index not in there:
                 continue
@@ -202,7 +199,7 @@ def _switch(system: System, index: int, mode: str) -> None:
 
 def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted: tuple[int, ...] = (0,)) -> Completed:
     done = system.run((_SMI, *words), timeout=_SMI_SECONDS)
-    if done.returncode not in accepted:
+    if done.returncode not in (*accepted, CORRUPT_INFOROM):
         # nvidia-smi says on stdout why it failed.
         said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
         raise GpuprovError(

@@ -11,6 +11,7 @@ from gpuprov.cdi.discover import IMEX_OPTION
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
+from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import Fabric, fabric_of
 from gpuprov.protocol.words import counted
@@ -36,7 +37,8 @@ _QUERY = ("--query-gpu=index,mig.mode.current,mig.mode.pending", "--format=csv,n
 _INSTANCE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+(\d+)\s+\d+:\d+\s*\|", re.MULTILINE)
 # `|   0      2       MIG 3g.40gb          2         0          0:4     |`: GPU and GPU instance of a compute instance.
 _COMPUTE = re.compile(r"^\|\s+(\d+)\s+(\d+)\s+MIG ", re.MULTILINE)
-NOT_FOUND = 6  # nvidia-smi(1), return values
+# nvidia-smi(1), return values; of a GPU with a corrupted infoROM it answers whole.
+NOT_FOUND, CORRUPT_INFOROM = 6, 14
 # `|   0  MIG 1g.10gb       19     7/7        9.50 …`: free and total.
 _PROFILE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+\d+/(\d+)\s", re.MULTILINE)
 
@@ -63,18 +65,16 @@ def mig_layout(gpus: Iterable[tuple[object, Sequence[str]]]) -> str:
 
 
 def gather_mig(system: System) -> tuple[MigGpu, ...]:
-    """Return the GPUs of the loaded driver; none if nvidia-smi fails. Reads only.
+    """Return the GPUs of the loaded driver; none if nvidia-smi knows none. Reads only.
 
-    Raises GpuprovError if there are MIG devices and it does not list them.
+    Raises GpuprovError if it gives no answer, or if there are MIG devices and it does not list them.
     """
     modes = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
-    if not modes.ok:
-        return ()
-    rows = parse_modes(modes.stdout)
+    rows = parse_modes(require_answer(modes, "nvidia-smi does not tell which GPUs there are").stdout)
     if not any(current == "Enabled" for _, current, _ in rows):
         return tuple(MigGpu(*row) for row in rows)
     listed = system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS)
-    if not listed.ok and listed.returncode != NOT_FOUND:
+    if listed.returncode not in (0, NOT_FOUND, CORRUPT_INFOROM):
         # Taken for GPUs without instances, they would be divided again, and a rollback or a reset would lose them.
         raise GpuprovError("the MIG devices of this host can't be listed", listed.evidence(4), "gpuprov health")
     instances = parse_instances(listed.stdout)

@@ -120,7 +120,7 @@ class MigHost(FakeHost):
     """A bare machine with one GPU and an nvidia-smi that knows the commands of MIG; `busy`: only a reset helps.
 
     `bare`: how many of its first GPU instances have no compute instance, as `-cgi` without `-C` leaves them.
-    `answers`: option → exit code and output instead of what the command would do.
+    `answers`: option → exit code and output instead of what the command would do. `corrupt`: a GPU's infoROM is.
     """
 
     def __init__(self, root: Path) -> None:
@@ -128,7 +128,7 @@ class MigHost(FakeHost):
         self.mode, self.pending = "Disabled", "Disabled"
         self.instances: list[str] = []
         self.bare = 0
-        self.busy = self.resets = False
+        self.busy = self.resets = self.corrupt = False
         self.answers: dict[str, tuple[int, str]] = {}
         self.changes: list[tuple[str, ...]] = []
 
@@ -137,6 +137,8 @@ class MigHost(FakeHost):
             return super().run(argv, **more)
         assert 0 < more["timeout"] <= 120
         code, text = self._smi(list(argv[1:]))
+        if self.corrupt and code == 0:
+            code, text = 14, f"{text}WARNING: infoROM is corrupted at gpu 0000:1B:00.0\n"
         return Completed(tuple(argv), code, text)
 
     def _smi(self, words: list[str]) -> tuple[int, str]:
@@ -234,8 +236,9 @@ def test_instances_that_are_not_listed_are_not_taken_for_none(host: MigHost) -> 
     assert host.changes == []
 
 
-def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost) -> None:
-    host.mode = host.pending = "Enabled"
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost, corrupt: bool) -> None:
+    host.mode, host.pending, host.corrupt = "Enabled", "Enabled", corrupt
     host.instances = ["3g.40gb"]
     change = DivideGpus(((0, "1g.10gb,1g.10gb"),))
     before = change.capture(host)
@@ -277,6 +280,7 @@ def test_undo_leaves_a_gpu_that_is_gone_or_has_no_driver(
     DivideGpus.undo(host, before, {})
     assert host.changes == []
     monkeypatch.setattr(host, "_smi", lambda words: (124, ""))
+    assert refused(gather_mig, host).what == "nvidia-smi does not tell which GPUs there are"
     assert refused(DivideGpus.undo, host, before, {}).what == "nvidia-smi does not tell which GPUs there are"
 
 
