@@ -121,7 +121,7 @@ def gpu_too_old_or_new(x: HostSnapshot) -> Seen | None:
     if name == "driver_version":
         step = commands.other_driver(x, value.strip('"'))
     elif name == "kernel_module_type":
-        step = commands.open_modules(x) if value == "open" else commands.proprietary_modules(x)
+        step = commands.modules_of(x, value)
     else:
         step = f"{commands.list_gpus(x)}  # {step}"
     return seen_of(problem, LIKELY, next_step=step)

@@ -194,21 +194,22 @@ def same_versions(x: HostSnapshot) -> str:
 
 def open_modules(x: HostSnapshot) -> str:
     """Return the command that installs the open kernel modules."""
-    return _modules_of(x, "open", "nvidia-open")
+    return modules_of(x, "open")
 
 
 def proprietary_modules(x: HostSnapshot) -> str:
     """Return the command that installs the proprietary kernel modules."""
-    return _modules_of(x, "proprietary", "cuda-drivers")
+    return modules_of(x, "proprietary")
 
 
-def _modules_of(x: HostSnapshot, kind: str, package: str) -> str:
+def modules_of(x: HostSnapshot, kind: str) -> str:
+    """Return the command that installs the kernel modules of this kind, open or proprietary."""
     if not x.host.driver_packaged:
         return f"{gpuprov_install(x)} -e gpuprov_kernel_module_type={kind}"
     own, end = distribution.installed_branch(x.host), "-open" if kind == "open" else ""
     matches = map(_UBUNTUS.fullmatch, sorted(x.host.packages.installed))
     names = tuple(f"{match[1]}{end}" for match in matches if match) or (own.built.get(kind, ()) if own else ())
-    return install_packages(x, *(names or (package,)))
+    return install_packages(x, *(names or ("nvidia-open" if end else "cuda-drivers",)))
 
 
 def other_branch(x: HostSnapshot) -> str:
