@@ -14,7 +14,7 @@ from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.driver import generations, installer, run_files, running_driver
 from gpuprov.driver.installer import Installation
-from gpuprov.driver.kernel import build_environment, prove_modules
+from gpuprov.driver.kernel import build_environment, prove_modules, require_sources
 from gpuprov.driver.run_files import INCOMPLETE_MARK, UNPACK, FetchRunfile, place_of, require_digest, require_room
 from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload
 from gpuprov.driver.source import DriverSource
@@ -255,6 +255,8 @@ class InstallDriver(Installation, Change):
         # Before anything runs it: the file may lie where others can replace it.
         digest = self.sha256 or system.sha256(self.path)
         module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
+        if self.kernel_modules:
+            require_sources(system)
         if self.unloading is not None and not self._make_way(system, self.unloading, tell):
             # The next plan installs it beside the driver that can't be unloaded.
             return {"installed": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import re
+import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -101,6 +102,14 @@ def prove_modules(system: System, version: str, *, dkms: bool) -> None:
             found.evidence() if not found.ok else f"modinfo -k {kernel} nvidia: version {found.stdout.strip()}",
             f"which file is it? modinfo -k {kernel} -F filename nvidia; dkms status",
         )
+
+
+def require_sources(system: System) -> None:
+    """Raise GpuprovError if DKMS stops at a module without its source, as before 3.0.11: it sees none behind that."""
+    status = system.run(("dkms", "status"))
+    if lost := re.search(r"File: (\S+)/source/dkms\.conf does not exist", status.stderr):
+        what = "DKMS has a module whose source is gone: it neither lists nor builds those behind it"
+        raise GpuprovError(what, status.evidence(3), f"rm -r {shlex.quote(lost[1])}; then run the same command again")
 
 
 def dkms_states(status: str, version: str) -> dict[str, str]:

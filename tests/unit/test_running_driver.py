@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.running_driver import (
@@ -366,6 +368,24 @@ def test_a_kernel_without_the_drivers_module_gets_it(host: LoadedHost, fails: bo
         undo_last(host)
     # It was there before; the kernel before may still have its module.
     assert discover(host).library_version == NEW
+
+
+def test_a_tree_of_dkms_without_source_is_named_before_anything_stops(
+    host: LoadedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dkms 3.0.10 of Debian 12: its list ends there, and so does what it builds for the next kernel."""
+    lost = "/var/lib/dkms/nvidia/535.129.03"
+    said = f"Error! Could not locate dkms.conf file.\nFile: {lost}/source/dkms.conf does not exist.\n"
+    real = host.run
+
+    def run(argv: Sequence[str], **more: Any) -> Completed:
+        return Completed(tuple(argv), 0, "", said) if argv[0] == "dkms" else real(argv, **more)
+
+    monkeypatch.setattr(host, "run", run)
+    finished, _ = install(host)
+    (problem,) = finished.problems
+    assert problem.next_step.startswith(f"rm -r {lost};") and lost in problem.evidence
+    assert (host.stopped, loaded(host)) == ([], (OLD, OLD))
 
 
 def test_a_run_that_was_killed_is_taken_up_and_starts_what_it_had_stopped(host: LoadedHost) -> None:
