@@ -309,9 +309,10 @@ class Account:
             command, input=AGENT, check=True, timeout=30, env={"HOME": str(self.home), "PATH": "/usr/bin:/bin"}
         )
 
-    def run(self) -> subprocess.CompletedProcess[str]:
+    def run(self, first: str = ":") -> subprocess.CompletedProcess[str]:
         command = (*agent_command(self.probe, DIGEST), "job")
-        enter = ("unshare", "--mount", "sh", "-c", 'mount --bind "$1" /root; shift; exec "$@"', "sh", str(self.root))
+        begin = f'{first}; mount --bind "$1" /root; shift; exec "$@"'
+        enter = ("unshare", "--mount", "sh", "-c", begin, "sh", str(self.root))
         return subprocess.run(
             (*enter, *command), input="request", capture_output=True, text=True, timeout=30, check=False
         )
@@ -440,6 +441,14 @@ def test_root_does_not_run_what_the_user_replaced(account: Account, content: byt
     assert (done.returncode, done.stdout) == (66, "")
     assert "the stored agent is not the one that was sent" in done.stderr
     assert list((account.root / ".cache/gpuprov").iterdir()) == []
+
+
+@pytest.mark.root
+def test_a_full_disk_of_roots_is_named(account: Account) -> None:
+    account.store()
+    done = account.run('mount -t tmpfs -o size=4k none "$1"; head -c 4k /dev/zero > "$1/full"')
+    assert (done.returncode, done.stdout) == (126, "")
+    assert "No space left on device" in done.stderr
 
 
 def test_a_stored_bundle_leaves_the_upload_of_another_controller(tmp_path: Path) -> None:
