@@ -73,7 +73,10 @@ conditions({
 def secure_boot_unsigned(x: HostSnapshot) -> Seen | None:
     if not _not_loaded(x) or x.host.kernel.secure_boot != "enabled" or not x.module.path or x.module.signer:
         return None
-    step = f"{commands.rebuild_module(x)}; {commands.enrol(x)}" if x.there.intersection(KEYS) else ""
+    # What is built already, `dkms autoinstall` does not build again.
+    which = f"{_dkms_folder(x)} -k {x.host.kernel.release}"
+    again = f"dkms remove {which}; dkms install {which}" if "nvidia" in x.dkms else commands.rebuild_module(x)
+    step = f"{again}; {commands.enrol(x)}" if x.there.intersection(KEYS) else ""
     seen = f"modinfo {x.module.name}: {x.module.path} has no signer"
     return Seen(UNSIGNED.evidence, seen, meaning=UNSIGNED.what, next_step=step)
 
@@ -82,11 +85,13 @@ def secure_boot_unsigned(x: HostSnapshot) -> Seen | None:
 def dkms_failed(x: HostSnapshot) -> Seen | None:
     if not _is_unbuilt(x) or not _here(x)[0]:
         return None
-    line = _dkms_line(x)
-    # nvidia/550.163.01, 6.1.0-13-amd64, x86_64: installed (DKMS 3); nvidia, 550.163.01, …: installed (DKMS 2)
-    folder = "/".join(re.split(r"[/,:]\s*", line)[:2])
     seen = f"/lib/modules/{x.host.kernel.release}: no module of NVIDIA's"
-    return Seen(f"dkms status: {line}", seen, folder=shlex.quote(folder))
+    return Seen(f"dkms status: {_dkms_line(x)}", seen, folder=_dkms_folder(x))
+
+
+def _dkms_folder(x: HostSnapshot) -> str:
+    # nvidia/550.163.01, 6.1.0-13-amd64, x86_64: installed (DKMS 3); nvidia, 550.163.01, …: installed (DKMS 2)
+    return shlex.quote("/".join(re.split(r"[/,:]\s*", _dkms_line(x))[:2]))
 
 
 def _dkms_line(x: HostSnapshot) -> str:

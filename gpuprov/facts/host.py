@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -96,12 +97,12 @@ class HostFacts:
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
-    broken driver files. `has_module`: the running kernel has the driver's module. `cdi_folder_mode`: None if there is
-    no /etc/cdi. `hiding`: libraries that the loader takes in place of the driver's, if checked. `read_only`: places
-    that an installation writes and that are mounted read-only → their mount. `pinned_out`: packages to install that
-    apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes,
-    if any. `watch`: the installed files of gpuprov_watch, for a run that plans. `kinds`: what special machine this is
-    (machines.json) → what shows it.
+    broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `cdi_folder_mode`:
+    None if there is no /etc/cdi. `hiding`: libraries that the loader takes in place of the driver's, if checked.
+    `read_only`: places that an installation writes and that are mounted read-only → their mount. `pinned_out`: packages
+    to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that
+    the disk becomes, if any. `watch`: the installed files of gpuprov_watch, for a run that plans. `kinds`: what special
+    machine this is (machines.json) → what shows it.
     """
 
     os: OperatingSystem
@@ -238,13 +239,21 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         imex=gpus.gather_imex(system),
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
-        has_module=bool(kernels.module_of(system, kernel.release)),
+        has_module=_has_module(system, kernel),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),
         kinds=gather_kinds(system, os, kernel),
         leftovers=gather_leftovers(system, packages, docker, manager),
     )
+
+
+def _has_module(system: System, kernel: Kernel) -> bool:
+    """Say whether the running kernel has a module of NVIDIA's that it takes: with Secure Boot, a signed one."""
+    name = kernels.module_of(system, kernel.release)
+    if not name or kernel.secure_boot != "enabled":
+        return bool(name)
+    return re.search(r"^sig(ner|_id):\s*\S", system.run(("modinfo", name)).stdout, re.MULTILINE) is not None
 
 
 def read_only_places(mountinfo: str) -> Mapping[str, str]:

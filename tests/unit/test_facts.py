@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 from gpuprov.core import files
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.driver import kernel
 from gpuprov.facts.host import driver_package, facts_to_json, gather
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages.interface import PackageFacts
+from gpuprov.plan.context import source_of
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import FactsGathered, Note
 from gpuprov.protocol.request import Request
+from gpuprov.protocol.spec import parse_spec
 from tests import simgpu
 from tests.unit.ask import ask
-from tests.unit.fake_host import FakeHost
+from tests.unit.fake_host import RELEASE, FakeHost
 
 DEVICES = {
     "0000:00:02.0": ("0x8086", "0x030000", "0x3e92"),  # another maker's display
@@ -65,6 +70,32 @@ def test_facts_warn_of_a_driver_that_was_replaced_and_not_loaded(tmp_path: Path)
 def test_a_package_that_only_helps_to_get_a_driver_is_none(name: str) -> None:
     assert driver_package(PackageFacts("apt", {name: "1"})) == ""
     assert driver_package(PackageFacts("apt", {name: "1", "nvidia-driver": "580.95.05-1"})) == "nvidia-driver"
+
+
+SIGNED = "filename: /x/nvidia.ko\nsig_id:         PKCS#7\nsigner:         DKMS module signing key\nsig_key:        2A\n"
+
+
+@pytest.mark.parametrize(
+    ("secure_boot", "said", "has"), [(b"\x00", "", True), (b"\x01", SIGNED, True), (b"\x01", "filename: /x\n", False)]
+)
+def test_secure_boot_takes_a_signed_module_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure_boot: bytes, said: str, has: bool
+) -> None:
+    """As where it was switched on after the driver came: install repeats a .run, and names the missing signature."""
+    host = FakeHost(tmp_path, metal=True)
+    simgpu.install_tree(tmp_path)
+    put(
+        tmp_path,
+        "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c",
+        b"\x06\0\0\0" + secure_boot,
+    )
+    put(tmp_path, f"/lib/modules/{RELEASE}/modules.dep", "updates/dkms/nvidia.ko.xz:\n")
+    real = host.run
+    answer = Completed(("modinfo", "nvidia"), 0, said)
+    monkeypatch.setattr(host, "run", lambda argv, **more: answer if argv[0] == "modinfo" else real(argv, **more))
+    facts = replace(gather(host), driver=replace(gather(host).driver, kernel_version=""))
+    driver = source_of(facts, parse_spec({"driver_version": simgpu.DRIVER_VERSION}))
+    assert (facts.has_module, not driver.installs, not kernel.problems(driver)) == (has, has, has)
 
 
 def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:
