@@ -33,7 +33,9 @@ def gather_kernels(system: System) -> tuple[InstalledKernel, ...]:
     found = []
     for release in system.list_directory("/lib/modules"):
         folder = f"/lib/modules/{release}"
-        if system.exists(f"/boot/vmlinuz-{release}") or system.exists(f"{folder}/vmlinuz"):
+        # Image: SUSE's on arm64.
+        images = (path for name in ("vmlinuz", "Image") for path in (f"/boot/{name}-{release}", f"{folder}/{name}"))
+        if any(map(system.exists, images)):
             headers = system.exists(f"{folder}/build/Makefile")
             found.append(InstalledKernel(release, headers, bool(module_of(system, release))))
     return tuple(sorted(found, key=lambda kernel: _order(kernel.release)))

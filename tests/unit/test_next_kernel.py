@@ -82,6 +82,16 @@ def test_the_module_in_modules_dep(tmp_path: Path, text: str) -> None:
     assert bool(module_of(System(str(tmp_path)), "6.1")) is MODULES[text]
 
 
+@pytest.mark.parametrize(
+    "image", ["boot/vmlinuz-6.1", "boot/Image-6.1", "lib/modules/6.1/Image", "boot/System.map-6.1"]
+)
+def test_a_kernel_is_there_with_its_image(tmp_path: Path, image: str) -> None:
+    for path in (tmp_path / "lib/modules/6.1/modules.dep", tmp_path / image):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert [one.release for one in gather_kernels(System(str(tmp_path)))] == ["6.1"] * ("map" not in image)
+
+
 def test_the_newest_by_number_and_of_the_same_flavour() -> None:
     releases = ("6.1.0-9-amd64", "6.1.0-13-amd64", "6.1.0-40-rt-amd64")
     found = newest([InstalledKernel(release, headers=True, module=True) for release in releases], "6.1.0-9-amd64")
