@@ -12,7 +12,11 @@ from tests.unit.fake_host import FakeHost
 
 NEW = "580.178.04"
 _DPKG = f"2026-11-20 06:12:44 upgrade libnvidia-compute-580:amd64 550.163.01-1 {NEW}-1\n"
-_DNF = f"2026-11-20T06:12:44+0000 SUBDEBUG Upgraded: nvidia-driver-libs-3:{NEW}-1.el9.x86_64\n"
+# dnf logs the package that comes, and later the one that goes (dnf/yum/rpmtrans.py, _elemProgress).
+_DNF = (
+    f"2026-11-20T06:12:44+0000 SUBDEBUG Upgrade: nvidia-driver-libs-3:{NEW}-1.el9.x86_64\n"
+    "2026-11-20T06:12:51+0000 SUBDEBUG Upgraded: nvidia-driver-libs-3:550.163.01-1.el9.x86_64\n"
+)
 _ZYPPER = f"2026-11-20 06:12:44|install|nvidia-compute-G06|{NEW}-1|x86_64|root@a|repo|1f|\n"
 
 
