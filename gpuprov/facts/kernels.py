@@ -15,8 +15,8 @@ from gpuprov.protocol.errors import GpuprovError
 # The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.
 _MODULE = re.compile(r"(?:^|/)(nvidia(?:-current(?:-open)?|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
 # Version, the distribution's number, flavour: 6.1.0-13-amd64, 6.12.48+deb13-cloud-amd64, 6.5.0-1014-aws; Red Hat's,
-# behind the architecture: 5.14.0-427.el9.aarch64+64k.
-_FLAVOUR = re.compile(r".*\.(?:x86_64|aarch64)\+([a-z0-9-]+)|\d[^-]*(?:-\d[^-]*)?-([a-z].*)")
+# behind the architecture: 5.14.0-427.el9.aarch64+64k; Oracle's own kernel, beside Red Hat's: 5.15.0-206.el9uek.x86_64.
+_FLAVOUR = re.compile(r".*\.(?:x86_64|aarch64)\+([a-z0-9-]+)|\d[^-]*(?:-\d[^-]*)?-([a-z].*)|.*(uek)\.\w+")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def newest(kernels: Iterable[InstalledKernel], running: str) -> InstalledKernel 
 def flavour(release: str) -> str:
     """Return `amd64` of 6.1.0-13-amd64; nothing where releases name none (RHEL's 5.14.0-427.el9.x86_64)."""
     found = _FLAVOUR.fullmatch(release)
-    return found[1] or found[2] if found else ""
+    return next(filter(None, found.groups())) if found else ""
 
 
 def _order(release: str) -> tuple[tuple[int, str], ...]:
