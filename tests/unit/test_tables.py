@@ -225,10 +225,11 @@ def test_the_plan_and_the_unit_of_the_next_boot_have_it(facts: HostFacts, asked:
     assert change.summary() == f"divide GPUs by MIG: GPU 0: {H100}"
     changes: list[Any] = [item.change for item in make_plan(facts, asked, ("boot",)).changes]
     text = dict(changes[0].files)[f"{boot.UNITS}/{boot.MIG}"].decode()
-    assert "nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi 3g.40gb,2g.20gb,1g.10gb,1g.10gb -C" in text
+    first, second = (gpu.bus_id for gpu in facts.gpus)
+    assert f"nvidia-smi -i {first} -mig 1 && nvidia-smi mig -i {first} -cgi 3g.40gb,2g.20gb,1g.10gb,1g.10gb -C" in text
     changes = [item.change for item in make_plan(facts, replace(asked, mig_config="all-enabled"), ("boot",)).changes]
     text = dict(changes[0].files)[f"{boot.UNITS}/{boot.MIG}"].decode()
-    assert "nvidia-smi -i 1 -mig 1 && :" in text and "-cgi" not in text
+    assert f"nvidia-smi -i {second} -mig 1 && :" in text and "-cgi" not in text
 
 
 def test_gpus_are_numbered_as_nvidia_smi_numbers_them(facts: HostFacts, asked: HostSpec) -> None:

@@ -20,7 +20,7 @@ import pytest
 import gpuprov
 from gpuprov import protocol
 from gpuprov.agent.probe import Probe, Python
-from gpuprov.agent.push import STORE, STORE_BUNDLE, agent_command
+from gpuprov.agent.push import STORE, STORE_BUNDLE, UNREADABLE, agent_command
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.fleet import agent_file
 from gpuprov.fleet.agent_file import Agent, build_agent
@@ -447,7 +447,7 @@ def test_root_does_not_run_what_the_user_replaced(account: Account, content: byt
 def test_a_full_disk_of_roots_is_named(account: Account) -> None:
     account.store()
     done = account.run('mount -t tmpfs -o size=4k none "$1"; head -c 4k /dev/zero > "$1/full"')
-    assert (done.returncode, done.stdout) == (126, "")
+    assert (done.returncode, done.stdout) == (UNREADABLE, "")
     assert "No space left on device" in done.stderr
 
 
