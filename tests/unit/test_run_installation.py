@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +323,44 @@ def test_an_undo_takes_all_away_or_names_what_failed(
         InstallDriver.undo(host, before, {})
     assert host.exists(INCOMPLETE_MARK) is fails and DCGM in host.units
     assert not any(map(host.exists, (*BLACKLISTS, RECORD, STOPPED)))
+
+
+FORMER = Installation(OLD, "/old.run", sha256(b"driver").hexdigest(), "x86_64", True, "open")
+BY_HAND = {"by_hand": asdict(FORMER)}
+GONE = "; no driver will remain installed"
+# The driver on the disk, the entry's outcome, more of the entry, whether the former file is kept → whether the former
+# driver comes back, and the end of the sentence about what does not.
+ENDS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], bool, bool, str]] = {
+    "its file is kept": (NEW, {}, BY_HAND, True, True, ""),
+    "its file is lost": (NEW, {}, BY_HAND, False, False, GONE),
+    "no record": (NEW, {}, {}, True, False, GONE),
+    "left as it was": (NEW, {"installed": False}, BY_HAND, True, False, ""),
+    "left as it was, its file is lost": (NEW, {"installed": False}, BY_HAND, False, False, ""),
+    "replaced nothing": (NEW, {}, {"replaces": ""}, False, False, ""),
+    "replaced itself": (NEW, {}, {"replaces": NEW}, False, False, ""),
+    "of an earlier run": (NEW, {}, {"earlier": True}, False, False, ""),
+    "somebody's since": ("570.1.2", {}, {}, False, False, "stays: gpuprov did not install it"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_an_undo_will_bring_back_is_said_before(host: Watched, name: str) -> None:
+    version, outcome, more, kept, comes, lost = ENDS[name]
+    host._lay(version)
+    before = {"version": NEW, "replaces": OLD, "record": {"kind": "missing"}, **more}
+    if kept:
+        host.make_directory(KEPT)
+        host.write(FORMER.kept_path, b"driver")
+    restores = InstallDriver.restores(host, before, outcome)
+    assert [one.startswith(f"restores driver {OLD} from ") for one in restores] == [True] * comes
+    earlier = ({"version": OLD},) if before.pop("earlier", False) else ()
+    said = InstallDriver.irreversible(host, before, outcome, earlier)
+    assert [one.endswith(lost) for one in said] == [True] * bool(lost)
+
+
+def test_the_modules_of_the_chosen_kind_are_built(host: Watched) -> None:
+    running_driver.unload_unused(host)
+    CHANGE.install(host, "proprietary", tell_nobody)
+    assert [("-m=kernel-open" in words, "--silent" in words) for words in host.commands if words[0] == "sh"] == [
+        (False, True)
+    ]
