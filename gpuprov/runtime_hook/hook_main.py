@@ -28,7 +28,7 @@ from .volumes import volumes_of, watch
 
 _LARGEST_STATE = 1 << 20
 # A start takes 0.1 s. The CDI specification has the engine end the hook later, at 30.
-_SECONDS = 20
+PATIENCE_SECONDS = 20
 _STAGES = ("prestart", "createRuntime", "createContainer", "poststart", "poststop")
 _USAGE = f"usage: gpuprov-container-runtime-hook {'|'.join(_STAGES)}"
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> NoReturn:
     # What is made is for everybody in the container, whatever the caller's umask is.
     posix.umask(0o022)
     _signal.signal(_signal.SIGALRM, _give_up)
-    _signal.alarm(_SECONDS)
+    _signal.alarm(PATIENCE_SECONDS)
     try:
         code = serve(arguments)
     except Exception as error:  # a fault of ours must neither start a half-equipped container nor print a traceback
@@ -64,7 +64,9 @@ def serve(arguments: list[str]) -> int:
 
 def _give_up(number: int, frame: object) -> NoReturn:
     # A file system that does not answer, or an engine that sends no state, keeps the hook waiting.
-    posix._exit(_refuse(f"gpuprov: the container's files were not ready after {_SECONDS} s: something does not answer"))
+    posix._exit(
+        _refuse(f"gpuprov: the container's files were not ready after {PATIENCE_SECONDS} s: something does not answer")
+    )
 
 
 def _refuse(message: str) -> int:

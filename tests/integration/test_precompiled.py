@@ -29,13 +29,12 @@ from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.verify import verify
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 from tests.runs import as_a_run, undo_last
+from tests.unit.ask import check_of
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 _KERNEL, _NEXT = "5.14.0-427.13.1", "5.14.0-427.20.1"
@@ -214,10 +213,7 @@ def test_a_kernel_without_compiled_modules_is_named_before_it_boots(host: RpmHos
         folder.mkdir(parents=True)
         (folder / "vmlinuz").touch()
         (folder / "modules.dep").write_text(modules)
-    events: list[Event] = []
-    verify(host, replace(spec, docker="none"), events.append)
-    (said,) = (one for one in events if isinstance(one, CheckDone) and one.name == "next kernel")
-    assert said.reason == (
+    assert check_of("next kernel", host, replace(spec, docker="none")).reason == (
         f"kernel {_NEXT}.el9_4.x86_64 has no NVIDIA module: install kmod-nvidia-580.95.05-{_NEXT}, "
         "or boot an older one until there is one"
     )

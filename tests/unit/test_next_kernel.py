@@ -16,9 +16,9 @@ from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernel
 from gpuprov.packages.dnf import Dnf
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
-from gpuprov.protocol.events import CheckDone, Event
+from gpuprov.protocol.events import CheckDone
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.verify import verify
+from tests.unit.ask import check_of
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -137,9 +137,7 @@ def test_modules_that_come_compiled_come_as_a_package() -> None:
 
 
 def _line(host: FakeHost) -> CheckDone:
-    events: list[Event] = []
-    verify(host, parse_spec({}), events.append)
-    return next(event for event in events if isinstance(event, CheckDone) and event.name == "next kernel")
+    return check_of("next kernel", host, parse_spec({}))
 
 
 def _install_kernel(host: FakeHost, release: str, modules_dep: str) -> None:

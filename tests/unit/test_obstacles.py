@@ -20,14 +20,13 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.events import CheckDone, Event, Planned
+from gpuprov.protocol.events import Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
-from gpuprov.verify import verify
 from tests import simgpu
 from tests.runs import as_a_run, ignore, undo_last
 from tests.triplet import TRIPLET
-from tests.unit.ask import ask
+from tests.unit.ask import ask, check_of
 from tests.unit.doctor.host import SPEC, DoctorHost, healthy
 from tests.unit.test_lock import Below, hold
 
@@ -71,9 +70,9 @@ def causes(x: HostSnapshot) -> list[Cause]:
 
 def failed(host: DoctorHost, name: str) -> str:
     """Return why a check of verify fails."""
-    seen: list[Event] = []
-    verify(host, SPEC, seen.append)
-    return next(one.reason for one in seen if isinstance(one, CheckDone) and (one.name, one.status) == (name, "failed"))
+    found = check_of(name, host, SPEC)
+    assert found.status == "failed"
+    return found.reason
 
 
 def test_installation_behind_another_library_is_refused(host: DoctorHost) -> None:

@@ -28,20 +28,18 @@ def _named(name: str) -> object:
 
 
 @cache
-def _members(owner: type) -> frozenset[str]:
-    """Return the names in a class of gpuprov and its bases, the attributes of `self` included."""
+def _is_member(owner: type, name: str) -> bool:
+    """Say whether a class of gpuprov, or a base of it, has the name, as an attribute of `self` too."""
     ours = [one for one in inspect.getmro(owner) if one.__module__.startswith("gpuprov.")]
-    return frozenset(
-        name for one in ours for name in (*vars(one), *re.findall(r"\bself\.(\w+)", inspect.getsource(one)))
-    )
+    return any(name in vars(one) or re.search(rf"\bself\.{name}\b", inspect.getsource(one)) for one in ours)
 
 
 def _full_name(owner: object, name: object) -> str:
     """Return the full name if it is a private one of a module or a class of gpuprov, otherwise an empty text."""
-    if not isinstance(name, str) or not name.startswith("_") or name.endswith("__"):
+    if not isinstance(name, str) or not re.fullmatch(r"_(?!_)\w+", name):
         return ""
     if isinstance(owner, type):
-        return f"{owner.__module__}.{owner.__name__}.{name}" if name in _members(owner) else ""
+        return f"{owner.__module__}.{owner.__name__}.{name}" if _is_member(owner, name) else ""
     return f"{owner.__name__}.{name}" if inspect.ismodule(owner) and hasattr(owner, name) else ""
 
 
@@ -57,20 +55,10 @@ class _Source:
             elif isinstance(node, ast.Import):
                 self.known |= {one.asname or one.name.partition(".")[0]: _named(one.name) for one in node.names}
         for node in self.nodes:
-            if isinstance(node, ast.arg):
-                self._add(node.arg, node.annotation)
-            elif isinstance(node, ast.FunctionDef):
-                self._add(node.name, node.returns)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                self._add(getattr(node.targets[0], "id", ""), node.value)
-            elif isinstance(node, ast.withitem):
-                self._add(getattr(node.optional_vars, "id", ""), node.context_expr)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
-                self._add(getattr(node.args[0], "id", ""), node.args[1])
-
-    def _add(self, name: str, value: ast.expr | None) -> None:
-        if isinstance(self.of(value), type):
-            self.known[name] = self.of(value)
+            for target, value in _typed(node):
+                name = getattr(target, "id", target)
+                if isinstance(name, str) and isinstance(self.of(value), type):
+                    self.known[name] = self.of(value)
 
     def of(self, node: ast.expr | None) -> object:
         """Return what an expression is: a module, a class (also for its objects), a function; None if not gpuprov's."""
@@ -78,12 +66,10 @@ class _Source:
             return self.known.get(node.id)
         if isinstance(node, ast.Attribute):
             return getattr(self.of(node.value), node.attr, None)
-        if not isinstance(node, ast.Call):
-            return None
-        called = self.of(node.func)
-        if not inspect.isfunction(called):
-            return called
-        return called.__globals__.get(called.__annotations__.get("return", ""))
+        called = self.of(node.func) if isinstance(node, ast.Call) else None
+        if inspect.isfunction(called):
+            return called.__globals__.get(called.__annotations__.get("return", ""))
+        return called
 
     def uses(self) -> Iterator[tuple[object, object]]:
         """Yield the owner and the name of each use that can be one of gpuprov's names."""
@@ -92,9 +78,8 @@ class _Source:
                 yield from ((_named(node.module or ""), one.name) for one in node.names)
             elif isinstance(node, ast.Attribute):
                 yield self.of(node.value), node.attr
-            elif isinstance(node, ast.ClassDef):
-                names = {one.name for one in ast.walk(node) if isinstance(one, ast.FunctionDef)}
-                names |= set(re.findall(r"\b(?:self|super\(\))\.(\w+)", ast.unparse(node)))
+            elif isinstance(node, ast.ClassDef) and node.bases:
+                names = re.findall(r"(?:def |\bself\.|super\(\)\.)(\w+)", ast.unparse(node))
                 yield from ((base, name) for name in names for base in map(self.of, node.bases))
             elif isinstance(node, ast.Call) and re.search(r"\b(set|get|del)attr$", ast.unparse(node.func)):
                 # Also a name from a table: then each text of the file can be it.
@@ -103,6 +88,20 @@ class _Source:
             elif isinstance(node, ast.Constant) and str(node.value).startswith("gpuprov."):
                 owner, _, name = str(node.value).rpartition(".")
                 yield _named(owner), name
+
+
+def _typed(node: ast.AST) -> Iterator[tuple[ast.expr | str | None, ast.expr | None]]:
+    """Yield what a node says of an object's class: the object, and the class or the call that returns it."""
+    if isinstance(node, ast.arg):
+        yield node.arg, node.annotation
+    elif isinstance(node, ast.FunctionDef):
+        yield node.name, node.returns
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        yield node.targets[0], node.value
+    elif isinstance(node, ast.withitem):
+        yield node.optional_vars, node.context_expr
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        yield node.args[0], node.args[1]
 
 
 def private_names(text: str) -> set[str]:

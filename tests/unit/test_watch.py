@@ -54,6 +54,19 @@ def planned(host: DoctorHost, spec: HostSpec) -> tuple[PlannedChange, ...]:
     return next(event.changes for event in events if isinstance(event, Planned))
 
 
+def runs(monkeypatch: pytest.MonkeyPatch, **codes: int) -> list[Request]:
+    """Let the runs of a watch end at once, with these codes; return what they were asked for."""
+    asked: list[Request] = []
+
+    def run(request: Request, sink: Any, *_: Any) -> None:
+        asked.append(request)
+        sink(Planned(()))
+        sink(Finished(codes.get(request.command, 0)))
+
+    monkeypatch.setattr(watch, "run_request", run)
+    return asked
+
+
 def there(host: DoctorHost) -> list[str]:
     return [path for path in (*TEXTS, PROGRAM, LINK, METRICS) if host.status(path) is not None]
 
@@ -227,17 +240,11 @@ def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost, mo
     # A stable order: the same specification is the same file.
     assert text == json.dumps(json.loads(text), sort_keys=True, indent=1) + "\n"
     # The login comes from docker's own file, so the check compares with what the host shall have.
-    proxies: list[str] = []
-
-    def run(request: Request, sink: Any, *_: Any) -> None:
-        proxies.append(request.spec["proxy"])
-        sink(Finished(0))
-
-    monkeypatch.setattr(watch, "run_request", run)
+    asked = runs(monkeypatch)
     watch.watch(host)
     (host.root / ENVIRONMENT[1:]).unlink()
     watch.watch(host)
-    assert proxies == [SECRET] * 3 + ["http://proxy.example.org:3128"] * 3
+    assert [one.spec["proxy"] for one in asked] == [SECRET] * 3 + ["http://proxy.example.org:3128"] * 3
 
 
 @pytest.mark.parametrize(
@@ -312,14 +319,7 @@ def test_a_bundles_host_is_not_asked_for_what_only_the_bundle_has(
     install(host, DAILY)
     kept = json.loads(host.read_text(STORED) or "")
     (host.root / STORED[1:]).write_text(json.dumps({**kept, "bundle": True}))
-    asked: list[Request] = []
-
-    def run(request: Request, sink: Any, system: Any) -> None:
-        asked.append(request)
-        sink(Planned(()))
-        sink(Finished(0))
-
-    monkeypatch.setattr(watch, "run_request", run)
+    asked = runs(monkeypatch)
     watch.watch(host)
     assert "watch" in asked[0].steps and not {"packages", "repositories", "images"} & set(asked[0].steps)
     assert [request.command for request in asked] == ["install", "verify", "health"]
@@ -334,12 +334,7 @@ def test_each_schedule_is_spread(host: DoctorHost, schedule: str, delay: str) ->
 
 def test_the_metrics_have_the_worst_of_plan_proof_and_health(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:
     install(host, DAILY)
-    codes = {"install": 3, "verify": 0, "health": 7}
-
-    def run(request: Request, sink: Any, *_: Any) -> None:
-        sink(Finished(codes[request.command]))
-
-    monkeypatch.setattr(watch, "run_request", run)
+    runs(monkeypatch, install=3, health=7)
     watch.watch(host)
     assert re.search(r"gpuprov_host_exit_code\{.*\} 7", host.read_text(METRICS) or "")
 
