@@ -399,16 +399,31 @@ def test_next_command_repeats_the_choice_of_hosts() -> None:
         "gpuprov verify --hosts h --vault-password-file '~/vault' -k -K -e gpuprov_docker=none -e …"
     )
     assert command.next_command(Options("doctor", ("hosts",))) == ""
+    assert command.next_command(Options("install", root="/mnt")) == "gpuprov verify --root /mnt"
 
 
-def test_the_doctors_installation_is_told_as_it_is_to_be_typed_here() -> None:
-    step = "systemctl start x; gpuprov install -e gpuprov_driver=packages"
-    ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", step),))
-    (there,) = command.with_whole_commands((ill,), Options("doctor", ("my hosts",), extra_vars=("gpuprov_k=a b",)))
-    said = "gpuprov install --hosts 'my hosts' --limit lab-a -e 'gpuprov_k=a b' -e gpuprov_driver=packages"
-    assert there.problems[0].next_step == f"systemctl start x; {said}"
-    (here,) = command.with_whole_commands((ill,), Options("doctor"))
-    assert here.problems[0].next_step == step
+# What a host names is completed by its inventory or image, and by what is no password.
+TYPED = [
+    (Options("doctor"), "gpuprov install -e a=b"),
+    (Options("doctor", root="/mnt/a b"), "gpuprov install --root '/mnt/a b' -e a=b"),
+    (Options("doctor", ("my hosts",), extra_vars=("gpuprov_k=a b",)),
+     "gpuprov install --hosts 'my hosts' --limit lab-a -e 'gpuprov_k=a b' -e a=b"),
+    *(
+        (Options("doctor", ("h",), extra_vars=(variable, "@site.yml")),
+         "gpuprov install --hosts h --limit lab-a -e @site.yml -e … -e a=b")
+        for variable in (
+            "ansible_become_password=hunter2", "gpuprov_docker=none\nansible_become_pass=hunter2",
+            "gpuprov_driver_url=https://me:hunter2@mirror/x.run", '{"a": "hunter2"}',
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "typed"), TYPED)
+def test_the_doctors_installation_is_told_as_it_is_to_be_typed_here(options: Options, typed: str) -> None:
+    problem = Problem("what", "seen", "systemctl start x; gpuprov install -e a=b")
+    (there,) = command.with_whole_commands((HostResult("lab-a", ExitCode.FAILED, problems=(problem,)),), options)
+    assert there.problems[0].next_step == f"systemctl start x; {typed}"
 
 
 @pytest.mark.parametrize(("command_name", "whole"), [("install", True), ("doctor", True), ("verify", False)])
@@ -423,28 +438,6 @@ def test_the_way_that_works_on_a_host_names_that_host(
     command.run_command(Options(command_name, ("lab-a,",)))
     place = "--hosts lab-a, --limit lab-a"
     assert (f"gpuprov uninstall {place}; gpuprov install {place} -e a=b" in capsys.readouterr().out) is whole
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "ansible_become_password=hunter2",
-        "gpuprov_docker=none\nansible_become_pass=hunter2",
-        "gpuprov_driver_url=https://me:hunter2@mirror/x.run",
-        '{"a": "hunter2"}',
-    ],
-)
-def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
-    ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", "gpuprov install"),))
-    (there,) = command.with_whole_commands((ill,), Options("doctor", ("h",), extra_vars=(variable, "@site.yml")))
-    assert there.problems[0].next_step == "gpuprov install --hosts h --limit lab-a -e @site.yml -e …"
-
-
-def test_what_works_in_an_image_names_its_folder() -> None:
-    ill = HostResult("/mnt/a b", ExitCode.FAILED, problems=(Problem("old", "", "gpuprov install -e a=b"),))
-    (there,) = command.with_whole_commands((ill,), Options("doctor", root="/mnt/a b"))
-    assert there.problems[0].next_step == "gpuprov install --root '/mnt/a b' -e a=b"
-    assert command.next_command(Options("install", root="/mnt")) == "gpuprov verify --root /mnt"
 
 
 def test_a_link_to_the_report_to_be_stays(tmp_path: Path) -> None:
