@@ -232,7 +232,7 @@ def test_screen_without_many_at_work_has_room_for_the_failed() -> None:
     assert len(visible) == to.height - 3
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")
 def test_live_table_is_drawn_while_many_hosts_print(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "Live", lambda **more: Live(**{**more, "refresh_per_second": 1000}))
     to = console(terminal=True)
