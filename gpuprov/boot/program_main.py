@@ -7,6 +7,7 @@ file (prepare.py). The command nvidia-docker lies in the same file (engines/nvid
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, load_driver, missing_nodes
@@ -65,7 +66,9 @@ def _make_missing(system: System, driver: DriverFacts) -> int:
     for node in missing:
         system.make_directory(parent_of(node.path))
         system.remove(node.path)
-        system.make_node(node.path, node.major, node.minor, node.mode, node.gid)
+        # nvidia-modprobe and nvidia-persistenced make nodes too.
+        with contextlib.suppress(FileExistsError):
+            system.make_node(node.path, node.major, node.minor, node.mode, node.gid)
     link_nodes([{"path": str(system.path(node.path))} for node in (*driver.nodes, *driver.capability_nodes)])
     return len(missing)
 

@@ -19,8 +19,9 @@ LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 # The libcuda of gpuprov's own tests exports this name: it computes nothing.
 SIMULATED = "simgpu_computes_nothing"
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD")
-# Results that say that other programs use the GPU: no memory is left; exclusive compute mode.
-BUSY = (2, 46)
+# Results that say that other programs use the GPU, and its compute modes: no memory is left; an exclusive mode.
+BUSY = {2: (0, 1, 2, 3), 46: (1, 3)}
+ATTRIBUTE_COMPUTE_MODE = 20
 NOTHING: "dict[str, Any]" = {"version": 0, "uuids": [], "failed": None}
 COUNT = 100003
 THREADS = 256
@@ -60,12 +61,9 @@ def loaded() -> "dict[str, str]":
     """Return the file of each library that is mapped into this process."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         paths = [line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")]
-    found: "dict[str, str]" = {}
-    for path in paths:
-        for name in LIBRARIES:
-            if os.path.basename(path).startswith(name[:-1]):
-                found.setdefault(name, path)
-    return found
+    # Of several the first.
+    pairs = [(name, path) for path in reversed(paths) for name in LIBRARIES]
+    return {name: path for name, path in pairs if os.path.basename(path).startswith(name[:-1])}
 
 
 def uuid_of(cuda: ctypes.CDLL, ordinal: int) -> str:
@@ -127,8 +125,11 @@ def computed(cuda: ctypes.CDLL, count: int) -> "dict[str, Any]":
         try:
             one["wrong"] = compute(cuda, ordinal)
         except CallError as error:
+            mode = ctypes.c_int()
+            cuda.cuDeviceGet(ctypes.byref(mode), ordinal)
+            cuda.cuDeviceGetAttribute(ctypes.byref(mode), ATTRIBUTE_COMPUTE_MODE, mode)
             one["failed"] = failure(cuda, error)
-            one["busy"] = error.result in BUSY
+            one["busy"] = mode.value in BUSY.get(error.result or 0, ())
         found.append(one)
     return {"left_out": "", "gpus": found}
 
@@ -138,11 +139,7 @@ def main(words: "list[str]") -> None:
     if "own" in words:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ["CUDA_CACHE_DISABLE"] = "1"
-    found: "dict[str, Any]" = {
-        "loaded": {},
-        "faults": {},
-        "variables": {name: os.environ.get(name, "") for name in VARIABLES},
-    }
+    found: "dict[str, Any]" = {"faults": {}, "variables": {name: os.environ.get(name, "") for name in VARIABLES}}
     cuda: "Optional[ctypes.CDLL]" = None
     for name in LIBRARIES:
         try:

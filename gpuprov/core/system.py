@@ -354,14 +354,12 @@ class System:
         files.sync_path(self.path(new).parent)
 
     def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
-        """Make a character device node, owned by root and a group; another program may make it at the same time."""
-        temporary = files.temporary_name(self.path(path))
-        temporary.unlink(missing_ok=True)
-        os.mknod(temporary, stat_module.S_IFCHR | mode, os.makedev(major, minor))
+        """Make a character device node, owned by root and a group."""
+        place = self.path(path)
+        os.mknod(place, stat_module.S_IFCHR | mode, os.makedev(major, minor))
         if group:
-            os.chown(temporary, 0, group)
-        temporary.chmod(mode)
-        temporary.replace(self.path(path))
+            os.chown(place, 0, group)
+        place.chmod(mode)
 
     def change_mode(self, path: str, mode: int) -> None:
         """Set permission bits."""

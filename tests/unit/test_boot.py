@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import stat
 import subprocess
 import sys
 import zipfile
@@ -360,11 +359,12 @@ def test_nodes_and_their_links_are_made(host: FakeHost) -> None:
 
 
 class BusyHost(FakeHost):
-    """A host on which nvidia-persistenced starts at the same time, and makes the node that is looked at."""
+    """A host on which nvidia-persistenced starts at the same time, and makes the GPUs' nodes."""
 
     def remove(self, path: str) -> None:
         super().remove(path)
-        os.mknod(self.path(path), stat.S_IFCHR | 0o600, os.makedev(195, 99))
+        if minor := re.fullmatch(r"/dev/nvidia(\d)", path):
+            super().make_node(path, 195, int(minor[1]), 0o666)
 
 
 def test_a_node_that_the_driver_makes_at_the_same_time_ends_nothing(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_node_that_the_driver_makes_at_the_same_time_ends_nothing(tmp_path: Pa
     status = host.status("/dev/nvidia1")
     assert status is not None
     assert (status.kind, status.major, status.minor, status.mode) == ("char", 195, 1, 0o666)
-    assert not list(host.path("/dev").rglob(".*"))
+    assert program_main.make_nodes(host) == "device nodes: 8, made now: 0"
 
 
 def test_without_a_driver_there_are_no_nodes_and_one_reads_why(tmp_path: Path) -> None:

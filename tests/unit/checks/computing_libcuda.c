@@ -1,5 +1,6 @@
 /* A libcuda that keeps what it is given and computes the one kernel of calls_program.py on the processor, so that the
- * calls' arguments are tested. FAULT=cuLaunchKernel:700 makes that call fail; FAULT=result:3 spoils a result. */
+ * calls' arguments are tested. FAULT=cuLaunchKernel:700 makes that call fail; FAULT=result:3 spoils a result. MODE is the
+ * compute mode. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +22,8 @@ CALL(cuInit, unsigned int flags) initialized = flags == 0; return !initialized; 
 CALL(cuDeviceGetCount, int *count) *count = 2; return initialized ? 0 : 3; }
 CALL(cuDeviceGet, int *device, int ordinal) *device = ordinal + 10; return ordinal < 0 || ordinal > 1; }
 CALL(cuDeviceGetUuid_v2, unsigned char *uuid, int device) memset(uuid, device, 16); return 0; }
+CALL(cuDeviceGetAttribute, int *value, int attribute, int device)
+    *value = attribute == 20 && getenv("MODE") != NULL ? atoi(getenv("MODE")) : 0; return device < 10; }
 CALL(cuDevicePrimaryCtxRetain, void **context, int device) *context = (void *)(uintptr_t)(device + 100); return 0; }
 CALL(cuCtxSetCurrent, void *context) current = (int)(uintptr_t)context; return current < 110; }
 CALL(cuModuleLoadData, void **module, const char *text)

@@ -56,11 +56,20 @@ def test_the_kernel_computes_on_each_gpu(computing: Path) -> None:
         ("cuModuleLoadData:222", Kernel(wrong="GPU 0: cuModuleLoadData gives 222", gpus=2)),
         # Other programs use the GPU: no fault of the host's.
         ("cuMemAlloc_v2:2", Kernel(left_out="GPU 0 is busy: cuMemAlloc_v2 gives 2")),
-        ("cuDevicePrimaryCtxRetain:46", Kernel(left_out="GPU 0 is busy: cuDevicePrimaryCtxRetain gives 46")),
     ],
 )
 def test_a_kernel_that_fails_is_told_with_its_call(computing: Path, fault: str, kernel: Kernel) -> None:
     assert called(computing, KERNEL, FAULT=fault).kernel == kernel
+
+
+@pytest.mark.parametrize(("mode", "is_busy"), [("0", False), ("1", True), ("2", False), ("3", True)])
+def test_a_gpu_is_unavailable_for_other_programs_in_exclusive_modes_only(
+    computing: Path, mode: str, is_busy: bool
+) -> None:
+    """In the default mode programs share a GPU, and a broken one is unavailable too; mode 2 prohibits all."""
+    seen = "cuDevicePrimaryCtxRetain gives 46"
+    kernel = Kernel(left_out=f"GPU 0 is busy: {seen}") if is_busy else Kernel(wrong=f"GPU 0: {seen}", gpus=2)
+    assert called(computing, KERNEL, FAULT="cuDevicePrimaryCtxRetain:46", MODE=mode).kernel == kernel
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGetCount", "cuDeviceGetUuid_v2"])
