@@ -257,7 +257,7 @@ def _reset(run: RunContext, wanted: Repair) -> None:
         system.run(("kill", *pids))
     left = [one for one in still_held(system, minors=wanted.minors) if wanted.whole or one.unit != FABRIC_MANAGER]
     if left:
-        step = f"end them: kill {' '.join(str(one.pid) for one in left)}; then run the same command again"
+        step = f"end them: {running_driver.end_command(left)}; then run the same command again"
         raise GpuprovError("a GPU is still in use, so it was not reset", "\n".join(map(str, left)), step)
     addresses = [gpu.get("pci/pci_bus_id", "") for gpu in wanted.gpus]
     gpus = [x for x in gather_mig(system) if wanted.whole or str(x.index) in {one.gpu for one in wanted.because}]

@@ -112,8 +112,9 @@ def cdi_conflict(x: HostSnapshot) -> Seen | None:
         both = sorted(names & known)
         if kind and both:
             mine, device = path if path != PATH else other, f"{kind}={both[0]}"
+            ours = (Remedy(FILES, (mine,)),) if PATH in (path, other) else ()
             return Seen(f"{other}: {device}", f"{path}: {device}", device=device, next_step=f"rm {shlex.quote(mine)}",
-                        remedies=(Remedy(FILES, (mine,)),))  # fmt: skip
+                        remedies=ours)  # fmt: skip
         seen.setdefault((folder, kind), (path, names))
     return None
 

@@ -143,15 +143,10 @@ def docker_down(x: HostSnapshot) -> Seen | None:
         return None
     said = decisive_lines("\n".join(x.docker_log)).splitlines()
     state = f"systemctl show {_UNIT}: {unit.active}, {unit.result}" if unit else docker.error
-    why = f"{'run' if unit else 'answer'}{': ' + _reason(said[-1]) if said else ''}"
+    reason = re.sub(r'.*?msg="([^"]+)".*', r": \1", f": {said[-1]}")[:202] if said else ""
     # Without systemd it is unknown whether docker runs.
-    return Seen(state, *(f"journalctl -u docker: {line}" for line in said[-2:]), why=why,
-                confidence="" if unit else LIKELY)  # fmt: skip
-
-
-def _reason(line: str) -> str:
-    found = re.search(r'msg="([^"]+)"', line)
-    return (found[1] if found else line)[:200]
+    return Seen(state, *(f"journalctl -u docker: {line}" for line in said[-2:]),
+                why=f"{'run' if unit else 'answer'}{reason}", confidence="" if unit else LIKELY)  # fmt: skip
 
 
 @rule

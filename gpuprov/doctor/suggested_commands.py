@@ -127,16 +127,17 @@ def smi_again(x: HostSnapshot) -> str:
 
 
 def rebuild_module(x: HostSnapshot) -> str:
-    """Return the command that builds or installs the driver's module for the running kernel."""
+    """Return the command that builds or installs the module for the running kernel, of a preinstalled driver, too."""
     kernel = x.host.kernel.release
-    compiled = module_package(x.host.packages.installed, kernel)
-    if compiled:
+    if compiled := module_package(x.host.packages.installed, kernel):
         return f"{install_packages(x, compiled)}; modprobe nvidia"
     if "nvidia" in x.dkms:
         return f"{headers_package(x)}; dkms autoinstall -k {kernel}; modprobe nvidia"
     if x.host.driver_packaged:
         return f"{headers_package(x)}; {driver_again(x)}; modprobe nvidia"
-    return gpuprov_install(x)
+    version = x.driver.kernel_version or x.driver.library_version
+    again = f"gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version={version}"
+    return again if x.spec.driver == "preinstalled" else gpuprov_install(x)
 
 
 def pass_iommu_through(x: HostSnapshot) -> str:
@@ -207,9 +208,8 @@ def modules_of(x: HostSnapshot, kind: str) -> str:
     if not x.host.driver_packaged:
         return f"{gpuprov_install(x)} -e gpuprov_kernel_module_type={kind}"
     own, end = distribution.installed_branch(x.host), "-open" if kind == "open" else ""
-    matches = map(_UBUNTUS.fullmatch, sorted(x.host.packages.installed))
-    names = tuple(f"{match[1]}{end}" for match in matches if match) or (own.built.get(kind, ()) if own else ())
-    return install_packages(x, *(names or ("nvidia-open" if end else "cuda-drivers",)))
+    names = tuple(f"{one[1]}{end}" for one in map(_UBUNTUS.fullmatch, sorted(x.host.packages.installed)) if one)
+    return install_packages(x, *(names or (own and own.built.get(kind)) or ("nvidia-open" if end else "cuda-drivers",)))
 
 
 def other_branch(x: HostSnapshot) -> str:

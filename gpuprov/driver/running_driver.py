@@ -113,12 +113,18 @@ def unload(system: System, wanted: Unloading, tell: Tell) -> None:
             )
 
 
+def end_command(holders: Sequence[GpuHolder]) -> str:
+    """Return what ends these processes; systemd may start those of a service again."""
+    units = " ".join(sorted({one.unit for one in holders if one.unit and not one.unit.startswith("user@")}))
+    again = f" (if they come again: systemctl stop {units})" if units else ""
+    return f"kill {' '.join(str(one.pid) for one in holders)}{again}"
+
+
 def _in_use(version: str, holders: Sequence[GpuHolder]) -> GpuprovError:
-    pids = " ".join(str(one.pid) for one in holders)
     return GpuprovError(
         f"driver {version} is still in use, so it can't be replaced",
         "\n".join(str(one) for one in holders),
-        f"end them: kill {pids}; then run the same command again. Or set gpuprov_reboot: if-needed",
+        f"end them: {end_command(holders)}; then run the same command again. Or set gpuprov_reboot: if-needed",
     )
 
 
@@ -398,9 +404,8 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     if running.display_manager and not spec.stop_display_manager:
         steps.append(f"systemctl stop {running.display_manager}, or set gpuprov_stop_display_manager: true")
     # A display's own process is ended by its unit.
-    pids = " ".join(str(one.pid) for one in _others(running, spec) if one.unit != (running.display_manager or None))
-    if pids:
-        steps.append(f"end what holds the GPUs: kill {pids}")
+    if others := [one for one in _others(running, spec) if one.unit != (running.display_manager or None)]:
+        steps.append(f"end what holds the GPUs: {end_command(others)}")
     if spec.reboot != "if-needed":
         steps.append("or set gpuprov_reboot: if-needed, which leaves it to a reboot")
     other = spec.driver_version or "another"

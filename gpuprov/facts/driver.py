@@ -250,7 +250,7 @@ def version_in(system: System, folder: str) -> str:
 _INSTALLER_LOG = "/var/log/nvidia-installer.log"
 _APT_HISTORY = "/var/log/apt/history.log"
 _LOGS = {"/var/log/dpkg.log": "dpkg", "/var/log/dnf.rpm.log": "dnf", "/var/log/zypp/history": "zypper"}
-# dpkg: `upgrade NAME OLD NEW`; dnf: `Upgrade: NAME` (`Upgraded:` is the old one); zypper: `|install|NAME|VERSION|`.
+# dpkg: `upgrade NAME OLD NEW`; dnf: `SUBDEBUG Upgrade: NEW`, then `Upgraded: OLD`; zypper: `|install|NAME|VERSION|`.
 _CHANGE = re.compile(
     r"[ |](upgrade|install|Upgrade:|Installed:)[ |]"
     r"(libnvidia|libcuda1|nvidia-|cuda-drivers|kmod-nvidia|xserver-xorg-video-nvidia)"

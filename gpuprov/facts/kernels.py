@@ -14,6 +14,7 @@ from gpuprov.protocol.errors import GpuprovError
 
 # The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.
 _MODULE = re.compile(r"(?:^|/)(nvidia(?:-current(?:-open)?|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
+_FILES = ("vmlinuz", "Image")  # of a kernel; the second is SUSE's on arm64
 # Version, the distribution's number, flavour: 6.1.0-13-amd64, 6.12.48+deb13-cloud-amd64, 6.5.0-1014-aws; Red Hat's,
 # behind the architecture: 5.14.0-427.el9.aarch64+64k; Oracle's own kernel, beside Red Hat's: 5.15.0-206.el9uek.x86_64.
 _FLAVOUR = re.compile(r".*\.(?:x86_64|aarch64)\+([a-z0-9-]+)|\d[^-]*(?:-\d[^-]*)?-([a-z].*)|.*(uek)\.\w+")
@@ -33,9 +34,7 @@ def gather_kernels(system: System) -> tuple[InstalledKernel, ...]:
     found = []
     for release in system.list_directory("/lib/modules"):
         folder = f"/lib/modules/{release}"
-        # Image: SUSE's on arm64.
-        images = (path for name in ("vmlinuz", "Image") for path in (f"/boot/{name}-{release}", f"{folder}/{name}"))
-        if any(map(system.exists, images)):
+        if any(system.exists(f"/boot/{name}-{release}") or system.exists(f"{folder}/{name}") for name in _FILES):
             headers = system.exists(f"{folder}/build/Makefile")
             found.append(InstalledKernel(release, headers, bool(module_of(system, release))))
     return tuple(sorted(found, key=lambda kernel: _order(kernel.release)))
@@ -81,7 +80,7 @@ def fault(
     if not kernel.module and dkms:
         return f"{lack}: {build}; dkms status"
     if not kernel.module:
-        return f"{lack}, and DKMS does not build it: boot it, then gpuprov install, which does"
+        return f"{lack}, and DKMS does not build it: boot it, then gpuprov install, or the .run again with dkms"
     if dkms and missing:
         return f"the kernel after {kernel.release} will come without headers: install {' '.join(missing)}"
     return ""

@@ -101,7 +101,7 @@ def test_a_process_may_take_seconds_to_let_go_of_its_gpu(host: LoadedHost) -> No
 def test_a_holder_or_a_kernel_that_keeps_the_driver_is_named(host: LoadedHost, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = Unloading(OLD, ("nvidia_uvm", "nvidia"))
     problem = refused(running_driver.unload, host, wanted, tell_nobody)
-    assert problem.evidence == "\n".join(map(str, gather_holders(host))) and "kill 700 701;" in problem.next_step
+    assert problem.evidence == "\n".join(map(str, gather_holders(host))) and "kill 700 701 (" in problem.next_step
     for pid in (700, 701):
         host.remove_tree(f"/proc/{pid}")
     (line,) = (one for one in (host.read_text("/proc/modules") or "").splitlines() if one.startswith("nvidia "))
@@ -271,6 +271,7 @@ GDM = GpuHolder(960, "Xorg", "/dev/nvidia0", "gdm.service")
 SHELL = GpuHolder(961, "gnome-shell", "/dev/nvidia0")
 FOREIGN = GpuHolder(962, "python3", "/dev/nvidia0", container="5e")
 OURS = GpuHolder(963, "python3", "/dev/nvidia0", container="id1")
+OLLAMA = GpuHolder(964, "ollama serve", "/dev/nvidia0", "ollama.service")
 TWO = {"containers": {"id1": "two", "id2": "one"}}
 ONCE = {**TWO, "single_use": ("one",)}
 SCREEN: dict[str, Any] = {"display_manager": "gdm.service", "holders": (GDM, SHELL)}
@@ -297,6 +298,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Way, str]] = {
     "a process": ({"holders": (HELD, replace(HELD, pid=951))}, NO,
                   Way(obstacles=(str(HELD), str(replace(HELD, pid=951)))),
                   f"end what holds the GPUs: kill 950 951; {LATER}"),
+    # ollama.service has Restart=always, as the units of most monitoring agents.
+    "a process of a service": ({"holders": (HELD, OLLAMA)}, NO, Way(obstacles=(str(HELD), str(OLLAMA))),
+                               "end what holds the GPUs: kill 950 964 (if they come again: systemctl stop "
+                               f"ollama.service); {LATER}"),
     "a process, a reboot helps": ({"holders": (HELD,)}, SOON, WAITS, ""),
     "an old installer can't wait": ({"holders": (HELD,)}, {**SOON, "driver_version": "545.23.08"},
                                     Way(obstacles=(str(HELD),)), "end what holds the GPUs: kill 950"),

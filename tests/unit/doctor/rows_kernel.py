@@ -16,6 +16,7 @@ from gpuprov.protocol.errors import Problem
 from tests.unit.doctor.host import with_driver, with_kernel
 from tests.unit.doctor.ill import (
     DKMS,
+    Change,
     Row,
     both,
     bound_to,
@@ -32,6 +33,12 @@ from tests.unit.doctor.ill import (
 from tests.unit.fake_host import RELEASE
 
 UPDATES = f"/lib/modules/{RELEASE}/updates/dkms"
+
+
+def _with_module(name: str) -> Change:
+    return lambda x: replace(x, module=ModuleFile(f"{UPDATES}/{name}.ko.xz"))
+
+
 _NEEDS_OPEN = (
     "NVRM: The NVIDIA GPU 0000:01:00.0 (PCI ID: 10de:2901)",
     "NVRM: installed in this system requires use of the NVIDIA", "NVRM: open kernel modules.",
@@ -178,7 +185,7 @@ KERNEL_ROWS = (
                      InstalledKernel("6.1.0-12-amd64", headers=True, module=True),
                      InstalledKernel(RELEASE, headers=True, module=False),
                  )),
-        "6.1.0-12-amd64 has it", "gpuprov install"),
+        "6.1.0-12-amd64 has it", "gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01"),
     Row("module-vermagic", lambda x: metal(x, module=replace(metal(x).module, vermagic="6.1.0-12-amd64 SMP")),
         "vermagic 6.1.0-12-amd64", "dkms autoinstall"),
     Row("module-of-another-kernel", kernel_says("nvidia: disagrees about version of symbol module_layout"),
@@ -252,7 +259,13 @@ KERNEL_ROWS = (
              "gpuprov uninstall; gpuprov install -e gpuprov_driver_version=580 -e gpuprov_driver=runfile"),
         )
     ),
-    Row("uvm-and-kaslr", log("nvidia-uvm: devmem_alloc_pagemap() err -34"), "err -34", "uvm_disable_hmm=1", LIKELY),
+    # Options reach a module by the name of its file, which in Debian's packages is another.
+    *(
+        Row("uvm-and-kaslr",
+            both(log("nvidia-uvm: devmem_alloc_pagemap() err -34"), _with_module(name)),
+            "err -34", f"echo options {name}-uvm uvm_disable_hmm=1 > ", LIKELY)
+        for name in ("nvidia", "nvidia-current-open")
+    ),
     Row("api-mismatch",
         log("NVRM: API mismatch: the client 'nvidia-smi' (pid 1) has the version 550.200.01, but",
             "NVRM: this kernel module has the version 550.163.01.  Please"),

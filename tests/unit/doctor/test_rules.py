@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.doctor.examine import INSTALL_OBSTRUCTED, RULE_FAILED, RULES, diagnose, report
-from gpuprov.doctor.finding import CERTAIN, CONFIDENCES, GPUS, LIKELY, TOOLKIT, WARNING, Finding
+from gpuprov.doctor.finding import CERTAIN, CONFIDENCES, FILES, GPUS, LIKELY, TOOLKIT, WARNING, Finding, Remedy
 from gpuprov.doctor.rules import ANY_ROOT, Rule
 from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi, telling_lines
 from gpuprov.doctor.suggested_commands import (
@@ -306,6 +306,14 @@ def test_a_gpu_that_no_safe_driver_serves_is_named_in_a_comment(
     volta = replace(x, host=replace(x.host, gpus=(PciGpu("0000:17:00.0", "1db4", "nvidia"),)))
     (step,) = [one.finding.next_step for one in diagnose(volta) if one.rule.name == "driver-old"]
     assert "  # replace the GPU: driver 595.91.07 no longer serves" in step
+
+
+def test_of_two_specifications_of_others_neither_is_removed(x: HostSnapshot) -> None:
+    theirs = 'kind: nvidia.com/gpu\ndevices:\n- name: "0"\n'
+    both_theirs = both(text("/etc/cdi/a.yaml", theirs), text("/etc/cdi/b.yaml", theirs))
+    ours = text("/etc/cdi/z.yaml", theirs)
+    for change, remedies in ((both_theirs, ()), (ours, (Remedy(FILES, ("/etc/cdi/z.yaml",)),))):
+        assert [one.finding.remedies for one in diagnose(change(x)) if one.rule.name == "cdi-conflict"] == [remedies]
 
 
 def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: HostSnapshot) -> None:
