@@ -175,8 +175,7 @@ def write_specification(found: Specification, output: str, form: str) -> None:
     """Write a specification to a file or standard output. Raises GpuprovError if it is not valid."""
     from gpuprov.cdi.specification import problems, render
 
-    wrong = problems(found)
-    if wrong:
+    if wrong := problems(found):
         raise GpuprovError("this would be no valid CDI specification", wrong[0], "gpuprov cdi generate --help")
     write_output(output, render(found, form))
 
@@ -298,8 +297,7 @@ def transform_root(source: str, target: str, name: str, output: str, form: str |
     from gpuprov.cdi.specification import is_yaml, parse, with_root
 
     content = _read(name)
-    found = parse(content, name)
-    changed = with_root(found, source, target, relative_to=relative_to)
+    changed = with_root(parse(content, name), source, target, relative_to=relative_to)
     write_specification(changed, output, form or ("yaml" if is_yaml(content, name) else "json"))
 
 

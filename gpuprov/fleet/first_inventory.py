@@ -156,8 +156,7 @@ def _names_in(word: str) -> Iterator[str]:
 
 def _look(draft: _Draft, connection: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Show what the hosts are, leave out those without a GPU, and return the facts of the others that answered."""
-    looking = _Draft(draft.hosts, {**draft.variables, f"{PREFIX}engines": list(ENGINES)})
-    with looking.as_file() as inventory:
+    with _Draft(draft.hosts, {**draft.variables, f"{PREFIX}engines": list(ENGINES)}).as_file() as inventory:
         results = inspect_hosts(made_options("facts", dict(connection), hosts=(inventory,)))
     without = [one.host for one in results if one.facts is not None and one.versions.get("gpus") in ("0", "")]
     ported = {name.partition(":")[0]: name for name in draft.hosts if name.count(":") == 1}

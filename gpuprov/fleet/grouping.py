@@ -90,8 +90,7 @@ def _the_one(texts: set[str], otherwise: str) -> str:
 
 def _of_any_host(text: str, host: str) -> str:
     """Return the text without the parts that identify one host."""
-    named = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", _ANY_HOST, text[:_LONGEST])
-    return _PLACE.sub(_ANY_HOST, named)
+    return _PLACE.sub(_ANY_HOST, re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", _ANY_HOST, text[:_LONGEST]))
 
 
 def spreads(results: Sequence[HostResult]) -> list[Spread]:

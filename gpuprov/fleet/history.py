@@ -300,8 +300,7 @@ def write_log(error: BaseException) -> Problem:
     path = state_folder("log") / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
     try:
         make_user_folder(path.parent)
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(handle, "a", encoding="utf-8") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
             file.write(f"gpuprov {__version__}\n" + masked("".join(traceback.format_exception(error))) + "\n")
     except OSError as refusal:
         return Problem(
@@ -383,8 +382,7 @@ class DrainKeeper:
             make_user_folder(self._path.parent)
             fcntl.flock(self._held.enter_context(self._path.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
             self._write()
-            paths = sorted(self._path.parent.glob("*.json"))
-            surplus = [one for one in paths[:-MOST_RUNS] if not _is_held(one)]
+            surplus = [one for one in sorted(self._path.parent.glob("*.json"))[:-MOST_RUNS] if not _is_held(one)]
             for path in {self._path.with_name(f"{old.run}.json") for old in left}.union(surplus) - {self._path}:
                 _remove(path)
 

@@ -463,5 +463,4 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
 
 def _configured(name: str) -> str:
     """Return a setting from ansible.cfg or Ansible's environment, if Ansible is loaded."""
-    constants = sys.modules.get("ansible.constants")
-    return str(getattr(constants, name, None) or "")
+    return str(getattr(sys.modules.get("ansible.constants"), name, None) or "")

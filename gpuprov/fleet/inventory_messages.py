@@ -97,8 +97,7 @@ def explained(error: BaseException) -> str:
     texts = [clean(str(error))]
     cause: BaseException | None = error
     while cause is not None:
-        context = clean(str(getattr(cause, "_formatted_source_context", None) or ""))
-        if context:
+        if context := clean(str(getattr(cause, "_formatted_source_context", None) or "")):
             return "\n".join((*texts, context))
         cause = cause.__cause__ or cause.__context__
     return texts[0]
@@ -168,15 +167,15 @@ def with_origins(
     return tuple(found)
 
 
-def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return `file:line` for every line of the (path, text) pairs that sets the variable."""
+def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return `file:line` and its text for every line of the (path, text) pairs that sets the variable."""
     sets = re.compile(rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]")
-    return tuple(
-        f"{path}:{number}"
+    return {
+        f"{path}:{number}": line
         for path, text in texts
         for number, line in enumerate(text.splitlines(), 1)
         if sets.search(line) and not line.lstrip().startswith(("#", ";"))
-    )
+    }
 
 
 def _places(
@@ -186,14 +185,9 @@ def _places(
     if name in extra_names:
         return ("-e",)
     values = {str(wrong.values.get(name, "")) for wrong in wrongs} - {""}
-    lines = {path: text.splitlines() for path, text in texts}
     places = find_variable(name, texts)
-    with_value = []
-    for place in places:
-        path, _, number = place.rpartition(":")
-        if any(value in lines[path][int(number) - 1] for value in values):
-            with_value.append(place)
-    return tuple(with_value) or places
+    with_value = tuple(place for place, line in places.items() if any(value in line for value in values))
+    return with_value or tuple(places)
 
 
 def _texts(sources: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -232,5 +232,4 @@ def _step_state(result: HostResult, step: str) -> str:
     made = [change for change in result.made if change.step == step]
     if any(change.seconds is None for change in made):
         return "bad"
-    planned = any(change.step == step for change in result.plan)
-    return "good" if made else "warn" if planned else "none"
+    return "good" if made else "warn" if any(change.step == step for change in result.plan) else "none"

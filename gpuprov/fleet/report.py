@@ -158,8 +158,7 @@ def _count_table(results: Sequence[HostResult]) -> Table:
     """Return how many hosts ended in which state, and their durations: the summary for a thousand hosts."""
     table = _table("result", "hosts", "changes", "seconds", "slowest", right=("hosts", "changes", "seconds"))
     for word, style in _STYLES.items():
-        members = [result for result in results if result.word == word]
-        if members:
+        if members := [result for result in results if result.word == word]:
             slowest = max(members, key=lambda result: result.seconds)
             middle = statistics.median(result.seconds for result in members)
             table.add_row(
@@ -283,8 +282,7 @@ def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[Renderab
     if gathered:
         yield table
     for host, facts in gathered if verbose else ():
-        whole = plain(json.dumps(facts, indent=2, ensure_ascii=False))
-        yield Text.assemble((plain(host), "bold"), "\n", whole)
+        yield Text.assemble((plain(host), "bold"), "\n", plain(json.dumps(facts, indent=2, ensure_ascii=False)))
 
 
 # -- the last line ---------------------------------------------------------------------------------------------------
@@ -292,8 +290,7 @@ def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[Renderab
 
 def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_command: str) -> str:
     """Return the overall result, and the next command."""
-    failed = [result for result in results if result.exit_code != ExitCode.DONE]
-    if failed:
+    if failed := [result for result in results if result.exit_code != ExitCode.DONE]:
         by_word: dict[str, list[str]] = {}
         for result in failed:
             # A finished command has a summary; a lock or a broken host leaves none.

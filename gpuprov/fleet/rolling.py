@@ -171,8 +171,7 @@ def require_whole_domains(hosts: Sequence[HostTarget], request: Request, *, roll
     names = {host.name for host in hosts}
     domains = {host.spec.imex_nodes: host.spec.imex_domain for host in joined(hosts, request)}
     found = [split_problem(domain, nodes, names) for nodes, domain in domains.items()]
-    problems = tuple(filter(None, (*found, _ROLLS_BACK if domains and rollback else None)))
-    if problems:
+    if problems := tuple(filter(None, (*found, _ROLLS_BACK if domains and rollback else None))):
         raise UsageError.several(problems)
 
 
@@ -209,8 +208,7 @@ def _parsed(option: str, text: str) -> tuple[str, ...]:
         raise UsageError(f"{option} can't be split into arguments", f"{text}: {error}", "close its quotes") from None
     if not words:
         raise UsageError(f"{option} names no command", repr(text), f"{option} 'kubectl cordon {{host}}'")
-    wrong = [name for word in words for name in _PLACE.findall(word) if name not in _PLACES]
-    if wrong:
+    if wrong := [name for word in words for name in _PLACE.findall(word) if name not in _PLACES]:
         raise UsageError(f"{option} has an unknown place {{{wrong[0]}}}", text, "write {host} or {address}")
     if shutil.which(words[0]) is None:
         raise UsageError(
@@ -416,8 +414,7 @@ class Rolling:
         self._begun = time.monotonic()
         self._keep("failed")
         sink(Note(f"draining: {self._before}"))
-        trouble = self._run(self.commands.before, interruptions=1)
-        if trouble:
+        if trouble := self._run(self.commands.before, interruptions=1):
             raise GpuprovError(
                 "the command before the change failed, so the host was not changed", trouble,
                 f"the host may be drained in part{f': {self._after}' if self._after else ''}; fix what the command "
@@ -439,8 +436,7 @@ class Rolling:
                 next_step = f"gpuprov doctor tells why; once verify is green: {self._after}"
                 problem = Problem("verify is not green, so the host stays drained", proof.summary, next_step)
                 return replace(finished, exit_code=int(ExitCode.FAILED), problems=(*proof.problems, problem))
-        trouble = self._run(self.commands.after, interruptions=2)
-        if trouble:
+        if trouble := self._run(self.commands.after, interruptions=2):
             what = "the command after the change failed, so the host stays drained"
             problem = Problem(what, trouble, f"the host is ready: {self._after}")
             return replace(finished, exit_code=int(ExitCode.FAILED), problems=(*finished.problems, problem))

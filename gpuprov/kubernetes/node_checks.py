@@ -70,8 +70,7 @@ def host_lists(
             return error
 
     with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
-        found = pool.map(ask, targets)
-        return {target.name: one for target, one in zip(targets, found)}
+        return {target.name: one for target, one in zip(targets, pool.map(ask, targets))}
 
 
 def host_list(done: Completed) -> HostList:

@@ -305,8 +305,7 @@ def verify_cluster(options: Options, kubectl: Kubectl, wanted: Wanted) -> ExitCo
 def _require_sense(options: Options, wanted: Wanted) -> None:
     require_namespace(wanted.namespace)
     if options.serial or options.canary or options.max_fail:
-        what = "--serial, --canary and --max-fail are not for --kubernetes"
-        raise UsageError(what, "", "leave them out")
+        raise UsageError("--serial, --canary and --max-fail are not for --kubernetes", "", "leave them out")
     if options.limit and not options.hosts:
         raise UsageError("--limit needs an inventory", "", "add --hosts INVENTORY")
     for file in filter(None, (options.report, options.metrics)):
@@ -331,8 +330,7 @@ def _chosen(
         return chosen, ()
     names = {target.name for target in targets}
     pairs = [(target, node_checks.node_of(target, nodes, names)) for target in targets]
-    members = [target for target, node in pairs if node is not None]
-    lists = node_checks.host_lists(members, options, stopped)
+    lists = node_checks.host_lists([target for target, node in pairs if node is not None], options, stopped)
     found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}
     return tuple(found.values()), tuple(
         (target.name, _no_node(target, nodes)) for target, node in pairs if node is None

@@ -300,7 +300,7 @@ def test_ansible_keeps_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_variable_is_found_where_it_is_set() -> None:
     text = "# gpuprov_driver: x\nother: '{{ gpuprov_driver }}'\ngpuprov_driver: x\nlab-a gpuprov_driver=x\n"
     as_json = json.dumps({"gpuprov_driver": "x"})
-    assert find_variable("gpuprov_driver", [("a", text), ("b.json", as_json)]) == ("a:3", "a:4", "b.json:1")
+    assert [*find_variable("gpuprov_driver", [("a", text), ("b.json", as_json)])] == ["a:3", "a:4", "b.json:1"]
 
 
 def test_a_long_list_of_hosts_does_not_hide_a_wrong_value() -> None:
