@@ -271,9 +271,8 @@ def judge(
         seen = str(Failure(failed.call, failed.result, failed.name))
         found.append(_host("program", "the program that loads the GPUs failed", seen))
     if not found:
-        ended = any(one.step == "end" for one in lines)
         # A program that did not begin, as in a container that does not start, says nothing of an only GPU either.
-        found += _lacking(measured, ours, done, whole=ended, begun=bool(lines))
+        found += _lacking(measured, ours, done, whole=any(one.step == "end" for one in lines), begun=bool(lines))
     return found, measured
 
 

@@ -165,8 +165,7 @@ def parts_of_python(system: System, python: str) -> tuple[str, ...] | str:
     if not done.ok:
         return f"{python} has no ctypes: {done.evidence(1).rpartition(chr(10))[2]}"
     library, extension = done.stdout.split("\n")[:2]
-    listed = system.run(("ldd", python, extension)).stdout
-    linked = set(re.findall(r"=> (/\S+)", listed))
+    linked = set(re.findall(r"=> (/\S+)", system.run(("ldd", python, extension)).stdout))
     return (python, library, *sorted(path for path in linked if path.rpartition("/")[2] not in LIBRARIES))
 
 

@@ -326,8 +326,7 @@ def _files(system: System) -> dict[str, bytes]:
         raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "give an image with --image")
     needed |= {f"{folder}/{name}" for name in LIBRARIES if system.exists(f"{folder}/{name}")}
     # The loader's path stands in the programs themselves: without an arrow in ldd's list.
-    loaders = set(re.findall(r"^\s+(/\S*ld-\S+) \(", listed, re.MULTILINE))
-    for path in needed | loaders:
+    for path in needed | set(re.findall(r"^\s+(/\S*ld-\S+) \(", listed, re.MULTILINE)):
         files[path.lstrip("/")] = _content(system, path)
     return files
 

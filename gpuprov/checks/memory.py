@@ -246,8 +246,7 @@ def _news(before: Memory, now: Memory, *, is_ours: bool) -> Iterator[tuple[str, 
     versions += [(name, before.engines.get(name, "none"), now.engines.get(name, "none")) for name in sorted(engines)]
     rows = [("kernel", before.kernel, now.kernel), *([] if is_ours else versions)]
     rows += [(f"GPU at {new.bus_id}", old.uuid, new.uuid) for old, new in gpus.replaced]
-    found = [f"{name} {old} → {new}" for name, old, new in rows if old != new]
-    if found:
+    if found := [f"{name} {old} → {new}" for name, old, new in rows if old != new]:
         yield f"changed since {before.day}: {', '.join(found)}", "debug"
 
 
@@ -270,7 +269,6 @@ def _kernel_says(system: System, gpu: Gpu, since: str) -> str:
         said = system.run(argv, timeout=_SECONDS).stdout if system.which(argv[0]) else ""
         # journalctl(1): --grep with --lines implies --reverse.
         told = said.splitlines()[:: -1 if argv is journal else 1]
-        lines = [line.strip() for line in told if place in line.lower() and _TROUBLE.search(line)]
-        if lines:
+        if lines := [line.strip() for line in told if place in line.lower() and _TROUBLE.search(line)]:
             return next((line for line in reversed(lines) if _WORST.search(line)), lines[-1])[:_LONGEST_LINE]
     return ""

@@ -18,8 +18,7 @@ def computed(torch: Any, count: int) -> str:
     """Compute on each GPU and return what went wrong, nothing if all is right."""
     try:
         for number in range(count):
-            total = int((torch.arange(1000, device=f"cuda:{number}") * 3).sum().item())
-            if total != 1498500:
+            if int((torch.arange(1000, device=f"cuda:{number}") * 3).sum().item()) != 1498500:
                 return f"GPU {number}: wrong result"
     except RuntimeError as error:
         return str(error)

@@ -73,8 +73,7 @@ def cdi_broken(x: HostSnapshot) -> Seen | None:
 @rule
 def cdi_names_absent_files(x: HostSnapshot) -> Seen | None:
     for path, text in specifications(x).items():
-        absent = [f"{path}:{line}: {named}" for named, line in host_paths(text) if named in x.absent]
-        if absent:
+        if absent := [f"{path}:{line}: {named}" for named, line in host_paths(text) if named in x.absent]:
             step = _correction(x, path)
             removal = (Remedy(FILES, (path,)),) if step == f"rm {shlex.quote(path)}" else ()
             ours = _OURS if path == PATH else removal
@@ -94,8 +93,7 @@ def _devices(text: str) -> tuple[str, frozenset[str]]:
 @rule
 def cdi_closed(x: HostSnapshot) -> Seen | None:
     folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
-    files = [path for path in x.closed if path not in folders]
-    changed = (("a+rx", folders), ("a+r", files))
+    changed = (("a+rx", folders), ("a+r", [path for path in x.closed if path not in folders]))
     step = "; ".join(f"chmod {mode} {shlex.join(paths)}" for mode, paths in changed if paths)
     seen = (f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items())
     ours = _OURS if {*x.closed} <= {"/etc/cdi", PATH} else ()

@@ -113,8 +113,7 @@ def engine_not_restarted(x: HostSnapshot) -> Seen | None:
             restart = Remedy(UNITS, (facts.unit or KNOWN[name].unit,))
             sure, ours = (WARNING, ()) if name in kept else (CERTAIN, (restart,))
             seen = f"CRI Status at {KNOWN[name].socket}: handlers {', '.join(facts.running.handlers)}"
-            step = restart_command(name, facts)
-            return Seen(seen, name=name, next_step=step, confidence=sure, remedies=ours)
+            return Seen(seen, name=name, next_step=restart_command(name, facts), confidence=sure, remedies=ours)
     return None
 
 

@@ -210,12 +210,8 @@ def _node_errors(system: System, driver: DriverFacts, smi: Smi) -> Mapping[str, 
 
 def _texts(system: System) -> Mapping[str, str]:
     listed = [f"{folder}/{name}" for folder in _TEXT_FOLDERS for name in system.list_directory(folder)]
-    found = {}
-    for path in (*_TEXT_FILES, *listed):
-        start = system.read_start(system.real_path(path), _LARGEST_TEXT)
-        if start is not None:
-            found[path] = start.decode("utf-8", "replace")
-    return found
+    starts = ((path, system.read_start(system.real_path(path), _LARGEST_TEXT)) for path in (*_TEXT_FILES, *listed))
+    return {path: start.decode("utf-8", "replace") for path, start in starts if start is not None}
 
 
 def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
@@ -247,12 +243,9 @@ def _what_lies_at(system: System, path: str) -> str:
 
 
 def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
-    found = {}
-    for path in (host.docker.runtimes or {}).values():
-        status = system.status(system.real_path(path)) if path.startswith("/") else None
-        if status is not None and status.kind == "file" and not status.mode & 0o111:
-            found[path] = status.mode
-    return found
+    paths = [path for path in (host.docker.runtimes or {}).values() if path.startswith("/")]
+    there = ((path, system.status(system.real_path(path))) for path in paths)
+    return {path: one.mode for path, one in there if one is not None and one.kind == "file" and not one.mode & 0o111}
 
 
 def _open_run(system: System) -> str:

@@ -87,8 +87,7 @@ def bound_to_another(x: HostSnapshot) -> Seen | None:
 def probe_not_called(x: HostSnapshot) -> Seen | None:
     found = in_kernel_log(x, r"NVIDIA probe routine was not called for (?P<count>\d+) device")
     # Those that are reserved for virtual machines count too, and nothing is wrong with them.
-    reserved = len(x.host.gpus) - len(x.own_gpus)
-    return found if found and int(str(found.values["count"])) > reserved else None
+    return found if found and int(str(found.values["count"])) > len(x.host.gpus) - len(x.own_gpus) else None
 
 
 @rule

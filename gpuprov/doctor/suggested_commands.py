@@ -233,8 +233,7 @@ def other_driver(x: HostSnapshot, version: str) -> str:
 
 def enrol(x: HostSnapshot) -> str:
     """Return the commands after which the kernel trusts the key of the driver's modules."""
-    key = next((path for path in KEYS if path in x.there), "")
-    if key:
+    if key := next((path for path in KEYS if path in x.there), ""):
         return f"mokutil --import {key}; systemctl reboot  # and enrol the key at the console"
     # A key that the specification names is there, and perhaps enrolled: the module is to be signed with it.
     return gpuprov_install(x) if x.spec.module_signing_key else UNSIGNED.next_step

@@ -94,8 +94,7 @@ def runtime_files_missing(x: HostSnapshot) -> Seen | None:
         return Seen(f"ls {missing[0]}: No such file", files=counted(len(missing), "file"))
     there = {path: x.host.files[path].content for path in wrote if path in x.host.files}
     there.pop("" if deploy.is_ours(there.get(NVIDIA_HOOK_PATH, b"")) else NVIDIA_HOOK_PATH, None)
-    changed = [path for path, content in there.items() if sha256_of(content) != wrote[path]]
-    if changed:
+    if changed := [path for path, content in there.items() if sha256_of(content) != wrote[path]]:
         what = f"of gpuprov's container runtime {counted(len(changed), 'file')} changed since gpuprov wrote it"
         return Seen(*changed[:4], meaning=what, confidence=LIKELY)
     if all(x.host.files[path].content == content for path, _, content in change.files if path in x.host.files):

@@ -43,8 +43,7 @@ class Runtime:
 def find_runtimes(root: Root, environment: Mapping[str, str]) -> tuple[Runtime, ...]:
     """Return the CUDA runtimes in the usual places, each file once, and what CUDA_VERSION says."""
     found: list[Runtime] = []
-    stated = _VERSION.match(environment.get("CUDA_VERSION", ""))
-    if stated:
+    if stated := _VERSION.match(environment.get("CUDA_VERSION", "")):
         found.append(Runtime(stated[1], f"the variable CUDA_VERSION ({stated[0]})"))
     toolkits = (f"/usr/local/{one}/lib64" for one in names(root, "/usr/local") if re.fullmatch(r"cuda-\d+\.\d+", one))
     for folder in (*_FOLDERS, *toolkits, *environment.get("LD_LIBRARY_PATH", "").split(":")):
@@ -66,8 +65,7 @@ def find_runtimes(root: Root, environment: Mapping[str, str]) -> tuple[Runtime, 
 def _in_python(root: Root, folder: str) -> Iterator[Runtime]:
     """Yield what Python's packages bring: NVIDIA's wheels, and PyTorch's."""
     for name in names(root, folder):
-        wheel = _WHEEL.fullmatch(name)
-        if wheel:
+        if wheel := _WHEEL.fullmatch(name):
             yield Runtime(wheel[1], f"{folder}/{name}")
     path = f"{folder}/torch/version.py"
     stated = _TORCH_CUDA.search((read(root, path, _LARGEST_VERSION_FILE) or b"").decode("utf-8", "replace"))

@@ -301,8 +301,7 @@ def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finishe
         if note.note:
             sink(Note(f"{note.what}; {note.next_step}", "warning"))
     problems = tuple(_problem(one) for one in found.findings if not one.note)
-    code = ExitCode.FAILED if problems else ExitCode.DONE
-    return Finished(int(code), problems=problems, summary=verdict(found))
+    return Finished(int(ExitCode.FAILED if problems else ExitCode.DONE), problems=problems, summary=verdict(found))
 
 
 def _check(found: Survey, library: Found) -> CheckDone:
