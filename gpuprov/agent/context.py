@@ -64,14 +64,11 @@ def keep_devices(run: RunContext) -> None:
 
     Raises GpuprovError if systemd refuses; containers whose rules can't be read were reported with the plan.
     """
-    refused = [(one, error) for one, error in register_devices(run.system) if not one.fault]
-    if refused:
+    if refused := [(one, error) for one, error in register_devices(run.system) if not one.fault]:
         stop = "; ".join(one.stop for one, _ in refused)
-        raise GpuprovError(
-            "running containers would lose their GPUs: systemd does not know their devices, and refuses to be told",
-            "\n".join(f"{one}: {error}" for one, error in refused),
-            f"{stop}; then run the same command again",
-        )
+        what = "running containers would lose their GPUs: systemd does not know their devices, and refuses to be told"
+        seen = "\n".join(f"{one}: {error}" for one, error in refused)
+        raise GpuprovError(what, seen, f"{stop}; then run the same command again")
 
 
 def for_target(run: RunContext) -> RunContext:

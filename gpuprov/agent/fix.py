@@ -150,10 +150,9 @@ def _undone(run: RunContext, fix: Fix) -> tuple[str, ...]:
 
 def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work, undone: Sequence[str] = ()) -> None:
     """Report the plan: the changes announced before, and the changes found since."""
-    for item in changes:
-        diff = item.change.diff(run.system) if run.request.diff else ""
-        change = item.change
-        work.planned.append(PlannedChange(change.key, item.step, change.summary(), diff, "", change.disturbs))
+    for step, change in ((item.step, item.change) for item in changes):
+        diff = change.diff(run.system) if run.request.diff else ""
+        work.planned.append(PlannedChange(change.key, step, change.summary(), diff, "", change.disturbs))
     planned = (*work.planned, *work.repair.changes)
     run.sink(Planned(planned, bool(undone) or any(one.disturbs for one in planned)))
 

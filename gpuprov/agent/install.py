@@ -230,8 +230,7 @@ def _announced_plan(run: RunContext, facts: HostFacts, lost_gpus: str) -> Plan:
     changes = () if run.request.arguments.get("watch") else [item.change for item in plan.changes]
     written = obstacles(run.system, changes)
     sources = () if network else _source_problems(run, facts)
-    problems = tuple(dict.fromkeys((*plan.problems, *written, *network, *sources)))
-    if problems:
+    if problems := tuple(dict.fromkeys((*plan.problems, *written, *network, *sources))):
         refused = network or facts.kernel.secure_boot == "enabled" or facts.offers is not None
         other = _other_way(run, facts, unreachable=bool(network)) if run.choice.is_new and refused else ()
         raise GpuprovError.several((*other, *problems), exit_code=ExitCode.USAGE if other else ExitCode.FAILED)

@@ -257,10 +257,8 @@ def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTI
         row, commands = _distribution(probe)
     except GpuprovError as unsupported:
         return unsupported.problems[0]
-    by_hand = (
-        f"{commands.reinstall} {' '.join(probe.owners)}" if probe.owners else f"{commands.install} {row.pythons[0]}"
-    )
-    get = f"run again with {option} to install it, or by hand: {by_hand}"
+    again, new = f"{commands.reinstall} {' '.join(probe.owners)}", f"{commands.install} {row.pythons[0]}"
+    get = f"run again with {option} to install it, or by hand: {again if probe.owners else new}"
     if named_python:
         get = f"set ansible_python_interpreter to a Python ≥ 3.9, or leave it out; else {get}"
     what = "there is no Python on the host"

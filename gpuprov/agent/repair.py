@@ -105,9 +105,8 @@ class Repair:
     @property
     def summary(self) -> str:
         """The action in one sentence, with its reasons and everything that it ends."""
-        which = (
-            "all GPUs, which NVLink joins" if self.whole else ", ".join(sorted({f"GPU {x.gpu}" for x in self.because}))
-        )
+        gpus = ", ".join(sorted({f"GPU {x.gpu}" for x in self.because}))
+        which = "all GPUs, which NVLink joins" if self.whole else gpus
         what = f"reset {which}" if self.action == RESET else "reboot"
         reasons = "; ".join(dict.fromkeys(f"GPU {x.gpu}: {x.what}" if x.gpu else x.what for x in self.because))
         ends = f"; ends {', '.join(self.users.names)}" if self.users.names else ""
@@ -275,8 +274,7 @@ def _reset(run: RunContext, wanted: Repair) -> None:
     DivideGpus.undo(system, {"before": layout}, None)
     start_again(system, run.tell)
     # A reset forgets it where no nvidia-persistenced keeps it.
-    lasting = [gpu["pci/pci_bus_id"] for gpu in wanted.gpus if gpu.get("persistence_mode") == "Enabled"]
-    if lasting:
+    if lasting := [gpu["pci/pci_bus_id"] for gpu in wanted.gpus if gpu.get("persistence_mode") == "Enabled"]:
         system.run(("nvidia-smi", "-i", ",".join(lasting), "-pm", "1"))
 
 
@@ -364,8 +362,7 @@ def _keep(system: System, record: Record, path: str = "") -> str:
     with os_errors("the record of this repair can't be written", f"ls -ld {REPAIRS}"):
         if not path:
             system.make_directory(REPAIRS, 0o700)
-            known = [int(name[:-5]) for name in _names(system)]
-            path = f"{REPAIRS}/{max(known, default=0) + 1:08d}.json"
+            path = f"{REPAIRS}/{max([int(name[:-5]) for name in _names(system)], default=0) + 1:08d}.json"
         system.write(path, f"{dump(record)}\n".encode(), mode=0o600)
     return path
 

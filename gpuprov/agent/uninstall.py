@@ -212,11 +212,9 @@ def _container_problems(system: System) -> Iterator[Problem]:
         restarted = {name: policy for runtime, policy, requests, name in rows
                      if runtime != _RUNTIME and policy not in ("no", "-") and requests == "gpus"}  # fmt: skip
         if by_runtime:
-            yield Problem(
-                f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
-                f"{engine} ps: {', '.join(by_runtime)}",
-                f"{stop_command(by_runtime, engine)}, then run the same command again",
-            )
+            what = f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly"
+            seen = f"{engine} ps: {', '.join(by_runtime)}"
+            yield Problem(what, seen, f"{stop_command(by_runtime, engine)}, then run the same command again")
         if restarted:
             yield Problem(
                 f"containers with GPUs still run and have a restart policy; {engine} could never start them again",
@@ -248,8 +246,7 @@ def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
 def _lost(system: System, every: tuple[Run, ...]) -> str:
     """Return what shows that journals are gone: their numbers have no gaps, and are there as long as the runtime is."""
     numbers = {journal.run_number(run.path) for run in every} | journal.pruned_numbers(system)
-    missing = sorted(set(range(1, max(numbers, default=0) + 1)) - numbers)
-    if missing:
+    if missing := sorted(set(range(1, max(numbers, default=0) + 1)) - numbers):
         return f"{RUNS_DIRECTORY} lacks {', '.join(f'{number:04}.jsonl' for number in missing)}"
     there = [path for path in (LAUNCHER_PATH, LIBRARY_PATH) if system.status(path) is not None]
     if there and not any(run.undoable for run in every):

@@ -45,8 +45,7 @@ class Window:
         """Return why nothing may begin now, and when `again`, a command, may run; None if it is open."""
         if self.is_open(now):
             return None
-        minutes = range(int(now) // 60 * 60 + 60, int(now) + _FARTHEST, 60)
-        opens = next(filter(self.is_open, minutes))
+        opens = next(filter(self.is_open, range(int(now) // 60 * 60 + 60, int(now) + _FARTHEST, 60)))
         return Problem(
             f"not run: outside of the window {self.text}", f"it is {self._local(now):%a %Y-%m-%d %H:%M %Z}",
             f"it opens {self._local(opens):%a %Y-%m-%d %H:%M %Z}; then: {again}",

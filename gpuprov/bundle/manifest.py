@@ -128,11 +128,9 @@ def manifest_from_bytes(content: bytes) -> Manifest:
         if manifest_to_bytes(manifest) != content:
             raise WrongDataError("it is not written as gpuprov writes manifests, or has keys that it does not know")
     except (WrongDataError, RecursionError) as error:
-        raise GpuprovError(
-            "the bundle's manifest is damaged or not gpuprov's",
-            f"{MANIFEST}: {str(error)[:200]}",
-            "make the bundle again: gpuprov bundle create",
-        ) from None
+        what = "the bundle's manifest is damaged or not gpuprov's"
+        seen = f"{MANIFEST}: {str(error)[:200]}"
+        raise GpuprovError(what, seen, "make the bundle again: gpuprov bundle create") from None
     return manifest
 
 

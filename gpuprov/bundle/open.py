@@ -59,20 +59,16 @@ def opened(
         try:
             bundle = OpenBundle(file, read_contents(file))
             if digest not in ("", bundle.contents.digest):
-                raise GpuprovError(
-                    "this is not the bundle that was asked for",
-                    f"{path}: the manifest's SHA-256 is {bundle.contents.digest}, expected {digest}",
-                    "run the same command again: the bundle is uploaded again",
-                )
+                what = "this is not the bundle that was asked for"
+                seen = f"{path}: the manifest's SHA-256 is {bundle.contents.digest}, expected {digest}"
+                raise GpuprovError(what, seen, "run the same command again: the bundle is uploaded again")
             verify_files(file, bundle.contents, progress)
             named = bundle.manifest.repository_key
             found = fingerprints(bundle.content(REPOSITORY_KEY)) if bundle.manifest.packages else (named,)
             if found != (named,):
-                raise GpuprovError(
-                    "the key of the bundle's repository is not the one that its manifest names",
-                    f"{REPOSITORY_KEY} holds {', '.join(found)}; the manifest says {named}",
-                    "make the bundle again: gpuprov bundle create",
-                )
+                what = "the key of the bundle's repository is not the one that its manifest names"
+                seen = f"{REPOSITORY_KEY} holds {', '.join(found)}; the manifest says {named}"
+                raise GpuprovError(what, seen, "make the bundle again: gpuprov bundle create")
         except GpuprovError:
             # Remove a bundle that an upload damaged: otherwise the next run would find it again and fail.
             if path.startswith(f"{CACHE_DIRECTORY}/"):
@@ -113,22 +109,16 @@ def parse_fingerprint(text: str) -> str:
     """Return a full fingerprint, as gpg prints it or without blanks. Raises GpuprovError (exit code 2) otherwise."""
     found = "".join(text.split()).upper()
     if not FINGERPRINT.fullmatch(found):
-        raise UsageError(
-            "--bundle-key takes a full fingerprint",
-            f"{text!r} is not 40 (or 64) hexadecimal digits",
-            "gpg --fingerprint NAME shows it",
-        )
+        what = "--bundle-key takes a full fingerprint"
+        raise UsageError(what, f"{text!r} is not 40 (or 64) hexadecimal digits", "gpg --fingerprint NAME shows it")
     return found
 
 
 def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None:
     """Raise GpuprovError if the manifest is not signed by the key of this fingerprint."""
     if not bundle.contents.signature:
-        raise GpuprovError(
-            "the bundle is not signed",
-            f"it holds no signature, and --bundle-key asks for one by {fingerprint}",
-            "gpuprov bundle create --sign KEYID …",
-        )
+        seen = f"it holds no signature, and --bundle-key asks for one by {fingerprint}"
+        raise GpuprovError("the bundle is not signed", seen, "gpuprov bundle create --sign KEYID …")
     if SIGNING_KEY not in bundle.contents.offsets:
         raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")
     size = bundle.manifest.file(SIGNING_KEY).size
@@ -136,22 +126,18 @@ def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None
         raise GpuprovError("the bundle's key is too long to be one", counted(size, "byte"), "make it again")
     key = bundle.content(SIGNING_KEY)
     if fingerprints(key) != (fingerprint,):
-        raise GpuprovError(
-            "the bundle is signed by another key than the one that is pinned",
-            f"its key is {', '.join(fingerprints(key))}; pinned is {fingerprint}",
-            "get the bundle from where the pinned key signs, or pin the right key",
-        )
+        what = "the bundle is signed by another key than the one that is pinned"
+        seen = f"its key is {', '.join(fingerprints(key))}; pinned is {fingerprint}"
+        raise GpuprovError(what, seen, "get the bundle from where the pinned key signs, or pin the right key")
     done = _gpgv(system, bundle.contents, key)
     status = done.stdout
     valid = re.search(r"^\[GNUPG:\] VALIDSIG (?:.* )?([0-9A-F]+)$", status, re.MULTILINE)
     # GOODSIG, and not EXPKEYSIG, EXPSIG or REVKEYSIG (gnupg, doc/DETAILS); VALIDSIG ends with the primary key.
     if valid is None or valid[1] != fingerprint or "\n[GNUPG:] GOODSIG " not in f"\n{status}":
         said = [line for line in status.splitlines() if re.search(r"SIG|NO_PUBKEY|ERROR", line)]
-        raise GpuprovError(
-            "the signature of the bundle's manifest is wrong",
-            "\n".join(said[-3:]) or done.evidence(4),
-            "get the bundle again from where it was made",
-        )
+        what = "the signature of the bundle's manifest is wrong"
+        seen = "\n".join(said[-3:]) or done.evidence(4)
+        raise GpuprovError(what, seen, "get the bundle again from where it was made")
 
 
 def _gpgv(system: System, contents: Contents, key: bytes) -> Completed:

@@ -104,11 +104,9 @@ def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
     to.tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
     sha256 = wanted.sha256 or trusted_sha256(to.system, url)
     if not sha256:
-        raise GpuprovError(
-            f"the {what}'s SHA-256 is not known, so a download could not be trusted",
-            f"there is no {masked(url)}.sha256sum",
-            "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)",
-        )
+        seen = f"there is no {masked(url)}.sha256sum"
+        step = "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)"
+        raise GpuprovError(f"the {what}'s SHA-256 is not known, so a download could not be trusted", seen, step)
     with os_errors(f"downloads can't be kept in {cache}", "set HOME to a folder that is there"):
         make_user_folder(Path(cache))
     place = f"{cache}/{sha256}.run"

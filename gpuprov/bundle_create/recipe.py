@@ -84,11 +84,8 @@ def default_sources(
         # Ubuntu keeps all but amd64 on a server of its own.
         mirror = mirror_at(server("ubuntu" if architecture == "x86_64" else "ubuntu-ports"))
     if not mirror.archive:
-        raise UsageError(
-            f"no mirror of {row.id} is known on this machine",
-            "apt-get indextargets lists none",
-            "name it with --mirror URL",
-        )
+        what = f"no mirror of {row.id} is known on this machine"
+        raise UsageError(what, "apt-get indextargets lists none", "name it with --mirror URL")
     places = (
         (mirror.archive, name),
         (mirror.archive, f"{name}-updates"),
@@ -137,11 +134,9 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
     major = version.partition(".")[0]
     key = vendor_key(distribution, version)
     if key is None:
-        raise UsageError(
-            f"where the packages of {distribution} {version} come from must be said",
-            "its repositories need a subscription, or packages in it are signed by several keys",
-            f"name each repository, or your mirror of it: {_FORM}",
-        )
+        what = f"where the packages of {distribution} {version} come from must be said"
+        seen = "its repositories need a subscription, or packages in it are signed by several keys"
+        raise UsageError(what, seen, f"name each repository, or your mirror of it: {_FORM}")
     filled = {"version": version, "major": major, "arch": architecture}
     return tuple(
         RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**filled)}", (key,))
@@ -322,10 +317,8 @@ def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str,
         return ()
     own = own_driver(row)
     if own is None or not own.components or wanted.architecture not in own.architectures:
-        raise UsageError(
-            f"a bundle for {row.name} {row.version} can't hold the distribution's own driver",
-            "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu", _SET_RUNFILE,
-        )  # fmt: skip
+        what = f"a bundle for {row.name} {row.version} can't hold the distribution's own driver"
+        raise UsageError(what, "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu", _SET_RUNFILE)
     branch = _own_branch(row, spec)
     kind = distribution.preferred_kind(branch, (), spec.kernel_module_type) if branch else ""
     if branch is None or kind not in branch.built:
@@ -417,11 +410,9 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
     found = _only((RunFile(spec.cuda, spec.cuda_url, spec.cuda_sha256) for spec in asked if spec.cuda), "CUDA toolkits")
     # NVIDIA publishes none.
     if found.url and not found.sha256:
-        raise UsageError(
-            "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted",
-            masked(found.url),
-            "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust), or give the file: --cuda-file",
-        )
+        what = "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted"
+        step = "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust), or give the file: --cuda-file"
+        raise UsageError(what, masked(found.url), step)
     return found
 
 

@@ -122,11 +122,9 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     """Create a separate root for apt in which nothing is installed; return the environment that selects it."""
     system, recipe = to.system, to.recipe
     if system.which("apt-get") is None or system.which("dpkg-deb") is None:
-        raise GpuprovError(
-            "there is no apt on this machine, and it chooses the packages",
-            "apt-get and dpkg-deb are needed",
-            "make the bundle on a Debian or Ubuntu machine, or in a container of one",
-        )
+        what = "there is no apt on this machine, and it chooses the packages"
+        seen = "apt-get and dpkg-deb are needed"
+        raise GpuprovError(what, seen, "make the bundle on a Debian or Ubuntu machine, or in a container of one")
     for folder in ("lists/partial", "archives/partial", "none", "keys"):
         system.make_directory(f"{root}/{folder}", 0o700)
     system.write(f"{root}/status", b"")
@@ -139,11 +137,8 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
         sources.append(f"deb [arch={one.architecture} signed-by={key}] {one.uri} {words}")
     archive = ARCHIVES[recipe.distribution]
     if any(archive.keyring in line for line in recipe.sources) and not system.exists(archive.keyring):
-        raise GpuprovError(
-            f"the key of {recipe.distribution}'s archive is not on this machine",
-            f"there is no {archive.keyring}",
-            archive.keyring_hint,
-        )
+        what = f"the key of {recipe.distribution}'s archive is not on this machine"
+        raise GpuprovError(what, f"there is no {archive.keyring}", archive.keyring_hint)
     # apt would use a `file:` source in place instead of copying its packages.
     lines = [re.sub(r"\sfile:", " copy:", line) for line in sources]
     system.write(f"{root}/sources.list", "".join(f"{line}\n" for line in lines).encode())
@@ -156,8 +151,7 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
 
 def _deb(system: System, place: str, places: dict[str, str]) -> tuple[BundlePackage, str]:
     """Return a package and its stanza for the index, from the .deb's own control data."""
-    done = system.require(("dpkg-deb", "--field", place), f"{place} can't be read")
-    control = done.stdout.rstrip("\n")
+    control = system.require(("dpkg-deb", "--field", place), f"{place} can't be read").stdout.rstrip("\n")
     fields = dict(re.findall(r"^(Package|Version|Architecture): *(\S+)", control, re.MULTILINE))
     # As in archives: without the epoch, whose colon would need escaping.
     version = fields["Version"].partition(":")[2] or fields["Version"]
@@ -207,11 +201,9 @@ def collect_rpm(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]
     system, recipe, places = to.system, to.recipe, to.places
     if lacking := [program for program in _PROGRAMS if system.which(program) is None]:
         install = " ".join(dict.fromkeys(_PROGRAMS[program] for program in lacking))
-        raise GpuprovError(
-            f"these programs are needed for a bundle of rpm packages: {', '.join(lacking)}",
-            "dnf chooses the packages, createrepo_c indexes them",
-            f"on Debian and Ubuntu: apt-get install {install}",
-        )
+        what = f"these programs are needed for a bundle of rpm packages: {', '.join(lacking)}"
+        seen = "dnf chooses the packages, createrepo_c indexes them"
+        raise GpuprovError(what, seen, f"on Debian and Ubuntu: apt-get install {install}")
     root = f"{to.work}/rpm"
     makers = _write_sources(system, recipe, root)
     _download(to, root)

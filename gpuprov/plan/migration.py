@@ -50,8 +50,7 @@ def _package_user(facts: HostFacts, spec: HostSpec) -> str:
     if spec.docker == "none" and facts.docker.installed:
         return f"docker may use it, and gpuprov_docker is none; {remove} {' '.join(names)}"
     for name in names:
-        others = [one for one in found.needed_by.get(name, ()) if one not in names]
-        if others:
+        if others := [one for one in found.needed_by.get(name, ()) if one not in names]:
             return f"{', '.join(others)} needs {name}; {remove} {others[0]}"
         if name in facts.packages.held:
             return f"{name} is held; apt-mark unhold {name}"

@@ -91,9 +91,8 @@ def _bundle_problems(context: PlanContext) -> tuple[Problem, ...]:
     wanted = (*driver.pin_packages(), *context.wanted_packages, *imex.fabric_packages(driver),
               *gpudirect.packages(driver))  # fmt: skip
     names = facts.package_manager.missing(facts.packages, wanted)
-    installs_cuda = cuda_toolkit.unpacks(facts, spec)
-    found = with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=installs_cuda)
-    return tuple(found)
+    cuda = cuda_toolkit.unpacks(facts, spec)
+    return tuple(with_bundle.problems(facts, spec, names, installs_driver=driver.installs, installs_cuda=cuda))
 
 
 def _machine_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -118,11 +117,8 @@ def host_problems(facts: HostFacts) -> Iterator[Problem]:
     # A disk that fills up during a run leaves everything incomplete.
     for place, free in facts.free_bytes.items():
         if free < _LEAST_FREE_BYTES:
-            yield Problem(
-                f"not enough room on the file system of {place}",
-                f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
-                f"make room: df -h {place}",
-            )
+            seen = f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed"
+            yield Problem(f"not enough room on the file system of {place}", seen, f"make room: df -h {place}")
     # With a clock that was never set no certificate and no signature is valid yet, far in the future none still is.
     if not _EARLIEST_CLOCK <= facts.clock < _LATEST_CLOCK:
         early = facts.clock < _EARLIEST_CLOCK

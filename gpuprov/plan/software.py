@@ -51,8 +51,7 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:
     """Return a note on a Kubernetes node's engine that is not named, or that waits for a restart; or ""."""
     own = known.own_engines(facts.kubernetes) if spec.docker == "none" else ()
-    unnamed = [name for name in own if name not in facts.engines]
-    if unnamed:
+    if unnamed := [name for name in own if name not in facts.engines]:
         named = f"gpuprov_engines: [{', '.join((*spec.engines, *unnamed))}]"
         return f"{', '.join(unnamed)} has a containerd of its own, which this run leaves as it is without {named}"
     kept = other_engines.kept_running(facts.engines, facts.kubernetes, spec)

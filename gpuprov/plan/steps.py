@@ -202,8 +202,7 @@ def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
     """Return the changes; a key that several steps need appears only with the first of them."""
     found: list[StepChange] = []
     for one in changes:
-        is_key = isinstance(one.change, InstallRpmKey)
-        if not is_key or all(one.change != other.change for other in found):
+        if not isinstance(one.change, InstallRpmKey) or all(one.change != other.change for other in found):
             found.append(one)
     return tuple(found)
 

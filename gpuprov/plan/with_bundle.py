@@ -71,22 +71,17 @@ def problems(
     if lacking := _package_problem(manifest, packages, facts.kernel.release):
         yield lacking
     if manifest.images and image_engine(spec) == "podman" and "podman" not in facts.engines:
-        yield Problem(
-            "the bundle holds images, and this host has neither docker nor podman to take them",
-            ", ".join(one.reference for one in manifest.images),
-            "make one without --image for such hosts; or add gpuprov_packages: [podman]",
-        )
+        what = "the bundle holds images, and this host has neither docker nor podman to take them"
+        seen = ", ".join(one.reference for one in manifest.images)
+        yield Problem(what, seen, "make one without --image for such hosts; or add gpuprov_packages: [podman]")
     images = any(one.reference not in facts.bundle.loaded_images for one in manifest.images)
     needed = {"packages": bool(packages), "driver": installs_driver, "cuda": installs_cuda, "images": images}
     # Unpacking needs room in addition to the bundle itself.
     need = sum(one.size for one in _files_of(manifest, (part for part, is_needed in needed.items() if is_needed)))
     free = facts.free_bytes.get(CACHE_DIRECTORY, need)
     if free < need:
-        yield Problem(
-            "not enough room to unpack the bundle",
-            f"{free // 2**20} MiB free on the file system of {CACHE_DIRECTORY}, {need // 2**20} MiB needed",
-            f"make room: df -h {CACHE_DIRECTORY}",
-        )
+        seen = f"{free // 2**20} MiB free on the file system of {CACHE_DIRECTORY}, {need // 2**20} MiB needed"
+        yield Problem("not enough room to unpack the bundle", seen, f"make room: df -h {CACHE_DIRECTORY}")
 
 
 def image_engine(spec: HostSpec) -> str:
@@ -97,10 +92,8 @@ def image_engine(spec: HostSpec) -> str:
 def _driver_problem(manifest: Manifest, spec: HostSpec) -> Problem | None:
     if not manifest.driver_file or spec.driver_version != manifest.driver_version:
         seen = f"its driver is {manifest.driver_version or '(none)'}, asked for is {spec.driver_version or '(none)'}"
-        next_step = (
-            f"gpuprov bundle create --driver {spec.driver_version or 'VERSION'} …, or set gpuprov_driver_version"
-        )
-        return Problem("the bundle does not hold the driver that is asked for", seen, next_step)
+        step = f"gpuprov bundle create --driver {spec.driver_version or 'VERSION'} …, or set gpuprov_driver_version"
+        return Problem("the bundle does not hold the driver that is asked for", seen, step)
     held = manifest.file(manifest.driver_file).sha256
     if spec.driver_sha256 != held:
         seen = f"{manifest.driver_file} has SHA-256 {held}, gpuprov_driver_sha256 is {spec.driver_sha256}"
@@ -123,11 +116,8 @@ def _package_problem(manifest: Manifest, packages: tuple[str, ...], kernel: str)
     if not lacking:
         return None
     words = dict.fromkeys(_word(name, kernel) for name in lacking)
-    return Problem(
-        "the bundle lacks packages that this host needs",
-        ", ".join(lacking),
-        f"make it again with: gpuprov bundle create {' '.join(words)} …",
-    )
+    what = "the bundle lacks packages that this host needs"
+    return Problem(what, ", ".join(lacking), f"make it again with: gpuprov bundle create {' '.join(words)} …")
 
 
 def _word(name: str, kernel: str) -> str:
@@ -227,17 +217,11 @@ class LoadImage(Change):
     def apply(self, system: System, tell: Tell) -> None:
         done = system.run((self.engine, "load", "--input", self.path), timeout=_LOAD_SECONDS)
         if not done.ok:
-            raise GpuprovError(
-                f"{self.engine} can't load {self.reference}",
-                done.evidence(4),
-                f"is there room? {self.engine} system df",
-            )
+            what = f"{self.engine} can't load {self.reference}"
+            raise GpuprovError(what, done.evidence(4), f"is there room? {self.engine} system df")
         if image_identity(system, self.reference, self.engine) != self.identity:
-            raise GpuprovError(
-                f"the image that {self.engine} loaded is not the {self.reference} of the manifest",
-                done.stdout.strip(),
-                "make the bundle again: gpuprov bundle create",
-            )
+            what = f"the image that {self.engine} loaded is not the {self.reference} of the manifest"
+            raise GpuprovError(what, done.stdout.strip(), "make the bundle again: gpuprov bundle create")
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
