@@ -95,8 +95,7 @@ class CleanImage(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Generate new SSH host keys, without which no login works; the next boot generates the machine-id."""
         system.remove(_NO_SEED)
-        keys = any(path.startswith(_SSH) for path in before["paths"])
-        if keys and system.exists(SSH_KEYGEN):
+        if any(path.startswith(_SSH) for path in before["paths"]) and system.exists(SSH_KEYGEN):
             system.run((SSH_KEYGEN, "-A"), timeout=60)
 
     @classmethod

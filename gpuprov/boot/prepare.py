@@ -273,8 +273,7 @@ def _systemctl(system: System, verb: str, units: Collection[str]) -> str:
 
 def _units_in(paths: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the units among these files."""
-    pairs = (path.rpartition("/")[::2] for path in paths)
-    return tuple(name for folder, name in pairs if folder == boot.UNITS)
+    return tuple(name for folder, name in (path.rpartition("/")[::2] for path in paths) if folder == boot.UNITS)
 
 
 def _reload(system: System) -> None:

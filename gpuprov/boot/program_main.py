@@ -52,11 +52,8 @@ def make_nodes(system: System) -> str:
     load_driver(system)
     driver = discover(system)
     if not driver.kernel_version:
-        raise GpuprovError(
-            "the NVIDIA driver is not loaded, so there are no device nodes to make",
-            "there is no /proc/driver/nvidia/version",
-            "modprobe nvidia; dmesg | grep -i nvrm",
-        )
+        what = "the NVIDIA driver is not loaded, so there are no device nodes to make"
+        raise GpuprovError(what, "there is no /proc/driver/nvidia/version", "modprobe nvidia; dmesg | grep -i nvrm")
     made = _make_missing(system, driver)
     return f"device nodes: {len(driver.nodes) + len(driver.capability_nodes)}, made now: {made}"
 
@@ -111,11 +108,8 @@ def _require_one_version(system: System, driver: DriverFacts) -> None:
     if not container and (agreed or system.read_text(_AGREED) == module):
         _mark_reboot(system, needed=not agreed)
     if not agreed:
-        raise GpuprovError(
-            disagreement(driver.library_version, module),
-            "/proc/driver/nvidia/version and libnvidia-ml.so.1; the CDI specification is left as it is",
-            next_step(module, container=container),
-        )
+        seen = "/proc/driver/nvidia/version and libnvidia-ml.so.1; the CDI specification is left as it is"
+        raise GpuprovError(disagreement(driver.library_version, module), seen, next_step(module, container=container))
     if system.read_text(_AGREED) != module:
         system.make_directory(parent_of(_AGREED))
         system.write(_AGREED, module.encode())

@@ -175,8 +175,7 @@ def gpu_report(system: System, second: int) -> Mapping[str, Any]:
     # NVML would load the driver, and make device nodes.
     if not driver.kernel_version:
         raise GpuprovError("the NVIDIA driver is not loaded", "no /proc/driver/nvidia/version", "gpuprov doctor")
-    missing = missing_nodes(driver)
-    if missing:
+    if missing := missing_nodes(driver):
         raise GpuprovError(f"the device node {missing[0].path} is missing", "", "nvidia-modprobe -u -c 0")
     library = next((one.path for one in driver.libraries if "/libnvidia-ml.so." in one.path), "")
     if not library:

@@ -106,10 +106,8 @@ class SetWatch(Change):
         if self.agent:
             content = system.read_bytes(self.agent) or b""
             if sha256_of(content) != self.digest:
-                raise GpuprovError(
-                    f"{self.agent} has changed since the plan was made", f"its SHA-256 is not {self.digest}",
-                    "run the same command again",
-                )  # fmt: skip
+                what = f"{self.agent} has changed since the plan was made"
+                raise GpuprovError(what, f"its SHA-256 is not {self.digest}", "run the same command again")
             write_files(system, ((PROGRAM, content, 0o644),))
         if (old := _metrics(system)) != self.metrics:
             remove_metrics(system, old)

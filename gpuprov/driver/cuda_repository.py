@@ -189,11 +189,9 @@ class NvidiaPackages(PackagedDriver):
         facts, spec, row, commands = self.facts, self.spec, self.facts.distribution, self.facts.package_manager.commands
         last, own = generations.last_branch(facts.gpu_device_ids), distribution.installed_branch(facts)
         if not self.brings_modules:
-            yield Problem(
-                "the driver's packages bring kernel modules, and this host's kernel is not its own",
-                f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}",
-                "set gpuprov_driver: runfile (libraries only), or preinstalled",
-            )
+            what = "the driver's packages bring kernel modules, and this host's kernel is not its own"
+            seen = f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}"
+            yield Problem(what, seen, "set gpuprov_driver: runfile (libraries only), or preinstalled")
         elif over_run_file := self.run_file_problems():
             yield from over_run_file
         elif own is not None:
@@ -257,8 +255,7 @@ class NvidiaPackages(PackagedDriver):
         if not manager.has_pin_packages:
             # A dnf module stream has the newest version of its branch alone.
             wanted = wanted.partition(".")[0]
-        packages = self.facts.packages
-        installed = packages.installed
+        installed = self.facts.packages.installed
         versions = [installed[name] for name in names if name in installed]
         if not (versions and wanted) or fits(versions[0], wanted):
             return self.plan_newer()

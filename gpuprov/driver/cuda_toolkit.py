@@ -190,11 +190,9 @@ class InstallCudaToolkit(Change):
         log = system.read_text(_LOG) or ""
         decisive = next((line.strip() for line in log.splitlines() if re.match(r"\s*\[?ERROR\]?", line)), "")
         if not done.ok or not system.exists(f"{prefix}/bin/nvcc"):
-            raise GpuprovError(
-                f"the CUDA toolkit {self.version} was not installed",
-                f"{done.evidence(4)}\n{_LOG}: {decisive}".strip(),
-                f"see {_LOG}; what it lacks stands there",
-            )
+            seen = f"{done.evidence(4)}\n{_LOG}: {decisive}".strip()
+            step = f"see {_LOG}; what it lacks stands there"
+            raise GpuprovError(f"the CUDA toolkit {self.version} was not installed", seen, step)
         found = version_in(system, prefix)
         if not found.startswith(f"{self.version}."):
             what = f"the file brought the CUDA toolkit {found or '(unknown)'}, asked for is {self.version}"

@@ -237,11 +237,9 @@ class DistributionDriver(PackagedDriver):
         if own is None:
             where = f" on {self.facts.architecture}" if distros.own_driver(row) is not None else ""
             others = distros.names_of(one for one in distros.ROWS if distros.own_driver(one) is not None)
-            yield Problem(
-                f"{row.name} {row.version}{where} has no NVIDIA driver of its own that gpuprov knows",
-                f"gpuprov_driver: distribution; these have one: {others}",
-                "set gpuprov_driver: runfile or packages",
-            )
+            what = f"{row.name} {row.version}{where} has no NVIDIA driver of its own that gpuprov knows"
+            seen = f"gpuprov_driver: distribution; these have one: {others}"
+            yield Problem(what, seen, "set gpuprov_driver: runfile or packages")
         elif not choice.key_package:
             branches = ", ".join(one.branch for one in own.branches if one.branch)
             has = f"it has the branches {branches}" if branches else "it has one driver, of whatever branch"
@@ -288,18 +286,14 @@ class DistributionDriver(PackagedDriver):
                 "gpuprov_kernel_modules: build, which DKMS does",
             )
         elif self.spec.kernel_modules == "precompiled" and not choice.compiled:
-            yield Problem(
-                f"{name} has no compiled kernel modules of its driver",
-                f"gpuprov_kernel_modules: precompiled, gpuprov_driver: distribution; {name} builds them by DKMS",
-                "leave gpuprov_kernel_modules out",
-            )
+            what = f"{name} has no compiled kernel modules of its driver"
+            seen = f"gpuprov_kernel_modules: precompiled, gpuprov_driver: distribution; {name} builds them by DKMS"
+            yield Problem(what, seen, "leave gpuprov_kernel_modules out")
         elif not choice.modules:
             branch = f"branch {choice.branch.branch}" if choice.branch.branch else "driver"
-            yield Problem(
-                f"{name} has no {choice.kind} kernel modules of its {branch}",
-                f"it has {', '.join(sorted(choice.branch.built))} ones",
-                "set gpuprov_driver: runfile, or leave gpuprov_kernel_module_type out",
-            )
+            what = f"{name} has no {choice.kind} kernel modules of its {branch}"
+            seen = f"it has {', '.join(sorted(choice.branch.built))} ones"
+            yield Problem(what, seen, "set gpuprov_driver: runfile, or leave gpuprov_kernel_module_type out")
 
     def _container_problems(self, choice: Choice) -> Iterator[Problem]:
         """Yield the problems of versions: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""

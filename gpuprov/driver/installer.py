@@ -61,11 +61,9 @@ class Installation:
             if self.module_type != "auto" and self.knows("--kernel-module-type"):
                 found.append(f"--kernel-module-type={self.module_type}")
             elif self.module_type == "open" and not self.knows("-m=kernel-open"):
-                raise GpuprovError(
-                    f"driver {self.version} has no open kernel modules",
-                    "they came with 470.42.01 (data-centre GPUs, 515 for all)",
-                    "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version",
-                )
+                what = f"driver {self.version} has no open kernel modules"
+                step = "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version"
+                raise GpuprovError(what, "they came with 470.42.01 (data-centre GPUs, 515 for all)", step)
             elif self.module_type == "open":
                 found.append("-m=kernel-open")
             if self.signing_key and self.signing_certificate:
@@ -109,11 +107,8 @@ def parse_header(text: str) -> Header:
     label = _assigned(text, "label")
     found = re.search(r"Linux-(?P<architecture>\w+)\s+(?P<version>\d{3,4}(\.\d+)+)", label)
     if not text.startswith("#!") or found is None:
-        raise GpuprovError(
-            "this is no NVIDIA driver .run file",
-            f"it begins with {text[:40]!r} and its label is {label!r}",
-            "check gpuprov_driver_url",
-        )
+        seen = f"it begins with {text[:40]!r} and its label is {label!r}"
+        raise GpuprovError("this is no NVIDIA driver .run file", seen, "check gpuprov_driver_url")
     skip = _assigned(text, "skip")
     return Header(found["version"], found["architecture"], label, int(skip) if skip.isdecimal() else 0)
 
@@ -140,8 +135,7 @@ def explain_failure(
     errors = [line for line in log.splitlines() if re.match(r"\s*ERROR:", line) or "sanity check failed" in line]
     if returncode == 0 and not errors:
         return None
-    said = f"{log}\n{output}"
-    found = first_match("installer", said.splitlines(), re.IGNORECASE)
+    found = first_match("installer", f"{log}\n{output}".splitlines(), re.IGNORECASE)
     if found is not None:
         row, line = found
         own = {"install": commands.install, "remove": commands.remove, "initramfs": initramfs}

@@ -253,11 +253,9 @@ class BuildModules(Change):
             done = system.run(("dkms", "autoinstall", "-k", release), timeout=_BUILD_SECONDS)
             if not module_of(system, release):
                 version = discover(system).library_version
-                raise GpuprovError(
-                    f"DKMS could not build the driver's modules for kernel {release}",
-                    done.evidence(),
-                    f"see /var/lib/dkms/nvidia/{version}/build/make.log; or remove that kernel from the image",
-                )
+                what = f"DKMS could not build the driver's modules for kernel {release}"
+                step = f"see /var/lib/dkms/nvidia/{version}/build/make.log; or remove that kernel from the image"
+                raise GpuprovError(what, done.evidence(), step)
 
 
 def build_environment(system: System) -> dict[str, str]:

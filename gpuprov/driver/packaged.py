@@ -64,8 +64,7 @@ class InstallDriverPackages(InstallPackages):
                  if any(pattern.match(name) for pattern in patterns)}  # fmt: skip
         if not there:
             return ()
-        said = system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout
-        offered = parse_madison(said)
+        offered = parse_madison(system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout)
         gone = {
             name: version for name, version in there.items() if version not in offered.get(name.partition(":")[0], ())
         }
@@ -83,8 +82,7 @@ class InstallDriverPackages(InstallPackages):
         former = _former(system, before, outcome)
         words = _words(system, former)
         if words:
-            command = ("install", "--allow-downgrades", "--purge", "--", *words)
-            done = dpkg.run_apt(system, command, tell_nobody)
+            done = dpkg.run_apt(system, ("install", "--allow-downgrades", "--purge", "--", *words), tell_nobody)
             finish_apt(done, f"{_what(former)} could not be installed again in their former version")
             _mark_used(system, words)
         super().undo(system, before, outcome)
@@ -232,11 +230,9 @@ class ChangeDriver(Change):
 
     def _require_version(self, version: str, look: str) -> None:
         if not fits(version, self.wanted):
-            raise GpuprovError(
-                f"the driver's packages are of {version or 'no driver'}, {self.wanted} is asked for",
-                "the package manager reported success; its repositories have nothing newer that fits",
-                f"{look} shows what there is: set gpuprov_driver_version to one of these",
-            )
+            what = f"the driver's packages are of {version or 'no driver'}, {self.wanted} is asked for"
+            seen = "the package manager reported success; its repositories have nothing newer that fits"
+            raise GpuprovError(what, seen, f"{look} shows what there is: set gpuprov_driver_version to one of these")
 
 
 @dataclass(frozen=True)
@@ -252,13 +248,10 @@ class ChangeDriverPackages(ChangeDriver, _InstallInstead):
         what = f"the driver's packages could not be changed to {self.wanted}"
         asked = dpkg.run_apt(system, ("--simulate", *words), tell, options=self.options)
         finish_apt(asked, what)
-        strangers = foreign_removals(asked.stdout)
-        if strangers:
-            raise GpuprovError(
-                f"apt would take away {', '.join(strangers)} for driver {self.wanted}",
-                "\n".join(line for line in asked.stdout.splitlines() if line.startswith("Remv")),
-                f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be",
-            )
+        if strangers := foreign_removals(asked.stdout):
+            seen = "\n".join(line for line in asked.stdout.splitlines() if line.startswith("Remv"))
+            step = f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be"
+            raise GpuprovError(f"apt would take away {', '.join(strangers)} for driver {self.wanted}", seen, step)
         finish_apt(dpkg.run_apt(system, words, tell, options=self.options), what)
         versions = {one.name: one.version for one in dpkg.query(system)}
         name = self.names[0].partition("=")[0]
@@ -310,8 +303,7 @@ class InstallDriverRpms(InstallRpmPackages):
         if former:
             manager = _rpm_manager(system)
             words = _rpm_words(system, former)
-            command = manager.exact(words, simulate=False)
-            done = run_rpm(system, command, tell_nobody, _INSTALL_SECONDS)
+            done = run_rpm(system, manager.exact(words, simulate=False), tell_nobody, _INSTALL_SECONDS)
             what = f"{_what(former)} could not be installed again in their former version"
             failures.finish_rpm(done, what, manager.good_codes)
             _mark_used(system, words)
@@ -377,8 +369,7 @@ def _former_rpms(system: System, before: Json, outcome: Json | None) -> tuple[st
     if {*map(package_name, former)} & gather_locks(system, manager.hold_tool(system)).held:
         # The undo of the hold comes first; until then, nothing can be simulated.
         return former
-    command = manager.exact(_rpm_words(system, former), simulate=True)
-    asked = system.run(command, timeout=_SIMULATE_SECONDS)
+    asked = system.run(manager.exact(_rpm_words(system, former), simulate=True), timeout=_SIMULATE_SECONDS)
     what = f"{manager.name} does not tell whether {_what(former)} can be installed again"
     removed = manager.removed_by(require_answer(asked, what))
     return former if removed is not None and all(map(DRIVER_PACKAGES.match, removed)) else ()
@@ -439,8 +430,7 @@ class EnableStream(Change):
 
 
 def _dnf_module(system: System, verb: str, name: str) -> Completed:
-    command = ("dnf", "-y", "module", verb, name)
-    return system.run(command, timeout=_INSTALL_SECONDS, env=system.proxy.environment)
+    return system.run(("dnf", "-y", "module", verb, name), timeout=_INSTALL_SECONDS, env=system.proxy.environment)
 
 
 @dataclass(frozen=True)
@@ -467,8 +457,6 @@ class LoadDriver(Change):
                 )
         found = discover(system)
         if found.kernel_version != found.library_version:
-            raise GpuprovError(
-                f"the loaded driver is {found.kernel_version or 'none'}, its libraries are {found.library_version}",
-                "/proc/driver/nvidia/version",
-                "reboot, so that the new modules are loaded; then run the same command again",
-            )
+            what = f"the loaded driver is {found.kernel_version or 'none'}, its libraries are {found.library_version}"
+            step = "reboot, so that the new modules are loaded; then run the same command again"
+            raise GpuprovError(what, "/proc/driver/nvidia/version", step)

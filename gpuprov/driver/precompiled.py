@@ -110,11 +110,9 @@ def problems(facts: HostFacts, spec: HostSpec, found: Precompiled | None) -> Ite
     # The two ways have packages that exclude each other, and dnf removes none by itself.
     if (built and asked == "precompiled") or (in_use and asked == "build"):
         wanted, there = ("compiled ones", built) if built else ("ones built here", in_use)
-        yield Problem(
-            f"this host's driver has other kernel modules than are asked for, which are {wanted}",
-            f"the package {there} is installed; gpuprov_kernel_modules: {asked}",
-            "gpuprov uninstall, then install again; or leave gpuprov_kernel_modules out",
-        )
+        what = f"this host's driver has other kernel modules than are asked for, which are {wanted}"
+        seen = f"the package {there} is installed; gpuprov_kernel_modules: {asked}"
+        yield Problem(what, seen, "gpuprov uninstall, then install again; or leave gpuprov_kernel_modules out")
     needed = (asked == "precompiled" or in_use) and is_wanted(facts, spec) and not built
     names = questions(facts, spec)
     # Else the repositories were not queried, or the failed query is reported instead.

@@ -168,8 +168,7 @@ def recommend(
     holes = "" if clean else "though no release of the branch is without known security holes"
     serves = f"{'long-term branch' if branch == tables.LONG_TERM_BRANCH else kind}, {_serves(ids, holes)}"
     why = serves if serving else "no known release serves all GPUs of this host"
-    version = clean or next(iter(usable), "")
-    return Choice(RUNFILE, version, f"{why}{_ANOTHER}", is_new=bool(ids))
+    return Choice(RUNFILE, clean or next(iter(usable), ""), f"{why}{_ANOTHER}", is_new=bool(ids))
 
 
 def _serves(ids: Sequence[str], holes: str = "") -> str:

@@ -55,11 +55,9 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
     version = newest(spec.driver_version, found)
     if not version:
         branches = ", ".join(sorted({one.split(".")[0] for one in found})) or "none"
-        raise GpuprovError(
-            f"the mirror {masked(_places(spec.driver_mirror)[1])} has no driver of branch {spec.driver_version}",
-            f"branches in its index: {branches}",
-            "set gpuprov_driver_version to one of these, or gpuprov_driver_mirror to another mirror",
-        )
+        what = f"the mirror {masked(_places(spec.driver_mirror)[1])} has no driver of branch {spec.driver_version}"
+        step = "set gpuprov_driver_version to one of these, or gpuprov_driver_mirror to another mirror"
+        raise GpuprovError(what, f"branches in its index: {branches}", step)
     return _with_file(spec, version, found[version], architecture)
 
 
@@ -147,11 +145,9 @@ class FetchRunfile(Change):
     def apply(self, system: System, tell: Tell) -> None:
         digest = self.sha256 or trusted_sha256(system, self.url)
         if not digest:
-            raise GpuprovError(
-                "the driver's SHA-256 is not known, so a download could not be trusted",
-                f"there is no {masked(self.url)}.sha256sum, or not over https",
-                "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust)",
-            )
+            what = "the driver's SHA-256 is not known, so a download could not be trusted"
+            seen = f"there is no {masked(self.url)}.sha256sum, or not over https"
+            raise GpuprovError(what, seen, "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust)")
         system.make_directory(parent_of(self.path), 0o700)
         fetch(system, self.url, self.path, sha256=digest, tell=tell)
 
@@ -169,11 +165,9 @@ def place_of(url: str) -> str:
 def require_digest(system: System, path: str, sha256: str, what: str, variable: str) -> None:
     """Raise GpuprovError if the file is not the one with this SHA-256; an empty digest asks for none."""
     if sha256 and (digest := system.sha256(path)) != sha256:
-        raise GpuprovError(
-            f"{what} is not the one that was asked for",
-            f"{path} has SHA-256 {digest}, {variable} is {sha256}",
-            "get the file again, or correct the digest",
-        )
+        seen = f"{path} has SHA-256 {digest}, {variable} is {sha256}"
+        step = "get the file again, or correct the digest"
+        raise GpuprovError(f"{what} is not the one that was asked for", seen, step)
 
 
 def require_room(system: System, path: str, ratio: int, place: str, what: str) -> None:
@@ -186,11 +180,9 @@ def require_room(system: System, path: str, ratio: int, place: str, what: str) -
     for folder in (CACHE_DIRECTORY, place):
         free = system.free_bytes(folder)
         if free < need:
-            raise GpuprovError(
-                f"not enough room on the file system of {folder} to install {what}",
-                f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
-                f"make room: {system.df(folder)}",
-            )
+            seen = f"{free // 2**20} MiB free, {need // 2**20} MiB needed"
+            step = f"make room: {system.df(folder)}"
+            raise GpuprovError(f"not enough room on the file system of {folder} to install {what}", seen, step)
 
 
 # -- the way back to a replaced driver -------------------------------------------------------------------------------

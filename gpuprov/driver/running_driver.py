@@ -121,11 +121,9 @@ def end_command(holders: Sequence[GpuHolder]) -> str:
 
 
 def _in_use(version: str, holders: Sequence[GpuHolder]) -> GpuprovError:
-    return GpuprovError(
-        f"driver {version} is still in use, so it can't be replaced",
-        "\n".join(str(one) for one in holders),
-        f"end them: {end_command(holders)}; then run the same command again. Or set gpuprov_reboot: if-needed",
-    )
+    what = f"driver {version} is still in use, so it can't be replaced"
+    step = f"end them: {end_command(holders)}; then run the same command again. Or set gpuprov_reboot: if-needed"
+    return GpuprovError(what, "\n".join(str(one) for one in holders), step)
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,9 @@ class DriverSource:
 
     def not_loaded_problem(self, driver: str) -> Problem:
         """Return the problem of a kernel outside that runs no driver."""
-        return Problem(
-            f"the NVIDIA driver is not loaded {'on' if self.facts.kernel.container else 'in'} {self.outside}",
-            "there is no /proc/driver/nvidia/version",
-            f"install {driver} on {self.outside} first, then run gpuprov again here",
-        )
+        what = f"the NVIDIA driver is not loaded {'on' if self.facts.kernel.container else 'in'} {self.outside}"
+        seen = "there is no /proc/driver/nvidia/version"
+        return Problem(what, seen, f"install {driver} on {self.outside} first, then run gpuprov again here")
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
