@@ -30,14 +30,11 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.engines.known import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
+from gpuprov.packages.retired import TOOLKIT
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
-# All four of one version, or apt takes the newest of those that only one of them depends on.
-_TOOLKIT_PACKAGES = (
-    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
-)  # fmt: skip
 CDI_SPECIFICATION = PATH
 _MODE = 0o644  # engines of users read it, too
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
@@ -56,7 +53,8 @@ def packages(spec: HostSpec) -> tuple[str, ...]:
     if spec.toolkit != "nvidia":
         return ()
     pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
-    return tuple(f"{name}{pin}" for name in _TOOLKIT_PACKAGES)
+    # All four of one version, or apt takes the newest of those that only one of them depends on.
+    return tuple(f"{name}{pin}" for name in TOOLKIT)
 
 
 def plan_hook_handover(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -176,8 +174,7 @@ class InstallRuntime(Change):
     def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:
         # A package of NVIDIA's, perhaps installed by hand, has replaced the hook since.
         path = deploy.NVIDIA_HOOK_PATH
-        captured = any(image["path"] == path for image in before["files"])
-        there = captured and system.status(path) is not None
+        there = any(image["path"] == path for image in before["files"]) and system.status(path) is not None
         return (path,) if there and not deploy.is_ours(system.read_bytes(path) or b"") else ()
 
     @classmethod

@@ -124,8 +124,7 @@ def _device_nodes(system: System) -> Values:
     if not driver.nodes:
         hint = "modprobe nvidia; dmesg | grep -i nvrm"
         raise Failed(f"no driver with a GPU is loaded, so there are no nodes: {_where(system, hint)}")
-    missing = missing_nodes(driver)
-    if missing:
+    if missing := missing_nodes(driver):
         raise Failed(f"{', '.join(node.path for node in missing)} is missing; run gpuprov install, which makes it")
     if driver.closed:
         modes = ", ".join(f"{node.path} (it should be {node.mode:04o})" for node in driver.closed)
@@ -163,8 +162,7 @@ def _cdi(system: System) -> Values:
     driver = discover(system)
     if replaced := version_difference(system, driver):
         raise Failed(replaced)
-    different = difference(content, driver, any_version=is_of_another_version(system))
-    if different:
+    if different := difference(content, driver, any_version=is_of_another_version(system)):
         reason = f"{path} does not describe the driver and GPUs that are here now: {different}"
         raise Failed(f"{reason}; run gpuprov install")
     for place, needed in ((parent_of(path), 0o555), (path, 0o444)):

@@ -190,8 +190,7 @@ def _drm_nodes(system: System, bus_id: str) -> tuple[Node, ...]:
 
 def _bus_order(bus_id: str) -> tuple[int, ...]:
     # By number: the PCI domain may have five digits (10000:e1:00.0 behind Intel's VMD).
-    parts = re.split(r"[:.]", bus_id)
-    return tuple(int(part, 16) if re.fullmatch(r"[0-9a-fA-F]+", part) else -1 for part in parts)
+    return tuple(int(part, 16) if re.fullmatch(r"[0-9a-fA-F]+", part) else -1 for part in re.split(r"[:.]", bus_id))
 
 
 def _completed(gpu: Gpu, answer: nvml.GpuAnswer) -> Gpu:

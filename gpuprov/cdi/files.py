@@ -182,8 +182,7 @@ def find_programs_and_configuration(
         below = path.removeprefix("/etc/").removeprefix("/usr/share/")
         local = path.replace("/usr/share/", "/usr/local/share/")
         places = (*(f"{folder.rstrip('/')}/{below}" for folder in first), path, local)
-        real = next((system.real_path(place) for place in places if system.exists(place)), "")
-        if real:
+        if real := next((system.real_path(place) for place in places if system.exists(place)), ""):
             found.append(DriverFile(path, real))
     names = ("nvidia_drv.so", "libglxserver_nvidia.so", f"libglxserver_nvidia.so.{version}")
     modules = _present(system, (f"{folder}/{name}" for folder in _X_MODULES for name in names))

@@ -78,8 +78,7 @@ def chosen_devices(
     devices = [device for device in found.devices if device.name != "all"]
     whole = [device for device in found.devices if device.name == "all"]
     if ids and "all" not in ids:
-        unknown = sorted(set(ids) - {device.name for device in devices})
-        if unknown:
+        if unknown := sorted(set(ids) - {device.name for device in devices}):
             raise GpuprovError(f"there is no device {', '.join(unknown)}", "", "gpuprov cdi generate shows all names")
         chosen = [device.edits for device in devices if device.name in ids]
         devices = [device for device in devices if device.edits in chosen]
@@ -168,8 +167,7 @@ def _files_of(specification: Specification) -> dict[str, str]:
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
     """Return the driver's specification, with the NVML facts recorded in `found`."""
     uuids = {device.edits: device.name for device in found.devices if device.name.startswith(("GPU-", "MIG-"))}
-    gpus = tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)
-    wanted = specification(replace(driver, gpus=gpus))
+    wanted = specification(replace(driver, gpus=tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)))
     known = {flag: value for flag, value in host_facts(found).items() if flag in _OF_NVML}
     facts = {**host_facts(wanted), **known}
     hooks = tuple(replace(hook, args=_with_facts(hook.args, facts)) for hook in wanted.edits.hooks)
@@ -197,8 +195,7 @@ def _with_facts(arguments: tuple[str, ...], facts: Mapping[str, str]) -> tuple[s
 
 
 def _first_difference(found: Specification, wanted: Specification) -> str:
-    wrong = problems(found)
-    if wrong:
+    if wrong := problems(found):
         return wrong[0]
     for flag in _FLAGS:
         theirs, ours = (host_facts(one).get(flag, "nothing") for one in (found, wanted))

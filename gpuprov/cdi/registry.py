@@ -83,8 +83,7 @@ def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> 
 
     Raises GpuprovError that lists every device missing from the specifications; then nothing is injected.
     """
-    missing = [name for name in names if name not in registry.devices]
-    if missing:
+    if missing := [name for name in names if name not in registry.devices]:
         there = ", ".join(sorted(registry.devices)) or "none"
         raise GpuprovError(f"there is no CDI device {', '.join(missing)}", f"there are {there}", "gpuprov cdi list")
     parts: list[dict[str, Any]] = []

@@ -144,8 +144,7 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
 def resume_journal(system: System, run: Run) -> Journal:
     """Continue the journal of an earlier run."""
     # Do not append the next line to a truncated one.
-    content = system.read_bytes(run.path) or b""
-    if not content.endswith(b"\n"):
+    if not (system.read_bytes(run.path) or b"").endswith(b"\n"):
         system.append(run.path, b"\n")
     return Journal(system, run.path, len(run.entries) + 1)
 
@@ -170,8 +169,7 @@ def unfinished_run(system: System) -> Run | None:
     latest = True
     for name in reversed(_journal_names(system)):
         path = f"{RUNS_DIRECTORY}/{name}"
-        content = system.read_bytes(path) or b""
-        text = content.decode("utf-8", "replace")
+        text = system.read_text(path) or ""
         _require_known_format(path, text)
         # The last line of most runs says that they ended: the lines before it, perhaps megabytes, need no parsing.
         ends = [record["end"] for record in _records(text.rstrip().rpartition("\n")[2]) if "end" in record]

@@ -85,8 +85,7 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
             what = "another gpuprov run holds this host"
             raise GpuprovError(what, f"{holder}", "wait for its end, or look at it: ps -fp " + str(holder.pid))
         openers = _openers(system)
-        others = {pid: f"{text} of user {uid}" for pid, (uid, text) in openers.items() if uid != 0}
-        if others:
+        if others := {pid: f"{text} of user {uid}" for pid, (uid, text) in openers.items() if uid != 0}:
             # An earlier version left the lock file open to all: this process is no run of ours.
             seen = f"{', '.join(others.values())} has {LOCK_PATH} open"
             step = f"end it: kill {' '.join(map(str, others))}"

@@ -17,7 +17,6 @@ from gpuprov.protocol.versions import version_numbers
 
 __all__ = ["DAEMON_JSON", "edited", "parse_config"]
 BOM = "\ufeff"
-_BLANKS = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 Path = tuple[str, ...]
 # The first that takes a byte order mark, and that has `dockerd --validate`.
@@ -68,8 +67,7 @@ def parse_config(
         return {}, (Problem(f"{path} is not valid JSON", seen, step),)
     except (ValueError, RecursionError) as error:
         return {}, (Problem(f"{path} can't be edited safely", str(error), step),)
-    wrong = _wrong_shape(config)
-    if wrong:
+    if wrong := _wrong_shape(config):
         return {}, (Problem(f"{path} has the wrong shape", wrong, step),)
     return config, ()
 
@@ -210,8 +208,7 @@ def _members(text: str, start: int) -> list[_Member]:
 
 
 def _blanks(text: str, place: int) -> int:
-    found = _BLANKS.match(text, place)
-    return found.end() if found else place
+    return len(text) - len(text[place:].lstrip(" \t\r\n"))
 
 
 def _nested(path: Path, value: Any) -> Any:

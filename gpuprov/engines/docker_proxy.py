@@ -141,8 +141,7 @@ class SetDockerProxy(Change):
             system.remove(before["backup"])
         elif not before["backup"]:
             restore_path(system, {"path": ENVIRONMENT, "kind": "missing", "missing_parents": before["folders"]})
-        safe = restart_stops_containers(system) is False
-        _reload_units(system, restart=safe and is_active(system, UNIT))
+        _reload_units(system, restart=restart_stops_containers(system) is False and is_active(system, UNIT))
 
 
 def _shown(content: bytes | None) -> bytes | None:

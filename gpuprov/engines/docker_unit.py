@@ -125,8 +125,7 @@ def expanded(words: Iterable[str], environment: Mapping[str, str]) -> tuple[str,
     """Return the words as systemd.service(5) expands them: $A as a word of its own is split, ${A} is not."""
     found: list[str] = []
     for word in words:
-        whole = re.fullmatch(r"\$(\w+)", word)
-        if whole:
+        if whole := re.fullmatch(r"\$(\w+)", word):
             found += _words(environment.get(whole[1], ""))
         else:
             found.append(re.sub(r"\$\{(\w+)\}", lambda name: environment.get(name[1], ""), word))

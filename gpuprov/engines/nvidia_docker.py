@@ -60,8 +60,7 @@ class StopPlugin(Change):
 
     def apply(self, system: System, tell: Tell) -> None:
         words = ("systemctl", "disable", "--now", self.unit)
-        what = f"{self.unit} can't be stopped"
-        system.require(words, what, f"systemctl status {self.unit}", timeout=_SECONDS)
+        system.require(words, f"{self.unit} can't be stopped", f"systemctl status {self.unit}", timeout=_SECONDS)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -131,8 +131,7 @@ def problems(facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default
 def kept_running(facts: Mapping[str, EngineFacts], of_kubernetes: Sequence[str], spec: HostSpec) -> frozenset[str]:
     """Return the engines that may not be restarted: pods or a cluster's API server depend on them."""
     unnamed = set(facts).difference(spec.engines) if known.KUBELET in of_kubernetes else set()
-    clusters = {name for name in facts if ENGINES[name].cluster and not spec.restart_kubernetes}
-    return frozenset(unnamed | clusters)
+    return frozenset(unnamed | {name for name in facts if ENGINES[name].cluster and not spec.restart_kubernetes})
 
 
 def plan(

@@ -177,8 +177,7 @@ def _users(system: System, docker: DockerFacts) -> Mapping[str, tuple[str, ...]]
     found = {}
     for path in (*_ENGINE_FILES, *(f"{folder}/{name}" for folder in folders for name in system.list_directory(folder))):
         lines = (line for line in (system.read_text(path) or "").splitlines() if not line.lstrip().startswith("#"))
-        named = dict.fromkeys(match[0] for line in lines for match in _PROGRAM.finditer(line))
-        if named:
+        if named := dict.fromkeys(match[0] for line in lines for match in _PROGRAM.finditer(line)):
             found[path] = tuple(named)
     living = ((name, path) for name, path in _runtimes(docker) if is_program(system, path))
     return {**found, **{f"{docker.config_path}, runtime {name}": (path,) for name, path in living}}

@@ -92,8 +92,7 @@ def vulnerabilities(product: str, version: str, known: Iterable[Advisory] | None
     found: dict[str, Advisory] = {}
     unfixed = False
     for bulletin in dict.fromkeys(one.bulletin for one in rows):
-        members = [one for one in rows if one.bulletin == bulletin]
-        hit = _affected(product, version, members)
+        hit = _affected(product, version, [one for one in rows if one.bulletin == bulletin])
         if hit is not None:
             found[bulletin] = hit
             unfixed = unfixed or (product == DRIVER and hit.branch != _branch(version))

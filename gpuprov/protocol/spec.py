@@ -184,8 +184,7 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     value. `origin` says where the values come from, for the message.
     """
     try:
-        plain = {key: _finite(key, value, origin) for key, value in values.items()}
-        loaded: HostSpec = _SCHEMA().load(plain)
+        loaded: HostSpec = _SCHEMA().load({key: _finite(key, value, origin) for key, value in values.items()})
     except ValidationError as error:
         problems = tuple(
             check.problem_of(name, reason, values, origin, option_names())
@@ -222,8 +221,7 @@ def _driver_version(spec: HostSpec, origin: str) -> str:
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
     """Return the spec that the `gpuprov_…` names among inventory variables describe; other names are not ours."""
     names = (name for name in variables if name.startswith(PREFIX) and name not in PLAY_VARIABLES)
-    ours = {name[len(PREFIX) :]: variables[name] for name in names}
-    return parse_spec(ours, origin)
+    return parse_spec({name[len(PREFIX) :]: variables[name] for name in names}, origin)
 
 
 def spec_to_json(spec: HostSpec) -> dict[str, Any]:

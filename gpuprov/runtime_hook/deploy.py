@@ -246,8 +246,7 @@ class _Bare(ast.NodeTransformer):
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        bare = ast.Assign([node.target], node.value) if node.value else ast.Pass()
-        return ast.copy_location(bare, node)
+        return ast.copy_location(ast.Assign([node.target], node.value) if node.value else ast.Pass(), node)
 
 
 def _without_lines(code: CodeType) -> CodeType:

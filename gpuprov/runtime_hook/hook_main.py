@@ -112,8 +112,7 @@ def _inject(state: dict[str, Any], bundle: str) -> int:
 def _finish(bundle: str, arguments: list[str]) -> int:
     """Make what the specification's hook says, in the container's root: engines have mounted everything by then."""
     path = f"{bundle}/config.json"
-    text = read_text(path)
-    config = parse_config(path, text or "null")
+    config = parse_config(path, read_text(path) or "null")
     if not config:
         raise Refused(f"{path} can't be read")
     settings, trouble = read_settings()
