@@ -145,12 +145,9 @@ def _gpgv(system: System, contents: Contents, key: bytes) -> Completed:
     verifier = system.which("gpgv")
     if verifier is None:
         raise GpuprovError("there is no gpgv on this machine, and it checks the signature", "", "install gpgv")
-    folder = system.temporary_directory()
-    try:
+    with system.temporary_directory() as folder:
         paths = [f"{folder}/{name}" for name in ("key.gpg", "manifest.asc", "manifest")]
         for path, content in zip(paths, (key, contents.signature, contents.manifest_bytes)):
             system.write(path, content)
         command = (verifier, "--homedir", folder, "--keyring", paths[0], "--status-fd", "1", paths[1], paths[2])
         return system.run(command, timeout=_SECONDS)
-    finally:
-        system.remove_tree(folder)

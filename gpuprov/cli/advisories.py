@@ -160,12 +160,9 @@ def _fetched(url: str, sha256: str) -> bytes:
         raise UsageError("an advisory over http needs a digest", masked(url), "give --sha256, or use https")
     beside = f"{url}.sha256"
     digest = sha256 or _digest_in(fetch_small(system, beside).decode("ascii", "replace"), masked(beside))
-    folder = system.temporary_directory("/tmp")
-    try:
+    with system.temporary_directory("/tmp") as folder:
         fetch(system, url, f"{folder}/advisory", sha256=digest, tell=lambda *_: None)
         return Path(f"{folder}/advisory").read_bytes()
-    finally:
-        system.remove_tree(folder)
 
 
 def _shown(*, as_json: bool) -> str:

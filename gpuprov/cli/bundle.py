@@ -149,29 +149,28 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
     from gpuprov.bundle_create.recipe import Collection
     from gpuprov.fleet.agent_file import build_agent
 
-    work = system.temporary_directory("/var/tmp")
     part = output.with_name(f"{output.name}.part")
     try:
-        to = Collection(system, recipe, work, _progress)
-        own = {f"{name}.json": json.dumps(user_table(name), sort_keys=True).encode() for name in UPDATED}
-        own[collecting.AGENT] = build_agent().content
-        environment = collecting.user_gpg()
-        if sign_key:
-            own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
-            # A key that does not sign, or a wrong passphrase, is known before the downloads.
-            collecting.sign(system, b"", sign_key, environment)
-        made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
-        manifest = manifest_to_bytes(made)
-        signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""
-        _progress(f"writing {output}")
-        with part.open("wb") as file:
-            write_bundle(file, made, lambda path: system.open(to.places[path]), signature)
-        part.replace(output)
+        with system.temporary_directory("/var/tmp") as work:
+            to = Collection(system, recipe, work, _progress)
+            own = {f"{name}.json": json.dumps(user_table(name), sort_keys=True).encode() for name in UPDATED}
+            own[collecting.AGENT] = build_agent().content
+            environment = collecting.user_gpg()
+            if sign_key:
+                own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
+                # A key that does not sign, or a wrong passphrase, is known before the downloads.
+                collecting.sign(system, b"", sign_key, environment)
+            made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
+            manifest = manifest_to_bytes(made)
+            signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""
+            _progress(f"writing {output}")
+            with part.open("wb") as file:
+                write_bundle(file, made, lambda path: system.open(to.places[path]), signature)
+            part.replace(output)
     except GpuprovError as error:  # dnf prints URLs with their passwords
         raise GpuprovError.several(hidden(error.problems, ()), exit_code=error.exit_code) from None
     finally:
         part.unlink(missing_ok=True)
-        system.remove_tree(work)
     with output.open("rb") as file:
         return read_contents(file)
 

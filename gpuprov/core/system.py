@@ -390,10 +390,14 @@ class System:
         else:
             self.remove(path)
 
-    def temporary_directory(self, near: str = "/tmp") -> str:
-        """Make a private directory below `near` and return its path."""
+    @contextlib.contextmanager
+    def temporary_directory(self, near: str = "/tmp") -> Iterator[str]:
+        """Yield the path of a private directory below `near`; it is removed with its content after the block."""
         made = Path(tempfile.mkdtemp(prefix="gpuprov-tmp-", dir=self.path(near)))
-        return "/" + str(made.relative_to(self.root))
+        try:
+            yield "/" + str(made.relative_to(self.root))
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
 
     def sleep(self, seconds: float) -> None:
         """Wait."""

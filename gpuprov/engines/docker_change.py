@@ -110,12 +110,9 @@ class ReconfigureDocker(Change):
 
     def _validate(self, system: System) -> None:
         """Validate the new text with dockerd itself."""
-        folder = system.temporary_directory("/run")
-        try:
+        with system.temporary_directory("/run") as folder:
             system.write(f"{folder}/daemon.json", self._bytes(), mode=0o600)
             done = system.run(("dockerd", "--validate", "--config-file", f"{folder}/daemon.json"))
-        finally:
-            system.remove_tree(folder)
         if not done.ok:
             step = f"correct what it names, then check: dockerd --validate --config-file {self.path}"
             raise GpuprovError(f"dockerd refuses {self.path}; nothing was changed", done.evidence(4), step)

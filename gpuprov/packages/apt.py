@@ -85,8 +85,7 @@ class Apt(interface.PackageManager):
 
         It takes no lock, because it writes only to its own folder.
         """
-        work = system.temporary_directory("/var/tmp")
-        try:
+        with system.temporary_directory("/var/tmp") as work:
             # apt downloads as the user _apt, who reads keys and writes the index (apt.conf(5), APT::Sandbox::User).
             system.change_mode(work, 0o755)
             _copy_sources(system, work, planned)
@@ -99,8 +98,6 @@ class Apt(interface.PackageManager):
             said, policy = (
                 system.run(("apt-cache", *configuration, verb, *names)).stdout for verb in ("madison", "policy")
             )
-        finally:
-            system.remove_tree(work)
         return not_refused(parse_madison(said), policy)
 
     def plan_installation(self, packages: interface.PackageFacts, wanted: interface.Installation) -> tuple[Change, ...]:

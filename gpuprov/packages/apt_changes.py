@@ -402,8 +402,7 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
     A rollback installs it again even if the retired repository that had it no longer exists.
     Raises GpuprovError if dpkg-deb can't build it.
     """
-    work = system.temporary_directory("/var/tmp")
-    try:
+    with system.temporary_directory("/var/tmp") as work:
         # The package's root is not for root alone.
         root, names = f"{work}/root", f"{work}/list"
         folder = f"{root}/DEBIAN"
@@ -420,8 +419,6 @@ def _rebuild_package(system: System, name: str, target: str) -> None:
         system.require(("sh", "-c", _COPY, "sh", names, root), what, timeout=_COPY_SECONDS)
         system.make_directory(COPIES, 0o700)
         system.require(("dpkg-deb", "--build", "-Zgzip", root, target), what, timeout=_COPY_SECONDS)
-    finally:
-        system.remove_tree(work)
 
 
 def _copy_control(system: System, name: str, part: str, folder: str) -> None:

@@ -236,13 +236,10 @@ class RemoveRpmKey(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         if not before["key"] or before["fingerprint"] in gather_keys(system):
             return
-        work = system.temporary_directory("/var/tmp")
         what = f"rpm can't import the key {before['fingerprint']} again"
-        try:
+        with system.temporary_directory("/var/tmp") as work:
             system.write(f"{work}/key", base64.b64decode(before["key"]))
             system.require(("rpm", "--import", f"{work}/key"), what, "rpm -qa gpg-pubkey")
-        finally:
-            system.remove_tree(work)
 
 
 def _distrust(system: System, fingerprint: str) -> None:

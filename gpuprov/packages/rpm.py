@@ -182,12 +182,9 @@ class RpmManager(interface.PackageManager):
             return self.query(system, (), names)
         files = [one for one in touched if isinstance(one, WriteFile)]
         keys = [one for one in planned if isinstance(one, InstallRpmKey)]
-        work = system.temporary_directory("/var/tmp")
-        try:
+        with system.temporary_directory("/var/tmp") as work:
             found = self.query(system, self._without(system, work, touched), names)
             new = self.query(system, self._copy(system, work, files, keys), names) if files else {}
-        finally:
-            system.remove_tree(work)
         return {name: (*found.get(name, ()), *new.get(name, ())) for name in {**found, **new}}
 
     def _without(self, system: System, work: str, touched: Sequence[WriteFile | RemoveFile]) -> tuple[str, ...]:

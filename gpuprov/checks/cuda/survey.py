@@ -79,16 +79,13 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
             read = f"running in {engine}: /proc/{pid}/root"
             yield Subject(kind, name, root, program, read, removed=removed, restart=renew_command(engine, name))
         return
-    place = system.temporary_directory()
-    try:
+    with system.temporary_directory() as place:
         _export(system, engine, kind, name, str(system.path(place)))
         with contextlib.closing(unpacked(str(system.path(place)))) as root:
             added = add_driver(root)
             read = f"{engine} export{' of a container that was never started' if kind == 'image' else ''}, {added}"
             program = Program({**environment, **call.environment}, folder)
             yield Subject(kind, name, root, program, read, added.startswith("with "))
-    finally:
-        system.remove_tree(place)
 
 
 def renew_command(engine: str, *names: str) -> str:
