@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 # Folders that runs and their programs write to; each may be a file system.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
+# Where sites mount file systems that may refuse even root, or whose server has forgotten them: nothing is there then.
+_OF_SITES = ("/opt/", "/usr/local/")
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENOTCONN)
 _CONNECT_SECONDS = 15
 # Bytes of a command's output.
 _MOST = 64 << 20
@@ -97,7 +100,7 @@ class System:
         """Open a regular file for reading, to look into parts of it. Raises OSError; never waits for a FIFO."""
         try:
             return files.open_regular(self.path(path))
-        except PermissionError as error:
+        except OSError as error:
             raise self._without(path, error) from None
 
     def sha256(self, path: str) -> str:
@@ -141,17 +144,18 @@ class System:
         """Return what `look` finds, None for a refusal that counts as a missing file."""
         try:
             return look()
-        except PermissionError as error:
-            if isinstance(self._without(path, error), PermissionError):
+        except OSError as error:
+            if self._without(path, error) is error:
                 raise
             return None
 
-    def _without(self, path: str, error: PermissionError) -> OSError:
+    def _without(self, path: str, error: OSError) -> OSError:
         """Return the error as which a refusal counts."""
-        if self.unreadable is None:
+        if error.errno not in _REFUSALS or (self.unreadable is None and not f"{path}/".startswith(_OF_SITES)):
             return error
-        self.unreadable.add(path)
-        return FileNotFoundError(error.errno, error.strerror, path)
+        if self.unreadable is not None:
+            self.unreadable.add(path)
+        return FileNotFoundError(errno.ENOENT, error.strerror, path)
 
     def real_path(self, path: str) -> str:
         """Return `path` with every link resolved, as the machine itself sees it."""

@@ -446,6 +446,31 @@ def test_a_file_system_that_root_cannot_open_is_left_out(
     assert synced == [tmp_path.stat().st_dev]
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.ENOTCONN])
+@pytest.mark.parametrize("place", ["/opt", "/usr/local", "/etc"])
+def test_what_root_may_not_see_is_missing_where_sites_mount_file_systems(
+    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, place: str
+) -> None:
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any, *more: Any, **named: Any) -> Any:
+            if str(path).startswith(f"{tmp_path}{place}"):
+                raise OSError(number, os.strerror(number), path)
+            return real(path, *more, **named)
+
+        return look
+
+    for name in ("open", "stat", "lstat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    tool = f"{place}/bin/tool"
+    looks: list[Callable[[str], object]] = [system.read_bytes, system.status, system.list_directory, system.sha256]
+    if place == "/etc":  # of the machine itself: "not there" would be wrong
+        for look in looks:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                look(tool)
+    else:
+        assert not any(look(tool) for look in (*looks, system.exists, system.which))
+
+
 @pytest.mark.parametrize("name", ["stat", "comm", "cmdline"])
 def test_a_file_of_a_process_that_ends_meanwhile_is_none(name: str) -> None:
     class Ending(System):
