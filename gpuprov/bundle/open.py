@@ -134,10 +134,13 @@ def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None
     valid = re.search(r"^\[GNUPG:\] VALIDSIG (?:.* )?([0-9A-F]+)$", status, re.MULTILINE)
     # GOODSIG, and not EXPKEYSIG, EXPSIG or REVKEYSIG (gnupg, doc/DETAILS); VALIDSIG ends with the primary key.
     if valid is None or valid[1] != fingerprint or "\n[GNUPG:] GOODSIG " not in f"\n{status}":
-        said = [line for line in status.splitlines() if re.search(r"SIG|NO_PUBKEY|ERROR", line)]
-        what = "the signature of the bundle's manifest is wrong"
-        seen = "\n".join(said[-3:]) or done.evidence(4)
-        raise GpuprovError(what, seen, "get the bundle again from where it was made")
+        lines = f"{status}\n{done.stderr}".splitlines()
+        said = "\n".join([line for line in lines if re.search(r"SIG|NO_PUBKEY|ERROR|in the future", line)][-3:])
+        step = "get the bundle again from where it was made"
+        if re.search("EXPKEYSIG|EXPSIG|in the future", said):
+            step = "date  # if the clock is right, where the bundle is made: "
+            step += f"gpg --quick-set-expire {fingerprint} 1y; then make the bundle again"
+        raise GpuprovError("the signature of the bundle's manifest is wrong", said or done.evidence(4), step)
 
 
 def _gpgv(system: System, contents: Contents, key: bytes) -> Completed:

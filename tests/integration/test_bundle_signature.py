@@ -15,6 +15,7 @@ from gpuprov.bundle.manifest import SIGNING_KEY, Manifest, manifest_to_bytes
 from gpuprov.bundle.open import checked, parse_fingerprint
 from gpuprov.bundle_create.create import export_key, sign
 from gpuprov.core.system import System
+from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from tests.bundles import FILES, MANIFEST, listed
 from tests.gpg import gpg_home, signing_key
@@ -110,6 +111,28 @@ def test_an_expired_signature_is_refused(signer: Signer, tmp_path: Path) -> None
         command = ("gpg", "--homedir", home, "--batch", *at, "--default-sig-expire", "seconds=1", "--detach-sign")
         signature = subprocess.run(command, check=True, capture_output=True, input=manifest_with(key)).stdout
         assert "EXPSIG" in refusal(write(tmp_path / "b.tar", key, signature), pinned)
+
+
+@pytest.mark.parametrize(
+    ("year", "expires", "says"),
+    [("2020", "1d", "EXPKEYSIG"), ("2040", "0", "in the future (time warp or clock problem)")],
+    ids=["an expired key", "a clock that is behind"],
+)
+def test_a_time_that_is_wrong_is_told_with_what_helps(tmp_path: Path, year: str, expires: str, says: str) -> None:
+    with gpg_home(tmp_path / "gnupg") as home:
+        gpg = ("gpg", "--homedir", home, "--batch", "--faked-system-time", f"{year}0101T000000")
+        words = ("--passphrase", "", "--quick-gen-key", "ops@example.org", "rsa2048", "sign", expires)
+        subprocess.run((*gpg, *words), check=True, capture_output=True)
+        key = subprocess.run((*gpg, "--export"), check=True, capture_output=True).stdout
+        pinned = fingerprints(key)[0]
+        command = (*gpg, "-u", "ops@example.org", "--detach-sign")
+        signature = subprocess.run(command, check=True, capture_output=True, input=manifest_with(key)).stdout
+        with pytest.raises(GpuprovError) as caught:
+            checked(write(tmp_path / "b.tar", key, signature), pinned)
+    (problem,) = caught.value.problems
+    assert says in problem.evidence
+    assert problem.next_step.startswith("date  # if the clock is right")
+    assert f"gpg --quick-set-expire {pinned} 1y" in problem.next_step
 
 
 @pytest.mark.parametrize("text", ["", "ops@example.org", "ABCD1234", "A" * 41, "0x" + "A" * 40])
