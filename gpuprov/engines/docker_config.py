@@ -168,7 +168,16 @@ def with_member(text: str, path: Path, value: Any) -> str:
 
 
 def without_member(text: str, path: Path) -> str:
-    """Return the text without the member at that path, and without objects that become empty, except the root."""
+    """Return the text without the member at that path, and without objects that become empty, except the root.
+
+    Of several of one name the last counts; without it, the one before would.
+    """
+    while (after := _without_last(text, path)) != text:
+        text = after
+    return text
+
+
+def _without_last(text: str, path: Path) -> str:
     start = _blanks(text, 0)
     for name in path[:-1]:
         found = _last(_members(text, start), name)
@@ -176,12 +185,12 @@ def without_member(text: str, path: Path) -> str:
             return text
         start = found.value
     members = _members(text, start)
-    number = next((number for number, member in enumerate(members) if member.name == path[-1]), None)
+    number = max((number for number, member in enumerate(members) if member.name == path[-1]), default=None)
     if number is None:
         return text
     if len(members) == 1:
         if len(path) > 1:
-            return without_member(text, path[:-1])
+            return _without_last(text, path[:-1])
         return f"{text[: start + 1]}{text[_blanks(text, members[0].end) :]}"
     if number == 0:
         return text[: members[0].start] + text[members[1].start :]

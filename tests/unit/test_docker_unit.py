@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpuprov.core.system import System
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.docker import plan, problems, reach_local_docker
-from gpuprov.engines.docker_config import edited, with_member, without_member
+from gpuprov.engines.docker_config import edited, with_member, without_member, without_runtimes
 from gpuprov.engines.docker_unit import decisive_lines, gather_unit
 from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from tests.examples import examples
@@ -254,6 +254,19 @@ def test_flags_that_would_keep_docker_from_starting_are_refused(
         assert problem.evidence == f"systemctl show docker.service: {refused}"
     else:
         assert configuration(system, request).edits[0].changes
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ('{"runtimes": {"kata": {}}, "runtimes": {"nvidia": {}}}', '{"runtimes": {"kata": {}}}'),
+        ('{"runtimes": {"nvidia": {}}, "debug": true, "runtimes": {"nvidia": {}}}', '{"debug": true}'),
+        ('{"default-runtime": "nvidia", "debug": true, "default-runtime": "nvidia"}', '{"debug": true}'),
+    ],
+)
+def test_of_members_of_one_name_none_keeps_a_removed_runtime(text: str, after: str) -> None:
+    """docker reads such files; it would not start with a default runtime that is gone."""
+    assert without_runtimes(text, ("nvidia",)) == after
 
 
 JSON = st.recursive(
