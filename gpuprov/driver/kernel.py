@@ -24,6 +24,9 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.
 _BUILD_SECONDS = 3600
+# Sites that install kernels themselves exclude them. To disable that, dnf 4 takes `all`, dnf 5 `*`.
+_DNF = ("/etc/dnf/dnf.conf", "/etc/yum.repos.d/")
+_EXCLUDE = re.compile(r"^exclude(?:pkgs)?[ \t]*=.*kernel.*$", re.MULTILINE)
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
@@ -135,9 +138,13 @@ def offer_problems(driver: DriverSource) -> tuple[Problem, ...]:
     lacking = facts.offers.lacking(_lacking_headers(driver))
     said = known_repositories.advice(row, release, facts.architecture)
     what = f"no repository of this host has the headers of the running kernel {release}"
-    step = "boot the distribution's own kernel, or add the repository that this one came from"
+    step = said.next_step if said else "boot the distribution's own kernel, or add the repository of this one"
     seen = f"{facts.packages.manager} was asked for {', '.join(lacking)}"
-    return (Problem(what, seen, said.next_step if said else step),) if lacking else ()
+    if hidden := [f"{path}: {line}\n" for path, file in facts.files.items() if path.startswith(_DNF)
+                  for line in _EXCLUDE.findall(text_of(file))]:  # fmt: skip
+        what, seen = f"an exclude hides the headers of the running kernel {release}", "".join((*hidden, seen))
+        step = f"dnf '--setopt=disable_excludes=all,*' install {' '.join(map(facts.package_manager.typed, lacking))}"
+    return (Problem(what, seen, step),) if lacking else ()
 
 
 def _lacking_headers(driver: DriverSource) -> tuple[str, ...]:

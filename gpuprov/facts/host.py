@@ -69,7 +69,7 @@ _MANAGED_FILES = (
     STOPPED,
     PROFILE,
     OTHER_PROFILE,
-    "/etc/dnf/modules.d/nvidia-driver.module",
+    *("/etc/dnf/dnf.conf", "/etc/dnf/modules.d/nvidia-driver.module"),
     docker_proxy.DROP_IN,
 )
 _MANAGED_DIRECTORIES = (

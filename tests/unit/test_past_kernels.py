@@ -14,7 +14,7 @@ import pytest
 import gpuprov
 from gpuprov.agent.site_tables import for_request, use_tables
 from gpuprov.bundle_create.recipe import rpm_sources
-from gpuprov.core.changes import WriteFile
+from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.driver.kernel import offer_problems
 from gpuprov.facts.host import HostFacts, gather
@@ -155,6 +155,18 @@ def test_headers_that_no_repository_offers_are_a_problem(rocky: HostFacts, relea
     assert problem.what == f"no repository of this host has the headers of the running kernel {release}"
     assert problem.evidence == f"dnf was asked for kernel-devel={release}, kernel-headers"
     assert problem.next_step.startswith(step)
+
+
+@pytest.mark.parametrize("place", ["/etc/dnf/dnf.conf", "/etc/yum.repos.d/rocky.repo"])
+def test_headers_that_the_hosts_own_exclude_hides_are_told_so(rocky: HostFacts, place: str) -> None:
+    """`exclude=kernel*` is how sites keep their kernels; dnf takes what is excluded for unknown."""
+    file = FileFact(b"[main]\nbest=True\nexclude = nvidia* kernel*,gcc\n", 0o644, 0, 0)
+    machine = replace(rocky, files={**rocky.files, place: file}, offers=Offers("dnf"))
+    (problem,) = offer_problems(source_of(machine, parse_spec({"driver_version": "580"})))
+    assert problem.what == f"an exclude hides the headers of the running kernel {EL9}"
+    assert f"{place}: exclude = nvidia* kernel*,gcc\n" in problem.evidence
+    wanted = f"kernel-devel-{EL9} kernel-headers"
+    assert problem.next_step == f"dnf '--setopt=disable_excludes=all,*' install {wanted}"
 
 
 # -- when it fails ---------------------------------------------------------------------------------------------------
