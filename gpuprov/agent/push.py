@@ -118,18 +118,10 @@ class BundlePlace:
         return ("sh", "-c", script, "sh", self.name, str(self.size), *arguments)
 
 
-@dataclass(frozen=True)
-class StoredBundle:
-    """How many bytes of a bundle a host has, and whether they are complete and in place."""
-
-    size: int
-    whole: bool
-
-
-def parse_stored(lines: Iterable[str]) -> StoredBundle | None:
-    """Return the parsed output of ASK_BUNDLE, ignoring any login banner before it; None if there is none."""
+def parse_stored(lines: Iterable[str]) -> tuple[int, bool] | None:
+    """Return how many bytes of a bundle a host has, and whether it is whole; None without an answer of ASK_BUNDLE."""
     for line in lines:
         word, _, size = line.strip().partition(" ")
         if word in ("whole", "part") and _SIZE.fullmatch(size):
-            return StoredBundle(int(size), word == "whole")
+            return int(size), word == "whole"
     return None

@@ -1,4 +1,4 @@
-"""Run the agent on one host: probe, upload if missing, run as root, relay events; at most three round trips."""
+"""Run the agent on one host: probe, upload if missing, run as root, relay events; mostly in three round trips."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
 _SECONDS = 30
-_CHUNK = 1 << 18
+_SLOWEST = 10_000  # bytes a second, over which the agent arrives in time
 # A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 # sudo's prompt is this line and a dot: a second one says that the first password was wrong, however sudo words it.
 _THROUGH, _ASKS = "gpuprov-sudo-through", "gpuprov-sudo-asks"
@@ -65,10 +65,11 @@ def run_agent(
     if problem is not None:
         raise GpuprovError.several((problem,))
     store = ("sh", "-c", push.STORE, "sh", agent.digest)
+    in_time = _PATIENCE + len(agent.content) / _SLOWEST
     if host.probe.agent_digest != agent.digest:
-        _require_stored(remote.run(connection, shlex.join(store), agent.content, timeout=_PATIENCE))
+        _require_stored(remote.run(connection, shlex.join(store), agent.content, timeout=in_time))
     if request.bundle:
-        request = replace(request, bundle=_upload_bundle(host, request, sink))
+        request = replace(request, bundle=_upload_bundle(host, request, sink, host_timeout))
     read = EventReader()
 
     def on_line(line: str) -> None:
@@ -83,7 +84,7 @@ def run_agent(
     run = functools.partial(host.as_root, command, stdin, on_line, timeout=host_timeout, later=later)
     done = run()
     if done.returncode == push.UNREADABLE:
-        _require_stored(host.run((*store, "root"), stdin=agent.content, timeout=_PATIENCE))
+        _require_stored(host.run((*store, "root"), stdin=agent.content, timeout=in_time))
         done = run()
     if read.finished is None:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
@@ -96,25 +97,26 @@ def _require_stored(done: Completed) -> None:
         raise GpuprovError("the agent cannot be stored on the host", _ending(done), step)
 
 
-def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink) -> str:
+def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink, timeout: float | None) -> str:
     """Upload the request's bundle, once for each digest, resumed after a broken connection; return its path there.
 
     The uploaded content is not checked here: the agent compares every digest before it uses anything.
     """
     place = push.BundlePlace(request.bundle_digest, Path(request.bundle).stat().st_size)
     lines: list[str] = []
-    asked = host.as_root(place.command(push.ASK_BUNDLE), (), lines.append)
+    asked = host.as_root(place.command(push.ASK_BUNDLE), (), lines.append, timeout=timeout)
     there = push.parse_stored(lines)
     if there is None:
         raise GpuprovError("the host does not say what it has of the bundle", _ending(asked), "run it again")
-    if there.whole:
+    size, whole = there
+    if whole:
         return place.path
-    from_where = f", from byte {there.size} on" if there.size else ""
+    from_where = f", from byte {size} on" if size else ""
     sink(Note(f"uploading the bundle, {place.size / 2**20:.0f} MiB{from_where}"))
     with Path(request.bundle).open("rb") as file:
-        file.seek(there.size)
-        content = iter(functools.partial(file.read, _CHUNK), b"")
-        stored = host.as_root(place.command(push.STORE_BUNDLE), content, lambda line: None)
+        file.seek(size)
+        content = iter(functools.partial(file.read, 1 << 18), b"")
+        stored = host.as_root(place.command(push.STORE_BUNDLE), content, lambda line: None, timeout=timeout)
     if stored.returncode == remote.CONNECTION_LOST:
         next_step = "run the same command again; it goes on where this one stopped"
         raise GpuprovError("the connection dropped while the bundle was uploaded", _ending(stored), next_step)
@@ -172,10 +174,8 @@ class RemoteSystem(System):
         self, command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None], *,
         timeout: float | None = None, later: remote.LateInput | None = None,
     ) -> Completed:  # fmt: skip
-        """Run a command and write to its stdin; `later` keeps that open. Raises GpuprovError if sudo refuses.
-
-        An empty line comes before its output: what a login shell prints may not end its last line.
-        """
+        """Run a command and write to its stdin; `later` keeps that open. Raises GpuprovError if sudo refuses."""
+        # An empty line comes before its output: what a login shell prints may not end its last line.
         stream = functools.partial(remote.stream, self._connection, on_line=on_line, timeout=timeout, later=later)
         if self.probe.uid == 0 or self.probe.sudo_code == 0:
             words = command if self.probe.uid == 0 else ("sudo", "-n", "--", *command)

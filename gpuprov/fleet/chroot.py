@@ -70,11 +70,9 @@ def _agents() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+        return [int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()]
+    return []
 
 
 def run_in_root(

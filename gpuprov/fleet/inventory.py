@@ -6,7 +6,6 @@ import of it stands inside a function, and extra variables (-e) that need no Ans
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -182,7 +181,8 @@ _VARIABLES = {
     "become_password": ("ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
     "python": ("ansible_python_interpreter",),
 }  # fmt: skip
-_ARGUMENTS = ("ansible_ssh_extra_args", "ansible_ssh_common_args")
+# In Ansible's order: ssh takes the first of several values.
+_ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
 _HEEDED = {*itertools.chain(*_VARIABLES.values()), *_ARGUMENTS, "ansible_become"}
 
 
@@ -279,10 +279,13 @@ def _load(
 ) -> tuple[imex.Hosts, frozenset[str]]:
     """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
+    from ansible.plugins.loader import init_plugin_loader
     from ansible.template import Templar
+    from ansible.utils.collection_loader import AnsibleCollectionConfig
     from ansible.vars.manager import VariableManager
 
-    _find_plugins()
+    if AnsibleCollectionConfig.collection_finder is None:  # once in a process
+        init_plugin_loader([])
     loader = new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
@@ -335,13 +338,6 @@ def with_ranges(names: str) -> str:
             seen = clean(str(error)) if isinstance(error, ansible_error()) else f"in --hosts {clean(names)}"
             raise UsageError(f"the range in {clean(word)} is invalid", seen, "write a range as in gpu[01:03]") from None
     return ",".join(every) + ("" if len(every) > 1 else ",")
-
-
-@functools.cache
-def _find_plugins() -> None:
-    from ansible.plugins.loader import init_plugin_loader
-
-    init_plugin_loader([])
 
 
 def ansible_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:

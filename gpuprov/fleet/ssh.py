@@ -60,27 +60,16 @@ def connected(
     logging.getLogger("paramiko").propagate = False
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
     config = Config(ssh_config=target.ssh_configuration, lazy=True)  # without ~/.fabric.yml, of the user's own tasks
-    credentials: dict[str, Any] = {}
-    if target.identity_file:
-        credentials["key_filename"] = [str(expanded(target.identity_file))]
-    if target.password:
-        credentials["password"] = target.password
+    keys = [str(expanded(target.identity_file))] if target.identity_file else []
+    credentials = {"key_filename": keys, **({"password": target.password} if target.password else {})}
     connection = Connection(
         target.address, target.user or None, target.port, config=config, connect_kwargs=credentials,
         gateway=_gateway(config, target.address, settings), connect_timeout=settings.connect_timeout,
     )  # fmt: skip
     _check_key(connection, settings)
     made(connection)
-    first = connection
-    while isinstance(first.gateway, Connection):
-        first = first.gateway
     try:
         with explained(target, connection, settings):
-            if not first.gateway:  # paramiko itself gives up at an address that does not answer, whatever comes next
-                sock = socket.create_connection((first.host, first.port), settings.connect_timeout)
-                # A dead connection breaks after a minute instead of hanging until TCP gives up.
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
-                first.connect_kwargs = {**first.connect_kwargs, "sock": sock}
             connection.open()
             connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
         yield connection
@@ -109,6 +98,10 @@ def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
         # Fabric does not know the brackets around an address of IPv6.
         bracketed = re.fullmatch(r"\[(.+)\](?::(\d+))?", place)
         host, port = (bracketed[1], int(bracketed[2] or 0)) if bracketed else (place, 0)
+        if place == address:  # `Host *` names it for itself, too
+            continue
+        if not through and host != address:  # the first one may be behind another, as its own configuration says
+            through = _gateway(config, host, settings)
         through = Connection(
             host, user or None, port or None, config=config, gateway=through, connect_timeout=settings.connect_timeout
         )
@@ -128,12 +121,17 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
     connection.client.set_missing_host_key_policy(host_keys.KeyCheck(known, name, accept_new=accept_new))
 
-    def transport(sock: Any, **settings: Any) -> Any:
+    def transport(sock: Any, **others: Any) -> Any:
         from paramiko import ProxyCommand, Transport
 
+        if sock is True:
+            # paramiko itself gives up at an address that does not answer, whatever comes next.
+            sock = socket.create_connection((connection.host, connection.port), settings.connect_timeout)
+            # A dead connection breaks after a minute instead of hanging until TCP gives up.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
         if isinstance(sock, ProxyCommand):
             sock.recv = lambda size: _read_from(sock, size)
-        made = Transport(sock, **settings)
+        made = Transport(sock, **others)
         _bound_banner(made)
         security = made.get_security_options()
         security.key_types = host_keys.preferred_key_types(known.keys(name), security.key_types)
@@ -155,6 +153,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         "key_filename": [str(expanded(path)) for path in named if not key_fault(path)],
         "look_for_keys": not (alone and named),
         "transport_factory": transport,
+        "sock": True,  # Fabric replaces it by what goes through a gateway
         "banner_timeout": connection.connect_timeout,
         "auth_timeout": max(connection.connect_timeout, 60),
     }
@@ -291,10 +290,9 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
         if isinstance(error, AuthenticationException):
             problem = _authentication_problem(target, hop, error)
         elif isinstance(error, ChannelException) or "opening channel" in str(error):
-            gateway = hop.gateway
             problem = Problem(
-                f"the jump host {gateway.host} port {gateway.port} can't reach {hop.host} port {hop.port}", str(error),
-                f"try on the jump host: nc -zv {hop.host} {hop.port}; its sshd must allow it (AllowTcpForwarding)",
+                f"the jump host {hop.gateway.host} port {hop.gateway.port} can't reach {hop.host} port {hop.port}",
+                seen, f"try there: nc -zv {hop.host} {hop.port}; its sshd must allow it (AllowTcpForwarding)",
             )  # fmt: skip
         elif isinstance(hop.gateway, str) and not isinstance(error, socket.gaierror):
             problem = _proxy_problem(hop, settings, error)
@@ -310,9 +308,7 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
             problem = (_without_ssh(hop) if seen == os.strerror(errno.ECONNREFUSED) else None) or problem
         else:
             raise
-    else:
-        return
-    raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
+        raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
 
 
 def _without_ssh(hop: Connection) -> Problem | None:
@@ -411,4 +407,4 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
 
 def _ssh_words(connection: Connection) -> str:
     port = "" if connection.port == 22 else f"-p {connection.port} "
-    return port + shlex.quote(f"{connection.user}@{connection.host}")  # a domain's user has a backslash
+    return port + shlex.quote(f"{connection.user}@{connection.original_host}")  # a domain's user has a backslash

@@ -130,7 +130,9 @@ def resource_problem(error: BaseException) -> Problem | None:
     no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
     if no_thread or isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
         return Problem("gpuprov ran out of memory", f"{error!r}", MEMORY_STEP)
-    # Not EIO: a terminal that is gone has it too.
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-        return from_os_error("a file can't be written", error).problems[0]
+    # Not EIO: a terminal that is gone has it too. tempfile finds no folder in a full or read-only /tmp.
+    full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+    if isinstance(error, OSError) and (full or "temporary directory" in str(error)):
+        step = "make room in /tmp (`df -h /tmp`), or name a folder that can be written: export TMPDIR=FOLDER"
+        return from_os_error("a file can't be written", error, step).problems[0]
     return None

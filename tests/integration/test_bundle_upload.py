@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request
-from tests.integration.sshd import Server
+from tests.integration.sshd import Server, serving
 from tests.integration.sshd import server as server
 from tests.integration.test_fleet import fake_agent
 
@@ -157,3 +158,22 @@ def test_a_connection_that_breaks_is_told_and_the_next_run_goes_on(
     assert summary == arrived(bundle)
     (note,) = notes
     assert 1_000_000 < int(note.partition("from byte ")[2].split()[0]) < SIZE
+
+
+def test_a_host_that_hangs_while_it_stores_the_bundle_is_left(tmp_path: Path, bundle: Path) -> None:
+    programs, hangs = tmp_path / "bin", tmp_path / "hangs"
+    programs.mkdir()
+    (programs / "stat").write_text(f"#!/bin/sh\necho $$ > {hangs}; exec sleep 100000\n")
+    (programs / "stat").chmod(0o755)
+    request = Request("install", bundle=str(bundle), bundle_digest=DIGEST)
+    with serving(f"{programs}:/usr/bin:/bin") as slow:
+        target = slow.target(tmp_path)
+        with connected(target, ACCEPTING) as connection:
+            # Else it would hang for ever.
+            too_late = threading.Timer(30, connection.close)
+            too_late.start()
+            with pytest.raises(GpuprovError, match="the bundle can't be stored on the host") as caught:
+                run_agent(connection, target, request, fake_agent(TELL), lambda event: None, host_timeout=1)
+            too_late.cancel()
+        os.kill(int(hangs.read_text()), signal.SIGKILL)
+    assert "not a word for 1 s" in caught.value.problems[0].evidence

@@ -373,6 +373,30 @@ def test_a_host_is_reached_through_a_proxy_command(target: HostTarget, server: S
         assert remote.run(connection, "head -c 300000 /dev/zero", timeout=60).stdout.count("\0") == 300_000
 
 
+@pytest.mark.parametrize("way", ["ProxyJump outer", "ProxyCommand {0} -p %p -W %h:%p open@127.0.0.1"])
+def test_a_jump_host_may_be_behind_another(target: HostTarget, server: Server, tmp_path: Path, way: str) -> None:
+    ssh = f"ssh -F none -o UserKnownHostsFile=/dev/null -o StrictHostKeyChecking=no -i {server.identity}"
+    config = tmp_path / "config"
+    config.write_text(f"Host *\n  UserKnownHostsFile {tmp_path}/known_hosts\n  IdentityFile {server.identity}\n"
+                      f"  Port {server.port}\nHost outer\n  HostName 127.0.0.1\n  User open\n"
+                      f"Host inner\n  HostName localhost\n  User plain\n  {way.format(ssh)}\n"
+                      "Host lab-a\n  HostName 127.0.0.1\n  ProxyJump inner\n")  # fmt: skip
+    behind = dataclasses.replace(target, address="lab-a", ssh_config_file=str(config), ssh_options=())
+    with connected(behind, ACCEPTING) as connection:
+        assert connection.is_connected
+        assert (connection.gateway.user, bool(connection.gateway.gateway)) == ("plain", True)
+
+
+def test_a_jump_host_of_all_hosts_is_not_its_own(target: HostTarget, server: Server, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"Host bastion\n  HostName localhost\n  Port {server.port}\n  User open\n"
+                      f"Host *\n  UserKnownHostsFile {tmp_path}/known_hosts\n  IdentityFile {server.identity}\n"
+                      "  ProxyJump bastion\n")  # fmt: skip
+    with connected(dataclasses.replace(target, ssh_config_file=str(config), ssh_options=()), ACCEPTING) as connection:
+        assert connection.is_connected
+        assert not connection.gateway.gateway
+
+
 def test_a_jump_host_that_does_not_reach_the_host_is_named(
     target: HostTarget, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

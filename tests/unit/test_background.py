@@ -158,7 +158,11 @@ def test_no_memory_is_no_defect(tmp_path: Path, error: str) -> None:
 
 @pytest.mark.parametrize(
     ("error", "step"),
-    [(OSError(28, "No space left on device", "/var/tmp"), "df -h"), (OSError(30, "Read-only file system"), "findmnt")],
+    [
+        (OSError(28, "No space left on device", "/var/tmp"), "df -h"),
+        (OSError(30, "Read-only file system"), "findmnt"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"), "TMPDIR"),
+    ],
 )
 def test_no_room_is_no_defect(tmp_path: Path, error: OSError, step: str) -> None:
     (problem,) = json.loads(crash(tmp_path / "gpuprov.log", repr(error)).stdout.splitlines()[-1])["problems"]

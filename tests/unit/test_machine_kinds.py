@@ -170,7 +170,7 @@ _REFUSED = OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def explained(error: Exception, gateway: Any = None) -> Problem:
-    hop: Any = types.SimpleNamespace(host="127.0.0.1", port=22, user="root", gateway=gateway)
+    hop: Any = types.SimpleNamespace(host="127.0.0.1", original_host="127.0.0.1", port=22, user="root", gateway=gateway)
     with pytest.raises(GpuprovError) as caught, ssh.explained(HostTarget("gpu1", parse_spec({})), hop, SshSettings()):
         raise error
     return caught.value.problems[0]

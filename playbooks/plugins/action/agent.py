@@ -329,7 +329,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         there = parse_stored(asked.stdout.splitlines())
         if there is None:
             raise GpuprovError("the host does not say what it has of the bundle", ending(asked), "run it again")
-        if there.whole:
+        if there[1]:
             return place.path
         folder = self._make_tmp_path()
         copied = self._connection._shell.join_path(folder, "bundle")

@@ -168,15 +168,15 @@ def test_templates_and_connection_variables_are_resolved(tmp_path: Path) -> None
         "hosts": "lab-a ansible_host=10.0.0.1\n[all:vars]\nkeys={{ inventory_dir }}/keys\n"
         "ansible_ssh_private_key_file={{ keys }}/{{ inventory_hostname }}\n"
         "ansible_ssh_common_args='-o UserKnownHostsFile={{ inventory_dir }}/known -o Odd=1 -J bastion'\n"
-        "ansible_ssh_extra_args='-F {{ inventory_dir }}/config'\n"
+        "ansible_ssh_extra_args='-F {{ inventory_dir }}/config -J none'\nansible_ssh_args='-p 23'\n"
         "ansible_become_pass=hunter2\nansible_ssh_pass=hunter3\nansible_python_interpreter=/opt/python3\n"
     }
     found = read_inventory((str(written(tmp_path, files) / "hosts"),))
     assert found.warnings == ("lab-a: the SSH option Odd has no effect here",)
     (host,) = found.hosts
-    assert host.address == "10.0.0.1"
-    assert host.identity_file == f"{tmp_path}/keys/lab-a"
-    assert host.ssh_options == (("UserKnownHostsFile", f"{tmp_path}/known"), ("ProxyJump", "bastion"))
+    assert (host.address, host.identity_file) == ("10.0.0.1", f"{tmp_path}/keys/lab-a")
+    jumps = [("ProxyJump", "bastion"), ("ProxyJump", "none")]  # of ssh's options the first counts
+    assert [*host.ssh_options] == [("Port", "23"), ("UserKnownHostsFile", f"{tmp_path}/known"), *jumps]
     assert host.ssh_config_file == f"{tmp_path}/config"
     assert (host.become_password, host.password, host.python) == ("hunter2", "hunter3", "/opt/python3")
     assert "hunter" not in repr(host)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -25,6 +26,7 @@ from gpuprov.cli.main import cli
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_file import Agent
+from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.grouping import spreads
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options, SshSettings
@@ -44,6 +46,7 @@ from gpuprov.protocol.events import (
     PlannedChange,
     Sink,
     Started,
+    to_line,
 )  # fmt: skip
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec
@@ -382,6 +385,28 @@ def test_what_a_login_shell_prints_is_no_boot(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("gpuprov.fleet.ssh.remote.run", run)
     wait_for_boot(HOSTS[0], SshSettings(), "boot-1", lambda: not answers)
     assert answers == []
+
+
+def test_the_agent_has_time_to_arrive_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    # sshd has it all in its window, and says nothing, until the link has brought it.
+    agent, limits = Agent(bytes(1_700_000), "d" * 64), []
+
+    def run(connection: object, command: str, stdin: bytes, *, timeout: float) -> Completed:
+        if stdin == agent.content:
+            limits.append(timeout)
+        answer = "gpuprov-probe 1\nsystem Linux x86_64\nuid 0\ncache /root\npython 3.11.2 /usr/bin/python3\nend\n"
+        return Completed((command,), 0, answer)
+
+    def stream(connection: object, command: str, on_line: Callable[[str], None], **more: object) -> Completed:
+        on_line(to_line(Finished(0)))
+        return Completed((command,), 0)
+
+    monkeypatch.setattr("gpuprov.fleet.remote.run", run)
+    monkeypatch.setattr("gpuprov.fleet.remote.stream", stream)
+    connection: Any = None
+    run_agent(connection, HOSTS[0], Request("facts"), agent, lambda event: None)
+    slowest = 80_000 / 8  # bytes a second
+    assert limits[0] > len(agent.content) / slowest
 
 
 def test_a_host_that_asks_for_a_fourth_reboot_is_told_to_stay_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,12 +168,20 @@ def test_no_shell_reads_the_name_of_a_user() -> None:
     assert made.gateway == r"echo CORP\alice"
 
 
-def test_the_command_that_shows_why_can_be_typed() -> None:
-    made = connection_to(HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", port=2222))
-    with pytest.raises(GpuprovError) as caught, explained(HostTarget("h", HostSpec()), made, SshSettings()):
+def shown(target: HostTarget) -> list[str]:
+    """Return the words of the command that shows why a connection to this host ended."""
+    with pytest.raises(GpuprovError) as caught, explained(target, connection_to(target), SshSettings()):
         raise EOFError("the connection ended")
-    words = shlex.split(caught.value.problems[0].next_step)
-    assert words == ["try:", "ssh", "-v", "-p", "2222", r"CORP\alice@192.0.2.1"]
+    return shlex.split(caught.value.problems[0].next_step)
+
+
+def test_the_command_that_shows_why_can_be_typed(tmp_path: Path) -> None:
+    target = HostTarget("h", HostSpec(), "192.0.2.1", user=r"CORP\alice", port=2222)
+    assert shown(target) == ["try:", "ssh", "-v", "-p", "2222", r"CORP\alice@192.0.2.1"]
+    # It has the name that the configuration knows.
+    (tmp_path / "config").write_text("Host gpu1\n  HostName 192.0.2.1\n")
+    named = HostTarget("gpu1", HostSpec(), "gpu1", user="alice", ssh_config_file=str(tmp_path / "config"))
+    assert shown(named) == ["try:", "ssh", "-v", "alice@gpu1"]
 
 
 def test_names_and_keys_may_have_blanks() -> None:
