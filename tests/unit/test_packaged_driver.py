@@ -397,6 +397,7 @@ def test_nothing_is_undone_if_apt_does_not_tell_whether_it_can(
     monkeypatch.setattr(host, "_apt_get", lambda words: (137, "") if "--simulate" in words else (0, ""))
     problem = refused(getattr(InstallDriverPackages, ask), host, host.before, host.outcome)
     assert problem.what == "apt-get does not tell whether the driver's packages can be installed again"
+    assert "apt-get --simulate" in problem.evidence and problem.next_step
     assert not [one for one in host.commands if one[0] == "apt-get" and "--simulate" not in one]
 
 
