@@ -71,12 +71,11 @@ def test_what_is_only_installed_is_not_offered(host: RpmHost, repository: Reposi
     assert managers.ask(host, manager(host), ("base-system",), ()).lacking(("base-system",)) == ("base-system",)
 
 
+@pytest.mark.parametrize("host", ["rocky-9.5"], indirect=True)
 def test_what_the_configuration_excludes_is_unknown_to_dnf_until_excludes_are_off(
     host: RpmHost, repository: Repository
 ) -> None:
     """As driver/kernel.py says of the kernel's headers."""
-    if manager(host).name != "dnf":
-        pytest.skip("zypper has no excludes")
     configure(host, repository.spec)
     settings = host.path("/etc/dnf/dnf.conf")
     settings.write_text(f"{settings.read_text()}\nexclude=site-gpu*\n")
