@@ -19,6 +19,7 @@ import pytest
 from gpuprov.boot import prepare, program_main
 from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
+from gpuprov.cdi.files import DriverFile
 from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact, parent_of
 from gpuprov.core.lock import LOCK_PATH, try_lock
@@ -217,6 +218,13 @@ def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
     ours = FileFact(prepare.content_of(path), 0o644, 0, 0)
     for file, stale in ((ours, (path,)), (replace(ours, content=b"[Unit]\n"), ())):
         assert prepared(replace(packaged, files={**metal.files, path: file}), spec()).stale == stale
+
+
+@pytest.mark.parametrize("program", [boot.PERSISTENCE_PROGRAM, "/usr/bin/nvidia-smi"])
+def test_a_driver_that_is_there_has_the_unit_for_its_daemon(metal: HostFacts, program: str) -> None:
+    there = replace(metal, driver=replace(metal.driver, programs=(DriverFile(program, program),)))
+    files = written(there, spec(driver="preinstalled"))
+    assert (f"{UNITS}/{PERSISTENCE}" in files) is (program == boot.PERSISTENCE_PROGRAM)
 
 
 @pytest.mark.parametrize("packaged", [True, False])

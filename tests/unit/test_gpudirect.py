@@ -180,6 +180,7 @@ def test_units_are_written_where_they_are_asked_for_and_removed_afterwards(host:
     assert [one for one in STOPPED_UNITS if one in (MPS, GPUDIRECT, CONFIDENTIAL)] == [MPS, GPUDIRECT, CONFIDENTIAL]
     assert STOPPED_UNITS[-1] == PERSISTENCE
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=10G,1=512M\n" in limited
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 \n" in unit_of(facts, MPS, spec(mps=True, mps_threads=25))
     for path in ("/dev/sev-guest", "/dev/tdx_guest"):
         assert unit_of(gather(host), CONFIDENTIAL, spec()) == ""
         host.path(path).write_text("")
@@ -199,6 +200,9 @@ def test_mps_is_not_restarted_for_another_file_and_goes_when_it_is_no_longer_ask
     assert MPS not in second.units and boot.NODES in second.units  # type: ignore[attr-defined]
     (third,) = prepare.plan(source_of(gather(host), spec()))
     assert f"{UNITS}/{MPS}" in third.stale  # type: ignore[attr-defined]
+    # It is for a change of its own.
+    (fourth,) = prepare.plan(source_of(gather(host), spec(mps=True, mps_threads=25)))
+    assert MPS in fourth.units and MPS not in fourth.links  # type: ignore[attr-defined]
     first.undo(host, before, {})
     assert not host.exists(f"{UNITS}/{MPS}") and not host.exists(f"{boot.WANTS}/{MPS}")
 

@@ -18,7 +18,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import ImageSystem
 from gpuprov.driver import generations, kernel
 from gpuprov.driver_run import InstallDriver
-from gpuprov.facts.boot import MODULES, SSH_KEYGEN, SSH_KEYS
+from gpuprov.facts.boot import MODULES, NODES, SSH_KEYGEN, SSH_KEYS
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts, InstalledKernel, gather_identity, kernel_to_come, newest_kernel
 from gpuprov.plan.context import PlanContext, source_of
@@ -141,10 +141,13 @@ def test_only_kernels_without_a_module_are_built_again(facts: HostFacts) -> None
 
 
 def test_no_modules_are_loaded_by_a_list_and_ssh_keys_are_made_at_boot(facts: HostFacts) -> None:
-    facts = replace(facts, boot=replace(facts.boot, ssh_keygen=True))
-    (change,) = prepare.plan(source_of(facts, spec()))
-    assert isinstance(change, prepare.PrepareBoot)
-    assert MODULES not in dict(change.files) and SSH_KEYS in change.units
+    for there in (False, True):
+        facts = replace(facts, boot=replace(facts.boot, ssh_keygen=there))
+        (change,) = prepare.plan(source_of(facts, spec()))
+        assert isinstance(change, prepare.PrepareBoot)
+        assert MODULES not in dict(change.files) and (SSH_KEYS in change.units) is there
+        # Beside what all hosts have.
+        assert NODES in change.units
 
 
 def test_the_builders_devices_are_hidden_and_no_unit_is_started(tmp_path: Path) -> None:

@@ -167,6 +167,8 @@ def test_a_summary_names_what_is_replaced_and_stopped() -> None:
 class Watched(LoadedHost):
     """Notes what lies there while the installer runs, with which limit and environment, and lets it print a line."""
 
+    registered = f"nvidia/{NEW}, {RELEASE}, x86_64: installed\n"
+
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         if argv[0] == "sh":
             self.limit, self.environment_given = more["timeout"], more["env"]
@@ -174,7 +176,7 @@ class Watched(LoadedHost):
                          self.read_text(INCOMPLETE_MARK))  # fmt: skip
             more["on_line"](" building \n")
         if argv[0] == "dkms":
-            return Completed(tuple(argv), 0, f"nvidia/{NEW}, {RELEASE}, x86_64: installed\n")
+            return Completed(tuple(argv), 0, self.registered)
         return super().run(argv, **more)
 
     def names_in(self, path: str) -> tuple[str, ...]:
@@ -271,6 +273,7 @@ def test_an_installation_that_did_not_bring_the_driver_is_an_error(
     assert problem.next_step.startswith("apt-get install")
     assert ends(1, "").evidence == f"the installer exited 1; {INSTALLER_LOG}: the last line"
     missing = ends(0, "-> now complete.\n")
+    assert missing.what == f"the installer reported success, but driver {NEW} is missing"
     assert (missing.evidence, missing.next_step) == (
         f"the loader finds libnvidia-ml.so of version {OLD}", f"see {INSTALLER_LOG}",
     )  # fmt: skip
@@ -347,7 +350,7 @@ ENDS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], bool, bool, st
 def test_what_an_undo_will_bring_back_is_said_before(host: Watched, name: str) -> None:
     version, outcome, more, kept, comes, lost = ENDS[name]
     host._lay(version)
-    before = {"version": NEW, "replaces": OLD, "record": {"kind": "missing"}, **more}
+    before = {"version": NEW, "replaces": OLD, "record": capture_path(host, RECORD), **more}
     if kept:
         host.make_directory(KEPT)
         host.write(FORMER.kept_path, b"driver")
@@ -356,6 +359,10 @@ def test_what_an_undo_will_bring_back_is_said_before(host: Watched, name: str) -
     earlier = ({"version": OLD},) if before.pop("earlier", False) else ()
     said = InstallDriver.irreversible(host, before, outcome, earlier)
     assert [one.endswith(lost) for one in said] == [True] * bool(lost)
+    if not comes and outcome != {}:
+        # Nothing was touched, so nothing is uninstalled.
+        InstallDriver.undo(host, before, outcome)
+        assert host.on_disk == version and ("/usr/bin/nvidia-uninstall", "--silent") not in host.commands
 
 
 def test_the_modules_of_the_chosen_kind_are_built(host: Watched) -> None:
@@ -364,3 +371,20 @@ def test_the_modules_of_the_chosen_kind_are_built(host: Watched) -> None:
     assert [("-m=kernel-open" in words, "--silent" in words) for words in host.commands if words[0] == "sh"] == [
         (False, True)
     ]
+
+
+def test_dkms_must_have_the_modules(host: Watched) -> None:
+    host.write("/usr/bin/dkms", b"", mode=0o755)
+    host.registered = "nvidia/1.2.3, x, x86_64: installed\n"
+    assert "is not registered with DKMS" in refused(CHANGE.apply, host, tell_nobody).what
+
+
+def test_a_replaced_driver_comes_back_as_it_was_installed(host: Watched) -> None:
+    former = Installation(NEW, "/old.run", host.sha256(PLACE), "x86_64", True, "open")
+    for folder in (STATE_DIRECTORY, KEPT):
+        host.make_directory(folder, 0o700)
+    host.path(PLACE).rename(host.path(former.kept_path))
+    host.commands.clear()
+    InstallDriver.undo(host, {"version": OLD, "replaces": NEW, "by_hand": asdict(former)}, {})
+    (words,) = (one for one in host.commands if one[0] == "sh")
+    assert words[1] == former.kept_path and "-m=kernel-open" in words and host.on_disk == NEW
