@@ -395,3 +395,10 @@ def test_containers_of_a_killed_run_start_with_those_of_this_one(facts: HostFact
     assert change == StartContainers(("one", "three", "two"))
     assert change.summary() == "start again: one, three, two"
     assert running_driver.plan_containers(driver(there, {})) == (StartContainers(("one", "three")),)
+
+
+def test_a_service_is_named_beside_the_process_to_kill() -> None:
+    mine = GpuHolder(5, "train", NODE, "user@1000.service")
+    assert running_driver.end_command((mine,)) == "kill 5"
+    found = running_driver.end_command((mine, GpuHolder(6, "ollama", NODE, "ollama.service")))
+    assert found == "kill 5 6 (if they come again: systemctl stop ollama.service)"
