@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from io import BytesIO, TextIOWrapper
@@ -23,7 +22,6 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.files import DriverFile
 from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact, parent_of
-from gpuprov.core.commands import Completed
 from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot
 from gpuprov.facts.boot import MODULES, NODES, PERSISTENCE, REFRESH, SERVE, SERVE_SOCKET, UDEV_RULES, UNITS, WATCH
@@ -227,24 +225,6 @@ def test_a_driver_that_is_there_has_the_unit_for_its_daemon(metal: HostFacts, pr
     there = replace(metal, driver=replace(metal.driver, programs=(DriverFile(program, program),)))
     files = written(there, spec(driver="preinstalled"))
     assert (f"{UNITS}/{PERSISTENCE}" in files) is (program == boot.PERSISTENCE_PROGRAM)
-
-
-@pytest.mark.parametrize("failed", [True, False])
-def test_a_daemon_that_failed_before_the_libraries_came_is_started_again(
-    host: FakeHost, monkeypatch: pytest.MonkeyPatch, failed: bool
-) -> None:
-    change, run, told = prepared(gather(host), spec()), host.run, list[str]()
-    answers = {"is-failed": (0 if failed else 1, ""), "restart": (1, "no device")}
-
-    def answer(argv: Sequence[str], **more: Any) -> Completed:
-        if argv[0] == "systemctl" and argv[-1] == PERSISTENCE and argv[1] in answers:
-            code, said = answers[argv[1]]
-            return Completed(tuple(argv), code, "", said)
-        return run(argv, **more)
-
-    monkeypatch.setattr(host, "run", answer)
-    change.apply(host, lambda text, *_: told.append(text))
-    assert ["did not start" in one and "no device" in one for one in told if PERSISTENCE in one] == [True] * failed
 
 
 @pytest.mark.parametrize("packaged", [True, False])
