@@ -77,13 +77,17 @@ def connected(
         close(connection)
 
 
-def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
+def _gateway(config: Config, address: str, settings: SshSettings, behind: tuple[str, ...] = ()) -> Any:
     """Return what the connection goes through: a chain of connections, a command, or False for nothing.
 
-    Built here, because Fabric goes through several ProxyJump hosts in the wrong order and accepts their keys.
+    Built here, because Fabric goes through several ProxyJump hosts in the wrong order and accepts their keys. `behind`:
+    the hosts that are reached through this one. Raises GpuprovError if it is one of them.
     """
     from fabric import Connection
 
+    if address in behind:
+        what, seen = "jump hosts of the SSH configuration name each other", " → ".join((*behind, address))
+        raise GpuprovError(what, seen, f"correct ProxyJump: ssh -G {address}", exit_code=ExitCode.UNREACHABLE)
     options = config.base_ssh_config.lookup(address)
     jump, command = options.get("proxyjump", "none"), options.get("proxycommand", "none")
     if jump.lower() == "none":
@@ -98,10 +102,11 @@ def _gateway(config: Config, address: str, settings: SshSettings) -> Any:
         # Fabric does not know the brackets around an address of IPv6.
         bracketed = re.fullmatch(r"\[(.+)\](?::(\d+))?", place)
         host, port = (bracketed[1], int(bracketed[2] or 0)) if bracketed else (place, 0)
-        if place == address:  # `Host *` names it for itself, too
+        name = host if bracketed else place.partition(":")[0]
+        if place == address or (behind and name == address):  # `Host *` names it for itself, too
             continue
-        if not through and host != address:  # the first one may be behind another, as its own configuration says
-            through = _gateway(config, host, settings)
+        if not through and name != address:  # the first one may be behind another, as its own configuration says
+            through = _gateway(config, name, settings, (*behind, address))
         through = Connection(
             host, user or None, port or None, config=config, gateway=through, connect_timeout=settings.connect_timeout
         )

@@ -168,6 +168,20 @@ def test_no_shell_reads_the_name_of_a_user() -> None:
     assert made.gateway == r"echo CORP\alice"
 
 
+def test_a_jump_host_that_all_hosts_have_is_not_behind_itself(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host *\n  ProxyJump ops@bastion:2222\n")
+    made = connection_to(HostTarget("g", HostSpec(), "g", ssh_config_file=str(tmp_path / "config")))
+    assert (made.gateway.host, made.gateway.port, made.gateway.gateway) == ("bastion", 2222, False)
+
+
+def test_jump_hosts_that_name_each_other_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host a g\n  ProxyJump b:2222\nHost b\n  ProxyJump a\n")
+    target = HostTarget("g", HostSpec(), "g", ssh_config_file=str(tmp_path / "config"))
+    with pytest.raises(GpuprovError, match="name each other") as caught, connected(target, SshSettings()):
+        pass
+    assert caught.value.problems[0].evidence == "g → b → a → b"
+
+
 def shown(target: HostTarget) -> list[str]:
     """Return the words of the command that shows why a connection to this host ended."""
     with pytest.raises(GpuprovError) as caught, explained(target, connection_to(target), SshSettings()):
