@@ -22,8 +22,8 @@ from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages.managers import manager_of
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.tables import Tables
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
 # The file that it writes before it stops because of nouveau.
@@ -41,7 +41,7 @@ _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
 _ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
 
 
-def default_url(version: str, architecture: str) -> str:
+def default_url(version: str, architecture: str, tables: Tables) -> str:
     """Return where NVIDIA publishes a driver with its SHA-256 beside it.
 
     Some data-centre releases are only at …/tesla/VERSION/, where no digest lies: for those both must be given.
@@ -59,7 +59,7 @@ class RunFile(DriverSource):
     @property
     def url(self) -> str:
         """Where the file comes from; a path if it is on the host already."""
-        return self.spec.driver_url or default_url(self.spec.driver_version, self.facts.architecture)
+        return self.spec.driver_url or default_url(self.spec.driver_version, self.facts.architecture, self.facts.tables)
 
     @property
     def path(self) -> str:
@@ -74,7 +74,7 @@ class RunFile(DriverSource):
         """
         if self.spec.driver_sha256 or self.spec.driver_url.startswith("/"):
             return self.spec.driver_sha256
-        return tables.known_sha256(self.spec.driver_version, self.facts.architecture)
+        return self.facts.tables.known_sha256(self.spec.driver_version, self.facts.architecture)
 
     def plan_download(self) -> tuple[Change, ...]:
         there = self.facts.downloads.get(self.path)
@@ -128,7 +128,7 @@ class RunFile(DriverSource):
             ids, served = facts.gpu_device_ids, facts.served
             yield from generations.listed_problems(ids, served, spec.kernel_module_type)
             unlisted = [one for one in ids if one not in served]
-            yield from generations.problems(unlisted, version, spec.kernel_module_type)
+            yield from generations.problems(unlisted, version, spec.kernel_module_type, facts.tables)
         if not self.installs:
             return
         # NVIDIA's own file has a known size; another file is checked after its download.
@@ -158,7 +158,7 @@ class RunFile(DriverSource):
                 self.sha256,
                 facts.architecture,
                 self.brings_modules,
-                module_type=choose(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
+                module_type=choose(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type, facts.tables),
                 replaces=facts.driver_installed_version,
                 has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
                 signing_key=spec.module_signing_key,
@@ -174,15 +174,15 @@ class RunFile(DriverSource):
             ),
         )
 
-    def _by_hand(self, choose: Callable[[Sequence[str], str, str], str]) -> Installation | None:
+    def _by_hand(self, choose: Callable[[Sequence[str], str, str, Tables], str]) -> Installation | None:
         """Return how a driver that no record describes can be installed again: its digest makes any download good."""
         facts, spec, version = self.facts, self.spec, self.facts.driver_installed_version
-        digest = tables.known_sha256(version, facts.architecture)
+        digest = facts.tables.known_sha256(version, facts.architecture)
         if not digest or facts.bundle is not None:
             return None
         file, mirror = (version, facts.architecture), spec.driver_mirror
-        url = run_files.mirrored(mirror, *file) if mirror else default_url(*file)
-        kind = choose(facts.gpu_device_ids, version, spec.kernel_module_type)
+        url = run_files.mirrored(mirror, *file) if mirror else default_url(*file, facts.tables)
+        kind = choose(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
         has_libgl = any(name in facts.packages.installed for name in _LIBGL_PACKAGES)
         return Installation(version, url, digest, facts.architecture, self.brings_modules, kind, has_libgl)
 

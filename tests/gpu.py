@@ -38,6 +38,7 @@ from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import HealthFound
 from gpuprov.protocol.models import model_of
+from gpuprov.protocol.tables import PACKAGED
 from tests.deployed import PYTHON
 from tests.integration.container_bench import Bench
 from tests.integration.container_python import add_python
@@ -305,7 +306,7 @@ def lacking(system: System) -> dict[str, str]:
     modules = {"rdma": "nvidia_peermem", "gdrcopy": "gdrdrv", "storage": "nvidia_fs"}
     missing = {f"GPUDirect {kind}": f"the module {name} is not loaded" for kind, name in modules.items()
                if not system.exists(f"/sys/module/{name}")}  # fmt: skip
-    coherent = any((model := model_of(one)) and model.coherent_memory for one in ids)
+    coherent = any((model := model_of(one, PACKAGED)) and model.coherent_memory for one in ids)
     return {
         "coherent memory": "" if coherent else "no GPU of a Grace host",
         "vGPU licence": "" if virtual else "no virtual GPU",

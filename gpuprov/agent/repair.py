@@ -164,7 +164,7 @@ def decide(x: health.Readings, allow: Collection[str], rebooted_for: Iterable[He
 def _needs_others(gpu: Mapping[str, str], x: health.Readings) -> bool:
     joined = any(gpu.get(name, "0") not in ("0", "") for name in ("nvlink/active", "nvlink/expected"))
     device = gpu.get("pci/pci_device_id", "")[:4]
-    known = generation_of(device)
+    known = generation_of(device, x.tables)
     old = known is not None and (int(device, 16) < _SINGLY or known.name == "Turing")
     return joined and (old or (bool(x.fabric.switches) and not x.fabric.active))
 

@@ -15,7 +15,7 @@ from typing import Callable
 from gpuprov import __version__
 from gpuprov.agent.context import RunContext, StopRequested, for_target
 from gpuprov.agent.install import check, install, versions_of
-from gpuprov.agent.site_tables import read_spec, use_newer_tables
+from gpuprov.agent.site_tables import checked_tables, with_newer_tables
 from gpuprov.bundle.open import opened
 from gpuprov.core.lock import host_lock, other_run
 from gpuprov.core.proxy import Proxy
@@ -25,10 +25,12 @@ from gpuprov.engines.docker import reach_local_docker
 from gpuprov.facts.driver import version_difference
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.advisories import advisories
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, UsageError
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Sink, Started
 from gpuprov.protocol.request import MOST_MINUTES, Request
 from gpuprov.protocol.secrets import secret_free
+from gpuprov.protocol.spec import parse_spec
 from gpuprov.protocol.words import counted
 
 
@@ -41,7 +43,8 @@ def run_request(
     sink = _MadeChanges(secret_free(sink, request.spec))
     sink(Started(__version__, request.command, system.own_pid()))
     try:
-        spec = read_spec(request.spec, request.tables)
+        system.tables = checked_tables(request.tables)
+        spec = parse_spec(request.spec, tables=system.tables)
         system.proxy, system.lock_timeout = Proxy(spec.proxy, spec.no_proxy), spec.lock_timeout
         run = for_target(RunContext(request, spec, system, sink, stop_requested))
         if request.changes_the_host or request.command == "accept":
@@ -188,7 +191,7 @@ def _with_bundle(run: RunContext) -> Iterator[RunContext]:
         return
     run.note("checking every digest of the bundle", "debug")
     with opened(run.system, run.request.bundle, run.request.bundle_digest) as bundle:
-        use_newer_tables(bundle.content, run.request.bundle)
+        run.system.tables = with_newer_tables(run.system.tables, bundle.content, run.request.bundle)
         yield replace(run, bundle=bundle)
 
 
@@ -210,7 +213,7 @@ def _verify(run: RunContext) -> Finished:
 
     verdict = verify(run.system, run.spec, run.sink, remember=run.request.remember)
     versions = installed_versions(run.system)
-    for found in known_vulnerabilities(versions):
+    for found in known_vulnerabilities(versions, advisories(run.system.tables)):
         run.note(f"{found}", "warning")
     code = ExitCode.DONE if verdict.good else ExitCode.FAILED
     working = () if verdict.good or not (holder := other_run(run.system)) else (

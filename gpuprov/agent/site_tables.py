@@ -25,7 +25,7 @@ from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.mig_configs import checked_mig_configs
 from gpuprov.protocol.models import checked_models
 from gpuprov.protocol.secrets import masked
-from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec
 
 # What `gpuprov advisories update` replaces, and what refuses a wrong one.
 UPDATED: Mapping[str, Callable[[Any, str], Any]] = {tables.ADVISORIES: rows_of, tables.KNOWN_PROBLEMS: problems_of}
@@ -123,25 +123,20 @@ def _parsed(content: bytes, origin: str) -> Any:
         raise UsageError(f"{origin} is not valid JSON", str(error)[:200], "get the file again, or remove it") from None
 
 
-def use_tables(sent: Mapping[str, Any]) -> None:
-    """Use the tables of a request in this process. Raises GpuprovError for an invalid one."""
+def checked_tables(sent: Mapping[str, Any]) -> tables.Tables:
+    """Return the tables that came with a request. Raises GpuprovError for an invalid one."""
     checks = {**UPDATED, **_OF_SITES}
     for name in filter(sent.__contains__, checks):
         checks[name](sent[name], "the request")
-    tables.use({name: sent[name] for name in tables.NAMES if name in sent})
+    return tables.Tables({name: sent[name] for name in checks if name in sent})
 
 
-def read_spec(values: Mapping[str, Any], sent: Mapping[str, Any], origin: str = "") -> HostSpec:
-    """Return the spec that `values` describe: the tables sent with them, used from now on, say what a branch means."""
-    use_tables(sent)
-    return parse_spec(values, origin)
-
-
-def use_newer_tables(content: Callable[[str], bytes], origin: str) -> None:
-    """Use the advisories and known problems of a bundle, if newer than those in use. `content` reads a file of it."""
+def with_newer_tables(found: tables.Tables, content: Callable[[str], bytes], origin: str) -> tables.Tables:
+    """Return `found` with the newer advisories and known problems of a bundle. `content` reads a file of it."""
     for name, check in UPDATED.items():
         if text := content(f"{name}.json"):
             data = _parsed(text, origin)
             check(data, origin)
-            if data["updated"] > tables.table(name)["updated"]:
-                tables.use({**{one: tables.table(one) for one in tables.NAMES}, name: data})
+            if data["updated"] > found.table(name)["updated"]:
+                found = found.with_table(name, data)
+    return found

@@ -76,7 +76,7 @@ def watch(system: System) -> str:
     )
     planned = plan.exit_code == ExitCode.DONE
     text = metrics_text(
-        _COMMAND, (result,), advisories(), ended=time.time(), seconds=round(time.monotonic() - begun, 1),
+        _COMMAND, (result,), advisories(system.tables), ended=time.time(), seconds=round(time.monotonic() - begun, 1),
         changes=PENDING if planned else None,
     )  # fmt: skip
     _write(system, str(spec["watch_metrics"]), text)

@@ -22,7 +22,7 @@ from gpuprov.plan import software
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import rows, server
+from gpuprov.protocol.tables import PACKAGED, Tables, rows
 from gpuprov.repos import DEBIAN_ARCHITECTURES, AptRepository, apt_repositories, rpm_repositories
 
 # -- where packages come from ----------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def machine_mirror(system: System, distribution: str) -> Mirror:
 
 
 def default_sources(
-    row: Distribution, architecture: str, mirror: Mirror, components: Sequence[str] = ()
+    row: Distribution, architecture: str, mirror: Mirror, tables: Tables, components: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Return apt's one-line sources of a release: the release, its updates, its security updates.
 
@@ -82,7 +82,7 @@ def default_sources(
     archive, name = ARCHIVES[row.id], row.codename
     if row.id == "ubuntu" and not mirror.archive:
         # Ubuntu keeps all but amd64 on a server of its own.
-        mirror = mirror_at(server("ubuntu" if architecture == "x86_64" else "ubuntu-ports"))
+        mirror = mirror_at(tables.server("ubuntu" if architecture == "x86_64" else "ubuntu-ports"))
     if not mirror.archive:
         what = f"no mirror of {row.id} is known on this machine"
         raise UsageError(what, "apt-get indextargets lists none", "name it with --mirror URL")
@@ -116,7 +116,9 @@ _KEY = re.compile(r"(https?://|file://|/)\S+")
 _FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys with a further pair for each"
 
 
-def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple[str, ...]) -> tuple[RpmSource, ...]:
+def rpm_sources(
+    distribution: str, version: str, architecture: str, lines: tuple[str, ...], tables: Tables
+) -> tuple[RpmSource, ...]:
     """Return the sources that `lines` name, or the distribution's own.
 
     Raises GpuprovError (exit code 2) for a bad line.
@@ -132,14 +134,14 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
             sources.append(RpmSource(f"source-{number}", uri, keys))
         return tuple(sources)
     major = version.partition(".")[0]
-    key = vendor_key(distribution, version)
+    key = vendor_key(distribution, version, tables)
     if key is None:
         what = f"where the packages of {distribution} {version} come from must be said"
         seen = "its repositories need a subscription, or packages in it are signed by several keys"
         raise UsageError(what, seen, f"name each repository, or your mirror of it: {_FORM}")
     filled = {"version": version, "major": major, "arch": architecture}
     return tuple(
-        RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**filled)}", (key,))
+        RpmSource(f"{distribution}-{number}", f"{tables.server(distribution)}/{folder.format(**filled)}", (key,))
         for number, folder in enumerate(ARCHIVES[distribution].folders, 1)
     )
 
@@ -162,6 +164,7 @@ class Wanted:
     sources: tuple[str, ...] = ()
     fabric_manager: bool = False
     mirror: Mirror = Mirror()
+    tables: Tables = PACKAGED
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ def make_recipe(wanted: Wanted, specs: Sequence[HostSpec]) -> Recipe:
     if wanted.fabric_manager and not driver.version:
         raise UsageError("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
     if wanted.fabric_manager:
-        packages |= {*fabric_manager.packages(driver.version, manager_of(row), FabricFacts())}
+        packages |= {*fabric_manager.packages(driver.version, manager_of(row), FabricFacts(), wanted.tables)}
     return Recipe(
         distribution=row.id,
         version=_version(row, wanted),
@@ -274,7 +277,7 @@ def _sources(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> di
         own = own_driver(row)
         with_driver = own is not None and any(spec.driver == "distribution" for spec in specs)
         components = sorted(own.components) if own is not None and with_driver else ()
-        sources = wanted.sources or default_sources(row, architecture, wanted.mirror, components)
+        sources = wanted.sources or default_sources(row, architecture, wanted.mirror, wanted.tables, components)
         added = [one for spec, more in extra for one in apt_repositories(spec, architecture, more)]
         return {"sources": sources, "repositories": _distinct(added)}
     # dnf resolves the packages for zypper, too.
@@ -285,7 +288,7 @@ def _sources(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> di
                   all_streams=one.name == "cuda", only=one.only)
         for one in found
     ]  # fmt: skip
-    archives = rpm_sources(row.id, _version(row, wanted), architecture, wanted.sources)
+    archives = rpm_sources(row.id, _version(row, wanted), architecture, wanted.sources, wanted.tables)
     return {"sources": (), "repositories": (), "rpm_sources": (*archives, *_distinct(hosts))}
 
 
@@ -320,7 +323,7 @@ def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str,
         what = f"a bundle for {row.name} {row.version} can't hold the distribution's own driver"
         raise UsageError(what, "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu", _SET_RUNFILE)
     branch = _own_branch(row, spec)
-    kind = distribution.preferred_kind(branch, (), spec.kernel_module_type) if branch else ""
+    kind = distribution.preferred_kind(branch, (), spec.kernel_module_type, wanted.tables) if branch else ""
     if branch is None or kind not in branch.built:
         raise UsageError(
             f"{row.name} {row.version} has no {kind or 'such'} driver {spec.driver_version}".rstrip(),
@@ -359,7 +362,7 @@ def _dkms(row: Distribution, wanted: Wanted, spec: HostSpec) -> ExtraRepository 
     """Return the repository of DKMS, if modules are built and the distribution lacks DKMS."""
     if not (wanted.kernels and row.dkms_from and spec.epel):
         return None
-    return dkms_repository(row, _version(row, wanted), wanted.architecture, spec)
+    return dkms_repository(row, _version(row, wanted), wanted.architecture, spec, wanted.tables)
 
 
 def _imex(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
@@ -390,8 +393,11 @@ def _driver(wanted: Wanted, specs: Sequence[HostSpec]) -> RunFile:
     """Return the driver that all specifications request; they must agree."""
     return _only(
         (
-            RunFile(spec.driver_version, spec.driver_url or default_url(spec.driver_version, wanted.architecture),
-                    spec.driver_sha256)
+            RunFile(
+                spec.driver_version,
+                spec.driver_url or default_url(spec.driver_version, wanted.architecture, wanted.tables),
+                spec.driver_sha256,
+            )
             for spec in specs
             if spec.driver == "runfile" and spec.driver_version
         ),

@@ -25,10 +25,10 @@ from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts, gather_fabric
 from gpuprov.machine.machine import Kernel, gather_kernel
 from gpuprov.machine.pci import FOR_GUESTS, gather_gpus
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Note, Sink, Verdict
 from gpuprov.protocol.models import model_of
+from gpuprov.protocol.tables import HEALTH, PACKAGED, XIDS, Tables, packaged
 from gpuprov.protocol.words import counted, one_line
 
 # Of each command; a GPU that hangs lets nvidia-smi wait for ever.
@@ -71,11 +71,12 @@ class Readings:
     fabric: FabricFacts = field(default_factory=FabricFacts)
     imex_down: str = ""
     kernel_log: tuple[str, ...] = ()
+    tables: Tables = PACKAGED
 
 
 def rules() -> Mapping[str, Any]:
     """Return the table: `rules` of a GPU, those of the `host`, the verdicts of `xids` by their actions."""
-    table: Mapping[str, Any] = tables.packaged(tables.HEALTH)
+    table: Mapping[str, Any] = packaged(HEALTH)
     return table
 
 
@@ -90,7 +91,7 @@ def words(rule: str) -> Mapping[str, str]:
 
 def next_step(name: str, gpu: object = "N") -> str:
     """Return the command of a row's `next`, which may be the name of an Xid's action."""
-    return str(tables.packaged(tables.XIDS)["actions"].get(name, name)).replace("{gpu}", str(gpu))
+    return str(packaged(XIDS)["actions"].get(name, name)).replace("{gpu}", str(gpu))
 
 
 def judge(x: Readings) -> tuple[HealthFound, ...]:
@@ -183,7 +184,7 @@ def bus_of(address: str) -> str:
 def xid_rows() -> Mapping[int, Mapping[str, str]]:
     """Return number → row of the table of Xids."""
     found = {}
-    for row in (*tables.packaged(tables.XIDS)["xids"], *tables.packaged(tables.XIDS)["named"]):
+    for row in (*packaged(XIDS)["xids"], *packaged(XIDS)["named"]):
         found.update(dict.fromkeys(_numbers(row["xid"]), row))
     return found
 
@@ -320,7 +321,7 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
     # A machine without GPUs may have the programs of its fleet.
     is_expected = bool(bus) or remembered is not None or kernel.wsl
     return Readings(
-        with_expected_links(gpus, remembered.gpus if remembered else (), switches=bool(fabric.switches)),
+        with_expected_links(gpus, remembered.gpus if remembered else (), system.tables, switches=bool(fabric.switches)),
         report.driver if report else "",
         smi if is_expected and not smi.ok else None,
         0 if kernel.container else sum(gpu.driver == "nvidia" and not is_excluded(system, gpu.bus_id) for gpu in bus),
@@ -328,6 +329,7 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
         fabric,
         _imex_down(system),
         _kernel_log(system, sink),
+        system.tables,
     )
 
 
@@ -350,7 +352,7 @@ def _completed(
 
 
 def with_expected_links(
-    gpus: tuple[Mapping[str, str], ...], remembered: Iterable[memory.Gpu], *, switches: bool
+    gpus: tuple[Mapping[str, str], ...], remembered: Iterable[memory.Gpu], tables: Tables, *, switches: bool
 ) -> tuple[Mapping[str, str], ...]:
     """Return the readings with the NVLinks that each GPU has had, or that its model has where GPUs are connected."""
     connected = len(gpus) > 1 and (switches or any((_number(gpu.get("nvlink/active")) or 0) for gpu in gpus))
@@ -360,7 +362,7 @@ def with_expected_links(
         # MIG turns off a GPU's links, and those of GPUs that are joined to it without a switch.
         if any(one.get("mig_mode/current_mig") == "Enabled" for one in ((gpu,) if switches else gpus)):
             return 0
-        model = model_of(gpu.get("pci/pci_device_id", "")[:4].lower())
+        model = model_of(gpu.get("pci/pci_device_id", "")[:4].lower(), tables)
         return max(before.get(gpu.get("uuid", ""), 0), model.links if model and connected else 0)
 
     return tuple({**gpu, "nvlink/expected": str(expected(gpu))} for gpu in gpus)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpuprov.core.proxy import Proxy
     from gpuprov.core.system import System
     from gpuprov.protocol.spec import HostSpec
+    from gpuprov.protocol.tables import Tables
 
 _CACHE = "~/.cache/gpuprov/bundle"
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
@@ -87,14 +88,14 @@ def create(sign_key: str, output: str, **options: Any) -> None:
 
     inventory = {name: options.pop(name) for name in INVENTORY_FIELDS}
     changed = _changed(options.pop("driver"), options.pop("driver_file"), options.pop("cuda_file"))
-    asked = _specs(inventory, changed)
+    asked, tables = _specs(inventory, changed)
     system = System()
-    system.proxy = _proxy(asked)
+    system.proxy, system.tables = _proxy(asked), tables
     if problem := system.proxy_problem():
         raise GpuprovError.several((problem,))
     mirror = options.pop("mirror")
     chosen = mirror_at(mirror) if mirror else machine_mirror(system, options["distro"].partition("-")[0])
-    wanted = Wanted(**options, mirror=chosen)
+    wanted = Wanted(**options, mirror=chosen, tables=tables)
     recipe = make_recipe(wanted, tuple(resolved(system, spec, wanted.architecture) for spec in asked))
     contents = _create(system, recipe, sign_key, Path(output).resolve())
     size = Path(output).stat().st_size
@@ -115,18 +116,27 @@ def _changed(driver: str, driver_file: str | None, cuda_file: str | None) -> dic
     return changed
 
 
-def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec, ...]:
-    """Return the specifications of the inventory's hosts, or the one of -e, with the command line's options."""
-    from gpuprov.agent.site_tables import for_request, read_spec
+def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[tuple[HostSpec, ...], Tables]:
+    """Return the specifications of the inventory's hosts, or the one of -e, with the options, and their tables.
+
+    Raises GpuprovError (exit code 2) if two of them name different tables.
+    """
+    from gpuprov.agent.site_tables import checked_tables, for_request
     from gpuprov.fleet.inventory import read_extra_vars, read_inventory
     from gpuprov.protocol.spec import parse_spec, spec_to_json
 
     sources, origin = inventory.pop("hosts"), "the command line"
     found = read_inventory(sources, **inventory).hosts if sources else (read_extra_vars(inventory["extra_vars"]),)
-    wanted = ({**spec_to_json(target.spec), **changed} for target in found)
-    # A table that a specification names resolves its branch.
-    specs = (read_spec(values, for_request(parse_spec(values, origin)), origin) for values in wanted)
-    return tuple(dict.fromkeys(specs))
+    specs: dict[HostSpec, None] = {}
+    sent: dict[str, Any] = {}
+    for values in ({**spec_to_json(target.spec), **changed} for target in found):
+        own = for_request(parse_spec(values, origin))
+        # A table that a specification names resolves its branch.
+        specs[parse_spec(values, origin, checked_tables(own))] = None
+        if different := [name for name, table in own.items() if sent.setdefault(name, table) != table]:
+            step = f"give all hosts the same gpuprov_{different[0]}, or make a bundle for each: --limit"
+            raise UsageError(f"the hosts name different tables, and a bundle has one: {', '.join(different)}", "", step)
+    return tuple(specs), checked_tables(sent)
 
 
 def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:

@@ -17,7 +17,6 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked
-from gpuprov.protocol.tables import addresses
 
 if TYPE_CHECKING:
     import requests
@@ -147,13 +146,13 @@ def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell
     """
     if system.sha256(destination) == sha256:
         return
-    _at_each_address(url, lambda place: _fetch_from(system, place, destination, sha256, tell))
+    _at_each_address(system, url, lambda place: _fetch_from(system, place, destination, sha256, tell))
 
 
-def _at_each_address(url: str, attempt: Callable[[str], _Result]) -> _Result:
+def _at_each_address(system: System, url: str, attempt: Callable[[str], _Result]) -> _Result:
     """Return what `attempt` gives for the first address that has the file. Raises GpuprovError with all addresses."""
     missing: tuple[Problem, ...] = ()
-    for place in addresses(url):
+    for place in system.tables.addresses(url):
         try:
             return attempt(place)
         except GpuprovError as error:
@@ -243,7 +242,7 @@ def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
 
     def ask(url: str) -> tuple[Problem, ...]:
         try:
-            _at_each_address(url, lambda place: _ask(system, place))
+            _at_each_address(system, url, lambda place: _ask(system, place))
         except GpuprovError as error:
             return error.problems
         return ()
@@ -270,12 +269,12 @@ def _ask(system: System, url: str) -> None:
 def published_sha256(system: System, url: str) -> str:
     """Return the digest in the `.sha256sum` file beside `url`, or nothing if there is none."""
     try:
-        text = _at_each_address(f"{url}.sha256sum", lambda place: fetch_small(system, place)).decode("ascii", "replace")
+        content = _at_each_address(system, f"{url}.sha256sum", lambda place: fetch_small(system, place))
     except GpuprovError as error:
         if _is_missing(error):
             return ""
         raise
-    found = re.match(r"\s*([0-9a-f]{64})\b", text)
+    found = re.match(r"\s*([0-9a-f]{64})\b", content.decode("ascii", "replace"))
     return found[1] if found else ""
 
 

@@ -28,6 +28,8 @@ from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
 if TYPE_CHECKING:
     import socket
 
+    from gpuprov.protocol.tables import Tables
+
 T = TypeVar("T")
 
 # Folders that runs and their programs write to; each may be a file system.
@@ -61,6 +63,14 @@ class System:
         self.unreadable: set[str] | None = None
         # While the machine is only looked at: whether to stop. Changes are never interrupted.
         self._stop: Callable[[], bool] = _never
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """The tables of this run: the packaged ones, until others are set."""
+        # The programs of a boot come without tables.
+        from gpuprov.protocol.tables import PACKAGED
+
+        return PACKAGED
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -455,7 +465,7 @@ class ImageSystem(System):
     def __init__(self, below: System, kernel: str) -> None:
         super().__init__(str(below.root))
         self.environment = below.environment
-        self.proxy, self.lock_timeout = below.proxy, below.lock_timeout
+        self.proxy, self.lock_timeout, self.tables = below.proxy, below.lock_timeout, below.tables
         self.kernel = kernel
         self.offline = not below.exists(BOOTED)
         if self.offline:

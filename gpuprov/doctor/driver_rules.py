@@ -115,18 +115,18 @@ def drivers_several(x: HostSnapshot) -> Seen | None:
 @rule
 def driver_old(x: HostSnapshot) -> Seen | None:
     version = x.driver.library_version
-    found = advisories.vulnerabilities(advisories.DRIVER, version)
+    found = advisories.vulnerabilities(advisories.DRIVER, version, advisories.advisories(x.host.tables))
     if found is None or x.host.kernel.wsl or x.host.hiding:
         return None
-    unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")
+    unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto", x.host.tables)
     replace_it = f"{commands.list_gpus(x)}  # replace the GPU: {unserved[0].what}" if unserved else ""
-    seen = f"{_NVML}: {version}; the advisories are of {advisories.updated()}"
+    seen = f"{_NVML}: {version}; the advisories are of {advisories.updated(x.host.tables)}"
     return Seen(seen, meaning=f"{found}", next_step=replace_it or commands.other_driver(x, found.fixed_in))
 
 
 @rule
 def known_problem(x: HostSnapshot) -> Seen | None:
-    found = sorted(matching(combination(x.host)), key=lambda one: "builds" not in one.when)
+    found = sorted(matching(combination(x.host), x.host.tables), key=lambda one: "builds" not in one.when)
     if not found or x.host.kernel.wsl:
         return None
     first, seen = found[0], (f"{one.name}: {one.combination}\n{one.sources[0]}" for one in found)
@@ -270,7 +270,10 @@ def _fabric_wanted(x: HostSnapshot) -> str:
 
 
 def _install_fabric_manager(x: HostSnapshot, version: str) -> str:
-    return commands.install_packages(x, *fabric_manager.packages(version, x.host.package_manager, x.host.fabric))
+    host = x.host
+    return commands.install_packages(
+        x, *fabric_manager.packages(version, host.package_manager, host.fabric, host.tables)
+    )
 
 
 @rule

@@ -112,7 +112,7 @@ def gpu_too_old_or_new(x: HostSnapshot) -> Seen | None:
     if not version or x.serves_all:
         return None
     kind = {"NVIDIA": "proprietary", "Dual MIT/GPL": "open"}.get(x.module.license, "auto")
-    problem = next(iter(generations.problems(x.host.gpu_device_ids, version, kind)), None)
+    problem = next(iter(generations.problems(x.host.gpu_device_ids, version, kind, x.host.tables)), None)
     if problem is None:
         return None
     step = problem.next_step.partition(",")[0]

@@ -172,7 +172,7 @@ def firmware_setup(x: HostSnapshot) -> str:
 
 def module_options(x: HostSnapshot) -> str:
     """Return what to add to a step for models that an option of the proprietary module helps; "" for others."""
-    known = (model_of(one) for one in x.host.gpu_device_ids if x.module.license == "NVIDIA")
+    known = (model_of(one, x.host.tables) for one in x.host.gpu_device_ids if x.module.license == "NVIDIA")
     options = dict.fromkeys(option for model in known if model for option in model.options)
     line = f"options {x.module.name} {' '.join(options)}"
     return f"; each time: '{line}' in /etc/modprobe.d, then a reboot" if options else ""
@@ -214,7 +214,7 @@ def modules_of(x: HostSnapshot, kind: str) -> str:
 
 def other_branch(x: HostSnapshot) -> str:
     """Return the command that installs the newest branch that serves all GPUs."""
-    rows = (generation_of(gpu.device_id) for gpu in x.host.gpus)
+    rows = (generation_of(gpu.device_id, x.host.tables) for gpu in x.host.gpus)
     return other_driver(x, str(min((row.newest for row in rows if row is not None and row.newest), default=580)))
 
 

@@ -200,10 +200,10 @@ conditions({
 @rule
 def toolkit_old(x: HostSnapshot) -> Seen | None:
     version = x.host.packages.installed.get(advisories.TOOLKIT_PACKAGE, "")
-    found = advisories.vulnerabilities(advisories.TOOLKIT, version)
+    found = advisories.vulnerabilities(advisories.TOOLKIT, version, advisories.advisories(x.host.tables))
     if found is None:
         return None
-    seen = f"package {advisories.TOOLKIT_PACKAGE}: {version}; the advisories are of {advisories.updated()}"
+    seen = f"package {advisories.TOOLKIT_PACKAGE}: {version}; the advisories are of {advisories.updated(x.host.tables)}"
     return Seen(seen, meaning=f"{found}", next_step=commands.install_packages(x, *_versions(x)))
 
 

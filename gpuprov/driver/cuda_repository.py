@@ -25,10 +25,9 @@ from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex
 from gpuprov.packages.dpkg import missing
 from gpuprov.packages.known_repositories import signing_key
 from gpuprov.packages.managers import manager_of
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import LONG_TERM_BRANCH
+from gpuprov.protocol.tables import LONG_TERM_BRANCH, Tables
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 # On these, dnf's module streams are the driver's branches; later releases have packages only.
@@ -103,13 +102,15 @@ def _can_pin(row: Distribution) -> bool:
     return manager_of(row).has_pin_packages or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
 
 
-def with_branch(row: Distribution, device_ids: Sequence[str], installed: str, spec: HostSpec) -> HostSpec:
+def with_branch(
+    row: Distribution, device_ids: Sequence[str], installed: str, spec: HostSpec, tables: Tables
+) -> HostSpec:
     """Return the spec with the last branch that serves a host's GPUs, if its packages would be of a later branch.
 
     A driver `installed` as packages of an earlier branch stays with its branch. If the repository lacks the branch, or
     can't hold a host to it, the spec is unchanged and `problems` reports it.
     """
-    last = generations.last_branch(device_ids)
+    last = generations.last_branch(device_ids, tables)
     if spec.driver_version or not last or not _can_pin(row):
         return spec
     there = installed.partition(".")[0]
@@ -187,7 +188,7 @@ class NvidiaPackages(PackagedDriver):
 
     def _package_problems(self) -> Iterator[Problem]:
         facts, spec, row, commands = self.facts, self.spec, self.facts.distribution, self.facts.package_manager.commands
-        last, own = generations.last_branch(facts.gpu_device_ids), distribution.installed_branch(facts)
+        last, own = generations.last_branch(facts.gpu_device_ids, facts.tables), distribution.installed_branch(facts)
         if not self.brings_modules:
             what = "the driver's packages bring kernel modules, and this host's kernel is not its own"
             seen = f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}"
@@ -214,11 +215,11 @@ class NvidiaPackages(PackagedDriver):
                 f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",
                 f"PCI devices {', '.join(f'10de:{one}' for one in sorted(set(facts.gpu_device_ids)))}: {last} is the "
                 "last branch that serves them all; packages without a version are of a later one",
-                f'set gpuprov_driver: runfile and gpuprov_driver_version: "{tables.resolved(last)}"',
+                f'set gpuprov_driver: runfile and gpuprov_driver_version: "{facts.tables.resolved(last)}"',
             )
         else:
             version = generations.newest_of(spec.driver_version)
-            yield from generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
+            yield from generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
 
     # -- changes -----------------------------------------------------------------------------------------------------
 

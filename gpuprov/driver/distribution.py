@@ -19,6 +19,7 @@ from gpuprov.packages.apt_changes import RefreshPackageIndex
 from gpuprov.packages.interface import Installation
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import Tables
 from gpuprov.protocol.versions import version_numbers
 
 # Packages that only NVIDIA's repository has, and on which its other driver packages depend.
@@ -109,9 +110,10 @@ def _of_nvidia(facts: HostFacts) -> str:
     return next((name for name in sorted(facts.packages.installed) if _NVIDIAS.fullmatch(name)), "")
 
 
-def preferred_kind(branch: distros.DriverBranch, device_ids: Sequence[str], asked: str) -> str:
+def preferred_kind(branch: distros.DriverBranch, device_ids: Sequence[str], asked: str, tables: Tables) -> str:
     """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
-    return generations.settled_type(device_ids, generations.newest_of(branch.branch) or "580.999", asked)
+    version = generations.newest_of(branch.branch) or "580.999"
+    return generations.settled_type(device_ids, version, asked, tables)
 
 
 class DistributionDriver(PackagedDriver):
@@ -139,12 +141,13 @@ class DistributionDriver(PackagedDriver):
         return self._with_compiled(Choice(branch, self._kind_of(branch))) if branch is not None else _NOTHING
 
     def _kind_of(self, branch: distros.DriverBranch) -> str:
-        return preferred_kind(branch, self.facts.gpu_device_ids, self.spec.kernel_module_type)
+        return preferred_kind(branch, self.facts.gpu_device_ids, self.spec.kernel_module_type, self.facts.tables)
 
     def _serves(self, branch: distros.DriverBranch) -> bool:
         """Say whether a branch serves the host's GPUs with modules that the distribution has of it."""
         version, kind = generations.newest_of(branch.branch), self._kind_of(branch)
-        return kind in branch.built and not generations.problems(self.facts.gpu_device_ids, version, kind)
+        ids, tables = self.facts.gpu_device_ids, self.facts.tables
+        return kind in branch.built and not generations.problems(ids, version, kind, tables)
 
     def _with_compiled(self, choice: Choice) -> Choice:
         """Return the choice with precompiled modules, if they are wanted and available."""
@@ -271,7 +274,8 @@ class DistributionDriver(PackagedDriver):
 
     def _module_problems(self, row: distros.Distribution, choice: Choice) -> Iterator[Problem]:
         version, name = generations.newest_of(choice.branch.branch), f"{row.name} {row.version}"
-        if unserved := generations.problems(self.facts.gpu_device_ids, version, self.spec.kernel_module_type):
+        ids, asked = self.facts.gpu_device_ids, self.spec.kernel_module_type
+        if unserved := generations.problems(ids, version, asked, self.facts.tables):
             # Of the branches that serve the GPUs a distribution has few.
             for one in unserved:
                 wanted = re.search(r'gpuprov_driver_version: "\d+"', one.next_step)

@@ -19,6 +19,7 @@ from gpuprov.facts.host import manager_on
 from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.models import Fabric, fabric_named
+from gpuprov.protocol.tables import Tables
 
 # The first branch whose package has no branch in its name.
 PLAIN_NAME_SINCE = 580
@@ -28,17 +29,17 @@ _START_SECONDS = 300
 REPOSITORY = "gpuprov-cuda"
 
 
-def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple[str, ...]:
+def packages(version: str, manager: PackageManager, facts: FabricFacts, tables: Tables) -> tuple[str, ...]:
     """Return the fabric manager's packages of that version, in this package manager's syntax."""
     branch = int(version.split(".")[0])
     old = manager.old_fabric_manager.format(branch=branch)
     name = "nvidia-fabricmanager" if branch >= PLAIN_NAME_SINCE else old
-    return (f"{name}={version}{manager.any_release}", *(needs.packages if (needs := _needs(facts)) else ()))
+    return (f"{name}={version}{manager.any_release}", *(needs.packages if (needs := _needs(facts, tables)) else ()))
 
 
-def _needs(facts: FabricFacts) -> Fabric | None:
+def _needs(facts: FabricFacts, tables: Tables) -> Fabric | None:
     """Return what the table says of switches behind adapters, if the switches are such."""
-    return fabric_named("nvlsm") if facts.managed else None
+    return fabric_named("nvlsm", tables) if facts.managed else None
 
 
 def fault(facts: FabricFacts, version: str) -> Problem | None:
@@ -90,7 +91,7 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     fabric = facts.fabric
     starts = facts.image is None
     running = (fabric.active or not starts) and fabric.enabled and fabric.version == version
-    needs = _needs(fabric)
+    needs = _needs(fabric, facts.tables)
     modules = needs.modules if needs else ()
     changes: tuple[Change, ...] = () if running else (RunFabricManager(version, starts, modules),)
     text, there = "".join(f"{name}\n" for name in modules).encode(), facts.files.get(FABRIC_MODULES)
@@ -110,7 +111,7 @@ def wanted_packages(driver: DriverSource) -> tuple[str, ...]:
         return ()
     if own:
         return (f"{own}={version}{manager.any_release}",)
-    return packages(version, manager, driver.facts.fabric)
+    return packages(version, manager, driver.facts.fabric, driver.facts.tables)
 
 
 def plan_problems(driver: DriverSource) -> tuple[Problem, ...]:

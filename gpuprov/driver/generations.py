@@ -21,8 +21,8 @@ from gpuprov.core.system import System
 from gpuprov.driver.installer import HEADER_BYTES, parse_header
 from gpuprov.facts.gpus import Chip, Chips
 from gpuprov.protocol.errors import GpuprovError, Problem
-from gpuprov.protocol.models import Generation, generation_of
-from gpuprov.protocol.tables import LONG_TERM_BRANCH, MODELS, rows
+from gpuprov.protocol.models import Generation, generation_of, models
+from gpuprov.protocol.tables import LONG_TERM_BRANCH, Tables
 from gpuprov.protocol.versions import version_numbers
 
 # First branch with open kernel modules for all GPUs that have a GSP; first branch whose installer prefers them; first
@@ -32,9 +32,9 @@ _OPEN_PREFERRED_SINCE = (560,)
 _OPEN_ONLY_SINCE = (620,)
 
 
-def ids_of(names: Sequence[str]) -> tuple[str, ...]:
+def ids_of(names: Sequence[str], tables: Tables) -> tuple[str, ...]:
     """Return a device id of each generation, by the names of gpuprov_image_gpus, to represent future GPUs."""
-    known = reversed(rows(MODELS, "generations", Generation))
+    known = reversed(models(tables).generations)
     first = {row.name.lower().replace(" lovelace", "").replace(" ", "-"): row.first for row in known}
     if unknown := ", ".join(name for name in names if name not in first):
         what = "the table of GPU models lacks generations that gpuprov_image_gpus names"
@@ -42,18 +42,18 @@ def ids_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(first[name] for name in names)
 
 
-def settled_type(device_ids: Sequence[str], version: str, asked: str) -> str:
+def settled_type(device_ids: Sequence[str], version: str, asked: str, tables: Tables) -> str:
     """Return open or proprietary; if both work, NVIDIA's recommendation for that version."""
-    kind = module_type(device_ids, version, asked)
+    kind = module_type(device_ids, version, asked, tables)
     preferred = "open" if version_numbers(version or "0") >= _OPEN_PREFERRED_SINCE else "proprietary"
     return preferred if kind == "auto" else kind
 
 
-def module_type(device_ids: Sequence[str], version: str, asked: str) -> str:
+def module_type(device_ids: Sequence[str], version: str, asked: str, tables: Tables) -> str:
     """Return which kernel modules to build: what was asked, or what serves all these GPUs; "auto" where both do."""
     if asked != "auto" or not version:
         return asked
-    kinds = {one.modules for one in map(generation_of, device_ids) if one}
+    kinds = {row.modules for one in device_ids if (row := generation_of(one, tables))}
     if "open" in kinds:
         return "open"
     if "proprietary" in kinds:
@@ -66,9 +66,9 @@ def wanted_version(branch: int | str) -> str:
     return f'gpuprov_driver_version: "{branch}"'
 
 
-def last_branch(device_ids: Sequence[str]) -> str:
+def last_branch(device_ids: Sequence[str], tables: Tables) -> str:
     """Return the last branch that serves all these GPUs, "" if the newest does."""
-    ends = [row.newest for row in map(generation_of, device_ids) if row and row.newest]
+    ends = [row.newest for one in device_ids if (row := generation_of(one, tables)) and row.newest]
     return str(min(ends)) if ends else ""
 
 
@@ -77,15 +77,15 @@ def newest_of(version: str) -> str:
     return f"{version}.999" if version.isdecimal() else version
 
 
-def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Problem, ...]:
+def problems(device_ids: Sequence[str], version: str, asked: str, tables: Tables) -> tuple[Problem, ...]:
     """Return why a driver of this version, with the requested kernel modules, can't serve all these GPUs."""
-    found = [(device_id, row) for device_id in sorted(set(device_ids)) if (row := generation_of(device_id))]
+    found = [(device_id, row) for device_id in sorted(set(device_ids)) if (row := generation_of(device_id, tables))]
     if not version or not found:
         return ()
     branches = tuple(problem for one in found if (problem := _branch_problem(*one, version)))
     gpus = [(device_id, row.name + " GPUs", row.modules) for device_id, row in found]
     kinds = _kind_problems(gpus, asked, "by their generation")
-    kind = "" if kinds else module_type(device_ids, version, asked)
+    kind = "" if kinds else module_type(device_ids, version, asked, tables)
     if kind == "open" and version_numbers(version) < _OPEN_SINCE:
         what = f"driver {version} has no open kernel modules for these GPUs"
         step = f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}"

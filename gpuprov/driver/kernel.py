@@ -136,7 +136,7 @@ def offer_problems(driver: DriverSource) -> tuple[Problem, ...]:
     if facts.offers is None or facts.offers.problems:
         return facts.offers.problems if facts.offers is not None else ()
     lacking = facts.offers.lacking(_lacking_headers(driver))
-    said = known_repositories.advice(row, release, facts.architecture)
+    said = known_repositories.advice(row, release, facts.architecture, facts.tables)
     what = f"no repository of this host has the headers of the running kernel {release}"
     step = said.next_step if said else "boot the distribution's own kernel, or add the repository of this one"
     seen = f"{facts.packages.manager} was asked for {', '.join(lacking)}"
@@ -182,7 +182,7 @@ def dkms_source(driver: DriverSource) -> distros.ExtraRepository | None:
     facts, spec, row = driver.facts, driver.spec, driver.facts.distribution
     if not spec.epel or not needs_dkms(driver) or _has_dkms_source(facts):
         return None
-    found = known_repositories.dkms_repository(row, facts.os.version, facts.architecture, spec)
+    found = known_repositories.dkms_repository(row, facts.os.version, facts.architecture, spec, facts.tables)
     ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
     return found if ours or known_repositories.DKMS not in facts.packages.installed else None
 

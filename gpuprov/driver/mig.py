@@ -27,9 +27,8 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.machine.pci import FOR_GUESTS, own_ids
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
-from gpuprov.protocol.models import Model
+from gpuprov.protocol.models import models
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import MODELS, rows
 from gpuprov.protocol.words import counted
 
 _ALL = "all-"
@@ -138,7 +137,7 @@ def _bring(system: System, index: int, text: str) -> None:
     if gpu.current not in ("Enabled", "Disabled"):
         if text == DISABLED:
             return
-        names = ", ".join(dict.fromkeys(model.name for model in rows(MODELS, "models", Model) if model.mig))
+        names = ", ".join(dict.fromkeys(model.name for model in models(system.tables).models if model.mig))
         raise GpuprovError(
             f"GPU {index} can't be divided: it has no MIG",
             f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}",
@@ -217,7 +216,7 @@ def _with_users(system: System, seen: str) -> str:
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[str, str], ...]:
     """Return PCI address → text of each GPU that the layout names: not of those of virtual machines."""
     own = _own(facts)
-    layout = layout_of(spec.mig_config, own_ids(facts.gpus)) if spec.mig_config else spec.mig_layout
+    layout = layout_of(spec.mig_config, own_ids(facts.gpus), facts.tables) if spec.mig_config else spec.mig_layout
     texts = layout * len(own) if len(layout) == 1 else layout
     # A list is for these, or by index for those that the driver serves.
     served = tuple(gpu.bus_id for gpu in facts.driver.gpus)

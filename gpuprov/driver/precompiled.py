@@ -58,7 +58,7 @@ def kind_of(facts: HostFacts, spec: HostSpec) -> str:
     If both work it is open, as NVIDIA recommends. Without a version it is the newest, which only the repository knows.
     """
     version = generations.newest_of(spec.driver_version) or "580.999"
-    kind = generations.module_type(facts.gpu_device_ids, version, spec.kernel_module_type)
+    kind = generations.module_type(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
     return "open" if kind == "auto" else kind
 
 
@@ -87,7 +87,8 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     fitting = [one for one in here if not tops or one.driver in tops]
     if not fitting and facts.offers is not None:
         fitting = _found(facts, spec, kind, facts.offers.found)
-    served = [one for one in fitting if not generations.problems(facts.gpu_device_ids, one.driver, kind)]
+    ids, tables = facts.gpu_device_ids, facts.tables
+    served = [one for one in fitting if not generations.problems(ids, one.driver, kind, tables)]
     return max(served, key=lambda one: version_numbers(one.driver), default=None)
 
 

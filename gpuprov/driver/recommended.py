@@ -22,10 +22,11 @@ from gpuprov.driver.run_files import INCOMPLETE_MARK
 from gpuprov.facts.host import driver_package, manager_on
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus, own_ids
-from gpuprov.protocol import known_problems, tables
-from gpuprov.protocol.advisories import DRIVER, updated, vulnerabilities
+from gpuprov.protocol import known_problems
+from gpuprov.protocol.advisories import DRIVER, advisories, updated, vulnerabilities
 from gpuprov.protocol.models import name_of
 from gpuprov.protocol.spec import HOST, HostSpec
+from gpuprov.protocol.tables import LONG_TERM_BRANCH, RELEASES, Tables
 from gpuprov.protocol.versions import version_numbers
 
 RUNFILE, PREINSTALLED = "runfile", "preinstalled"
@@ -75,27 +76,30 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
 
     `fleet`: GPU models → the release that other hosts with these have.
     """
-    ids = generations.ids_of(spec.image_gpus) or own_ids(gather_gpus(system))
-    driver, kernel, table = discover(system), gather_kernel(system), tables.table(tables.RELEASES)
+    ids = generations.ids_of(spec.image_gpus, system.tables) or own_ids(gather_gpus(system))
+    driver, kernel, tables = discover(system), gather_kernel(system), system.tables
+    table = tables.table(RELEASES)
     known = (*table["newest"].values(), *table["sha256"].get(system.architecture(), {}))
     on_mirror = functools.cache(lambda: run_files.listed(system, spec, system.architecture()))
     kept = _kept(system, spec, ids, driver)
     others = {"gpus": ids, "builds": True, "mig": False, "toolkit": "", "docker": "", "podman": ""}
     # The same text for the same set.
-    models = ", ".join(sorted({name_of(one) or one for one in ids}))
+    models = ", ".join(sorted({name_of(one, tables) or one for one in ids}))
 
     def breaks(version: str) -> bool:
-        return bool(known_problems.matching({**kernel.conditions(), **others, "driver": version}))
+        return bool(known_problems.matching({**kernel.conditions(), **others, "driver": version}, tables))
 
     def best_of(releases: Iterable[str]) -> Choice:
-        return recommend(ids, releases, spec.kernel_module_type, system.clock(), floor, breaks)
+        return recommend(ids, releases, spec.kernel_module_type, system.clock(), tables, floor, breaks)
 
     there = "" if system.exists(INCOMPLETE_MARK) else driver.library_version
     other = "" if kept or upgrade else fleet.get(models, "")
     is_known = bool(other) and other in (on_mirror() if spec.driver_mirror else known)
     is_no_older = is_known and version_numbers(other) >= version_numbers(there)
-    if is_no_older and _is_sound(ids, other, spec) and not breaks(other):
-        kept = Choice(RUNFILE, other, f"as other hosts with these GPUs have, {_serves(ids)}{_ANOTHER}", is_new=True)
+    if is_no_older and _is_sound(ids, other, spec, tables) and not breaks(other):
+        kept = Choice(
+            RUNFILE, other, f"as other hosts with these GPUs have, {_serves(ids, tables)}{_ANOTHER}", is_new=True
+        )
     floor = kept.version if kept is not None else there
     no_modules = kernel.container if spec.kernel_modules == "auto" else spec.kernel_modules == "none"
     from_packages = kept is not None and kept.driver != RUNFILE
@@ -132,20 +136,21 @@ def _kept(system: System, spec: HostSpec, ids: Sequence[str], driver: DriverFact
     if run_files.installed(system, installed) is not None:
         # By a gpuprov that recorded no choice yet, or by a rollback.
         return Choice(RUNFILE, installed, "installed by an earlier run")
-    if not _is_sound(ids, installed, spec):
+    if not _is_sound(ids, installed, spec, system.tables):
         return None
     if driver_package(manager_on(system).gather(system)):
-        return Choice(PREINSTALLED, "", f"driver {installed} is there from packages, {_serves(ids)}")
-    return Choice(RUNFILE, installed, f"it is there, {_serves(ids)}")
+        return Choice(PREINSTALLED, "", f"driver {installed} is there from packages, {_serves(ids, system.tables)}")
+    return Choice(RUNFILE, installed, f"it is there, {_serves(ids, system.tables)}")
 
 
-def _is_sound(ids: Sequence[str], version: str, spec: HostSpec) -> bool:
+def _is_sound(ids: Sequence[str], version: str, spec: HostSpec, tables: Tables) -> bool:
     """Say whether a release serves the GPUs and has no known holes."""
-    return not (generations.problems(ids, version, spec.kernel_module_type) or vulnerabilities(DRIVER, version))
+    unserved = generations.problems(ids, version, spec.kernel_module_type, tables)
+    return not (unserved or vulnerabilities(DRIVER, version, advisories(tables)))
 
 
 def recommend(
-    ids: Sequence[str], releases: Iterable[str], asked: str, clock: int, floor: str = "",
+    ids: Sequence[str], releases: Iterable[str], asked: str, clock: int, tables: Tables, floor: str = "",
     breaks: Callable[[str], bool] = lambda version: False,
 ) -> Choice:  # fmt: skip
     """Return the best of these releases for GPUs with these PCI device ids; `clock`: seconds since 1970.
@@ -155,32 +160,33 @@ def recommend(
     """
     now = time.strftime("%Y-%m", time.gmtime(clock))
     newest_first = sorted(releases, key=version_numbers, reverse=True)
-    serving = [one for one in newest_first if not generations.problems(ids, one, asked)]
+    serving = [one for one in newest_first if not generations.problems(ids, one, asked, tables)]
     usual = serving or newest_first
     later = [one for one in usual if floor and version_numbers(one) >= version_numbers(floor)] or usual
-    branches = sorted({one.partition(".")[0] for one in later}, key=lambda one: _rank(one, now))
-    branch = next(iter(branches), tables.LONG_TERM_BRANCH)
+    branches = sorted({one.partition(".")[0] for one in later}, key=lambda one: _rank(one, now, tables))
+    branch = next(iter(branches), LONG_TERM_BRANCH)
     mine = [one for one in later if one.partition(".")[0] == branch]
     usable = [one for one in mine if not breaks(one)] or mine
-    clean = next((one for one in usable if not vulnerabilities(DRIVER, one)), "")
-    is_needed = generations.problems(ids, f"{tables.LONG_TERM_BRANCH}.999", asked)
+    known = advisories(tables)
+    clean = next((one for one in usable if not vulnerabilities(DRIVER, one, known)), "")
+    is_needed = generations.problems(ids, f"{LONG_TERM_BRANCH}.999", asked, tables)
     kind = f"branch {branch}, which this host needs" if is_needed else f"branch {branch}"
     holes = "" if clean else "though no release of the branch is without known security holes"
-    serves = f"{'long-term branch' if branch == tables.LONG_TERM_BRANCH else kind}, {_serves(ids, holes)}"
+    serves = f"{'long-term branch' if branch == LONG_TERM_BRANCH else kind}, {_serves(ids, tables, holes)}"
     why = serves if serving else "no known release serves all GPUs of this host"
     return Choice(RUNFILE, clean or next(iter(usable), ""), f"{why}{_ANOTHER}", is_new=bool(ids))
 
 
-def _serves(ids: Sequence[str], holes: str = "") -> str:
-    names = list(dict.fromkeys(filter(None, map(name_of, ids))))
+def _serves(ids: Sequence[str], tables: Tables, holes: str = "") -> str:
+    names = list(dict.fromkeys(filter(None, (name_of(one, tables) for one in ids))))
     supports = f"supports {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}, " if names else ""
-    return f"{supports}{holes or f'no known security holes by {updated()}'}"
+    return f"{supports}{holes or f'no known security holes by {updated(tables)}'}"
 
 
-def _rank(branch: str, now: str) -> tuple[bool, bool, bool, int]:
+def _rank(branch: str, now: str, tables: Tables) -> tuple[bool, bool, bool, int]:
     """Return the sort key of a branch: the long-term one, then later supported ones, then the older ones."""
-    number, long_term = int(branch), int(tables.LONG_TERM_BRANCH)
-    dated = tables.table(tables.RELEASES)["support_ends"]
+    number, long_term = int(branch), int(LONG_TERM_BRANCH)
+    dated = tables.table(RELEASES)["support_ends"]
     # A branch without a date has ended, unless it is newer than all that have one.
     end = dated.get(branch) or ("" if number < max(map(int, dated), default=0) else "9999")
     return number < long_term, end < now, number != long_term, abs(number - long_term)

@@ -23,11 +23,11 @@ from gpuprov.core.system import System
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.running_driver import unload_for_undo, unload_unused
 from gpuprov.facts.driver import damage
-from gpuprov.protocol import tables
 from gpuprov.protocol.codec import WrongDataError, load
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import LONG_TERM_BRANCH, Tables
 from gpuprov.protocol.versions import version_numbers
 
 _LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
@@ -50,7 +50,7 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
         return spec
     if "." in spec.driver_version:
         url = mirrored(spec.driver_mirror, spec.driver_version, architecture)
-        return _with_file(spec, spec.driver_version, url, architecture)
+        return _with_file(spec, spec.driver_version, url, architecture, system.tables)
     found = listed(system, spec, architecture)
     version = newest(spec.driver_version, found)
     if not version:
@@ -58,7 +58,7 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
         what = f"the mirror {masked(_places(spec.driver_mirror)[1])} has no driver of branch {spec.driver_version}"
         step = "set gpuprov_driver_version to one of these, or gpuprov_driver_mirror to another mirror"
         raise GpuprovError(what, f"branches in its index: {branches}", step)
-    return _with_file(spec, version, found[version], architecture)
+    return _with_file(spec, version, found[version], architecture, system.tables)
 
 
 def listed(system: System, spec: HostSpec, architecture: str) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ def listed(system: System, spec: HostSpec, architecture: str) -> Mapping[str, st
     return {version: f"{base}/{path}" for version, path in found.items()}
 
 
-def of_bundle(spec: HostSpec, version: str) -> HostSpec:
+def of_bundle(spec: HostSpec, version: str, tables: Tables) -> HostSpec:
     """Return the spec where a bundle stands in for the mirror: a branch is the bundle's release, if that is of it."""
     if not spec.driver_mirror:
         return spec
@@ -93,7 +93,7 @@ def nested(version: str, architecture: str) -> str:
     return f"{version}/NVIDIA-Linux-{architecture}-{version}.run"
 
 
-def _with_file(spec: HostSpec, version: str, url: str, architecture: str) -> HostSpec:
+def _with_file(spec: HostSpec, version: str, url: str, architecture: str, tables: Tables) -> HostSpec:
     # A known digest of NVIDIA's own file also applies to a mirror's copy.
     digest = spec.driver_sha256 or tables.known_sha256(version, architecture)
     return replace(spec, driver_version=version, driver_url=url, driver_sha256=digest)
@@ -117,7 +117,7 @@ def parse_index(text: str, architecture: str) -> Mapping[str, str]:
 
 def newest(wanted: str, versions: Mapping[str, str]) -> str:
     """Return the newest version of a branch; for `latest` that of the long-term branch, or of all if it is missing."""
-    branch = tables.LONG_TERM_BRANCH if wanted == "latest" else wanted
+    branch = LONG_TERM_BRANCH if wanted == "latest" else wanted
     of_branch = [version for version in versions if version.split(".")[0] == branch]
     return max(of_branch or (versions if wanted == "latest" else ()), key=version_numbers, default="")
 

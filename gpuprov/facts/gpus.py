@@ -179,7 +179,7 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
     switches: tuple[str, ...] = ("to come",)
     fabrics: list[Fabric] = []
     if managed is None:
-        fabrics = [fabric for one in own_ids(gather_gpus(system)) if (fabric := fabric_of(one))]
+        fabrics = [fabric for one in own_ids(gather_gpus(system)) if (fabric := fabric_of(one, system.tables))]
         if any(not one.manager for one in fabrics):
             return FabricFacts(rack=True)
         adapters = tuple(name for name in system.list_directory(_ADAPTERS) if _manages_switches(system, name))

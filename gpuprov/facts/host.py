@@ -38,6 +38,7 @@ from gpuprov.packages.managers import manager_of
 from gpuprov.packages.sources import PinnedOut
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.models import model_of, name_of
+from gpuprov.protocol.tables import PACKAGED, Tables
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
@@ -102,7 +103,7 @@ class HostFacts:
     `read_only`: places that an installation writes and that are mounted read-only → their mount. `pinned_out`: packages
     to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that
     the disk becomes, if any. `watch`: the installed files of gpuprov_watch, for a run that plans. `kinds`: what special
-    machine this is (machines.json) → what shows it.
+    machine this is (machines.json) → what shows it. `tables`: what the run knows of GPUs, drivers and problems.
     """
 
     os: OperatingSystem
@@ -150,6 +151,7 @@ class HostFacts:
     image: ImageFacts | None = None
     watch: WatchFacts = field(default_factory=WatchFacts)
     kinds: Mapping[str, str] = field(default_factory=dict)
+    tables: Tables = PACKAGED
 
     @cached_property
     def distribution(self) -> Distribution:
@@ -178,9 +180,9 @@ class HostFacts:
     @property
     def virtual_gpu(self) -> str:
         """What tells that this host's GPUs are virtual ones (NVIDIA vGPU), "" if nothing does."""
-        virtual = (one for one in self.gpus if (model := model_of(one.device_id)) and one.subsystem in model.virtual)
-        if found := next(virtual, None):
-            return f"GPU {found.bus_id}: {name_of(found.device_id)}, PCI subsystem {found.subsystem}"
+        models = ((one, model_of(one.device_id, self.tables)) for one in self.gpus)
+        if found := next((one for one, model in models if model and one.subsystem in model.virtual), None):
+            return f"GPU {found.bus_id}: {name_of(found.device_id, self.tables)}, PCI subsystem {found.subsystem}"
         return f"{gpus.GRIDD_TEMPLATE} is there" if gpus.GRIDD_TEMPLATE in self.files else ""
 
     @property
@@ -245,6 +247,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         kubernetes=known.kubernetes_programs(system),
         kinds=gather_kinds(system, os, kernel),
         leftovers=gather_leftovers(system, packages, docker, manager),
+        tables=system.tables,
     )
 
 
@@ -320,7 +323,7 @@ def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     """Return the facts as JSON values: only the paths of files, only the number of installed packages."""
     data: dict[str, Any] = as_json(facts)
     data["files"] = sorted(facts.files)
-    del data["served"]
+    del data["served"], data["tables"]
     for name, engine in facts.engines.items():
         data["engines"][name]["files"] = sorted(engine.files)
     data["other_specifications"] = sorted(facts.other_specifications)

@@ -27,12 +27,13 @@ from gpuprov import __version__
 from gpuprov.agent.result import Drain, HostResult, machines, overall_exit_code
 from gpuprov.core.files import make_user_folder, write_whole
 from gpuprov.fleet.grouping import listed
-from gpuprov.protocol import codec, tables
-from gpuprov.protocol.advisories import DRIVER, vulnerabilities
+from gpuprov.protocol import codec
+from gpuprov.protocol.advisories import DRIVER, advisories, vulnerabilities
 from gpuprov.protocol.codec import WrongDataError
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, resource_problem
 from gpuprov.protocol.events import ChosenDriver, MaybeChosen
 from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.tables import PACKAGED, RELEASES
 from gpuprov.protocol.versions import version_numbers
 
 MOST_RUNS = 50
@@ -208,12 +209,12 @@ def driver_choices(results: Sequence[HostResult], inventory: Sequence[str]) -> l
     place = source if os.path.isdir(source) else source.rpartition("/")[0]  # noqa: PTH112 (Path raises)
     file = f"{place or '.'}/group_vars/{'GROUP' if len(versions) > 1 else 'gpu_hosts'}.yml"
     where = [word for source in inventory for word in ("--hosts", source)]
-    table = tables.table(tables.RELEASES)
+    table, known = PACKAGED.table(RELEASES), advisories(PACKAGED)
     # A host can send any version.
     releases = {*table["newest"].values(), *itertools.chain(*table["sha256"].values())}
     for gpus, several in versions.items():
         if len(several) > 1:
-            sound = {one for one in several if one in releases and not vulnerabilities(DRIVER, one)}
+            sound = {one for one in several if one in releases and not vulnerabilities(DRIVER, one, known)}
             best = max(several, key=lambda one: (one in sound, several[one], version_numbers(one)))
             words = ("gpuprov", "options", *where, "-e", f"gpuprov_driver_version={best}", "--write", file)
             command = shlex.join(words)

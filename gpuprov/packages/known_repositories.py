@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packages.failures import Advice
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import SERVERS, packaged, rows, server
+from gpuprov.protocol.tables import SERVERS, Tables, packaged, rows
 
 TABLE = "repositories"
 
@@ -29,11 +29,11 @@ def signing_key(kind: str, of: str) -> SigningKey | None:
     return next((one for one in rows(TABLE, kind, SigningKey) if re.fullmatch(one.of, of)), None)
 
 
-def vendor_key(distribution: str, version: str) -> tuple[str, str] | None:
+def vendor_key(distribution: str, version: str, tables: Tables) -> tuple[str, str] | None:
     """Return URL and fingerprint of the key of a distribution's release, or None where gpuprov knows none."""
     major = version.partition(".")[0]
     found = signing_key("vendor_keys", f"{distribution} {major}")
-    return (f"{server(found.server)}/{found.file.format(major=major)}", found.fingerprint) if found else None
+    return (f"{tables.server(found.server)}/{found.file.format(major=major)}", found.fingerprint) if found else None
 
 
 # Distributions keep only the newest kernels in their repositories. The source of older ones differs, and mostly needs a
@@ -58,9 +58,9 @@ class _Archive:
 _EL_FOLDERS = ("BaseOS/{architecture}/os/", "AppStream/{architecture}/os/")
 
 
-def advice(row: Distribution, kernel: str, architecture: str) -> Advice | None:
+def advice(row: Distribution, kernel: str, architecture: str, tables: Tables) -> Advice | None:
     """Return the advice if no repository has the headers of the running kernel, None for a kernel without a row."""
-    found = _found(row, kernel, architecture)
+    found = _found(row, kernel, architecture, tables)
     if found is None:
         return None
     archive, words = found
@@ -70,13 +70,13 @@ def advice(row: Distribution, kernel: str, architecture: str) -> Advice | None:
     return Advice(words["needle"], meaning, archive.next_step.format(**shown))
 
 
-def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[ExtraRepository, ...]:
+def past_releases(row: Distribution, kernel: str, architecture: str, tables: Tables) -> tuple[ExtraRepository, ...]:
     """Return the repositories of the running kernel's own release, empty if no public archive exists.
 
     Their packages are signed by the distribution's key.
     """
-    found = _found(row, kernel, architecture)
-    key = vendor_key(row.id, row.version)
+    found = _found(row, kernel, architecture, tables)
+    key = vendor_key(row.id, row.version, tables)
     if found is None or key is None or not found[0].base:
         return ()
     archive, words = found
@@ -88,13 +88,14 @@ def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[Ex
     )
 
 
-def _found(row: Distribution, kernel: str, architecture: str) -> tuple[_Archive, dict[str, str]] | None:
+def _found(row: Distribution, kernel: str, architecture: str, tables: Tables) -> tuple[_Archive, dict[str, str]] | None:
     """Return the table's row, and the words that its texts may hold."""
     major = row.version.partition(".")[0]
     for one in rows(TABLE, "archives", _Archive):
         match = re.fullmatch(one.kernel, kernel) if one.id == row.id and one.version in ("*", major) else None
         if match:
-            return one, _words(one, major, kernel, architecture, match.groupdict())
+            servers = {name.replace("-", "_"): tables.server(name) for name in packaged(SERVERS)["servers"]}
+            return one, _words(one, major, kernel, architecture, {**servers, **match.groupdict()})
     return None
 
 
@@ -104,13 +105,12 @@ def _words(one: _Archive, major: str, kernel: str, architecture: str, groups: di
     # Debian's flavours may have a dash (cloud-amd64), Ubuntu's have none.
     debian = re.search(r"-((?:cloud-|rt-)?[a-z][a-z0-9]*)$", kernel)
     words = {
-        "kernel": kernel, "architecture": architecture, "major": major,
+        **groups, "kernel": kernel, "architecture": architecture, "major": major,
         "release": groups.get("release", "").replace("_", "."),
         "flavour": flavour if suse or not debian else debian[1],
         # SUSE's packages are asked for in the kernel's version without its flavour.
         "needle": kernel[: -len(flavour) - 1] if suse and version else kernel,
         "first": "BaseOS" if major == "8" else "AppStream",
-        **{name.replace("-", "_"): server(name) for name in packaged(SERVERS)["servers"]},
     }  # fmt: skip
     return {**words, "base": one.base.format(**words)}
 
@@ -134,7 +134,9 @@ class _Dkms:
     fingerprints: Mapping[str, str]
 
 
-def dkms_repository(row: Distribution, version: str, architecture: str, spec: HostSpec) -> ExtraRepository | None:
+def dkms_repository(
+    row: Distribution, version: str, architecture: str, spec: HostSpec, tables: Tables
+) -> ExtraRepository | None:
     """Return the repository that has DKMS for a VERSION_ID, limited to it; None where its key or place is not known.
 
     gpuprov_epel_repository names a mirror, gpuprov_epel_key_fingerprint the key, of a release without a row too.
@@ -145,7 +147,7 @@ def dkms_repository(row: Distribution, version: str, architecture: str, spec: Ho
     fingerprint = spec.epel_key_fingerprint or known
     if place is None or not fingerprint or not (known or spec.epel_repository):
         return None
-    base = (spec.epel_repository or server(place.server)).rstrip("/")
+    base = (spec.epel_repository or tables.server(place.server)).rstrip("/")
     words = {"major": major, "minor": minor or "0", "arch": architecture}
     uri, key_url = (f"{base}/{path}".format(**words) for path in (place.folder, place.key))
     return ExtraRepository(row.dkms_from.lower(), uri, key_url, fingerprint, signed_metadata=False, only=(f"{DKMS}*",))

@@ -44,7 +44,7 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     if manifest is None:
         spec = run_files.resolved(system, spec, system.architecture())
     else:
-        spec = cuda_toolkit.from_bundle(run_files.of_bundle(spec, manifest.driver_version), manifest)
+        spec = cuda_toolkit.from_bundle(run_files.of_bundle(spec, manifest.driver_version, system.tables), manifest)
         if spec.driver == "runfile" and manifest.driver_file:
             spec = replace(
                 spec,
@@ -54,19 +54,19 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
             )
     row = distribution_of(gather_os(system))
     spec = distribution.as_packages(row, spec)
-    ids = generations.ids_of(spec.image_gpus) or own_ids(gather_gpus(system))
+    ids = generations.ids_of(spec.image_gpus, system.tables) or own_ids(gather_gpus(system))
     # NVIDIA's packages of the branch that this host's GPUs need; most GPUs need none.
-    if spec.driver != "packages" or not generations.last_branch(ids):
+    if spec.driver != "packages" or not generations.last_branch(ids, system.tables):
         return spec
     installed = discover(system).library_version if driver_package(manager_on(system).gather(system)) else ""
-    return cuda_repository.with_branch(row, ids, installed, spec)
+    return cuda_repository.with_branch(row, ids, installed, spec, system.tables)
 
 
 def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
     """Return the facts of what the machine's disk becomes: its kernels, and the GPUs and switches that are to come."""
     if not isinstance(system, ImageSystem):
         return facts
-    ids, identity = generations.ids_of(spec.image_gpus), gather_identity(system)
+    ids, identity = generations.ids_of(spec.image_gpus, system.tables), gather_identity(system)
     image = ImageFacts(gather_kernels(system), ids, system.offline, identity, gather_signing_keys(system))
     fabric = gather_fabric(system, managed="blackwell" in spec.image_gpus) if spec.image_nvswitch else FabricFacts()
     unit = facts.docker.unit

@@ -20,12 +20,19 @@ from gpuprov.packages import sources
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.refusals import refusals
-from gpuprov.protocol.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Vulnerabilities, vulnerabilities
+from gpuprov.protocol.advisories import (
+    DRIVER,
+    THRESHOLDS,
+    TOOLKIT,
+    TOOLKIT_PACKAGE,
+    Vulnerabilities,
+    advisories,
+    vulnerabilities,
+)
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.known_problems import NEWEST, matching
 from gpuprov.protocol.mig_configs import DISABLED
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import support_end
 
 # The minimum free space of a run; the driver's additional need is checked once its file is available.
 _LEAST_FREE_BYTES = 100 << 20
@@ -154,8 +161,9 @@ def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
 def security_warnings(driver: DriverSource) -> tuple[str, ...]:
     """Return a sentence for each product to be installed with known holes or problems, or past its support."""
     version = driver.coming_version
-    known = (f"{one.name}: {one.what} ({one.sources[0]})" for one in matching(_combination_to_come(driver)))
-    end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(driver.facts.clock))
+    problems = matching(_combination_to_come(driver), driver.facts.tables)
+    known = (f"{one.name}: {one.what} ({one.sources[0]})" for one in problems)
+    end, now = driver.facts.tables.support_end(version), time.strftime("%Y-%m", time.gmtime(driver.facts.clock))
     ended = (f"driver {version}: the support of branch {version.partition('.')[0]} ended in {end}",) if end else ()
     return (*map(str, _installed_with(driver)), *(ended if end < now else ()), *known)
 
@@ -183,7 +191,8 @@ def _installed_with(driver: DriverSource) -> tuple[Vulnerabilities, ...]:
     """Return the known holes of the driver and the toolkit that the run installs."""
     spec, installed = driver.spec, driver.facts.packages.installed.get(TOOLKIT_PACKAGE, "")
     toolkit_version = spec.toolkit_version if spec.toolkit == "nvidia" and spec.toolkit_version != installed else ""
-    found = (vulnerabilities(DRIVER, driver.coming_version), vulnerabilities(TOOLKIT, toolkit_version))
+    known = advisories(driver.facts.tables)
+    found = (vulnerabilities(DRIVER, driver.coming_version, known), vulnerabilities(TOOLKIT, toolkit_version, known))
     return tuple(one for one in found if one is not None)
 
 
@@ -222,6 +231,6 @@ def _known_problems(driver: DriverSource) -> tuple[Problem, ...]:
             f"{one.name}: {one.what}", f"{one.combination}: {one.sources[0]}",
             f"set {', or '.join(filter(None, (_settings(one.use, driver.spec), f'{_ALLOW}: [{one.name}]')))}",
         )
-        for one in matching(_combination_to_come(driver))
+        for one in matching(_combination_to_come(driver), driver.facts.tables)
         if one.name not in allowed and not one.matches(there)
     )  # fmt: skip

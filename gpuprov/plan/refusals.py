@@ -15,11 +15,11 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.facts.leftovers import PLUGIN
 from gpuprov.facts.watch import OFF
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.models import model_of, name_of
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec, spec_to_json
+from gpuprov.protocol.tables import packaged
 
 # Generations used in machines with NVSwitches (HGX and DGX A100, H100, B200, …).
 _WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
@@ -37,7 +37,7 @@ def refusals(driver: DriverSource) -> Iterator[Problem]:
         "row": facts.distribution, "commands": commands, "facts": facts, "spec": spec,
         "get_python": f"{commands.reinstall} {' '.join(pythons)}" if pythons else install,
     }  # fmt: skip
-    for row in tables.packaged("options_needs")["refusals"]:
+    for row in packaged("options_needs")["refusals"]:
         if getattr(spec, row.get("option", "driver")) and (evidence := holds[row["when"]]):
             texts = (row["what"], row.get("seen", "{evidence}"), row["next"])
             yield Problem(*(text.format(evidence=evidence, **words) for text in texts))
@@ -47,7 +47,8 @@ def _of_driver(driver: DriverSource) -> Mapping[str, object]:
     """Return each condition of the driver and its GPUs with its evidence; not true if it does not hold."""
     facts, spec = driver.facts, driver.spec
     version = driver.coming_version or facts.driver_installed_version or spec.driver_version
-    others = (one for one in facts.gpu_device_ids if not ((model := model_of(one)) and model.coherent_memory))
+    models = ((one, model_of(one, facts.tables)) for one in facts.gpu_device_ids)
+    others = (one for one, model in models if not (model and model.coherent_memory))
     is_grid = spec.driver == "preinstalled" or spec.driver_url or spec.driver_mirror or facts.bundle
     is_packaged = spec.driver in ("packages", "distribution")
     # A .run file and NVIDIA's packages have it, and Ubuntu's; Debian's is a package of its own.
@@ -58,7 +59,7 @@ def _of_driver(driver: DriverSource) -> Mapping[str, object]:
         "container": facts.kernel.container,
         "virtual": facts.virtual_gpu,
         "no GRID driver": "" if is_grid else facts.virtual_gpu or ("" if spec.vgpu is None else "gpuprov_vgpu is set"),
-        "not coherent": next((name_of(one) or one for one in others if facts.image is None), ""),
+        "not coherent": next((name_of(one, facts.tables) or one for one in others if facts.image is None), ""),
         "before 580": f"driver {version}" if version and int(version.partition(".")[0]) < 580 else "",
         "no RDMA device": "rdma" in spec.gpudirect and not facts.rdma_devices,
         "no driver": spec.driver == "preinstalled" and not facts.driver_installed_version,
@@ -98,7 +99,7 @@ def _of_modules(driver: DriverSource) -> Mapping[str, object]:
     lacks_dkms = facts.bundle is None and kernel.needs_dkms(driver) and not kernel.dkms_packages(driver)
     return {
         "no release": driver.has_installer and not version and no_release,
-        "unknown branch": driver.has_installer and version.isdecimal() and ", ".join(tables.branches()),
+        "unknown branch": driver.has_installer and version.isdecimal() and ", ".join(facts.tables.branches()),
         ".run over packages": driver.has_installer and "." in version and facts.driver_packaged,
         "X server": driver.has_installer and builds and not stops and "; ".join(facts.displays),
         "untrusted download": url.startswith("http:") and not facts.driver_packaged and "." in version and masked(url),

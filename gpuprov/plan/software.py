@@ -42,7 +42,7 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     facts, row, kernel_release = driver.facts, driver.facts.distribution, driver.facts.kernel.release
     if facts.bundle or not _needs_archive(driver) or past_releases(driver):
         return ()
-    said = known_repositories.advice(row, kernel_release, facts.architecture)
+    said = known_repositories.advice(row, kernel_release, facts.architecture, facts.tables)
     what = f"{row.name} has no archive of past kernels that gpuprov could add"
     step = f"leave it out; {said.next_step}" if said else "leave gpuprov_kernel_archive out"
     return (Problem(what, f"gpuprov_kernel_archive is true, the kernel is {kernel_release}", step),)
@@ -93,7 +93,7 @@ def plan(driver: DriverSource, wanted_packages: tuple[str, ...]) -> tuple[Change
     """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
     facts, spec, limited = driver.facts, driver.spec, kernel.dkms_source(driver)
     engine = () if facts.docker.installed else engine_packages(facts.distribution, spec)
-    place = (facts.kernel.release, facts.architecture)
+    place = (facts.kernel.release, facts.architecture, facts.tables)
     installation = Installation(
         wanted_packages,
         facts.bundle,
@@ -112,7 +112,7 @@ def past_releases(driver: DriverSource) -> tuple[ExtraRepository, ...]:
     facts = driver.facts
     if not _needs_archive(driver):
         return ()
-    return known_repositories.past_releases(facts.distribution, facts.kernel.release, facts.architecture)
+    return known_repositories.past_releases(facts.distribution, facts.kernel.release, facts.architecture, facts.tables)
 
 
 def _needs_archive(driver: DriverSource) -> bool:

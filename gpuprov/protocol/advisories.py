@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpuprov.protocol.tables import ADVISORIES, DATE, FORMAT, LONG_TERM_BRANCH, checked_rows, table
+from gpuprov.protocol.tables import ADVISORIES, DATE, FORMAT, LONG_TERM_BRANCH, Tables, checked_rows
 from gpuprov.protocol.versions import version_numbers
 
 DRIVER, TOOLKIT = PRODUCTS = ("driver", "container toolkit")
@@ -74,21 +74,21 @@ class Vulnerabilities:
         return f"{self.product} {self.version} has known security holes: {bulletins}; fixed in {self.fixed_in}"
 
 
-def advisories() -> tuple[Advisory, ...]:
+def advisories(tables: Tables) -> tuple[Advisory, ...]:
     """Return all known advisories, the newest first."""
-    return rows_of(table(ADVISORIES))
+    return rows_of(tables.table(ADVISORIES))
 
 
-def updated() -> str:
-    """Return the day on which the table in use was made (YYYY-MM-DD)."""
-    return str(table(ADVISORIES)["updated"])
+def updated(tables: Tables) -> str:
+    """Return the day on which the table of advisories was made (YYYY-MM-DD)."""
+    return str(tables.table(ADVISORIES)["updated"])
 
 
-def vulnerabilities(product: str, version: str, known: Iterable[Advisory] | None = None) -> Vulnerabilities | None:
+def vulnerabilities(product: str, version: str, known: Iterable[Advisory]) -> Vulnerabilities | None:
     """Return the known holes of a version of a product, None if there are none or the version is unknown."""
     if not version_numbers(version):
         return None
-    rows = [one for one in (advisories() if known is None else known) if one.product == product]
+    rows = [one for one in known if one.product == product]
     found: dict[str, Advisory] = {}
     unfixed = False
     for bulletin in dict.fromkeys(one.bulletin for one in rows):

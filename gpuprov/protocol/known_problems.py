@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from gpuprov.protocol.tables import DATE, KNOWN_PROBLEMS, checked_rows, table
+from gpuprov.protocol.tables import DATE, KNOWN_PROBLEMS, Tables, checked_rows
 from gpuprov.protocol.versions import version_numbers
 
 # A version that only the repository knows.
@@ -72,9 +72,9 @@ class KnownProblem:
         return all(_CONDITIONS[name][0](there[name], wanted) for name, wanted in self.when.items())
 
 
-def matching(there: Mapping[str, Any]) -> tuple[KnownProblem, ...]:
+def matching(there: Mapping[str, Any], tables: Tables) -> tuple[KnownProblem, ...]:
     """Return the known problems of a combination."""
-    return tuple(one for one in problems_of(table(KNOWN_PROBLEMS)) if one.matches(there))
+    return tuple(one for one in problems_of(tables.table(KNOWN_PROBLEMS)) if one.matches(there))
 
 
 def problems_of(data: Any, origin: str = "") -> tuple[KnownProblem, ...]:

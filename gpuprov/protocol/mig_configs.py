@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.models import model_of
-from gpuprov.protocol.tables import MIG_CONFIGS, table
+from gpuprov.protocol.tables import MIG_CONFIGS, Tables
 
 DISABLED, ENABLED = "disabled", "enabled"
 _LISTS = "mig-configs"
@@ -19,13 +19,13 @@ _FILTER = re.compile(r"0[xX]([0-9a-fA-F]{4})10[dD][eE]")
 _MOST_PROFILES = 32
 
 
-def layout_of(name: str, device_ids: Sequence[str]) -> tuple[str, ...]:
+def layout_of(name: str, device_ids: Sequence[str], tables: Tables) -> tuple[str, ...]:
     """Return a configuration's text for each GPU, by its PCI device id: `disabled`, `enabled` or profiles, "" if none.
 
     `devices: all` means all that have MIG, and a later entry wins: as with mig-parted. Raises UsageError if no
     configuration has the name.
     """
-    known = table(MIG_CONFIGS)[_LISTS]
+    known = tables.table(MIG_CONFIGS)[_LISTS]
     if name not in known:
         names = ", ".join(map(str, known)) or "none: gpuprov_mig_configs names no file"
         raise UsageError(f"there is no MIG configuration {name}", f"known: {names}", "set gpuprov_mig_config to one")
@@ -33,7 +33,7 @@ def layout_of(name: str, device_ids: Sequence[str]) -> tuple[str, ...]:
     for entry in known[name]:
         filters, indexes, text = _read(entry)
         for index, device_id in enumerate(device_ids):
-            model = model_of(device_id)
+            model = model_of(device_id, tables)
             meant = (model is None or model.mig) if indexes is None else index in indexes
             if meant and (not filters or device_id.lower() in filters):
                 found[index] = text

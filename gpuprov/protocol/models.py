@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gpuprov.protocol.codec import load
-from gpuprov.protocol.tables import FORMAT, MODELS, invalid_table, rows
+from gpuprov.protocol.tables import FORMAT, MODELS, Tables, invalid_table
 
 
 @dataclass(frozen=True)
@@ -76,31 +77,41 @@ class Table:
 _ID = re.compile(r"[0-9a-f]{4}")
 
 
-def generation_of(device_id: str) -> Generation | None:
-    """Return the generation of a PCI device id (four hexadecimal digits), None for one that the table does not know."""
+@functools.lru_cache(4)
+def models(tables: Tables) -> Table:
+    """Return what these tables know of GPUs."""
+    return _loaded(tables.table(MODELS))
+
+
+def _loaded(data: Mapping[str, Any]) -> Table:
+    return load(Table, {one.name: data.get(one.name) for one in fields(Table)}, trusted=True, exact=True)
+
+
+def generation_of(device_id: str, tables: Tables) -> Generation | None:
+    """Return the generation of a PCI device id (four hexadecimal digits), None for one that the tables do not know."""
     number = device_id.lower() if re.fullmatch(r"[0-9a-fA-F]{4}", device_id) else ""
-    return next((row for row in rows(MODELS, "generations", Generation) if row.first <= number <= row.last), None)
+    return next((row for row in models(tables).generations if row.first <= number <= row.last), None)
 
 
-def model_of(device_id: str) -> Model | None:
-    """Return the model of a PCI device id, None for one that the table does not know."""
-    return next((row for row in rows(MODELS, "models", Model) if device_id in row.ids), None)
+def model_of(device_id: str, tables: Tables) -> Model | None:
+    """Return the model of a PCI device id, None for one that the tables do not know."""
+    return next((row for row in models(tables).models if device_id in row.ids), None)
 
 
-def fabric_of(device_id: str) -> Fabric | None:
+def fabric_of(device_id: str, tables: Tables) -> Fabric | None:
     """Return how a GPU's NVLink is switched; None if it is not, or if the switches themselves tell."""
-    model = model_of(device_id)
-    return fabric_named(model.fabric) if model else None
+    model = model_of(device_id, tables)
+    return fabric_named(model.fabric, tables) if model else None
 
 
-def fabric_named(name: str) -> Fabric | None:
+def fabric_named(name: str, tables: Tables) -> Fabric | None:
     """Return a row by its name."""
-    return next((row for row in rows(MODELS, "fabrics", Fabric) if row.name == name), None)
+    return next((row for row in models(tables).fabrics if row.name == name), None)
 
 
-def name_of(device_id: str) -> str:
-    """Return the name of a GPU's model, or of its generation; "" if the table knows neither."""
-    known = model_of(device_id) or generation_of(device_id)
+def name_of(device_id: str, tables: Tables) -> str:
+    """Return the name of a GPU's model, or of its generation; "" if the tables know neither."""
+    known = model_of(device_id, tables) or generation_of(device_id, tables)
     return known.name if known else ""
 
 
@@ -109,7 +120,7 @@ def checked_models(data: Any, origin: str) -> Mapping[str, Any]:
     try:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        found = load(Table, {one.name: data.get(one.name) for one in fields(Table)}, trusted=True, exact=True)
+        found = _loaded(data)
         ids = [(one.name, number) for one in found.models for number in one.ids]
         ids += [(one.name, number) for one in found.generations for number in (one.first, one.last)]
         if wrong := next((f"{name}: {number[:20]!r}" for name, number in ids if not _ID.fullmatch(number)), ""):

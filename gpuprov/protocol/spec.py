@@ -15,10 +15,10 @@ from marshmallow import ValidationError, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.protocol import spec_fields as check
-from gpuprov.protocol import tables
 from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec_fields import PREFIX, TextOrList, choice, flag, number, or_empty, several, text
+from gpuprov.protocol.tables import PACKAGED, RELEASES, Tables
 
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = ("maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin")
@@ -177,11 +177,11 @@ def option_names() -> tuple[str, ...]:
     return tuple(f.name for f in fields(HostSpec))
 
 
-def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
+def parse_spec(values: Mapping[str, Any], origin: str = "", tables: Tables = PACKAGED) -> HostSpec:
     """Return the spec that `values` (names without prefix) describe; the rest takes its default.
 
     Raises GpuprovError with exit code 2 that lists every unknown name, with the nearest known one, and every wrong
-    value. `origin` says where the values come from, for the message.
+    value. `origin` says where the values come from, for the message; `tables` what a branch means.
     """
     try:
         loaded: HostSpec = _SCHEMA().load({key: _finite(key, value, origin) for key, value in values.items()})
@@ -191,10 +191,10 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
             for name, reason in check.flat(error.messages)
         )
         raise UsageError.several(problems) from None
-    return replace(loaded, driver_version=_driver_version(loaded, origin))
+    return replace(loaded, driver_version=_driver_version(loaded, origin, tables))
 
 
-def _driver_version(spec: HostSpec, origin: str) -> str:
+def _driver_version(spec: HostSpec, origin: str, tables: Tables) -> str:
     """Return the release that is meant, where this is known: every host of a run gets the same.
 
     Nothing means the recommended one, which the host finds (driver/recommended.py). A mirror's index says what its
@@ -206,8 +206,7 @@ def _driver_version(spec: HostSpec, origin: str) -> str:
         return ""
     if spec.driver != "runfile":
         return "" if version == "latest" else version
-    is_packaged = tables.table(tables.RELEASES) is tables.packaged(tables.RELEASES)
-    if spec.driver_mirror or (spec.driver_releases and is_packaged):
+    if spec.driver_mirror or (spec.driver_releases and RELEASES not in tables.sent):
         return version
     found = tables.resolved(version)
     if found.isdecimal():

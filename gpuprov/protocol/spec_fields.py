@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.secrets import masked
+from gpuprov.protocol.tables import PACKAGED
 
 PREFIX = "gpuprov_"
 
@@ -24,7 +24,7 @@ def form(pattern: str, error: str) -> validate.Regexp:
 
 VERSION = form(
     r"\d{3,4}(\.\d{1,4}){0,3}|latest|recommended",
-    f"is not a driver version such as 580.178.04, nor a branch ({', '.join(tables.branches())}), nor latest or "
+    f"is not a driver version such as 580.178.04, nor a branch ({', '.join(PACKAGED.branches())}), nor latest or "
     "recommended",
 )
 SHA256 = form(r"[0-9a-f]{64}", "is not a SHA-256 digest (64 hexadecimal digits, lower case)")

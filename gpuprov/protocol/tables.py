@@ -1,8 +1,8 @@
-"""Tables that ship as data files beside this module, and their replacements in this process. Never fetches.
+"""Tables that ship as data files beside this module, and what a run has in their place. Never fetches.
 
-A process carries out one request. A request may bring newer tables: the site's releases and servers, the controller's
-advisories and known problems. A driver release that is not in the table of releases is installed as well, by its full
-version; branches of `newest` may lack a digest: nobody has published one.
+A request may bring newer tables: the site's releases and servers, the controller's advisories and known problems. A
+driver release that is not in the table of releases is installed as well, by its full version; branches of `newest` may
+lack a digest: nobody has published one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, Callable, TypeVar
 
@@ -23,7 +24,6 @@ RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS = "driver_releases", "advisories",
 MODELS, XIDS, FAILURES, HEALTH, MIG_CONFIGS = "models", "xids", "failures", "health", "mig_configs"
 # Those that a request may replace.
 NAMES = RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS, MODELS, MIG_CONFIGS
-_in_use: dict[str, Any] = {}
 T = TypeVar("T")
 FORMAT = 1
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -47,8 +47,8 @@ def parse(content: bytes) -> Any:
 
 @functools.cache
 def rows(name: str, key: str, kind: type[T]) -> tuple[T, ...]:
-    """Return the rows of a list in the table in use, each of a dataclass."""
-    return loaded(table(name)[key], kind)
+    """Return the rows of a list in a packaged table, each of a dataclass."""
+    return loaded(packaged(name)[key], kind)
 
 
 def loaded(given: list[dict[str, Any]], kind: type[T]) -> tuple[T, ...]:
@@ -65,65 +65,67 @@ def loaded(given: list[dict[str, Any]], kind: type[T]) -> tuple[T, ...]:
     return tuple(load(kind, whole(one), trusted=True, exact=True) for one in given)
 
 
-def table(name: str) -> Any:
-    """Return the table in use in this process."""
-    return _in_use.get(name) or packaged(name)
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The tables of a run: the `sent` ones, which have been validated, and the packaged ones for all others.
 
-
-def server(name: str) -> str:
-    """Return the URL of a distribution's server, without a slash at its end; a site's table may name some only."""
-    replaced = table(SERVERS)["servers"].get(name)
-    return str(replaced or packaged(SERVERS)["servers"][name]).rstrip("/")
-
-
-def addresses(url: str) -> tuple[str, ...]:
-    """Return a file's URL, and its URL on the second server if it is on a server that has one (NAME and NAME-2).
-
-    A site that replaces only the first one means no second one.
+    A machine is looked at with them: core/system.py has those of its run, facts those that they were gathered with.
     """
-    names, own = packaged(SERVERS)["servers"], table(SERVERS)["servers"]
-    seconds = [name for name in names if name.endswith("-2") and (name in own or name[:-2] not in own)]
-    pairs = ((server(name[:-2]), server(name)) for name in seconds)
-    return url, *(second + url[len(first) :] for first, second in pairs if url.startswith(f"{first}/"))
+
+    sent: Mapping[str, Any] = field(default_factory=dict)
+
+    def table(self, name: str) -> Any:
+        """Return a table's content."""
+        return self.sent.get(name) or packaged(name)
+
+    def with_table(self, name: str, content: Any) -> Tables:
+        """Return these tables with another one of that name."""
+        return replace(self, sent={**self.sent, name: content})
+
+    def server(self, name: str) -> str:
+        """Return the URL of a distribution's server, without a slash at its end; a site's table may name some only."""
+        replaced = self.table(SERVERS)["servers"].get(name)
+        return str(replaced or packaged(SERVERS)["servers"][name]).rstrip("/")
+
+    def addresses(self, url: str) -> tuple[str, ...]:
+        """Return a file's URL, and its URL on the second server if it is on a server that has one (NAME and NAME-2).
+
+        A site that replaces only the first one means no second one.
+        """
+        names, own = packaged(SERVERS)["servers"], self.table(SERVERS)["servers"]
+        seconds = [name for name in names if name.endswith("-2") and (name in own or name[:-2] not in own)]
+        pairs = ((self.server(name[:-2]), self.server(name)) for name in seconds)
+        return url, *(second + url[len(first) :] for first, second in pairs if url.startswith(f"{first}/"))
+
+    def branches(self) -> tuple[str, ...]:
+        """Return the branches with a known release, oldest first."""
+        return tuple(sorted(self.table(RELEASES)["newest"], key=version_numbers))
+
+    def resolved(self, version: str) -> str:
+        """Return the release that is meant: `580` is the newest known of its branch, `latest` of the long-term one.
+
+        Anything else, and a branch that is not known, is returned as it is.
+        """
+        branch = LONG_TERM_BRANCH if version == "latest" else version
+        return str(self.table(RELEASES)["newest"].get(branch, version))
+
+    def announced(self, branch: str) -> str:
+        """Return the day (YYYY-MM-DD) on which a branch appeared of which no release is known, "" for any other."""
+        return str(self.table(RELEASES).get("announced", {}).get(branch, ""))
+
+    def known_sha256(self, version: str, architecture: str) -> str:
+        """Return the SHA-256 of a release's .run file, "" if it is not known. A site's table wins over ours."""
+        for source in (self.table(RELEASES), packaged(RELEASES)):
+            if digest := source["sha256"].get(architecture, {}).get(version, ""):
+                return str(digest)
+        return ""
+
+    def support_end(self, version: str) -> str:
+        """Return the month (YYYY-MM) in which the support of a release's branch ends or ended, "" if not known."""
+        return str(self.table(RELEASES)["support_ends"].get(version.partition(".")[0], ""))
 
 
-def use(tables: Mapping[str, Any]) -> None:
-    """Use these tables, and the packaged ones for all others. They must have been validated."""
-    _in_use.clear()
-    _in_use.update(tables)
-    rows.cache_clear()
-
-
-def branches() -> tuple[str, ...]:
-    """Return the branches with a known release, oldest first."""
-    return tuple(sorted(table(RELEASES)["newest"], key=version_numbers))
-
-
-def resolved(version: str) -> str:
-    """Return the release that is meant: `580` is the newest known of its branch, `latest` that of the long-term one.
-
-    Anything else, and a branch that is not known, is returned as it is.
-    """
-    found: str = table(RELEASES)["newest"].get(LONG_TERM_BRANCH if version == "latest" else version, version)
-    return found
-
-
-def announced(branch: str) -> str:
-    """Return the day (YYYY-MM-DD) on which a branch appeared of which no release is known, nothing for any other."""
-    return str(table(RELEASES).get("announced", {}).get(branch, ""))
-
-
-def known_sha256(version: str, architecture: str) -> str:
-    """Return the SHA-256 of a release's .run file, nothing if it is not known. A site's table wins over ours."""
-    for source in (table(RELEASES), packaged(RELEASES)):
-        if digest := source["sha256"].get(architecture, {}).get(version, ""):
-            return str(digest)
-    return ""
-
-
-def support_end(version: str) -> str:
-    """Return the month (YYYY-MM) in which the support of a release's branch ends or ended, nothing if not known."""
-    return str(table(RELEASES)["support_ends"].get(version.partition(".")[0], ""))
+PACKAGED = Tables()
 
 
 def checked_rows(

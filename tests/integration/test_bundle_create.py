@@ -16,6 +16,7 @@ from gpuprov.bundle_create.recipe import Recipe, RunFile
 from gpuprov.machine.distros import find_distribution
 from gpuprov.packages.keys import fingerprints
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
 from tests.integration.opened_bundle import collected, opened
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
@@ -128,7 +129,7 @@ def test_a_key_that_is_not_on_this_machine_is_told(
     monkeypatch.setitem(ARCHIVES, "debian", archive)
     row = find_distribution("debian", "12")
     assert row is not None
-    sources = default_sources(row, "x86_64", mirror_at("http://mirror.example/debian"))
+    sources = default_sources(row, "x86_64", mirror_at("http://mirror.example/debian"), PACKAGED)
     wanted = dataclasses.replace(recipe(mirror), sources=sources)
     assert "apt-get install debian-archive-keyring" in refusal(wanted, tmp_path)
 

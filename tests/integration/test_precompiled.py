@@ -30,6 +30,7 @@ from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
@@ -117,7 +118,7 @@ def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:
 def planned(facts: HostFacts, spec: HostSpec) -> list[Change]:
     found = make_plan(
         facts,
-        cuda_repository.with_branch(facts.distribution, facts.gpu_device_ids, "", spec),
+        cuda_repository.with_branch(facts.distribution, facts.gpu_device_ids, "", spec, PACKAGED),
         ("repositories", "packages"),
     )
     assert found.problems == ()

@@ -22,6 +22,7 @@ from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RemoveRpms
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import PACKAGED
 from gpuprov.repos import RpmRepository
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
@@ -248,7 +249,7 @@ def test_headers_that_no_repository_has_any_more_come_with_what_to_do(
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     configure(host, repository.spec)
     row = distribution_of(facts_of(host).os)
-    found = known_repositories.advice(row, kernel, "x86_64")
+    found = known_repositories.advice(row, kernel, "x86_64", PACKAGED)
     change = InstallRpmPackages(manager(host), kernel_headers(row, kernel), advice=found)
     assert found is not None and found.next_step in refusal(lambda: change.apply(host, tell))
 

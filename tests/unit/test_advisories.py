@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.result import HostResult, hosts_by_vulnerability
-from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables, user_path, user_table
+from gpuprov.agent.site_tables import checked_tables, for_request, user_path, user_table, with_newer_tables
 from gpuprov.cli.advisories import parse_csaf
 from gpuprov.cli.main import cli
 from gpuprov.facts.host import HostFacts, gather
@@ -33,6 +33,7 @@ from gpuprov.protocol.advisories import (
     DRIVER,
     TOOLKIT,
     Advisory,
+    Vulnerabilities,
     advisories,
     merged,
     rows_of,
@@ -44,7 +45,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.protocol.tables import ADVISORIES
+from gpuprov.protocol.tables import ADVISORIES, PACKAGED, Tables
 from gpuprov.verify import installed_versions, known_vulnerabilities
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
@@ -60,10 +61,8 @@ NEWER = Advisory("2027/6000", "2027-01-20", DRIVER, "580", "580.200.01", 9.3, ("
 
 
 @pytest.fixture(autouse=True)
-def _own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    yield
-    tables.use({})
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def test_nvidias_documents_become_rows() -> None:
     assert found == {"580": "580.178.04", "595": "595.91.07", "610": "610.57.04", "615": "615.71.09"}
     assert {(one.score, one.cves) for one in drivers} == {(7.8, ("CVE-2026-47494", "CVE-2026-47601"))}
     # The packaged table says the same of both.
-    known = {(one.bulletin, one.branch): one.fixed_in for one in advisories()}
+    known = {(one.bulletin, one.branch): one.fixed_in for one in advisories(PACKAGED)}
     assert {(one.bulletin, one.branch): one.fixed_in for one in (toolkit, *drivers)}.items() <= known.items()
 
 
@@ -106,7 +105,7 @@ def test_nvidias_documents_become_rows() -> None:
     ],
 )
 def test_versions_have_published_holes(product: str, version: str, score: float, fixed_in: str, unfixed: bool) -> None:
-    found = vulnerabilities(product, version)
+    found = vulnerabilities(product, version, advisories(PACKAGED))
     if not score:
         assert found is None
         return
@@ -149,39 +148,42 @@ def test_what_is_there_already_is_no_installation(metal: HostFacts) -> None:
     assert not any("refused" in one.what for one in found)
 
 
-def _use_bundle(table: Mapping[str, object]) -> None:
+def of_driver(found: Tables) -> Vulnerabilities | None:
+    return vulnerabilities(DRIVER, "580.178.04", advisories(found))
+
+
+def with_bundle(found: Tables, table: Mapping[str, object]) -> Tables:
     content = json.dumps(table).encode()
-    use_newer_tables(lambda name: content if name == "advisories.json" else b"", "a bundle")
+    return with_newer_tables(found, lambda name: content if name == "advisories.json" else b"", "a bundle")
 
 
 def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> None:
     assert for_request(HostSpec()) == {}
-    newer = table_of(merged(advisories(), [NEWER]), "2027-02-01")
+    newer = table_of(merged(advisories(PACKAGED), [NEWER]), "2027-02-01")
     user_path(ADVISORIES).parent.mkdir(parents=True)
     user_path(ADVISORIES).write_text(json.dumps(newer))
     sent = json.loads(json.dumps(for_request(HostSpec())))
     # By both front doors.
     assert task_request("install", {}).tables == sent
     assert request_for(HostTarget("a", HostSpec()), Request("install"), alone=True).tables == sent
-    assert vulnerabilities(DRIVER, "580.178.04") is None
+    assert of_driver(PACKAGED) is None
     site = tables.packaged(tables.SERVERS) | {"servers": {"epel": "https://mirror.example/epel"}}
-    use_tables({**sent, tables.SERVERS: site})
-    found = vulnerabilities(DRIVER, "580.178.04")
+    own = checked_tables({**sent, tables.SERVERS: site})
+    found = of_driver(own)
     assert found is not None
     assert found.bulletins == "2027/6000 (9.3)"
     # Those of a bundle count where they are newer, and only there.
-    _use_bundle({**newer, "rows": [], "updated": "2027-01-31"})
-    assert vulnerabilities(DRIVER, "580.178.04") is not None
-    _use_bundle({**newer, "rows": [], "updated": "2027-02-02"})
-    assert vulnerabilities(DRIVER, "580.178.04") is None
-    assert tables.server("epel") == "https://mirror.example/epel"
+    assert of_driver(with_bundle(own, {**newer, "rows": [], "updated": "2027-01-31"})) is not None
+    newest = with_bundle(own, {**newer, "rows": [], "updated": "2027-02-02"})
+    assert of_driver(newest) is None
+    assert newest.server("epel") == "https://mirror.example/epel"
 
 
 def test_a_users_table_lacks_no_bulletin_of_a_later_gpuprov() -> None:
     user_path(ADVISORIES).parent.mkdir(parents=True)
     user_path(ADVISORIES).write_text(json.dumps(table_of([NEWER], "2027-02-01")))
-    assert rows_of(user_table(ADVISORIES)) == (NEWER, *advisories())
-    assert rows_of(for_request(HostSpec())[ADVISORIES]) == (NEWER, *advisories())
+    assert rows_of(user_table(ADVISORIES)) == (NEWER, *advisories(PACKAGED))
+    assert rows_of(for_request(HostSpec())[ADVISORIES]) == (NEWER, *advisories(PACKAGED))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_an_update_replaces_a_damaged_table(damaged: str) -> None:
     with pytest.raises(GpuprovError):
         run()
     run("update", "--from", str(DOCUMENTS))
-    assert {one.bulletin for one in rows_of(user_table(ADVISORIES))} == {one.bulletin for one in advisories()}
+    assert {one.bulletin for one in rows_of(user_table(ADVISORIES))} == {one.bulletin for one in advisories(PACKAGED)}
 
 
 def test_digests_are_compared(tmp_path: Path) -> None:
@@ -319,7 +321,7 @@ def test_the_report_names_the_hosts_of_each_hole() -> None:
         return HostResult(name, ExitCode.DONE, versions={"driver": driver, "toolkit": toolkit})
 
     results = [host("a", "580.159.04"), host("b", "580.178.04"), host("c", "580.159.04", "1.17.8-1"), host("d", "")]
-    found = hosts_by_vulnerability(results, advisories())
+    found = hosts_by_vulnerability(results, advisories(PACKAGED))
     assert [(one.product, one.version, names) for one, names in found] == [
         (TOOLKIT, "1.17.8-1", ("c",)), (DRIVER, "580.159.04", ("a", "c")),
     ]  # fmt: skip
@@ -331,16 +333,18 @@ def test_the_report_names_the_hosts_of_each_hole() -> None:
 
 def test_the_packaged_table_is_what_its_script_writes() -> None:
     """NVIDIA's documents give the rows that are packaged, and running it twice changes nothing."""
-    again = rows_of(json.loads(table_from(str(DOCUMENTS), advisories(), "2026-11-22")))
+    again = rows_of(json.loads(table_from(str(DOCUMENTS), advisories(PACKAGED), "2026-11-22")))
     packaged = rows_of(json.loads(TABLE.read_text()))
     assert [replace(one, cves=()) for one in again] == [replace(one, cves=()) for one in packaged]
-    assert table_from(str(DOCUMENTS), again, "2026-11-22") == table_from(str(DOCUMENTS), advisories(), "2026-11-22")
+    assert table_from(str(DOCUMENTS), again, "2026-11-22") == table_from(
+        str(DOCUMENTS), advisories(PACKAGED), "2026-11-22"
+    )
 
 
 def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
     host = healthy(tmp_path)
-    found = known_vulnerabilities(installed_versions(host))
+    found = known_vulnerabilities(installed_versions(host), advisories(PACKAGED))
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
     ended, events = ask(healthy(tmp_path / "again"), Request("verify"))
     assert warned(events) == [str(found[0])]

@@ -34,6 +34,7 @@ from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
@@ -66,7 +67,7 @@ def problems(facts: HostFacts, wanted: HostSpec) -> tuple[Problem, ...]:
 
 def with_branch(facts: HostFacts, wanted: HostSpec) -> HostSpec:
     installed = facts.driver_installed_version if facts.driver_packaged else ""
-    return cuda_repository.with_branch(facts.distribution, facts.gpu_device_ids, installed, wanted)
+    return cuda_repository.with_branch(facts.distribution, facts.gpu_device_ids, installed, wanted, PACKAGED)
 
 
 def repository(facts: HostFacts, wanted: HostSpec) -> tuple[str, str, str]:

@@ -26,6 +26,7 @@ from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED
 from gpuprov.repos import rpm_repositories
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Scripted
@@ -78,7 +79,7 @@ def added_files(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     ],
 )
 def test_each_release_has_its_repository_and_key(name: str, version: str, uri: str, key: str, fingerprint: str) -> None:
-    found = dkms_repository(row(name, version), version, "x86_64", HostSpec())
+    found = dkms_repository(row(name, version), version, "x86_64", HostSpec(), PACKAGED)
     assert found is not None
     assert found.uri.startswith("https://") and found.uri.endswith(uri) and found.key_url.endswith(key)
     assert (found.key_fingerprint, found.only) == (fingerprint, ("dkms*",))
@@ -86,16 +87,16 @@ def test_each_release_has_its_repository_and_key(name: str, version: str, uri: s
 
 @pytest.mark.parametrize(("name", "version"), [("sles", "16.0"), ("fedora", "44"), ("debian", "12")])
 def test_what_is_not_known_is_not_guessed(name: str, version: str) -> None:
-    assert dkms_repository(row(name, version), version, "x86_64", HostSpec()) is None
+    assert dkms_repository(row(name, version), version, "x86_64", HostSpec(), PACKAGED) is None
 
 
 def test_a_site_says_where_and_whose_key() -> None:
     sles = row("sles", "16.0")
     own = HostSpec(epel_repository="http://mirror/backports/", epel_key_fingerprint="A" * 40)
-    found = dkms_repository(sles, "16.0", "x86_64", own)
+    found = dkms_repository(sles, "16.0", "x86_64", own, PACKAGED)
     assert found is not None and found.key_fingerprint == "A" * 40
     assert found.uri == "http://mirror/backports/SLE-16-SP0/standard/"
-    assert dkms_repository(sles, "16.0", "x86_64", replace(own, epel_key_fingerprint="")) is None
+    assert dkms_repository(sles, "16.0", "x86_64", replace(own, epel_key_fingerprint=""), PACKAGED) is None
 
 
 @pytest.mark.parametrize("spec", [RUNFILE, PACKAGES])
@@ -145,7 +146,9 @@ def test_a_host_with_epel_gets_no_second_one(debian: HostFacts, text: str) -> No
 )
 def test_a_file_that_dnf_does_not_read_or_that_is_ours_is_no_epel(debian: HostFacts, path: str) -> None:
     facts = replace(host(debian), files={path: FileFact(b"[epel]\nbaseurl=x\n", 0o644, 0, 0)})
-    assert dkms_source(source_of(facts, RUNFILE)) == dkms_repository(row("rocky", "9.5"), "9.5", "x86_64", RUNFILE)
+    assert dkms_source(source_of(facts, RUNFILE)) == dkms_repository(
+        row("rocky", "9.5"), "9.5", "x86_64", RUNFILE, PACKAGED
+    )
 
 
 @pytest.mark.parametrize("name", ["SUSE_Package_Hub_15_SP6_x86_64:SUSE-PackageHub-15-SP6-Pool", "openSUSE_Backports"])

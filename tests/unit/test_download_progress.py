@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from gpuprov.core.download import LARGEST, fetch, fetch_small, published_sha256,
 from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.driver_run import default_url
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.tables import PACKAGED, Tables
 from tests.unit.ask import problem_of
 from tests.unit.download_server import CONTENT, DIGEST, PIECE, Impatient, Site, site, system
 
@@ -202,11 +201,10 @@ def test_a_wait_that_a_server_asks_for_is_not_shorter_than_ours(system: Impatien
 
 
 @pytest.fixture
-def two_servers(site: Site) -> Iterator[str]:
-    """Yield the address on the first of two servers for drivers, as a site's table may name them."""
-    tables.use({"servers": {"servers": {name: f"{site.url}{path}" for name, path in SERVERS.items()}}})
-    yield f"{site.url}/aarch64"
-    tables.use({})
+def two_servers(system: System, site: Site) -> str:
+    """Return the address on the first of two servers for drivers, as a site's table may name them."""
+    system.tables = Tables({"servers": {"servers": {name: f"{site.url}{path}" for name, path in SERVERS.items()}}})
+    return f"{site.url}/aarch64"
 
 
 SERVERS = {"nvidia-driver-aarch64": "/aarch64", "nvidia-driver-aarch64-2": "/Linux-aarch64"}
@@ -217,7 +215,7 @@ def test_a_driver_that_the_first_server_lacks_is_on_the_second(system: System, s
     site.files["/Linux-aarch64/a.run.sha256sum"] = DIGEST.encode()
     assert unreachable(system, [f"{two_servers}/a.run"]) == ()
     assert published_sha256(system, f"{two_servers}/a.run") == DIGEST
-    assert default_url("580.1", "aarch64") == f"{two_servers}/580.1/NVIDIA-Linux-aarch64-580.1.run"
+    assert default_url("580.1", "aarch64", system.tables) == f"{two_servers}/580.1/NVIDIA-Linux-aarch64-580.1.run"
     fetch(system, f"{two_servers}/a.run", "/file", sha256=DIGEST, tell=tell_nobody)
     assert system.read_bytes("/file") == CONTENT
 
@@ -232,7 +230,7 @@ def test_a_driver_on_neither_server_is_an_error_that_names_both(system: System, 
 
 def test_a_second_server_that_is_away_hides_no_missing_file(system: System, site: Site, two_servers: str) -> None:
     away = {"nvidia-driver-aarch64": two_servers, "nvidia-driver-aarch64-2": "http://127.0.0.1:9/Linux-aarch64"}
-    tables.use({"servers": {"servers": away}})
+    system.tables = Tables({"servers": {"servers": away}})
     with pytest.raises(GpuprovError) as caught:
         fetch(system, f"{two_servers}/a.run", "/file", sha256=DIGEST, tell=tell_nobody)
     assert ["HTTP 404" in one.evidence for one in caught.value.problems] == [True, False]
@@ -242,9 +240,7 @@ def test_a_second_server_that_is_away_hides_no_missing_file(system: System, site
 
 def test_a_site_that_replaces_the_first_server_has_no_second_one() -> None:
     own = {"nvidia-driver-aarch64": "https://mirror.example/aarch64"}
-    tables.use({"servers": {"servers": own}})
-    url = default_url("580.1", "aarch64")
-    found = tables.addresses(url)
-    tables.use({})
-    assert found == (url,)
-    assert len(tables.addresses(default_url("580.1", "aarch64"))) == 2
+    tables = Tables({"servers": {"servers": own}})
+    url = default_url("580.1", "aarch64", tables)
+    assert tables.addresses(url) == (url,)
+    assert len(PACKAGED.addresses(default_url("580.1", "aarch64", PACKAGED))) == 2

@@ -23,7 +23,7 @@ from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import parse_spec
-from gpuprov.protocol.tables import known_sha256
+from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
 from tests.triplet import TRIPLET
 from tests.unit.ask import problem_of
@@ -199,7 +199,9 @@ def test_the_place_of_a_runfile(tmp_path: Path, wanted: dict[str, str], place: s
     driver = RunFile(facts, spec)
     assert (driver.url, driver.path) == (url, place)
     assert any("over http" in one.what for one in refusals(source_of(facts, spec))) is needs
-    digest = wanted.get("driver_sha256", "") or (known_sha256(_KNOWN, "x86_64") if _KNOWN in wanted.values() else "")
+    digest = wanted.get("driver_sha256", "") or (
+        PACKAGED.known_sha256(_KNOWN, "x86_64") if _KNOWN in wanted.values() else ""
+    )
     assert source_of(facts, spec).plan_download() == ((FetchRunfile(url, place, digest),) if fetched else ())
     there = replace(facts, downloads={place: digest or "0" * 64})
     assert source_of(there, spec).plan_download() == ()

@@ -26,6 +26,7 @@ from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import CHANGE_KINDS, STEPS
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
 from tests.unit.ask import check_of, problem_of
 from tests.unit.fake_host import FakeHost
@@ -92,7 +93,7 @@ def test_switches_behind_adapters_are_known_by_their_product_data(host: SwitchHo
         (host.root / f"sys/class/infiniband/{name}/device/vpd").write_bytes(data)
     found = gather_fabric(host)
     assert (found.switches, found.managed) == (("0000:c1:00.0", "mlx5_1"), True)
-    assert packages("580.95.05", APT, found) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
+    assert packages("580.95.05", APT, found, PACKAGED) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
 
 
 def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_modules_for_switches_behind_adapters_are_loaded_first(host: SwitchHost)
     ],
 )
 def test_the_package_is_named_as_the_repository_names_it(version: str, manager: str, name: str) -> None:
-    assert packages(version, manager_of(None, manager), FabricFacts()) == (name,)
+    assert packages(version, manager_of(None, manager), FabricFacts(), PACKAGED) == (name,)
 
 
 def test_a_pattern_is_met_by_a_version_of_its_kind() -> None:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.agent.site_tables import for_request, use_tables
+from gpuprov.agent.site_tables import checked_tables, for_request
 from gpuprov.driver.generations import module_type, problems
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import parse_spec
-from gpuprov.protocol.tables import branches, checked_releases, known_sha256, resolved, support_end
+from gpuprov.protocol.tables import PACKAGED, checked_releases
 from gpuprov.protocol.versions import version_numbers
 
 # Device ids of well-known boards, from the PCI ID database.
@@ -40,15 +40,15 @@ A100, A10, RTX_3090, L4, H100, GH200, B200, RTX_5090 = "20b0", "2236", "2204", "
     ],
 )  # fmt: skip
 def test_boards_are_of_their_generation(device_id: str, name: str) -> None:
-    found = generation_of(device_id)
+    found = generation_of(device_id, PACKAGED)
     assert found is not None
     assert found.name == name
 
 
 @pytest.mark.parametrize("device_id", ["", "xyz", "ffff", "3fff", "22ce", "2f95"])
 def test_what_nobody_knows_is_held_against_nothing(device_id: str) -> None:
-    assert generation_of(device_id) is None
-    assert problems([device_id], "550.163.01", "auto") == ()
+    assert generation_of(device_id, PACKAGED) is None
+    assert problems([device_id], "550.163.01", "auto", PACKAGED) == ()
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_what_nobody_knows_is_held_against_nothing(device_id: str) -> None:
     ],
 )
 def test_kernel_modules_are_what_the_gpus_need(device_ids: list[str], version: str, asked: str, kind: str) -> None:
-    assert module_type(device_ids, version, asked) == kind
-    assert problems(device_ids, version, asked) == ()
+    assert module_type(device_ids, version, asked, PACKAGED) == kind
+    assert problems(device_ids, version, asked, PACKAGED) == ()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_kernel_modules_are_what_the_gpus_need(device_ids: list[str], version: s
     ],
 )
 def test_refusals_name_a_way_out(device_ids: list[str], version: str, asked: str, says: str, next_step: str) -> None:
-    found = problems(device_ids, version, asked)
+    found = problems(device_ids, version, asked, PACKAGED)
     assert says in found[0].what
     assert next_step in found[0].next_step
     assert all(one.evidence for one in found)
@@ -95,19 +95,19 @@ def test_refusals_name_a_way_out(device_ids: list[str], version: str, asked: str
 
 @given(st.lists(st.sampled_from([V100, T4, A100, H100, L4, T4]), min_size=1))
 def test_the_long_term_branch_serves_everything_but_a_mix_with_open_only(device_ids: list[str]) -> None:
-    assert problems(device_ids, resolved("latest"), "auto") == ()
+    assert problems(device_ids, PACKAGED.resolved("latest"), "auto", PACKAGED) == ()
 
 
 def test_a_branch_is_its_newest_known_release() -> None:
-    for branch in branches():
-        assert resolved(branch).startswith(f"{branch}.")
-        assert len(known_sha256(resolved(branch), "x86_64")) == 64
-        assert len(known_sha256(resolved(branch), "aarch64")) in (0, 64)
-    assert known_sha256("575.64.05", "aarch64") == ""
-    assert resolved("latest") == resolved("580")
-    assert resolved("550.54.14") == "550.54.14"
-    assert known_sha256("550.54.14", "x86_64") == ""
-    assert list(branches()) == sorted(branches(), key=version_numbers)
+    for branch in PACKAGED.branches():
+        assert PACKAGED.resolved(branch).startswith(f"{branch}.")
+        assert len(PACKAGED.known_sha256(PACKAGED.resolved(branch), "x86_64")) == 64
+        assert len(PACKAGED.known_sha256(PACKAGED.resolved(branch), "aarch64")) in (0, 64)
+    assert PACKAGED.known_sha256("575.64.05", "aarch64") == ""
+    assert PACKAGED.resolved("latest") == PACKAGED.resolved("580")
+    assert PACKAGED.resolved("550.54.14") == "550.54.14"
+    assert PACKAGED.known_sha256("550.54.14", "x86_64") == ""
+    assert list(PACKAGED.branches()) == sorted(PACKAGED.branches(), key=version_numbers)
 
 
 def test_a_branch_without_a_known_release_is_named_as_such() -> None:
@@ -119,21 +119,21 @@ def test_a_branch_without_a_known_release_is_named_as_such() -> None:
 
 
 def test_a_branch_may_be_asked_for_in_an_inventory() -> None:
-    assert parse_spec({"driver_version": "580"}).driver_version == resolved("580")
-    assert parse_spec({"driver_version": "latest"}).driver_version == resolved("580")
+    assert parse_spec({"driver_version": "580"}).driver_version == PACKAGED.resolved("580")
+    assert parse_spec({"driver_version": "latest"}).driver_version == PACKAGED.resolved("580")
     with pytest.raises(GpuprovError, match=r"nor a branch \(390, 470.*nor latest"):
         parse_spec({"driver_version": "581"})
 
 
 def test_what_a_hint_asks_for_is_accepted() -> None:
     """Kepler was told to take 470, which nobody knew."""
-    (problem,) = problems([K80], "550.163.01", "auto")
+    (problem,) = problems([K80], "550.163.01", "auto", PACKAGED)
     name, _, value = problem.next_step.removeprefix("set ").partition(": ")
     assert (name, value) == ("gpuprov_driver_version", '"470"')
     found = parse_spec({"driver_version": value.strip('"')}).driver_version
     assert found == "470.256.02"
-    assert problems([K80], found, "auto") == ()
-    assert len(known_sha256(found, "x86_64")) == len(known_sha256(found, "aarch64")) == 64
+    assert problems([K80], found, "auto", PACKAGED) == ()
+    assert len(PACKAGED.known_sha256(found, "x86_64")) == len(PACKAGED.known_sha256(found, "aarch64")) == 64
 
 
 def test_a_site_has_its_own_table_of_releases(tmp_path: Path) -> None:
@@ -149,16 +149,13 @@ def test_a_site_has_its_own_table_of_releases(tmp_path: Path) -> None:
     asked = parse_spec(values)
     assert asked.driver_version == "580"
     assert parse_spec({**values, "driver_version": "latest"}).driver_version == "latest"
-    try:
-        use_tables(json.loads(json.dumps(for_request(asked))))
-        assert parse_spec(values).driver_version == "580.200.01"
-        assert known_sha256("580.200.01", "x86_64") == "a" * 64
-        assert len(known_sha256("580.178.04", "x86_64")) == 64
-        assert parse_spec({**values, "driver_version": "625"}).driver_version == "625.10.01"
-        with pytest.raises(GpuprovError, match="branch"):
-            parse_spec({**values, "driver_version": "595"})
-    finally:
-        tables.use({})
+    found = checked_tables(json.loads(json.dumps(for_request(asked))))
+    assert parse_spec(values, tables=found).driver_version == "580.200.01"
+    assert found.known_sha256("580.200.01", "x86_64") == "a" * 64
+    assert len(found.known_sha256("580.178.04", "x86_64")) == 64
+    assert parse_spec({**values, "driver_version": "625"}, tables=found).driver_version == "625.10.01"
+    with pytest.raises(GpuprovError, match="branch"):
+        parse_spec({**values, "driver_version": "595"}, tables=found)
     assert parse_spec({"driver_version": "580"}).driver_version == "580.178.04"
     with pytest.raises(GpuprovError, match="not the one that was asked for"):
         for_request(replace(asked, driver_releases_sha256="b" * 64))
@@ -185,6 +182,6 @@ def test_a_table_of_releases_that_is_not_sound_is_refused(damage: dict[str, obje
 
 
 def test_branches_without_fixes_are_known_to_have_ended() -> None:
-    assert support_end("580.178.04") == "2028-06"
-    assert support_end("535") == "2026-06"
-    assert support_end("615.71.09") == ""
+    assert PACKAGED.support_end("580.178.04") == "2028-06"
+    assert PACKAGED.support_end("535") == "2026-06"
+    assert PACKAGED.support_end("615.71.09") == ""

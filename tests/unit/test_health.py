@@ -22,6 +22,7 @@ from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import ExitCode, Problem, Stopped, worst
 from gpuprov.protocol.events import CheckDone, Event, Finished, HealthFound, Note
+from gpuprov.protocol.tables import PACKAGED
 from tests.simgpu import write_kernel_tree
 from tests.unit.fake_host import FakeHost
 from tests.unit.health_cases import CASES, Case, healthy
@@ -105,7 +106,7 @@ def test_a_model_has_its_nvlinks_except_in_mig_mode(mig: tuple[int, ...], switch
     )  # fmt: skip
     before = [Gpu(f"GPU-{n}", "A100", f"0000:0{n}:00.0", 12) for n in range(2)]
     for remembered in ((), before):
-        found = with_expected_links(gpus, remembered, switches=switches)
+        found = with_expected_links(gpus, remembered, PACKAGED, switches=switches)
         assert [int(gpu["nvlink/expected"]) for gpu in found] == expected
 
 

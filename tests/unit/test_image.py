@@ -28,6 +28,7 @@ from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import GENERATIONS, HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.tables import PACKAGED
 from tests.unit.fake_host import FakeHost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def facts(tmp_path: Path) -> HostFacts:
     """An image with two kernels, of which neither has a module."""
     found = gather(FakeHost(tmp_path / "host", gpus=0))
     kernels = tuple(InstalledKernel(release, headers=False, module=False) for release in (_OLD, _NEW))
-    image = ImageFacts(kernels, generations.ids_of(("ampere",)), offline=True)
+    image = ImageFacts(kernels, generations.ids_of(("ampere",), PACKAGED), offline=True)
     return replace(found, image=image, kernel=kernel_to_come(_NEW), gpus=())
 
 
@@ -54,7 +55,7 @@ def what(facts: HostFacts, wanted: HostSpec) -> str:
 
 
 def test_each_generation_that_can_be_said_has_a_device_id_of_its_own() -> None:
-    found = [generation_of(one) for one in generations.ids_of(GENERATIONS)]
+    found = [generation_of(one, PACKAGED) for one in generations.ids_of(GENERATIONS, PACKAGED)]
     names = [row.name.lower().replace(" lovelace", "").replace(" ", "-") for row in found if row is not None]
     assert names == list(GENERATIONS)
 
@@ -62,12 +63,9 @@ def test_each_generation_that_can_be_said_has_a_device_id_of_its_own() -> None:
 def test_generation_that_a_sites_table_lacks_is_named() -> None:
     table = tables.packaged(tables.MODELS)
     others = [one for one in table["generations"] if one["name"] != "Volta"]
-    tables.use({tables.MODELS: {**table, "generations": others}})
-    try:
-        with pytest.raises(GpuprovError, match="volta"):
-            generations.ids_of(("maxwell", "volta"))
-    finally:
-        tables.use({})
+    own = tables.Tables({tables.MODELS: {**table, "generations": others}})
+    with pytest.raises(GpuprovError, match="volta"):
+        generations.ids_of(("maxwell", "volta"), own)
 
 
 def test_a_yes_or_no_without_default_goes_through_json_and_back() -> None:
@@ -89,7 +87,9 @@ def test_an_image_that_could_not_work_is_refused(facts: HostFacts) -> None:
     empty = replace(facts, image=ImageFacts(offline=True), kernel=kernel_to_come(""))
     assert "there is no kernel in this image" in what(empty, spec())
     assert "there is no kernel" not in what(empty, spec(kernel_modules="none")), "it comes from elsewhere"
-    pascal = replace(facts, image=replace(facts.image or ImageFacts(), device_ids=generations.ids_of(("pascal",))))
+    pascal = replace(
+        facts, image=replace(facts.image or ImageFacts(), device_ids=generations.ids_of(("pascal",), PACKAGED))
+    )
     assert "no longer serves this host's Pascal GPU" in what(pascal, spec(driver_version="590.48.01"))
 
 

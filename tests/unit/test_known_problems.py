@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.site_tables import for_request, use_newer_tables, use_tables, user_path
+from gpuprov.agent.site_tables import checked_tables, for_request, user_path, with_newer_tables
 from gpuprov.cdi.discover import Gpu, MigDevice
 from gpuprov.core.system import System
 from gpuprov.engines.known import EngineFacts
@@ -24,7 +24,7 @@ from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.known_problems import NEWEST, matching, problems_of
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.protocol.tables import KNOWN_PROBLEMS
+from gpuprov.protocol.tables import KNOWN_PROBLEMS, PACKAGED
 from tests.unit.test_advisories import _own_tables, metal, run
 from tests.unit.test_facts import put
 
@@ -192,7 +192,7 @@ def test_a_wrong_row_is_refused(change: Mapping[str, Any]) -> None:
     data = json.loads(json.dumps(tables.packaged(KNOWN_PROBLEMS)))
     data["problems"][0].update(change)
     with pytest.raises(GpuprovError, match="table of known problems is not valid"):
-        use_tables({KNOWN_PROBLEMS: data})
+        checked_tables({KNOWN_PROBLEMS: data})
 
 
 def table_of(updated: str, *rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +213,9 @@ def test_a_sites_table_replaces_the_packaged_one(tmp_path: Path, metal: HostFact
     assert [one["name"] for one in shown["known_problems"]["problems"]] == ["our-rack"]
     assert shown["rows"]
     # It travels to the hosts, where it counts.
-    use_tables(json.loads(json.dumps(for_request(HostSpec()))))
-    assert [one.name for one in matching(combination(with_driver(metal, "580.178.04")))] == ["our-rack"]
-    (problem,) = make_plan(metal, parse_spec({"driver_version": "580.178.04"})).problems
+    own = checked_tables(json.loads(json.dumps(for_request(HostSpec()))))
+    assert [one.name for one in matching(combination(with_driver(metal, "580.178.04")), own)] == ["our-rack"]
+    (problem,) = make_plan(replace(metal, tables=own), parse_spec({"driver_version": "580.178.04"})).problems
     assert problem.next_step == "set gpuprov_allow_known_problems: [our-rack]"
     # What another gpuprov shows is read as well.
     (tmp_path / "all.json").write_text(json.dumps({**shown, "known_problems": table_of("2026-12-02")}))
@@ -242,10 +242,10 @@ def test_a_sites_table_that_is_not_used_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("updated", "count"), [("2026-01-01", 0), ("2027-01-01", 1)])
 def test_a_bundles_table_counts_if_it_is_newer(metal: HostFacts, updated: str, count: int) -> None:
     content = json.dumps(table_of(updated, OWN)).encode()
-    use_newer_tables(lambda name: content if name == "known_problems.json" else b"", "a bundle")
-    assert len(matching(combination(with_driver(metal, "580.178.04")))) == count
+    own = with_newer_tables(PACKAGED, lambda name: content if name == "known_problems.json" else b"", "a bundle")
+    assert len(matching(combination(with_driver(metal, "580.178.04")), own)) == count
 
 
 def test_the_newest_version_is_beyond_no_fix(metal: HostFacts) -> None:
     there = {**combination(metal), "driver": NEWEST, "page_size": 65536}
-    assert matching(there) == ()
+    assert matching(there, PACKAGED) == ()

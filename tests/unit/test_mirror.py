@@ -14,10 +14,10 @@ from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import gather
-from gpuprov.protocol import tables
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.tables import PACKAGED
 from tests.loopback import serving
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
@@ -121,7 +121,7 @@ def test_a_branch_becomes_a_release_with_its_file_and_known_digest(server: Serve
     found = run_files.resolved(System(), spec("550", server.url + slash), "x86_64")
     assert found.driver_version == "550.163.01"
     assert found.driver_url == f"{server.url}/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
-    assert found.driver_sha256 == tables.known_sha256("550.163.01", "x86_64")
+    assert found.driver_sha256 == PACKAGED.known_sha256("550.163.01", "x86_64")
     assert run_files.resolved(System(), found, "x86_64") == found
 
 
@@ -138,7 +138,7 @@ def test_a_version_needs_no_index(server: Served) -> None:
     assert (found.driver_version, found.driver_sha256, server.asked) == ("565.77", "a" * 64, [])
     known = run_files.resolved(System(), spec("550.163.01", f"{server.url}/X/"), "x86_64")
     assert known.driver_url == f"{server.url}/X/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
-    assert known.driver_sha256 == tables.known_sha256("550.163.01", "x86_64") != ""
+    assert known.driver_sha256 == PACKAGED.known_sha256("550.163.01", "x86_64") != ""
 
 
 def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) -> None:
@@ -151,11 +151,11 @@ def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) 
     ("wanted", "held", "expected"),
     [
         ("580", "580.95.05", "580.95.05"), ("latest", "550.163.01", "550.163.01"),
-        ("580", "550.163.01", tables.resolved("580")), ("565.77", "550.163.01", "565.77"),
+        ("580", "550.163.01", PACKAGED.resolved("580")), ("565.77", "550.163.01", "565.77"),
     ],
 )  # fmt: skip
 def test_with_a_bundle_a_branch_is_the_release_in_it(wanted: str, held: str, expected: str) -> None:
-    assert run_files.of_bundle(spec(wanted, "http://mirror.example"), held).driver_version == expected
+    assert run_files.of_bundle(spec(wanted, "http://mirror.example"), held, PACKAGED).driver_version == expected
 
 
 def test_without_a_mirror_a_branch_that_is_not_known_is_refused_at_once() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import gpuprov
-from gpuprov.agent.site_tables import for_request, use_tables
+from gpuprov.agent.site_tables import checked_tables, for_request
 from gpuprov.bundle_create.recipe import rpm_sources
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
@@ -31,6 +31,7 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
 
@@ -42,7 +43,7 @@ def row(name: str, version: str) -> Distribution:
 
 
 def said(name: str, version: str, kernel: str, architecture: str = "x86_64") -> Advice:
-    found = advice(row(name, version), kernel, architecture)
+    found = advice(row(name, version), kernel, architecture, PACKAGED)
     assert found is not None
     return found
 
@@ -87,7 +88,7 @@ def test_advice_names_package_place_and_command(name: str, version: str, kernel:
 def test_every_distribution_has_a_next_command() -> None:
     kernels = ("5.14.0-427.13.1.el9_4.x86_64", "6.4.0-150600.23.30-default")
     for one in ROWS:
-        assert any(advice(one, kernel, "x86_64") for kernel in kernels), one.name
+        assert any(advice(one, kernel, "x86_64", PACKAGED) for kernel in kernels), one.name
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_every_distribution_has_a_next_command() -> None:
     ],
 )  # fmt: skip
 def test_archives_that_anybody_may_read(name: str, version: str, kernel: str, uris: list[str]) -> None:
-    found = past_releases(row(name, version), kernel, "aarch64")
+    found = past_releases(row(name, version), kernel, "aarch64", PACKAGED)
     assert [one.uri for one in found] == uris
     assert all(re.fullmatch(r"[0-9A-F]{40}", one.key_fingerprint) for one in found)
     assert len({one.name for one in found}) == len(found)
@@ -205,7 +206,7 @@ def test_the_plan_hands_the_advice_on(rocky: HostFacts, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Callable[[object], HostSpec]]:
+def servers(tmp_path: Path) -> Callable[[object], HostSpec]:
     """Return what gives a specification that names a table of servers with this content."""
 
     def made(content: object) -> HostSpec:
@@ -214,22 +215,21 @@ def servers(tmp_path: Path) -> Iterator[Callable[[object], HostSpec]]:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         return parse_spec({"servers": str(file), "servers_sha256": digest})
 
-    yield made
-    tables.use({})
+    return made
 
 
 def test_a_site_has_its_own_servers(servers: Callable[[object], HostSpec], rocky: HostFacts) -> None:
     mirrors = {"rocky": "https://mirror.example/rocky/", "rocky-vault": "https://mirror.example/vault"}
     spec = servers({"format": 1, "servers": mirrors})
-    use_tables(json.loads(json.dumps(for_request(spec))))
+    own = checked_tables(json.loads(json.dumps(for_request(spec))))
     asked = parse_spec({"kernel_archive": True, "driver_version": "550.163.01"})
-    (found, _) = software.past_releases(source_of(rocky, asked))
+    (found, _) = software.past_releases(source_of(replace(rocky, tables=own), asked))
     assert found.uri.startswith("https://mirror.example/vault/9.")
     assert found.key_url == "https://mirror.example/rocky/RPM-GPG-KEY-Rocky-9"
-    (source, _) = rpm_sources("rocky", "9", "x86_64", ())
+    (source, _) = rpm_sources("rocky", "9", "x86_64", (), own)
     assert source.uri == "https://mirror.example/rocky/9/BaseOS/x86_64/os/"
     # A server that the table does not name is the packaged one.
-    assert tables.server("epel") == tables.packaged(tables.SERVERS)["servers"]["epel"]
+    assert own.server("epel") == tables.packaged(tables.SERVERS)["servers"]["epel"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.models import model_of
 from gpuprov.protocol.spec import parse_spec
+from gpuprov.protocol.tables import PACKAGED
 from tests.simgpu.boards import BOARDS, write_board
 from tests.unit.fake_host import FakeHost
 
@@ -86,8 +87,8 @@ def test_all_gpus_are_on_the_bus(facts: HostFacts, name: str) -> None:
 
 def test_the_kernel_modules_are_those_of_the_model(facts: HostFacts, name: str) -> None:
     row = PLANNED[name]
-    assert generations.settled_type(facts.gpu_device_ids, _LATEST, "auto") == row.modules
-    assert generations.settled_type(facts.gpu_device_ids, "535.261.03", "auto") == row.older
+    assert generations.settled_type(facts.gpu_device_ids, _LATEST, "auto", PACKAGED) == row.modules
+    assert generations.settled_type(facts.gpu_device_ids, "535.261.03", "auto", PACKAGED) == row.older
     (driver,) = (step for step in STEPS if step.name == "driver")
     context = PlanContext(facts, parse_spec({"driver_version": _LATEST, "driver_url": _URL}))
     (install,) = (one for one in driver.plan(context) if isinstance(one, InstallDriver))
@@ -96,9 +97,9 @@ def test_the_kernel_modules_are_those_of_the_model(facts: HostFacts, name: str) 
 
 
 def test_a_branch_that_does_not_serve_the_model_is_refused(facts: HostFacts, name: str) -> None:
-    assert generations.problems(facts.gpu_device_ids, _LATEST, "auto") == ()
+    assert generations.problems(facts.gpu_device_ids, _LATEST, "auto", PACKAGED) == ()
     for version in PLANNED[name].refused_at:
-        assert generations.problems(facts.gpu_device_ids, version, "auto") != ()
+        assert generations.problems(facts.gpu_device_ids, version, "auto", PACKAGED) != ()
 
 
 def test_what_joins_the_gpus_is_planned(facts: HostFacts, name: str) -> None:
@@ -114,5 +115,5 @@ def test_what_joins_the_gpus_is_planned(facts: HostFacts, name: str) -> None:
 
 
 def test_a_layout_for_all_gpus_divides_models_that_have_mig(facts: HostFacts, name: str) -> None:
-    models = [model_of(device_id) for device_id in own_ids(facts.gpus)]
+    models = [model_of(device_id, PACKAGED) for device_id in own_ids(facts.gpus)]
     assert {model is not None and model.mig for model in models} == {PLANNED[name].mig}

@@ -13,7 +13,6 @@ import pytest
 from gpuprov.agent import install
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.run import run_request
-from gpuprov.agent.site_tables import use_tables
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.journal import last_choice, new_journal, read_runs, resume_journal
 from gpuprov.driver import recommended
@@ -28,6 +27,7 @@ from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.events import ChangeDone, Note, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED, Tables
 from tests import simgpu
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost, write_runfile
@@ -37,7 +37,7 @@ K80, P100, V100, T4, A100, L4, H100, B200, RUBIN, B300 = (
     "102d", "15f8", "1db4", "1eb8", "20b0", "27b8", "2330", "2901", "3002", "3224",
 )  # fmt: skip
 IN_2026, IN_2028 = 1795392000, 1854000000
-NEWEST = tables.resolved("latest")
+NEWEST = PACKAGED.resolved("latest")
 DAY = tables.packaged("advisories")["updated"]
 
 
@@ -55,12 +55,6 @@ def bulletin(fixed_in: str) -> dict[str, Any]:
     row = {**table["rows"][0], **new}
     later = [{**row, "branch": "615", "fixed_in": "615.99.01"}]
     return {"advisories": {**table, "updated": "2027-01-20", "rows": [row, *later, *table["rows"]]}}
-
-
-@pytest.fixture(autouse=True)
-def packaged() -> Any:
-    yield
-    use_tables({})
 
 
 @pytest.mark.parametrize(
@@ -92,19 +86,20 @@ def packaged() -> Any:
 def test_the_table_of_choices(
     ids: tuple[str, ...], sent: dict[str, Any], clock: int, version: str, sentence: str
 ) -> None:
-    use_tables(sent)
-    found = recommend(ids, tables.table("driver_releases")["newest"].values(), "auto", clock)
+    own = Tables(sent)
+    found = recommend(ids, own.table("driver_releases")["newest"].values(), "auto", clock, own)
     assert (found.driver, found.version) == ("runfile", version)
     assert sentence in str(found) and str(found).startswith(f"driver {version}: ")
 
 
 def test_a_release_with_holes_gives_way_to_one_without() -> None:
     """A release that is not known to be fixed may be listed on a mirror beside older and newer ones."""
-    use_tables(bulletin("580.178.04"))
-    assert recommend((H100,), ("580.173.02", "580.178.04", "590.48.01"), "auto", IN_2026).version == "580.178.04"
-    assert recommend((H100,), ("580.173.02", "550.163.01"), "auto", IN_2026).version == "580.173.02"
-    assert recommend((H100,), (), "auto", IN_2026).version == ""
-    assert ": branch 570, supports H100" in str(recommend((H100,), ("570.211.01",), "auto", IN_2026))
+    own = Tables(bulletin("580.178.04"))
+    mirrored = ("580.173.02", "580.178.04", "590.48.01")
+    assert recommend((H100,), mirrored, "auto", IN_2026, own).version == "580.178.04"
+    assert recommend((H100,), ("580.173.02", "550.163.01"), "auto", IN_2026, own).version == "580.173.02"
+    assert recommend((H100,), (), "auto", IN_2026, own).version == ""
+    assert ": branch 570, supports H100" in str(recommend((H100,), ("570.211.01",), "auto", IN_2026, own))
 
 
 @pytest.mark.parametrize(
@@ -113,14 +108,14 @@ def test_a_release_with_holes_gives_way_to_one_without() -> None:
 )
 def test_no_branch_is_taken_that_is_older_than_the_one_there(there: str, version: str) -> None:
     known = tables.packaged("driver_releases")["newest"].values()
-    assert recommend((H100,), known, "auto", IN_2026, there).version == version
+    assert recommend((H100,), known, "auto", IN_2026, PACKAGED, there).version == version
 
 
 @pytest.mark.parametrize(("kernel", "version"), [("7.1.3", "580.126.20"), ("6.1.0-13-amd64", "580.142")])
 def test_a_release_that_breaks_on_this_kernel_is_not_taken(tmp_path: Path, kernel: str, version: str) -> None:
     table = {**released("580.142")["driver_releases"], "sha256": {"x86_64": {"580.126.20": "a" * 64}}}
-    use_tables({"driver_releases": table})
     host = Bare(tmp_path, H100)
+    host.tables = Tables({"driver_releases": table})
     host.kernel_release = lambda: kernel  # type: ignore[method-assign]
     assert choose(host, SPEC).version == version
 
@@ -250,7 +245,7 @@ def test_an_image_does_not_follow_the_kernel_that_it_is_built_on(tmp_path: Path)
 def test_a_newer_table_is_told_and_upgrade_takes_it(tmp_path: Path) -> None:
     host = Bare(tmp_path, H100).with_run("580.178.04", "done").with_driver("580.178.04")
     assert (choose(host, SPEC).version, choose(host, SPEC).newer) == ("580.178.04", "")
-    use_tables(released("580.190.01"))
+    host.tables = Tables(released("580.190.01"))
     assert choose(host, SPEC).version == "580.178.04"
     assert choose(host, SPEC).newer.startswith("driver 580.190.01: long-term branch")
     assert choose(host, SPEC, upgrade=True).version == "580.190.01"
@@ -281,8 +276,8 @@ def test_a_newer_table_is_told_and_upgrade_takes_it(tmp_path: Path) -> None:
 def test_a_new_host_gets_the_driver_of_hosts_with_the_same_gpus(
     tmp_path: Path, others: dict[str, str], there: str, sent: dict[str, Any], version: str
 ) -> None:
-    use_tables(released("580.190.01") | sent)
     host = Bare(tmp_path, L4, H100, L4)
+    host.tables = Tables(released("580.190.01") | sent)
     if there:
         host.with_driver(there)
     found = choose(host, SPEC, others)

@@ -22,6 +22,7 @@ from gpuprov.driver.installer import Installation
 from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK, FetchRunfile
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Scripted
@@ -58,7 +59,7 @@ def test_a_mirror_decides_only_where_it_is_used(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("values", [{"driver_version": "580"}, {"driver_version": "", "driver_mirror": URL}], ids=str)
 def test_a_bundle_stands_in_for_a_mirror_alone(values: dict[str, Any]) -> None:
     spec = HostSpec(**values)
-    assert run_files.of_bundle(spec, "580.95.05") == spec
+    assert run_files.of_bundle(spec, "580.95.05", PACKAGED) == spec
 
 
 def test_a_download_is_private_shown_without_a_login_and_taken_back(tmp_path: Path) -> None:

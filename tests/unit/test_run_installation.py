@@ -30,7 +30,7 @@ from gpuprov.facts.kernels import ImageFacts
 from gpuprov.machine.pci import PciGpu
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import parse_spec
-from gpuprov.protocol.tables import known_sha256
+from gpuprov.protocol.tables import PACKAGED
 from tests.unit.fake_host import RELEASE, FakeHost
 from tests.unit.loaded_host import DCGM, NEW, OLD, LoadedHost
 from tests.unit.refused import refused
@@ -54,7 +54,7 @@ def test_the_whole_installation_is_planned(facts: HostFacts) -> None:
     spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run", "driver_sha256": "0" * 64, **signed})
     packages = replace(facts.packages, installed={**facts.packages.installed, "libgl1": "1"})
     facts = replace(facts, packages=packages, driver=replace(facts.driver, library_version=KNOWN))
-    file, digest = f"NVIDIA-Linux-x86_64-{KNOWN}.run", known_sha256(KNOWN, "x86_64")
+    file, digest = f"NVIDIA-Linux-x86_64-{KNOWN}.run", PACKAGED.known_sha256(KNOWN, "x86_64")
     (found,) = RunFile(facts, spec).plan()
     by_hand = Installation(KNOWN, f"{mirror}/{KNOWN}/{file}", digest, "x86_64", True, "open", has_libgl=True)
     expected = InstallDriver(

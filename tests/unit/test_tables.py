@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent.site_tables import for_request, use_tables
+from gpuprov.agent.site_tables import checked_tables, for_request
 from gpuprov.core.commands import failures, first_match
 from gpuprov.driver import mig
 from gpuprov.facts import boot
@@ -27,8 +27,9 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.mig_configs import checked_mig_configs, layout_of
-from gpuprov.protocol.models import Model, checked_models, fabric_of, generation_of, model_of, name_of
+from gpuprov.protocol.models import checked_models, fabric_of, generation_of, model_of, models, name_of
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import PACKAGED, Tables
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 
@@ -82,18 +83,19 @@ MODELS = {
 
 @pytest.mark.parametrize("device_id", MODELS)
 def test_a_model_has_its_form_and_fabric(device_id: str) -> None:
-    found = model_of(device_id)
+    found = model_of(device_id, PACKAGED)
     assert found is not None
     assert (found.name, found.form, found.fabric, found.mig) == MODELS[device_id]
     assert found.coherent_memory == (found.form == "Grace")
-    generation = generation_of(device_id)
+    generation = generation_of(device_id, PACKAGED)
     assert generation is not None and (found.form != "Grace" or generation.modules == "open")
 
 
 def test_every_model_is_of_a_generation_and_in_the_table_once() -> None:
-    ids = [one for model in tables.rows(tables.MODELS, "models", Model) for one in model.ids]
-    assert len(ids) == len(set(ids)) and all(generation_of(one) for one in ids)
-    assert (name_of("2e12"), name_of("ffff"), fabric_of("2e12")) == ("Blackwell", "", None)
+    ids = [one for model in models(PACKAGED).models for one in model.ids]
+    assert len(ids) == len(set(ids)) and all(generation_of(one, PACKAGED) for one in ids)
+    assert [name_of(one, PACKAGED) for one in ("2e12", "ffff")] == ["Blackwell", ""]
+    assert fabric_of("2e12", PACKAGED) is None
 
 
 def test_a_site_replaces_the_table_of_models(tmp_path: Path) -> None:
@@ -102,10 +104,9 @@ def test_a_site_replaces_the_table_of_models(tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     file.write_text(json.dumps(table))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    use_tables(json.loads(json.dumps(for_request(HostSpec(models=str(file), models_sha256=digest)))))
-    assert (name_of("3fff"), fabric_of("3fff")) == ("X1", fabric_of("2901"))
-    use_tables({})
-    assert name_of("3fff") == ""
+    own = checked_tables(json.loads(json.dumps(for_request(HostSpec(models=str(file), models_sha256=digest)))))
+    assert (name_of("3fff", own), fabric_of("3fff", own)) == ("X1", fabric_of("2901", PACKAGED))
+    assert name_of("3fff", PACKAGED) == ""
 
 
 @pytest.mark.parametrize(
@@ -181,22 +182,27 @@ H100 = "1g.10gb,1g.10gb,2g.20gb,3g.40gb"
 
 @pytest.fixture
 def asked(tmp_path: Path) -> HostSpec:
-    """Options that name a configuration, in a file that this process has read as a request brings it."""
+    """Options that name a configuration in a file."""
     file = tmp_path / "config.yaml"
     file.write_text(FILE)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     configs = {"mig_configs": str(file), "mig_configs_sha256": digest, "mig_config": "all-balanced"}
-    found = parse_spec({"driver": "preinstalled", **configs})
-    use_tables(json.loads(json.dumps(for_request(found))))
-    return found
+    return parse_spec({"driver": "preinstalled", **configs})
 
 
 @pytest.fixture
-def facts(tmp_path: Path) -> HostFacts:
+def own(asked: HostSpec) -> Tables:
+    """The tables with that file, as a request brings it."""
+    return checked_tables(json.loads(json.dumps(for_request(asked))))
+
+
+@pytest.fixture
+def facts(tmp_path: Path, own: Tables) -> HostFacts:
     """What is known of a host with an H100 and a B200 that nothing has divided."""
     host = FakeHost(tmp_path / "host", gpus=1, metal=True)
     simgpu.install_tree(host.root)
-    return replace(gather(host), gpus=(PciGpu("0000:17:00.0", "2330"), PciGpu("0000:18:00.0", "2901")))
+    gpus = (PciGpu("0000:17:00.0", "2330"), PciGpu("0000:18:00.0", "2901"))
+    return replace(gather(host), gpus=gpus, tables=own)
 
 
 @pytest.mark.parametrize(
@@ -208,16 +214,15 @@ def facts(tmp_path: Path) -> HostFacts:
         ("custom-config", ("disabled", "disabled", H100, "1g.10gb+me")),
     ],
 )
-def test_each_gpu_gets_what_mig_parted_would_give_it(asked: HostSpec, name: str, layout: tuple[str, ...]) -> None:
-    assert layout_of(name, ["2330", "20B0", "2901", "2330"]) == layout
+def test_each_gpu_gets_what_mig_parted_would_give_it(own: Tables, name: str, layout: tuple[str, ...]) -> None:
+    assert layout_of(name, ["2330", "20B0", "2901", "2330"], own) == layout
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(asked: HostSpec) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(own: Tables) -> None:
     with pytest.raises(UsageError, match="known: all-disabled, all-enabled, all-balanced, custom-config"):
-        layout_of("balanced", ["2330"])
-    use_tables({})
+        layout_of("balanced", ["2330"], own)
     with pytest.raises(UsageError, match="gpuprov_mig_configs names no file"):
-        layout_of("all-balanced", ["2330"])
+        layout_of("all-balanced", ["2330"], PACKAGED)
 
 
 def test_the_plan_and_the_unit_of_the_next_boot_have_it(facts: HostFacts, asked: HostSpec) -> None:
@@ -239,9 +244,9 @@ def test_gpus_are_numbered_as_nvidia_smi_numbers_them(facts: HostFacts, asked: H
     assert change.summary() == f"divide GPUs by MIG: GPU 0: {H100}"
 
 
-def test_all_means_those_that_have_mig(asked: HostSpec) -> None:
+def test_all_means_those_that_have_mig(own: Tables) -> None:
     """An L4, and a model that the table does not know."""
-    assert layout_of("all-disabled", ["27b8", "2330", "3fff"]) == ("", "disabled", "disabled")
+    assert layout_of("all-disabled", ["27b8", "2330", "3fff"], own) == ("", "disabled", "disabled")
 
 
 def test_a_configuration_without_an_entry_for_the_hosts_gpus_is_said(facts: HostFacts, asked: HostSpec) -> None:

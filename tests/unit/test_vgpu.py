@@ -27,6 +27,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.secrets import hidden, secret_forms, secret_free
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.tables import PACKAGED
 from tests.runs import as_a_run, undo_last
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
@@ -260,7 +261,7 @@ def test_no_table_of_modules_and_no_fabric_manager_concern_a_virtual_gpu(guest: 
     (problem,) = (one for one in found if "GRID driver alone" in one.what)
     assert "seems to have" in problem.what and "If they are whole GPUs" in problem.next_step
     assert GRIDD_TEMPLATE in problem.evidence and GRIDD_TEMPLATE in problem.next_step
-    assert generations.problems(facts.gpu_device_ids, "550.163.01", "proprietary") == ()
+    assert generations.problems(facts.gpu_device_ids, "550.163.01", "proprietary", PACKAGED) == ()
     source = source_of(facts, spec())
     assert fabric_manager.plan(source) == () and fabric_manager.plan_problems(source) == ()
 

@@ -87,7 +87,6 @@ def _sha256(path: Path) -> str:
 def site(tmp_path: Path) -> Iterator[Site]:
     with served(tmp_path) as url:
         yield Site(tmp_path, url)
-    tables.use({})
 
 
 def version(site: Site) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -370,6 +371,19 @@ def test_a_bundle_goes_where_a_link_of_its_name_leads(tmp_path: Path) -> None:
     words = ("--driver", simgpu.DRIVER_VERSION, "--driver-file", driver, "-e", "gpuprov_docker=none", "-o", link)
     output("bundle", "create", "--distro", "ubuntu-24.04", "--arch", "x86_64", *words)
     assert link.is_symlink() and (there / "bundle.tar").is_file()
+
+
+def test_hosts_that_name_different_tables_get_no_common_bundle(tmp_path: Path) -> None:
+    """The servers of one would be asked for the packages of both."""
+    lines = []
+    for host in ("one", "two"):
+        (tmp_path / f"{host}.json").write_text(f'{{"format": 1, "servers": {{"ubuntu": "https://{host}.example"}}}}')
+        digest = hashlib.sha256((tmp_path / f"{host}.json").read_bytes()).hexdigest()
+        lines.append(f"{host} gpuprov_servers={tmp_path}/{host}.json gpuprov_servers_sha256={digest}\n")
+    (tmp_path / "hosts.ini").write_text("".join(lines))
+    words = ("--hosts", tmp_path / "hosts.ini", "-o", tmp_path / "b.tar")
+    found = refused_call("bundle", "create", "--distro", "ubuntu-24.04", *words)
+    assert found.exit_code == ExitCode.USAGE and "different tables, and a bundle has one: servers" in str(found)
 
 
 def test_a_key_that_does_not_sign_is_refused_before_the_downloads(

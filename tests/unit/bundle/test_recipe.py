@@ -14,6 +14,7 @@ from gpuprov.core.system import System
 from gpuprov.machine.distros import ROWS, Distribution
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.spec import HostSpec, SiteRepository
+from gpuprov.protocol.tables import PACKAGED
 
 MIRROR = mirror_at("http://mirror.example/debian/")
 WANTED = Wanted("debian-12", "x86_64", mirror=MIRROR)
@@ -142,15 +143,19 @@ APT = {f"{row.id}-{row.version}": row for row in ROWS if row.package_manager == 
 @pytest.mark.parametrize("row", APT.values(), ids=APT)
 def test_every_release_of_debian_and_ubuntu_has_an_archive(row: Distribution) -> None:
     for architecture in ("x86_64", "aarch64"):
-        lines = default_sources(row, architecture, MIRROR)
+        lines = default_sources(row, architecture, MIRROR, PACKAGED)
         assert len(lines) == 3
         assert all("signed-by=/usr/share/keyrings/" in line for line in lines)
         assert sum("-security" in line for line in lines) == 1
 
 
 def test_ubuntu_for_arm_is_on_the_ports_server() -> None:
-    assert all("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "aarch64", Mirror()))
-    assert not any("ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "x86_64", Mirror()))
+    assert all(
+        "ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "aarch64", Mirror(), PACKAGED)
+    )
+    assert not any(
+        "ports.ubuntu.com" in line for line in default_sources(APT["ubuntu-22.04"], "x86_64", Mirror(), PACKAGED)
+    )
 
 
 def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> None:
@@ -159,7 +164,9 @@ def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> N
         "http://mirror.example/debian-security",
     )
     assert mirror_at("https://m.example/ubuntu").security == "https://m.example/ubuntu"
-    lines = default_sources(APT["debian-13"], "x86_64", Mirror("https://m.example/deb", "https://s.example/deb"))
+    lines = default_sources(
+        APT["debian-13"], "x86_64", Mirror("https://m.example/deb", "https://s.example/deb"), PACKAGED
+    )
     assert [line.split()[2:4] for line in lines] == [
         ["https://m.example/deb", "trixie"],
         ["https://m.example/deb", "trixie-updates"],

@@ -26,6 +26,7 @@ from gpuprov.packages.zypper import ZYPPER
 from gpuprov.plan import with_bundle
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import PACKAGED
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Scripted
 
@@ -57,7 +58,7 @@ def test_the_distributions_own_servers_and_keys() -> None:
 def test_a_mirror_with_packages_of_two_signers() -> None:
     line = f"{SOURCE} /root/other.asc {OTHER}"
     keys = (("https://mirror.example/key", KEY), ("/root/other.asc", OTHER))
-    assert rpm_sources("sles", "15.6", "x86_64", (line,)) == (
+    assert rpm_sources("sles", "15.6", "x86_64", (line,), PACKAGED) == (
         RpmSource("source-1", "https://mirror.example/baseos", keys),
     )
 
@@ -69,7 +70,7 @@ def test_a_mirror_with_packages_of_two_signers() -> None:
 )  # fmt: skip
 def test_a_source_without_its_key_is_none(line: str) -> None:
     with pytest.raises(UsageError, match="URL KEY-URL FINGERPRINT"):
-        rpm_sources("rhel", "9", "x86_64", (line,))
+        rpm_sources("rhel", "9", "x86_64", (line,), PACKAGED)
 
 
 @pytest.mark.parametrize("distro", ["rhel-9", "sles-15.6", "opensuse-leap-15.6", "opensuse-tumbleweed", "amzn-2023"])

@@ -14,7 +14,7 @@ _OLD_BRANCH = Advisory("2026/5821", "2026-05-19", DRIVER, "535", "535.309.01", 8
 
 @pytest.fixture(scope="session")
 def _table() -> dict[str, Any]:
-    toolkit = (one for one in advisories() if one.product == TOOLKIT)
+    toolkit = (one for one in advisories(tables.PACKAGED) if one.product == TOOLKIT)
     return table_of((*toolkit, _OLD_BRANCH), "2026-11-22")
 
 

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +29,10 @@ from gpuprov.facts.driver import ENVIRONMENT, HidingLibrary, without_preload
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.machine.pci import PciGpu
-from gpuprov.protocol import advisories
-from gpuprov.protocol.advisories import DRIVER
+from gpuprov.protocol.advisories import DRIVER, Advisory, table_of
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import ADVISORIES
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from tests.unit.doctor.host import SMI, examined, healthy, with_driver, with_kernel
@@ -298,12 +297,10 @@ def test_a_library_is_taken_out_of_the_preloads_by_its_name_alone(name: str) -> 
     assert done.stdout == " /other.so"
 
 
-def test_a_gpu_that_no_safe_driver_serves_is_named_in_a_comment(
-    x: HostSnapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hole = SimpleNamespace(fixed_in="595.91.07")
-    monkeypatch.setattr(advisories, "vulnerabilities", lambda product, _: hole if product == DRIVER else None)
-    volta = replace(x, host=replace(x.host, gpus=(PciGpu("0000:17:00.0", "1db4", "nvidia"),)))
+def test_a_gpu_that_no_safe_driver_serves_is_named_in_a_comment(x: HostSnapshot) -> None:
+    hole = Advisory("2027/6001", "2027-01-20", DRIVER, "595", "595.91.07", 8.8)
+    known = x.host.tables.with_table(ADVISORIES, table_of((hole,), "2027-01-20"))
+    volta = replace(x, host=replace(x.host, gpus=(PciGpu("0000:17:00.0", "1db4", "nvidia"),), tables=known))
     (step,) = [one.finding.next_step for one in diagnose(volta) if one.rule.name == "driver-old"]
     assert "  # replace the GPU: driver 595.91.07 no longer serves" in step
 

@@ -37,7 +37,7 @@ from tests.unit.fleet.test_rolling import Site, of, site, states
 
 __all__ = ["site"]
 
-NEWEST = tables.resolved("580")
+NEWEST = tables.PACKAGED.resolved("580")
 RESULT = HostResult(
     "gpu1", ExitCode.FAILED, 3, 2.5, (Problem("full", "df", "make room"),), "s", {"driver": "550"},
     (CheckDone("driver", "failed", "a", "b", "c"),), (PlannedChange("k", "packages", "install", "+secret file"),),
