@@ -45,8 +45,14 @@ def _other_driver_loaded(driver: DriverSource) -> tuple[str, ...]:
 
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
-    """Return the reboot reasons that a reboot has not resolved: a second reboot would not either."""
+    """Return the reboot reasons that no reboot resolves: one has not, or no kernel has the driver's module."""
     facts, known = driver.facts, driver.facts.reboot
+    if _other_driver_loaded(driver) and not (facts.has_module or facts.later_module or driver.replaces):
+        release, version = facts.kernel.release, facts.driver_installed_version
+        what = f"driver {version} is installed, but kernel {release} has no module of it that it takes"
+        seen = f"driver {facts.driver_loaded_version} is loaded; modinfo -k {release} -F version nvidia"
+        step = f"dkms status; dkms autoinstall -k {release}, or install the package of its modules for this kernel"
+        return (Problem(what, seen, step),)
     if known.asked_in in ("", known.boot_id):
         return ()
     seen = f"kernel {facts.kernel.release}, command line: {facts.kernel.command_line}"
@@ -64,7 +70,7 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     if not found:
         return ()
     way = running_driver.way(driver)
-    if way.unloading is not None and found == _other_driver_loaded(driver):
+    if way.unloading is not None and facts.has_module and found == _other_driver_loaded(driver):
         return (ReloadDriver(way.unloading, facts.driver_installed_version),)
     return (Reboot(found, facts.reboot.boot_id, driver.spec.reboot == "if-needed", facts.docker.running_containers),)
 

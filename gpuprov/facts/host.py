@@ -32,7 +32,7 @@ from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_kinds, gather_os
 from gpuprov.machine.pci import PciGpu, gather_gpus, own_ids
 from gpuprov.packages import retired
-from gpuprov.packages.interface import PackageFacts, PackageManager
+from gpuprov.packages.interface import PackageFacts, PackageManager, require_answer
 from gpuprov.packages.keys import RPM_KEYS
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.sources import PinnedOut
@@ -98,12 +98,13 @@ class HostFacts:
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
-    broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `cdi_folder_mode`:
-    None if there is no /etc/cdi. `hiding`: libraries that the loader takes in place of the driver's, if checked.
-    `read_only`: places that an installation writes and that are mounted read-only → their mount. `pinned_out`: packages
-    to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that
-    the disk becomes, if any. `watch`: the installed files of gpuprov_watch, for a run that plans. `kinds`: what special
-    machine this is (machines.json) → what shows it. `tables`: what the run knows of GPUs, drivers and problems.
+    broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `later_module`: a
+    newer kernel, which the next boot runs, has one. `cdi_folder_mode`: None if there is no /etc/cdi. `hiding`:
+    libraries that the loader takes in place of the driver's, if checked. `read_only`: places that an installation
+    writes and that are mounted read-only → their mount. `pinned_out`: packages to install that apt's preferences
+    exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`:
+    the installed files of gpuprov_watch, for a run that plans. `kinds`: what special machine this is (machines.json) →
+    what shows it. `tables`: what the run knows of GPUs, drivers and problems.
     """
 
     os: OperatingSystem
@@ -142,6 +143,7 @@ class HostFacts:
     served: Chips = field(default_factory=dict)
     driver_damage: str = ""
     has_module: bool = True
+    later_module: bool = False
     cdi_folder_mode: int | None = None
     hiding: tuple[HidingLibrary, ...] = ()
     read_only: Mapping[str, str] = field(default_factory=dict)
@@ -210,6 +212,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     interpreter = gather_interpreter(system, _deployed_python(files))
     docker = gather_docker(system)
     kernel = gather_kernel(system)
+    later = kernels.newest(kernels.gather_kernels(system), kernel.release)
     cached = [f"{CACHE_DIRECTORY}/{name}" for name in system.list_directory(CACHE_DIRECTORY)]
     return HostFacts(
         os=os,
@@ -241,7 +244,8 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         imex=gpus.gather_imex(system),
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
-        has_module=_has_module(system, kernel),
+        has_module=_has_module(system, kernel, driver),
+        later_module=later is not None and later.release != kernel.release and later.module,
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),
@@ -251,12 +255,20 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     )
 
 
-def _has_module(system: System, kernel: Kernel) -> bool:
-    """Say whether the running kernel has a module of NVIDIA's that it takes: with Secure Boot, a signed one."""
-    name = kernels.module_of(system, kernel.release)
+def _has_module(system: System, kernel: Kernel, driver: DriverFacts) -> bool:
+    """Say whether the running kernel has a module of NVIDIA's that it takes: with Secure Boot, a signed one.
+
+    If another driver is loaded than is installed, it must be the installed one's.
+    """
+    name, what = kernels.module_of(system, kernel.release), "modinfo does not tell of the driver's module"
+    if name and driver.kernel_version not in ("", driver.library_version):
+        version = require_answer(system.run(("modinfo", "-k", kernel.release, "-F", "version", name)), what).stdout
+        if version.strip() != driver.library_version:
+            return False
     if not name or kernel.secure_boot != "enabled":
         return bool(name)
-    return re.search(r"^sig(ner|_id):\s*\S", system.run(("modinfo", name)).stdout, re.MULTILINE) is not None
+    said = require_answer(system.run(("modinfo", name)), what).stdout
+    return re.search(r"^sig(ner|_id):\s*\S", said, re.MULTILINE) is not None
 
 
 def read_only_places(mountinfo: str) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.ask import ask
-from tests.unit.fake_host import FakeHost, write_runfile
+from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
 
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
 PERSISTENCED, DCGM = "nvidia-persistenced.service", "nvidia-dcgm.service"
@@ -51,7 +51,15 @@ class LoadedHost(FakeHost):
         before = self.names()
         simgpu.install_tree(self.root, version)
         self._driver_files = sorted(map(self.root.joinpath, self.names() - before), reverse=True)
+        self.build(version)
+
+    def build(self, version: str) -> None:
+        """Give the running kernel the module of a driver; "": of none."""
         self.on_disk = version
+        (self.root / f"lib/modules/{RELEASE}/modules.dep").write_text("updates/dkms/nvidia.ko.xz:\n" if version else "")
+
+    def _modinfo(self, words: tuple[str, ...]) -> tuple[int, str]:
+        return 0, f"{self.on_disk}\n"
 
     def load(self, version: str) -> None:
         for path in ("sys/bus", "sys/module", "proc/driver"):
@@ -100,7 +108,7 @@ class LoadedHost(FakeHost):
         return 0, ""
 
     def _load_installed(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if not self.exists("/sys/module/nvidia"):
+        if not self.exists("/sys/module/nvidia") and self.on_disk:
             self.load(self.on_disk)
         return 0, ""
 

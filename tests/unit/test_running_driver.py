@@ -31,6 +31,7 @@ from gpuprov.facts.driver import GpuHolder, gather_holders, mapped_devices, pars
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import ChangeDone, Planned
 from tests.runs import undo_last
+from tests.unit.fake_host import RELEASE
 from tests.unit.loaded_host import CONTAINER, DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 from tests.unit.refused import refused
 
@@ -358,6 +359,7 @@ def test_failed_installation_leaves_the_old_driver_and_its_services(host: Loaded
 def test_a_kernel_without_the_drivers_module_gets_it(host: LoadedHost, fails: bool) -> None:
     """As after an update of the kernel, where DKMS does not know the driver, or could not build it."""
     host._lay(NEW)
+    host.build("")
     host.remove_tree("/proc/driver")
     (host.root / "proc/devices").unlink()
     host.installer_fails = fails
@@ -455,6 +457,23 @@ def test_a_driver_installed_by_others_is_loaded_or_needs_a_reboot(host: LoadedHo
         assert finished.problems[0].evidence == f"the kernel still runs driver {OLD}, installed is {NEW}"
     else:
         assert (finished.exit_code, finished.changed, loaded(host)) == (ExitCode.DONE, 1, (NEW, NEW)), finished.problems
+
+
+@pytest.mark.parametrize("built", ["", OLD])
+def test_a_kernel_without_the_installed_drivers_module_keeps_the_loaded_one(host: LoadedHost, built: str) -> None:
+    """As after an upgrade of packages whose build by DKMS failed, or whose compiled modules are for a later kernel."""
+    host._lay(NEW)
+    host.build(built)
+    finished, _ = install(host, driver="preinstalled", driver_version="", driver_url="", reboot="if-needed")
+    assert (finished.exit_code, finished.changed, host.stopped, host.unloaded) == (ExitCode.FAILED, 0, [], [])
+    what = f"driver {NEW} is installed, but kernel {RELEASE} has no module of it that it takes"
+    assert finished.problems[0].what == what
+    # A later kernel has it.
+    host.make_directory("/lib/modules/6.1.0-14-amd64")
+    host.write("/lib/modules/6.1.0-14-amd64/modules.dep", b"updates/dkms/nvidia.ko.xz:\n")
+    host.write("/boot/vmlinuz-6.1.0-14-amd64", b"")
+    finished, _ = install(host, driver="preinstalled", driver_version="", driver_url="", reboot="if-needed")
+    assert (finished.exit_code, host.stopped, host.unloaded) == (ExitCode.REBOOT_NEEDED, [], [])
 
 
 @pytest.mark.parametrize("in_use", [False, True])
