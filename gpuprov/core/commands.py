@@ -38,6 +38,8 @@ _PATIENCE_SECONDS = 5.0
 _LONGEST_LINE = 1 << 20
 NOT_FOUND = 127
 TIMED_OUT = 124
+# How systemctl says that systemd, or the bus to it, does not answer; its exit code is that of a unit that is disabled.
+_SILENT = re.compile(r"timed out|Connection re(fused|set)|(not |dis)connected")
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,22 @@ class Completed:
 
     @property
     def unanswered(self) -> bool:
-        """Whether it says nothing, not even no: its time was over, or a signal ended it."""
-        return self.returncode == TIMED_OUT or self.returncode > 128
+        """Whether it says nothing, not even no: its time was over, a signal ended it, or systemd did not answer it."""
+        return self.returncode == TIMED_OUT or self.returncode > 128 or self._has_no_systemd
+
+    @property
+    def _has_no_systemd(self) -> bool:
+        return self.argv[:1] == ("systemctl",) and not self.ok and bool(_SILENT.search(self.stderr))
 
     def evidence(self, lines: int = 12) -> str:
         """Return the command, its exit code and the last lines it printed, for an error."""
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()[-lines:]
         return "\n".join([f"`{' '.join(self.argv)}` exited {self.returncode}", *said])
+
+
+def silence(*asked: Completed) -> str:
+    """Return the evidence of the first command that was left unanswered, "" if each has an answer."""
+    return next((one.evidence(2).replace("\n", ": ") for one in asked if one.unanswered), "")
 
 
 @dataclass(frozen=True)

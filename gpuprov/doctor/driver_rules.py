@@ -278,8 +278,8 @@ def _install_fabric_manager(x: HostSnapshot, version: str) -> str:
 
 @rule
 def fabric_manager_version(x: HostSnapshot) -> Seen | None:
-    wanted, fabric = _fabric_wanted(x), x.host.fabric
-    problem = fabric_manager.fault(replace(fabric, active=True), wanted) if wanted and fabric.version else None
+    wanted, fabric = _fabric_wanted(x), replace(x.host.fabric, active=True, silent="")
+    problem = fabric_manager.fault(fabric, wanted) if wanted and fabric.version else None
     if problem is None:
         return None
     return Seen(problem.evidence, found=fabric.version, wanted=wanted, install=_install_fabric_manager(x, wanted))

@@ -51,6 +51,9 @@ def fault(facts: FabricFacts, version: str) -> Problem | None:
             "fabric manager runs outside this guest: -e gpuprov_fabric_manager=preinstalled"
         )
         return Problem(what, facts.hidden, step)
+    if facts.silent:
+        what = "whether the fabric manager serves the driver is not known"
+        return Problem(what, facts.silent, f"systemctl status {UNIT}; then run the same command again")
     if not facts.switches or not version:
         return None
     if facts.version != version:

@@ -78,6 +78,8 @@ def warning(driver: DriverSource) -> str:
 
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents IMEX from serving a domain here."""
+    if driver.facts.imex.silent and _mode(driver) != _LEFT_ALONE:
+        return (Problem("whether IMEX runs on this host is not known", driver.facts.imex.silent, _LOOK),)
     if driver.spec.imex != _SERVICE or (driver.spec.imex_nodes and driver.facts.image is None):
         return ()
     seen = "gpuprov_imex is service; there is no gpuprov_imex_domain, or gpuprov_target is image"
@@ -137,7 +139,8 @@ class _UnitChange(Change):
     disturbs = True
 
     def capture(self, system: System) -> Json:
-        state_before(system, IMEX_UNIT)  # raises if systemd does not answer
+        for verb in ("is-active", "is-enabled"):
+            state_before(system, IMEX_UNIT, verb)  # raises if systemd does not answer
         facts, images = gather_imex(system), [capture_path(system, path) for path in (*IMEX_FILES, IMEX_CHANNEL)]
         return {"files": images, "active": facts.active, "enabled": facts.enabled, "masked": facts.masked}
 

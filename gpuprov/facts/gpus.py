@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import IMEX_OPTION
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import Completed, silence
 from gpuprov.core.system import System
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
 from gpuprov.packages.interface import require_answer
@@ -159,6 +159,7 @@ class FabricFacts:
     `version`: of the fabric manager's program, "" if there is none; `active`, `enabled`: its unit. `rack`: the switches
     are a rack's, which IMEX uses; no fabric manager runs here. `hidden`: the evidence that the GPUs are a whole board's
     with switches, of which none is in sight; "" if there may be none. `masked`: its unit is, which only IMEX's may be.
+    `silent`: the evidence that a command gave no answer, so that the rest is not known.
     """
 
     switches: tuple[str, ...] = ()
@@ -169,6 +170,7 @@ class FabricFacts:
     rack: bool = False
     hidden: str = ""
     masked: bool = False
+    silent: str = ""
 
 
 def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts:
@@ -187,8 +189,9 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
     if not switches:
         return FabricFacts(hidden=_hidden(system, fabrics))
     told = system.run((_PROGRAM, "--version"), timeout=20)
-    active, enabled = (system.run(("systemctl", verb, "--quiet", UNIT)).ok for verb in ("is-active", "is-enabled"))
-    return FabricFacts(switches, managed, parse_version(told.stdout + told.stderr), active, enabled)
+    active, enabled = (system.run(("systemctl", verb, "--quiet", UNIT)) for verb in ("is-active", "is-enabled"))
+    version, silent = parse_version(told.stdout + told.stderr), silence(told, active, enabled)
+    return FabricFacts(switches, managed, version, active.ok, enabled.ok, silent=silent)
 
 
 def _hidden(system: System, fabrics: Sequence[Fabric]) -> str:
@@ -217,10 +220,11 @@ def gather_imex(system: System) -> FabricFacts:
     """Return version and unit of IMEX, which is active too while it waits for other nodes; three commands if any."""
     if not system.exists(IMEX_PROGRAM):
         return FabricFacts()
-    version = parse_version(system.run((IMEX_PROGRAM, "--version"), timeout=20).stdout)
-    active = system.run(("systemctl", "is-active", IMEX_UNIT)).stdout.strip() in ("active", "activating")
-    enabled = system.run(("systemctl", "is-enabled", IMEX_UNIT))
-    return FabricFacts(version=version, active=active, enabled=enabled.ok, masked=enabled.stdout.strip() == "masked")
+    told = system.run((IMEX_PROGRAM, "--version"), timeout=20)
+    state, enabled = (system.run(("systemctl", verb, IMEX_UNIT)) for verb in ("is-active", "is-enabled"))
+    active, masked = state.stdout.strip() in ("active", "activating"), enabled.stdout.strip() == "masked"
+    return FabricFacts(version=parse_version(told.stdout), active=active, enabled=enabled.ok, masked=masked,
+                       silent=silence(told, state, enabled))  # fmt: skip
 
 
 def parse_version(text: str) -> str:

@@ -23,7 +23,7 @@ from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
-from gpuprov.plan.steps import CHANGE_KINDS, STEPS
+from gpuprov.plan.steps import CHANGE_KINDS, STEPS, make_plan
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import PACKAGED
@@ -66,6 +66,20 @@ class SwitchHost(FakeHost):
         name, value = changes[words[0]]
         self.unit[name] = value
         return 0, ""
+
+
+class SilentHost(SwitchHost):
+    """One on which a command about the fabric manager takes too long, or systemd does not answer it."""
+
+    silent = ""
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        done = super().run(argv, **more)
+        if self.silent not in argv or not {"nv-fabricmanager", UNIT} & {*argv}:
+            return done
+        if argv[0] == "systemctl":
+            return Completed(tuple(argv), 1, "", "Failed to retrieve unit state: Connection timed out")
+        return Completed(tuple(argv), 124, "", "stopped after 20 s, its time limit")
 
 
 @pytest.fixture
@@ -246,6 +260,25 @@ def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
     assert [change.key for change in fabric_manager.plan(source_of(stopped, spec()))] == [f"run {UNIT}"]
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
     assert fabric_manager.plan(source_of(inside, spec())) == ()
+
+
+@pytest.mark.parametrize("silent", ["--version", "is-active", "is-enabled"])
+def test_one_that_gives_no_answer_is_not_restarted(tmp_path: Path, silent: str) -> None:
+    """Its restart ends CUDA programs, and it may run."""
+    host = SilentHost(tmp_path / "root")
+    simgpu.install_tree(host.root)
+    host.version, host.unit = VERSION, {"is-active": True, "is-enabled": True}
+    assert fabric_manager.plan(source_of(gather(host), spec())) == ()
+    host.silent = silent
+    facts = gather(host)
+    for asked in (spec(), spec(fabric_manager="preinstalled")):
+        plan = make_plan(facts, asked)
+        (problem,) = fabric_manager.plan_problems(source_of(facts, asked))
+        assert plan.changes == () and problem in plan.problems
+        assert problem.what == "whether the fabric manager serves the driver is not known"
+        assert silent in problem.evidence and "exited 1" in problem.evidence and UNIT in problem.next_step
+    found = check_of("fabric manager", host, spec())
+    assert found.status == "failed" and found.reason.startswith(f"{problem.what}; {problem.evidence}")
 
 
 def test_versions_that_differ_are_told_where_the_site_installs_it(facts: HostFacts) -> None:
