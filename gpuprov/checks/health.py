@@ -19,7 +19,7 @@ from gpuprov.cdi.discover import is_excluded
 from gpuprov.cdi.nvml import GpuAnswer, ask, sysfs_bus_id
 from gpuprov.checks import memory
 from gpuprov.checks.smi import exit_code, exits, parse_smi, per_gpu
-from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed
+from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed, silence
 from gpuprov.core.system import System
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts, gather_fabric
@@ -116,7 +116,7 @@ def _of_host(x: Readings) -> Iterator[HealthFound]:
         seen = f"on the PCI bus with the driver nvidia: {x.on_bus}"
         yield _host("gpus-fewer", seen, shown=len(x.gpus), gpus=counted(x.on_bus, "GPU"))
     # Where no switch is in sight, the state of the fabric tells.
-    if problem := fabric_manager.fault(replace(x.fabric, hidden=""), x.driver):
+    if not x.fabric.silent and (problem := fabric_manager.fault(replace(x.fabric, hidden=""), x.driver)):
         rule = "missing" if x.fabric.version in ("", x.driver) else "version"
         yield _host(f"fabric-manager-{rule}", problem.evidence, problem.what, problem.next_step)
     if x.imex_down:
@@ -318,6 +318,8 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
     gpus = tuple(_completed(system, kernel, gpu, answers) for gpu in per_gpu(smi.stdout)) if report else ()
     # In a container the switches are the host's, and /sys shows GPUs that are not passed to it.
     fabric = FabricFacts() if kernel.container else gather_fabric(system)
+    if fabric.silent:
+        sink(_unknown("the fabric manager serves the GPUs", fabric.silent))
     # A machine without GPUs may have the programs of its fleet.
     is_expected = bool(bus) or remembered is not None or kernel.wsl
     return Readings(
@@ -327,7 +329,7 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
         0 if kernel.container else sum(gpu.driver == "nvidia" and not is_excluded(system, gpu.bus_id) for gpu in bus),
         memory.lost_gpus(system, remembered, report) if remembered else None,
         fabric,
-        _imex_down(system),
+        _imex_down(system, sink),
         _kernel_log(system, sink),
         system.tables,
     )
@@ -368,17 +370,23 @@ def with_expected_links(
     return tuple({**gpu, "nvlink/expected": str(expected(gpu))} for gpu in gpus)
 
 
-def _imex_down(system: System) -> str:
+def _imex_down(system: System, sink: Sink) -> str:
     unit = "nvidia-imex.service"
-    if system.run(("systemctl", "is-enabled", "--quiet", unit)).ok:
-        state = system.run(("systemctl", "is-active", unit))
-        if not state.ok:
-            return f"systemctl is-active {unit}: {state.stdout.strip()}"
-        # It may still wait for the other nodes of its domain.
-        domain = system.run(("nvidia-imex-ctl", "-q"), timeout=SECONDS)
-        if domain.ok and domain.stdout.strip() != "READY":
-            return f"nvidia-imex-ctl -q: {one_line(domain.stdout)[:_LONGEST_STATE] or '(silent)'}"
+    enabled = system.run(("systemctl", "is-enabled", "--quiet", unit))
+    state = system.run(("systemctl", "is-active", unit)) if enabled.ok else enabled
+    # It may still wait for the other nodes of its domain.
+    domain = system.run(("nvidia-imex-ctl", "-q"), timeout=SECONDS) if state.ok else state
+    if silent := silence(domain):
+        sink(_unknown("IMEX serves its domain", silent))
+    elif enabled.ok and not state.ok:
+        return f"systemctl is-active {unit}: {state.stdout.strip()}"
+    elif domain.ok and domain.stdout.strip() != "READY":
+        return f"nvidia-imex-ctl -q: {one_line(domain.stdout)[:_LONGEST_STATE] or '(silent)'}"
     return ""
+
+
+def _unknown(what: str, seen: str) -> Note:
+    return Note(f"whether {what} is not known: {seen}", "warning")
 
 
 def _kernel_log(system: System, sink: Sink) -> tuple[str, ...]:

@@ -360,6 +360,32 @@ def test_imex_that_is_not_ready_makes_a_host_unfit(tmp_path: Path, active: bool,
     assert all(seen in evidence for _, evidence in found)
 
 
+@pytest.mark.parametrize("silent", ["is-enabled", "is-active", "nvidia-imex-ctl", "nv-fabricmanager"])
+def test_what_gives_no_answer_is_unknown_and_not_down(
+    tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SilentHost(HealthHost):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if silent in argv:
+                return Completed(tuple(argv), 124, "", "stopped after 20 s, its time limit")
+            if argv[0] in ("systemctl", "nvidia-imex-ctl"):
+                return Completed(tuple(argv), 0, "READY\n")
+            return super().run(argv, **more)
+
+    host = SilentHost(tmp_path, metal=True)
+    switch = host.root / "sys/bus/pci/devices/0000:c1:00.0"
+    switch.mkdir(parents=True)
+    for name, text in (("vendor", "0x10de"), ("class", "0x068000"), ("device", "0x22a3")):
+        (switch / name).write_text(f"{text}\n")
+    host.report = report_of("")
+    events = host.examined()[1]
+    assert "imex-missing" not in {one.rule for one in events if isinstance(one, HealthFound)}
+    notes = [one.message for one in events if isinstance(one, Note) and "is not known: " in one.message]
+    assert notes and all(f"{silent}" in one and "exited 124" in one for one in notes)
+    if silent != "nvidia-imex-ctl":
+        assert not {one.rule for one in events if isinstance(one, HealthFound)} & {"fabric-manager-missing"}
+
+
 def test_a_stop_ends_the_look_and_is_no_verdict(tmp_path: Path) -> None:
     asked, noticed = threading.Event(), threading.Event()
 
