@@ -186,8 +186,8 @@ def _next_kernel(system: System) -> Values:
     installed = manager.gather(system).installed
     missing = tuple(map(manager.typed, next_kernel_headers(row, running, installed)))
     headers = tuple(map(manager.typed, kernel_headers(row, kernel.release)))
-    # Debian's packages call it nvidia-current.
-    dkms = any(name.startswith("nvidia") for name in system.list_directory("/var/lib/dkms"))
+    # Debian's packages call it nvidia-current; nvidia-fs is GPUDirect Storage's.
+    dkms = any(name.startswith("nvidia") and name != "nvidia-fs" for name in system.list_directory("/var/lib/dkms"))
     compiled = module_package(installed, kernel.release)
     if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
         raise Failed(reason)

@@ -161,6 +161,17 @@ def test_verify_names_the_kernel_that_would_boot_without_a_driver(tmp_path: Path
     assert "and no headers" not in _line(host).reason
 
 
+@pytest.mark.parametrize(("module", "builds"), [("nvidia-current", True), ("nvidia", True), ("nvidia-fs", False)])
+def test_only_the_drivers_own_module_counts_as_built_by_dkms(tmp_path: Path, module: str, builds: bool) -> None:
+    """nvidia-fs, of GPUDirect Storage, is built against any driver."""
+    host = FakeHost(tmp_path / "root", metal=True)
+    _install_kernel(host, NEXT, "")
+    host.make_directory(f"/lib/modules/{NEXT}/build")
+    host.write(f"/lib/modules/{NEXT}/build/Makefile", b"")
+    host.make_directory(f"/var/lib/dkms/{module}")
+    assert ("DKMS does not build it" in _line(host).reason) is not builds
+
+
 def test_headers_are_named_as_the_package_manager_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = FakeHost(tmp_path / "root", metal=True)
     _install_kernel(host, NEXT, "")
