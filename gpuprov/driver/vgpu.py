@@ -74,7 +74,8 @@ class LicenseVgpu(Change):
         return render(system.read_text(GRIDD_TEMPLATE) or "", dict(self.settings))
 
     def diff(self, system: System) -> str:
-        secret = f"\n+{TOKEN} (mode 0400; its content is not shown)" if self.token else ""
+        sign = "+" if self.token else "-" if system.exists(TOKEN) else ""
+        secret = f"\n{sign}{TOKEN} (mode 0400; its content is not shown)" if sign else ""
         return changes.text_diff(GRIDD_CONFIG, system.read_bytes(GRIDD_CONFIG), self._config(system)) + secret
 
     def capture(self, system: System) -> Json:

@@ -148,6 +148,14 @@ def test_a_diff_shows_what_becomes_of_each_file(guest: Guest) -> None:
     ]  # fmt: skip
 
 
+def test_the_removal_of_a_token_is_announced(guest: Guest) -> None:
+    applied(guest, spec(feature=1, token=SECRET))
+    change, *_ = vgpu.plan(source_of(gather(guest), spec(feature=1)))
+    assert change.diff(guest).splitlines()[-1].startswith(f"-{TOKEN} ") and SECRET not in change.diff(guest)
+    as_a_run(guest, change)
+    assert not guest.exists(TOKEN) and TOKEN not in change.diff(guest)
+
+
 def test_the_token_is_roots_alone_and_nothing_shows_it(guest: Guest) -> None:
     wanted = spec(feature=1, token=SECRET)
     changes = vgpu.plan(source_of(gather(guest), wanted))
