@@ -96,15 +96,15 @@ def run_in_root(
         if event is not None:
             sink(event)
 
-    with lock, _passing_on(stop), tempfile.NamedTemporaryFile(prefix="gpuprov-agent-") as file:
+    with lock, _passing_on(stop), tempfile.TemporaryFile() as file:  # nameless: nothing stays of a killed run
         file.write(agent.content)
         file.flush()
         inside = replace(request, bundle=_BUNDLE if request.bundle else "")
         done = run_command(
             (
                 "unshare", "--mount", "--propagation", "private", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
-                "sh", "-c", _ENTER, "sh", path, file.name, request.bundle, _resolver(path),
-                sys.executable, _CHANGE_ROOT, *PYTHONS,
+                "sh", "-c", _ENTER, "sh", path, f"/proc/{os.getpid()}/fd/{file.fileno()}", request.bundle,
+                _resolver(path), sys.executable, _CHANGE_ROOT, *PYTHONS,
             ),
             timeout=_SECONDS,
             env={},

@@ -7,6 +7,7 @@ import multiprocessing
 import socket
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_a_second_run_is_refused_until_the_processes_of_the_first_have_ended(roo
     while killed and refused(root):
         time.sleep(0.01)
     assert not refused(root)
+
+
+def test_a_killed_run_leaves_no_copy_of_the_agent(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "places"))
+    (tmp_path / "places").mkdir()
+    lines = "os.mkfifo('/tmp/first')", "open('/tmp/first').read()"
+    first = multiprocessing.get_context("fork").Process(target=run, args=(root, *lines))
+    first.start()
+    while not (root / "tmp/first").exists():
+        assert first.is_alive()
+        time.sleep(0.01)
+    with (root / "tmp/first").open("w"):
+        first.kill()
+        first.join()
+    assert list((tmp_path / "places").iterdir()) == []
+    while refused(root):
+        time.sleep(0.01)
 
 
 def test_another_path_of_this_machines_root_is_refused(tmp_path: Path) -> None:
