@@ -339,7 +339,8 @@ class RemovePackages(interface.PackageRemoval):
 
     def capture(self, system: System) -> Json:
         there = {one.name: one.version for one in dpkg.query(system) if one.present and one.name in self.names}
-        automatic = system.run(("apt-mark", "showauto", *there)).stdout.split() if there else []
+        asked, what = ("apt-mark", "showauto", *there), "apt-mark does not tell which packages nobody has asked for"
+        automatic = system.require(asked, what, " ".join(asked)).stdout.split() if there else []
         return {
             "names": there,
             "automatic": [name for name in automatic if name in there],

@@ -152,6 +152,8 @@ class FakeHost(System):
         return 0, "".join(f"installed {name} {version} amd64 {wants[name]} ok \n" for name, version in rows)
 
     def _apt_mark(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[0] == "showauto":
+            return 0, ""
         if words[0] not in ("hold", "unhold"):
             return 100, f"E: Invalid operation {words[0]}"
         self.held = self.held | {*words[1:]} if words[0] == "hold" else self.held - {*words[1:]}

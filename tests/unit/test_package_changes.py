@@ -54,7 +54,7 @@ class Apt(RecordedApt):
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         if argv[0] == "dpkg-query" and "${Conffiles}" not in argv[2]:
             return Completed(tuple(argv), 0, "".join(f"{state}\n" for state in self.states))
-        if argv[0] in ("apt-get", "apt-mark") and "--simulate" not in argv:
+        if argv[0] in ("apt-get", "apt-mark") and not {"--simulate", "showauto"} & {*argv}:
             self.limits.append(more["timeout"])
         return super().run(argv, **more)
 
@@ -291,6 +291,16 @@ def test_packages_that_dpkg_could_not_list_are_not_taken_for_new_ones(tmp_path: 
     host = Stalled(tmp_path, *installed("vim", "wget"))
     for look in (InstallPackages(("gcc",)).capture, gather_packages):
         assert "dpkg's database can't be read" in refused(look, host).what
+
+
+@pytest.mark.parametrize("returncode", [100, 124, 137])
+def test_a_package_does_not_count_as_wanted_if_apt_mark_does_not_tell(tmp_path: Path, returncode: int) -> None:
+    """A rollback would bring it back as one that somebody asked for, and `apt autoremove` would leave it."""
+    host = Apt(tmp_path, *installed("libnvidia-container1"))
+    host.automatic = (returncode, "")
+    problem = refused(RemovePackages(("libnvidia-container1",)).apply, host, tell_nobody)
+    assert "showauto" in problem.evidence and problem.next_step == "apt-mark showauto libnvidia-container1"
+    assert not [argv for argv in host.asked if "purge" in argv]
 
 
 def test_an_apt_without_dpkg_is_none(tmp_path: Path) -> None:

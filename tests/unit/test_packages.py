@@ -81,9 +81,12 @@ class RecordedApt(Recorded):
         super().__init__(root, answer)
         self.packages = list(packages)
         self.audit = ""
+        self.automatic = (0, "")
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
+        if argv[:2] == ("apt-mark", "showauto"):
+            return Completed(argv, *self.automatic)
         if argv[0] == "dpkg-query" and "${Conffiles}" in argv[2]:
             return Completed(argv, 0, "")
         if argv[0] == "dpkg-query":
