@@ -154,11 +154,18 @@ def _load_by_commands(
         sink(GpuMeasured("", "", f"{len(test.host.gpus)} {models}"[:_MOST_NAME], figures))
 
 
-def _require_idle(system: System) -> None:
-    """Raise GpuprovError with the names of what computes on a GPU, or with a GPU that CUDA does not see as a whole."""
+def _require_idle(system: System, gpus: int = 0) -> None:
+    """Raise GpuprovError with the names of what computes on a GPU, or with a GPU that CUDA does not see as a whole.
+
+    `gpus`: so many nvidia-smi must tell of; where health has not judged it yet, its silence is health's to name.
+    """
     users = [str(one) for one in gather_holders(system, computing=True) if one.unit not in UNITS]
     # In a system container the processes of others do not show.
-    for gpu in () if users else per_gpu(system.run(("nvidia-smi", "-q", "-x"), timeout=health.SECONDS).stdout):
+    smi = system.run(("nvidia-smi", "-q", "-x"), timeout=health.SECONDS)
+    if not users and len(per_gpu(smi.stdout)) < gpus:
+        what = "nvidia-smi does not tell whether the GPUs are idle: no load was started"
+        raise GpuprovError(what, smi.evidence(3), "gpuprov health")
+    for gpu in () if users else per_gpu(smi.stdout):
         used = _FIGURE.match(gpu.get("fb_memory_usage/used", ""))
         if used and float(used[0]) > _USED_MIB:
             users.append(f"{gpu.get('uuid', '')}: {used[0]} MiB of its memory are in use")
@@ -173,7 +180,7 @@ def _require_idle(system: System) -> None:
 def _load(test: EngineTest, spec: HostSpec, sink: Sink, seconds: int, known: set[tuple[str, str]]) -> None:
     """Run the program, watch the GPUs meanwhile; report figures, a check for each GPU, and what is wrong."""
     # Verify takes a while; after a boot, services still start.
-    _require_idle(test.system)
+    _require_idle(test.system, len(test.host.gpus))
     python = Python("python3") if spec.verify_image else host_python(test.system)
     if python.missing:
         raise GpuprovError("the program that loads the GPUs can't run", python.missing, "-e gpuprov_verify_image=IMAGE")

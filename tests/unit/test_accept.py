@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 
 from gpuprov.checks import accept as checks
+from gpuprov.checks import health
 from gpuprov.checks.accept import accept, judge, parse_printed, plan
-from gpuprov.checks.engines import ALL, DOCKER
+from gpuprov.checks.engines import ALL, DOCKER, DockerLike, EngineTest
 from gpuprov.checks.smi import SmiGpu, SmiReport
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.facts.driver import GpuHolder
 from gpuprov.protocol.errors import Stopped
+from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import AcceptCommand, HostSpec
 from tests.unit.ask import ask, problem_of
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Answer, Scripted
+from tests.unit.test_health import HealthHost, report_of
 
 _UUIDS = ("GPU-0", "GPU-1")
 _HOST = SmiReport("580", "13.0", tuple(SmiGpu(uuid, "H100", "", "", "", "") for uuid in _UUIDS))
@@ -162,6 +165,34 @@ def test_nothing_starts_while_a_process_computes(monkeypatch: pytest.MonkeyPatch
     user = GpuHolder(812, "python3 train.py", "/dev/nvidia-uvm", container="abc")
     monkeypatch.setattr(checks, "gather_holders", lambda system, *, computing: (user,) if computing else ())
     assert "process 812 (python3 train.py)" in refusal(System())
+
+
+ONE = '<gpu id="0"><uuid>GPU-0</uuid></gpu>'
+
+
+@pytest.mark.parametrize(
+    "answer", [(TIMED_OUT, ""), (0, ""), (137, ONE), (15, "Unable to determine the device handle for GPU1: Lost")]
+)
+def test_no_load_starts_on_gpus_of_which_nvidia_smi_does_not_tell_that_they_are_idle(
+    tmp_path: Path, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it hangs while verify runs; a process of another container shows nowhere else."""
+    host = HealthHost(tmp_path)
+    host.report = report_of("", "")
+
+    def verified(tests: list[EngineTest]) -> bool:
+        tests.append(EngineTest(host, "image", _HOST))
+        return True
+
+    def hang(*_: object, **more: object) -> Finished:
+        host.report = Completed(("nvidia-smi",), *answer)
+        return Finished(0, versions={"gpus": "2"})
+
+    monkeypatch.setattr(health, "examine", hang)
+    monkeypatch.setattr(DockerLike, "run", lambda *_, **more: pytest.fail("it started"))
+    problem = problem_of(accept, host, HostSpec(), lambda event: None, 1, verified)
+    assert problem.what == "nvidia-smi does not tell whether the GPUs are idle: no load was started"
+    assert f"exited {answer[0]}" in problem.evidence and problem.next_step == "gpuprov health"
 
 
 @pytest.mark.parametrize("expect", ["passed (", "[0-9"])

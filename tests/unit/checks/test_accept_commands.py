@@ -12,11 +12,12 @@ from gpuprov.checks import accept, health
 from gpuprov.checks.accept_commands import read, read_dcgm, read_nccl, read_nvbandwidth
 from gpuprov.checks.engines import DOCKER, EngineTest
 from gpuprov.checks.smi import SmiGpu, SmiReport
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import CheckDone, Event, Finished, GpuMeasured, HealthFound, Sink
 from gpuprov.protocol.spec import AcceptCommand, parse_spec, spec_to_json
+from tests.unit.scripted import Scripted
 
 # NVIDIA/DCGM issue 139 (DCGM 3), shortened.
 DCGM_3 = """{
@@ -136,6 +137,12 @@ def test_other_commands_have_an_expression_and_an_exit_code(expect: str, code: i
     assert (found, figures) == (fault, {}) or (fault.endswith(": ") and found.startswith(fault))
 
 
+def test_a_grep_that_comes_to_no_end_does_not_tell_that_nothing_matches() -> None:
+    host = Scripted(answers={"grep": (TIMED_OUT, "", "stopped after 20 s, its time limit")})
+    found, _ = read(host, AcceptCommand("image", WORDS, "[0-9]"), Completed(WORDS, 0, "5"))
+    assert found == "`grep -aqE -e [0-9]` exited 124: stopped after 20 s, its time limit"
+
+
 @pytest.mark.parametrize("wrong", [
     {"image": "-v/:/host", "command": ["a"]}, {"image": "a", "command": []}, {"image": "a", "command": ["a\x1b[2J"]},
     {"image": "a", "command": "a"}, {"image": "a", "command": ["a"], "expect": "a\nb"}, {"image": "a"},
@@ -157,7 +164,8 @@ class Host(System):
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         if argv[:2] != ("docker", "run"):
-            return Completed(tuple(argv), 0)
+            gpus = '<gpu id="0"></gpu>' * 8 if argv[0] == "nvidia-smi" else ""
+            return Completed(tuple(argv), 0, f"<nvidia_smi_log>{gpus}</nvidia_smi_log>" if gpus else "")
         self.ran.append(tuple(argv))
         self.limits.append(more["timeout"])
         return self.outputs.pop(0)
