@@ -14,6 +14,7 @@ from gpuprov.facts.boot import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.interpreter import packages_of_pythons
 from gpuprov.facts.kernels import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
+from gpuprov.packages import known_repositories
 from gpuprov.plan.migration import VARIABLE
 from gpuprov.plan.preflight import LIST_GPUS
 from gpuprov.protocol.models import generation_of, model_of
@@ -42,6 +43,12 @@ def headers_package(x: HostSnapshot) -> str:
     """Return the command that installs the running kernel's headers."""
     names = kernel_headers(x.host.distribution, x.host.kernel.release)
     return install_packages(x, *(names or (f"linux-headers-{x.host.kernel.release}",)))
+
+
+def past_headers(x: HostSnapshot) -> str:
+    """Return, as a comment, what to do if no repository has the running kernel's headers any more."""
+    said = known_repositories.advice(x.host.distribution, x.host.kernel.release, x.host.architecture)
+    return f"  # if no repository has them: {said.next_step}" if said else ""
 
 
 def rebuild_initramfs(x: HostSnapshot) -> str:

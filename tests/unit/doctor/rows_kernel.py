@@ -174,6 +174,12 @@ KERNEL_ROWS = (
         on_metal(module=ModuleFile(), dkms="nvidia/550.163.01: added\n",
                  kernels=(InstalledKernel(RELEASE, headers=False, module=False),)),
         "dkms status: nvidia/550.163.01: added", f"apt-get install -y linux-headers-{RELEASE}; dkms autoinstall"),
+    # A kernel that is older than what repositories keep.
+    Row("headers-missing",
+        on_metal(module=ModuleFile(), dkms="nvidia/550.163.01: added\n",
+                 kernels=(InstalledKernel(RELEASE, headers=False, module=False),)),
+        "dkms status: nvidia/550.163.01: added",
+        "; modprobe nvidia  # if no repository has them: boot the newest kernel: apt-get install linux-image-amd64"),
     Row("dkms-failed",
         on_metal(module=ModuleFile(), dkms="nvidia/550.163.01: added\n",
                  kernels=(InstalledKernel(RELEASE, headers=True, module=False),)),
