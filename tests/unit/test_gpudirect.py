@@ -30,6 +30,7 @@ from gpuprov.plan.refusals import refusals
 from gpuprov.plan.steps import STEPS, make_plan
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.tables import packaged
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -215,7 +216,7 @@ def test_mps_is_not_restarted_for_another_file_and_goes_when_it_is_no_longer_ask
 def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: Path, state: str, sets: bool) -> None:
     host.path("/dev/tdx_guest").write_text("")
     unit = unit_of(gather(host), CONFIDENTIAL, spec())
-    (command,) = re.findall(r"^ExecStart=/bin/sh -c '(.*)'$", unit, re.MULTILINE)
+    (command,) = re.findall(r"^ExecStart=/bin/sh -c '(.*?)'$", unit.replace("$$", "$").replace("\\\n", ""), re.M | re.S)
     put_program(
         tmp_path / "bin", "nvidia-smi", f'echo "$@" >> {tmp_path}/asked\n[ "$2" = -q ] && cat <<X\n{state}X\nexit 0'
     )
@@ -230,6 +231,23 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
             check()
         host.answers["sh"] = Completed((), 0, state.replace("Not Ready", "Ready"), "")
     assert check()[1] == ""
+
+
+@pytest.mark.parametrize(("code", "fails"), [(2, False), (3, False), (13, False), (9, True), (137, True), (255, True)])
+def test_a_query_that_fails_does_not_tell_that_the_mode_is_off(
+    host: Rdma, tmp_path: Path, code: int, fails: bool
+) -> None:
+    """nvidia-smi(1): 2, 3 and 13 of a driver or GPU without it."""
+    host.path("/dev/tdx_guest").write_text("")
+    unit = unit_of(gather(host), CONFIDENTIAL, spec())
+    (command,) = re.findall(r"^ExecStart=/bin/sh -c '(.*?)'$", unit.replace("$$", "$").replace("\\\n", ""), re.M | re.S)
+    put_program(tmp_path / "bin", "nvidia-smi", f"echo why; exit {code}")
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    done = subprocess.run(["/bin/sh", "-c", command], check=False, env=environment, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == ((code, b"why\n") if fails else (0, b""))
+    (row,) = (one for one in packaged("options_needs")["checks"] if one["name"] == "confidential computing")
+    done = subprocess.run(row["argv"], check=False, env=environment, stdout=subprocess.PIPE)
+    assert (done.returncode != 0, b"unsupported" in done.stdout) == (fails, not fails)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +267,14 @@ def test_azures_guests_are_known_by_hyper_v(host: Rdma, vendor: str, detected: s
     assert boot.gather_boot(host).confidential is found
 
 
-def test_verify_passes_a_driver_without_confidential_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_passes_a_driver_without_confidential_computing(tmp_path: Path) -> None:
     """A guest with encrypted memory and a GPU or a driver without the mode: the unit has nothing to do there either."""
     put_program(tmp_path, "nvidia-smi", 'echo "ERROR: Option $1 is not recognized."; exit 2')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "root/etc/systemd/system").mkdir(parents=True)
     (tmp_path / "root/etc/systemd/system" / CONFIDENTIAL).write_text("")
-    checks = dict(features.checks(System(str(tmp_path / "root")), spec()))
+    system = System(str(tmp_path / "root"))
+    system.environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    checks = dict(features.checks(system, spec()))
     assert checks["confidential computing"]() == ("unsupported", "")
 
 
