@@ -13,13 +13,11 @@ from gpuprov.protocol.errors import GpuprovError
 _SECONDS = 180
 
 
-def is_active(system: System, unit: str) -> bool:
-    """Say whether a unit is active; False for no unit."""
-    return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
+def is_active(system: System, unit: str, verb: str = "is-active") -> bool:
+    """Say whether a unit is active (`is-enabled`: enabled); False for no unit.
 
-
-def state_before(system: System, unit: str, verb: str = "is-active") -> bool:
-    """Say the same of a unit before a change. Raises GpuprovError if systemd does not answer: an undo would stop it."""
+    Raises GpuprovError if systemd does not answer: what runs would be restarted, or stopped by an undo.
+    """
     return bool(unit) and require_systemd(system.run(("systemctl", verb, "--quiet", unit)), f"about {unit}").ok
 
 
@@ -59,7 +57,7 @@ class RestartUnit(Change):
         return f"restart {self.unit}"
 
     def capture(self, system: System) -> Json:
-        return {"unit": self.unit, "was_active": state_before(system, self.unit)}
+        return {"unit": self.unit, "was_active": is_active(system, self.unit)}
 
     def apply(self, system: System, tell: Tell) -> None:
         if trouble := restart(system, self.unit):
@@ -85,8 +83,7 @@ class RunUnits(Change):
 
     def capture(self, system: System) -> Json:
         return {
-            unit: [verb for verb in ("is-enabled", "is-active") if state_before(system, unit, verb)]
-            for unit in self.units
+            unit: [verb for verb in ("is-enabled", "is-active") if is_active(system, unit, verb)] for unit in self.units
         }
 
     def apply(self, system: System, tell: Tell) -> Json:

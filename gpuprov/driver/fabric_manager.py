@@ -12,7 +12,7 @@ from typing import ClassVar
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.commands import first_match
 from gpuprov.core.system import System
-from gpuprov.core.units import log_of, state_before
+from gpuprov.core.units import is_active, log_of
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import _PROGRAM, FABRIC_MODULES, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
@@ -143,7 +143,7 @@ class RunFabricManager(Change):
         return f"enable {'and start ' if self.start else ''}{UNIT} ({self.version})"
 
     def capture(self, system: System) -> Json:
-        return {"enabled": state_before(system, UNIT, "is-enabled"), "active": state_before(system, UNIT)}
+        return {"enabled": is_active(system, UNIT, "is-enabled"), "active": is_active(system, UNIT)}
 
     def apply(self, system: System, tell: Tell) -> Json:
         told = system.run((_PROGRAM, "--version"), timeout=20)

@@ -14,7 +14,7 @@ from typing import Callable, ClassVar
 from gpuprov.cdi.discover import IMEX_CHANNEL, imex_channel
 from gpuprov.core.changes import Change, Json, MakeNode, Tell, capture_path, restore_path, text_diff, write_files
 from gpuprov.core.system import System
-from gpuprov.core.units import log_of, restart, state_before, systemctl
+from gpuprov.core.units import is_active, log_of, restart, systemctl
 from gpuprov.driver import fabric_manager
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import IMEX_CONFIG, IMEX_FILES, IMEX_NODES, IMEX_PROGRAM, IMEX_UNIT, FabricFacts, gather_imex
@@ -140,7 +140,7 @@ class _UnitChange(Change):
 
     def capture(self, system: System) -> Json:
         for verb in ("is-active", "is-enabled"):
-            state_before(system, IMEX_UNIT, verb)  # raises if systemd does not answer
+            is_active(system, IMEX_UNIT, verb)  # raises if systemd does not answer
         facts, images = gather_imex(system), [capture_path(system, path) for path in (*IMEX_FILES, IMEX_CHANNEL)]
         return {"files": images, "active": facts.active, "enabled": facts.enabled, "masked": facts.masked}
 

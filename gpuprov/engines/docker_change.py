@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.core.units import is_active, restart, state_before, systemctl
+from gpuprov.core.units import is_active, restart, systemctl
 from gpuprov.engines import docker_unit
 from gpuprov.engines.docker_config import DAEMON_JSON, VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
 from gpuprov.engines.docker_unit import UNIT
@@ -84,7 +84,7 @@ class ReconfigureDocker(Change):
         return (self.content or "").encode("utf-8", "surrogateescape")
 
     def capture(self, system: System) -> Json:
-        found: dict[str, Any] = {"file": capture_path(system, self.path), "was_active": state_before(system, UNIT)}
+        found: dict[str, Any] = {"file": capture_path(system, self.path), "was_active": is_active(system, UNIT)}
         return {**found, "was_disabled": True} if self.enable else found
 
     def apply(self, system: System, tell: Tell) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell
 from gpuprov.core.system import System
-from gpuprov.core.units import daemon_reload, state_before, systemctl
+from gpuprov.core.units import daemon_reload, is_active, systemctl
 from gpuprov.protocol.errors import GpuprovError
 
 _SECONDS = 120
@@ -55,7 +55,7 @@ class StopPlugin(Change):
         return f"stop and disable {self.unit}"
 
     def capture(self, system: System) -> Json:
-        was = {verb: state_before(system, self.unit, f"is-{verb}") for verb in ("active", "enabled")}
+        was = {verb: is_active(system, self.unit, f"is-{verb}") for verb in ("active", "enabled")}
         return {"unit": self.unit, **was}
 
     def apply(self, system: System, tell: Tell) -> None:

@@ -196,7 +196,7 @@ class ConfigureEngine(Change):
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
         # If it was not restarted, the undo does not restart it either.
-        was_active = self.restart and units.state_before(system, self._unit)
+        was_active = self.restart and units.is_active(system, self._unit)
         return {"engine": self.engine, "files": files, "was_active": was_active, "unit": self._unit}
 
     def apply(self, system: System, tell: Tell) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,25 @@ def test_docker_takes_up_its_new_file(
     assert host.verbs == verbs
     assert host.text == NEW and (tmp_path / PATH[1:]).stat().st_mode & 0o777 == mode
     assert not host.modes, "nothing is validated unless that is planned"
+
+
+@pytest.mark.parametrize("said", [(1, "", "Failed to connect to bus: Connection timed out"), (124, ""), (137, "")])
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_docker_of_which_systemd_tells_nothing_is_not_restarted(tmp_path: Path, said: Answer, undo: bool) -> None:
+    """A restart stops the containers of a docker that runs."""
+    host = Docker(tmp_path)
+    what = change(restart=False, containers=("train",))
+    before = what.capture(host)
+    real, asked = host.answer, list[str]()
+
+    def answer(argv: tuple[str, ...]) -> Answer:
+        asked.extend(argv[1:2] if argv[:2] == ("systemctl", "is-active") else ())
+        return said if argv[1] == "is-active" and (undo or len(asked) > 1) else real(argv)
+
+    host.answer = answer  # type: ignore[method-assign]
+    acts: Callable[[], object] = (lambda: what.undo(host, before, {})) if undo else (lambda: applied(host, what))
+    assert problem_of(acts).what == "systemd does not tell about docker.service"
+    assert "restart" not in host.verbs and host.active
 
 
 def test_a_file_in_a_folder_that_is_not_there_is_written(tmp_path: Path) -> None:
