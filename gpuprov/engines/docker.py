@@ -230,6 +230,9 @@ def outdated(facts: DockerFacts) -> Problem:
 
 
 def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
+    if facts.unit.silent:
+        what = "systemd does not tell how docker is started"
+        return (Problem(what, facts.unit.silent, "run the same command again"),)
     if facts.unit.load == "masked":
         return (MASKED,)
     if facts.is_unreachable:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpuprov.core.commands import silence
 from gpuprov.core.system import System
 from gpuprov.engines.known import Reader
 from gpuprov.protocol.errors import Problem
@@ -41,7 +42,7 @@ class DockerUnit:
     `command`: what starts dockerd, variables expanded. `running`: the command line of the running dockerd, which may be
     older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts when it is
     used. `refuses_restart`: RefuseManualStop; systemd also refuses a restart then. `socket_masked`: docker.socket is
-    masked, and docker.service requires it.
+    masked, and docker.service requires it. `silent`: the evidence that systemd gave no answer.
     """
 
     load: str = ""
@@ -54,6 +55,7 @@ class DockerUnit:
     on_demand: bool = False
     refuses_restart: bool = False
     socket_masked: bool = False
+    silent: str = ""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -86,9 +88,10 @@ class DockerUnit:
 def gather_unit(system: Reader) -> DockerUnit:
     """Return how docker is started, by one systemd query."""
     blocks: dict[str, Mapping[str, Sequence[str]]] = {}
+    silent = ""
     if system.which("systemctl") is not None:
         done = system.run(("systemctl", "show", UNIT, SOCKET, "-p", _PROPERTIES), timeout=_SECONDS)
-        blocks = dict(parse_show(done.stdout)) if done.ok else {}
+        blocks, silent = dict(parse_show(done.stdout)) if done.ok else {}, silence(done)
     unit, socket = blocks.get(UNIT, {}), blocks.get(SOCKET, {})
     environment = _environment(system, unit)
     started = re.findall(r"argv\[\]=(.*?) ; ignore_errors=", "".join(unit.get("ExecStart", ())))
@@ -104,6 +107,7 @@ def gather_unit(system: Reader) -> DockerUnit:
         on_demand=_one(socket, "UnitFileState") == "enabled",
         refuses_restart=_one(unit, "RefuseManualStop") == "yes",
         socket_masked=_one(socket, "LoadState") == "masked" and SOCKET in _one(unit, "Requires").split(),
+        silent=silent,
     )
 
 
@@ -218,13 +222,14 @@ def text_of(system: Reader, path: str) -> str | None:
 
 
 def restart_stops_containers(system: System) -> bool | None:
-    """Say whether a restart of docker stops containers that run now; None if docker does not respond."""
+    """Say whether a restart of docker stops containers that run now; None if docker or systemd does not tell."""
     form = "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"
     done = system.run(("docker", "info", "--format", form), timeout=_SECONDS)
     if not done.ok or done.stdout.split()[:1] == ["0"]:
         return False if done.ok else None
     unit = gather_unit(system)
-    return "true" not in done.stdout or not will_live_restore(unit, text_of(system, unit.config_path))
+    lives = "true" in done.stdout and will_live_restore(unit, text_of(system, unit.config_path))
+    return None if unit.silent else not lives
 
 
 def will_live_restore(unit: DockerUnit, text: str | None) -> bool:

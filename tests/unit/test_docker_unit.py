@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.docker import plan, problems, reach_local_docker
 from gpuprov.engines.docker_config import edited, with_member, without_member, without_runtimes
-from gpuprov.engines.docker_unit import decisive_lines, gather_unit
+from gpuprov.engines.docker_unit import decisive_lines, gather_unit, restart_stops_containers
 from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from tests.examples import examples
 from tests.unit.ask import problem_of
@@ -160,6 +160,24 @@ def test_of_a_docker_that_does_not_answer_nothing_is_said(tmp_path: Path) -> Non
     (problem,) = problems(facts)
     assert "docker runs, but does not answer" in problem.what and "not known" in problem.what
     assert problem.next_step.startswith("docker --host tcp://127.0.0.1:2376 info")
+
+
+@pytest.mark.parametrize("said", [(124, ""), (1, "", "Failed to get properties: Connection timed out")])
+def test_nothing_is_changed_if_systemd_does_not_tell_how_docker_starts(tmp_path: Path, said: Answer) -> None:
+    """The unit may name another file, or runtimes with which those of a file keep docker from starting."""
+    host = Scripted(tmp_path, {"systemctl show": said, "docker info": "3 true\n"})
+    host.make_directory("/etc/docker")
+    host.write("/etc/docker/daemon.json", b'{"live-restore": true}')
+    (problem,) = problems(running("{}", unit=gather_unit(host)), runtime_path=RUNTIME)
+    assert problem.what == "systemd does not tell how docker is started" and "systemctl show" in problem.evidence
+    assert restart_stops_containers(host) is None
+    for known in (
+        SHOWN.format(enabled="", pid=0, command="dockerd", socket_load="", socket=""),
+        (1, "", "Host is down"),
+    ):
+        host = Scripted(tmp_path, {"systemctl show": known, "docker info": "3 true\n"})
+        assert problems(running("{}", unit=gather_unit(host)), runtime_path=RUNTIME) == ()
+        assert restart_stops_containers(host) is False
 
 
 LIMIT = """Starting Docker Application Container Engine...
