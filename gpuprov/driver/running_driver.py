@@ -287,9 +287,10 @@ def gather_running(system: System, facts: HostFacts) -> RunningDriver:
 
 
 def active_units(system: System, units: Names) -> Names:
-    """Return those of the units that are active or about to be."""
+    """Return those of the units that are active or about to be. Raises GpuprovError if systemd does not answer."""
     # `is-active` prints one word per unit, in order (systemctl(1)).
-    words = system.run(("systemctl", "is-active", *units)).stdout.split()
+    told = system.run(("systemctl", "is-active", *units))
+    words = require_answer(told, "systemd does not tell which services use the GPUs").stdout.split()
     return tuple(name for name, word in zip(units, words) if word in ("active", "activating", "reloading"))
 
 
@@ -413,12 +414,12 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
 
 def unload_for_undo(system: System) -> GpuprovError | None:
     """Stop the driver's services and unload it. If a process uses it, start them again and return the error."""
-    units = active_units(system, UNITS)
     modules = tuple(name for name in MODULES if system.exists(f"/sys/module/{name}"))
-    # Before anything stops: CUDA programs end with the fabric manager.
-    if others := tuple(one for one in gather_holders(system) if one.unit not in units):
-        return _in_use(discover(system).kernel_version, others)
     try:
+        units = active_units(system, UNITS)
+        # Before anything stops: CUDA programs end with the fabric manager.
+        if others := tuple(one for one in gather_holders(system) if one.unit not in units):
+            return _in_use(discover(system).kernel_version, others)
         unload(system, Unloading(discover(system).kernel_version, modules, units), tell_nobody)
     except GpuprovError as error:
         start_all_again(system, tell_nobody)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 from gpuprov.cdi.discover import Node
 from gpuprov.core.changes import FileFact, NextAction, tell_nobody
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import STOPPED
 from gpuprov.driver import running_driver
@@ -73,6 +74,23 @@ def test_without_a_driver_on_the_disk_none_is_loaded(host: LoadedHost) -> None:
     assert asked(host, running_driver.start_again, tell_nobody) == []
     assert json.loads(host.read_text(STOPPED) or "") == {"modules": [], "units": [], "containers": ["train"]}
     assert asked(host, StartContainers(("train",)).apply, tell_nobody) == [("docker", "start", "train")]
+
+
+@pytest.mark.parametrize("code", [124, 137])
+def test_services_do_not_count_as_stopped_if_systemd_does_not_tell(host: LoadedHost, code: int) -> None:
+    """A unit that has no GPU open would keep the old driver's libraries, and a display would count as a process."""
+    real = host.run
+
+    def run(argv: Sequence[str], **more: Any) -> Completed:
+        return Completed(tuple(argv), code) if tuple(argv[:2]) == ("systemctl", "is-active") else real(argv, **more)
+
+    facts = gather(host)
+    host.run = run  # type: ignore[method-assign]
+    problem = refused(running_driver.gather_running, host, facts)
+    assert problem.what == "systemd does not tell which services use the GPUs"
+    assert problem.next_step == "run the same command again"
+    error = running_driver.unload_for_undo(host)
+    assert error is not None and error.problems[0].what == problem.what and host.exists("/sys/module/nvidia")
 
 
 FAILING = {
