@@ -19,6 +19,7 @@ from gpuprov.facts.kernels import module_of
 from gpuprov.machine import distros
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages import known_repositories
+from gpuprov.packages.interface import require_answer
 from gpuprov.packages.sources import repo_sections, text_of
 from gpuprov.protocol.errors import GpuprovError, Problem
 
@@ -87,18 +88,20 @@ def prove_modules(system: System, version: str, *, dkms: bool) -> None:
     `dkms`: DKMS must have built them. An installer's exit code proves neither.
     """
     kernel = system.kernel_release()
-    status = system.run(("dkms", "status")) if dkms else None
+    what = "{} does not tell which modules there are"
+    status = require_answer(system.run(("dkms", "status")), what.format("dkms")) if dkms else None
     states = dkms_states(status.stdout, version) if status is not None else {}
     if status is not None and not states:
-        what = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
-        raise GpuprovError(what, status.evidence(), f"dkms install nvidia/{version}")
+        lack = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
+        raise GpuprovError(lack, status.evidence(), f"dkms install nvidia/{version}")
     if status is not None and states.get(kernel) != "installed":
         raise GpuprovError(
             f"DKMS knows the driver, but has not installed its modules for kernel {kernel}",
             status.stdout.strip(),
             f"dkms install nvidia/{version} -k {kernel}; see /var/lib/dkms/nvidia/{version}/build/make.log",
         )
-    found = system.run(("modinfo", "-k", kernel, "-F", "version", "nvidia"))
+    asked = ("modinfo", "-k", kernel, "-F", "version", "nvidia")
+    found = require_answer(system.run(asked), what.format("modinfo"))
     if found.stdout.strip() != version:
         raise GpuprovError(
             f"the installer reported success, but kernel {kernel} has no module nvidia of version {version}",

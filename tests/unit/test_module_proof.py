@@ -68,6 +68,14 @@ def test_what_is_not_there_is_named_with_the_next_command(tmp_path: Path, name: 
     assert "dkms" in problem.next_step
 
 
+@pytest.mark.parametrize("silent", ["dkms", "modinfo"])
+def test_a_program_that_comes_to_no_end_does_not_tell_that_there_is_no_module(tmp_path: Path, silent: str) -> None:
+    host = Host(tmp_path, f"nvidia/{VERSION}, {KERNEL}, x86_64: installed\n", VERSION)
+    host.replies = {**host.replies, silent: (124, "")}
+    problem = refused(lambda: prove_modules(host, VERSION, dkms=True))
+    assert problem.what == f"{silent} does not tell which modules there are" and "exited 124" in problem.evidence
+
+
 @pytest.mark.parametrize("dkms", [True, False])
 def test_modules_that_are_there_are_proof_enough(tmp_path: Path, dkms: bool) -> None:
     status = f"nvidia/{VERSION}, {KERNEL}, x86_64: installed\n" if dkms else ""
