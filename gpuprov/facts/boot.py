@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
+from gpuprov.packages.interface import require_answer
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH
 
 UNITS = "/etc/systemd/system"
@@ -94,9 +95,11 @@ def _is_encrypted(system: System) -> bool:
         return True
     if (system.read_text(_VENDOR) or "").strip() != "Microsoft Corporation":
         return False
-    if system.run(("systemd-detect-virt", "--cvm")).stdout.strip() in ("sev-snp", "tdx"):
+    what = "whether this machine's memory is encrypted is not known"
+    if require_answer(system.run(("systemd-detect-virt", "--cvm")), what).stdout.strip() in ("sev-snp", "tdx"):
         return True
-    log = system.run(("journalctl", "--dmesg", "--boot", "--no-pager", "--output=cat"), timeout=60).stdout
+    told = system.run(("journalctl", "--dmesg", "--boot", "--no-pager", "--output=cat"), timeout=60)
+    log = require_answer(told, what).stdout
     return re.search(r"Hyper-V: Isolation Config: .*Group B 0x[0-9a-f]*[23]$", log, re.MULTILINE) is not None
 
 

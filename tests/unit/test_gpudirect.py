@@ -32,6 +32,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import packaged
 from tests.unit.fake_host import RELEASE, FakeHost
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 ALL = ["storage", "gdrcopy", "rdma"]
@@ -265,6 +266,17 @@ def test_azures_guests_are_known_by_hyper_v(host: Rdma, vendor: str, detected: s
     for program, answer in (("systemd-detect-virt", detected), ("journalctl", log)):
         host.answers[program] = Completed((program,), 0 if answer else 1, answer)
     assert boot.gather_boot(host).confidential is found
+
+
+@pytest.mark.parametrize("silent", ["systemd-detect-virt", "journalctl"])
+def test_an_unknown_isolation_is_no_plain_memory(host: Rdma, silent: str) -> None:
+    """The unit of the ready state would go, and the GPUs take no work after the next boot."""
+    host.path("/sys/class/dmi/id").mkdir(parents=True, exist_ok=True)
+    host.path("/sys/class/dmi/id/sys_vendor").write_text("Microsoft Corporation\n")
+    host.answers.update({name: Completed((name,), 1) for name in ("systemd-detect-virt", "journalctl")})
+    host.answers[silent] = Completed((silent,), 124, "", "stopped after 60 s, its time limit")
+    problem = refused(boot.gather_boot, host)
+    assert problem.what == "whether this machine's memory is encrypted is not known" and silent in problem.evidence
 
 
 def test_verify_passes_a_driver_without_confidential_computing(tmp_path: Path) -> None:
