@@ -95,9 +95,9 @@ class Apt(interface.PackageManager):
             command = ("apt-get", "-q", *options, "update")
             done = system.run(command, timeout=interface.REFRESH_SECONDS, env=system.proxy.environment)
             finish_apt(done, "the package index could not be refreshed")
-            said, policy = (
-                system.run(("apt-cache", *configuration, verb, *names)).stdout for verb in ("madison", "policy")
-            )
+            asked = (system.run(("apt-cache", *configuration, verb, *names)) for verb in ("madison", "policy"))
+            what = "apt-cache does not tell what the repositories have"
+            said, policy = (interface.require_answer(done, what).stdout for done in asked)
         return not_refused(parse_madison(said), policy)
 
     def plan_installation(self, packages: interface.PackageFacts, wanted: interface.Installation) -> tuple[Change, ...]:

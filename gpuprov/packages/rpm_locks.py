@@ -157,10 +157,13 @@ class HoldRpmPackages(interface.PackageHold):
 
     def _versions(self, system: System) -> Mapping[str, str]:
         """Return name → EPOCH:VERSION-RELEASE of the packages to hold."""
+        if not (self.driver or self.names):
+            return {}
+        words = ("-qa", "--queryformat", _QUERY) if self.driver else ("-q", "--queryformat", _QUERY, *self.names)
+        what = "rpm does not tell which versions are installed"
+        there = _rows(interface.require_answer(system.run(("rpm", *words)), what).stdout)
         if not self.driver:
-            said = system.run(("rpm", "-q", "--queryformat", _QUERY, *self.names)).stdout if self.names else ""
-            return {name: version for name, version in _rows(said).items() if name in self.names}
-        there = _rows(system.run(("rpm", "-qa", "--queryformat", _QUERY)).stdout)
+            return {name: version for name, version in there.items() if name in self.names}
         names = interface.driver_set(there) - held_names(self.tool, system.read_text(self.path) or "")
         return {name: there[name] for name in names}
 

@@ -117,6 +117,16 @@ def test_the_copy_of_the_sources_follows_links(tmp_path: Path) -> None:
     assert host.copied == ("sources.list", *parts)
 
 
+@pytest.mark.parametrize("verb", ["madison", "policy"])
+def test_an_apt_cache_that_comes_to_no_end_does_not_tell_that_no_repository_has_a_package(
+    tmp_path: Path, verb: str
+) -> None:
+    host = Scripted(tmp_path, {verb: (124, "")})
+    host.make_directory("/var/tmp")
+    (problem,) = managers.ask(host, APT, ("linux-headers-6.1",), ()).problems
+    assert problem.what == "apt-cache does not tell what the repositories have" and verb in problem.evidence
+
+
 def test_versions_that_the_preferences_refuse_are_not_offered() -> None:
     offered = {"libcuda1": ("535.274.02-1", "535.247.01-1~deb12u1"), "cuda-drivers": ("580.1-1",)}
     policy = """\

@@ -12,6 +12,7 @@ from gpuprov.packages.interface import HELD_LIST, LockFacts, PackageFacts
 from gpuprov.packages.rpm import RpmManager
 from gpuprov.packages.rpm_locks import LOCK_TOOLS, HoldRpmPackages, edited, gather_locks, held_names
 from gpuprov.packages.zypper import ZYPPER
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 NAME, EVR = "nvidia-container-toolkit", "0:1.17.8-1"
@@ -170,6 +171,15 @@ def test_the_drivers_hold_is_of_what_is_installed_by_then(tmp_path: Path, text: 
     assert change.capture(host)["names"] == added
     change.apply(host, tell)
     assert host.read_text(LIST) == text + "".join(f"{name}-3:580-1.*\n" for name in added)
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_no_hold_counts_as_set_if_rpm_does_not_tell_what_is_installed(tmp_path: Path, driver: bool) -> None:
+    host = make_host(tmp_path)
+    host.answer = lambda argv: (137, "")  # type: ignore[method-assign]
+    change = HoldRpmPackages("dnf", LIST, () if driver else (NAME,), driver=driver)
+    problem = refused(change.apply, host, tell)
+    assert problem.what == "rpm does not tell which versions are installed" and not host.exists(LIST)
 
 
 def test_undo_of_a_removed_list_restores_its_own_entries(tmp_path: Path) -> None:
