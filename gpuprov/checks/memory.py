@@ -180,7 +180,7 @@ def update(
     An image, and a host on which a run works, keep what they have. A file that is not trusted stays until asked to.
     """
     recalled = recall(system)
-    now = _observed(system, checks, report)
+    now = _observed(system, checks, report, recalled.memory.gpus if recalled.memory is not None else ())
     if recalled.memory is not None:
         for message, level in _news(recalled.memory, now, is_ours=_run_since(system)):
             sink(Note(message, level))
@@ -198,14 +198,16 @@ def update(
             sink(Note(f"remembered: {counted(len(now.gpus), 'GPU')}, driver {now.driver}"))
 
 
-def _observed(system: System, checks: Checks, report: SmiReport) -> Memory:
-    # A link has two ends.
-    told = system.run(("nvidia-smi", "nvlink", "--status"), timeout=_SECONDS) if len(report.gpus) > 1 else None
+def _observed(system: System, checks: Checks, report: SmiReport, before: Sequence[Gpu]) -> Memory:
+    links: Mapping[str, int] = {}
+    if len(report.gpus) > 1:  # a link has two ends
+        told = system.run(("nvidia-smi", "nvlink", "--status"), timeout=_SECONDS)
+        links = parse_links(told.stdout) if told.ok else {one.uuid: one.links for one in before}
     return Memory(
         schema=SCHEMA,
         date=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(system.clock())),
         machine=_machine(system),
-        gpus=gpus_in(report, parse_links(told.stdout) if told is not None and told.ok else {}),
+        gpus=gpus_in(report, links),
         driver=report.driver,
         kernel=system.kernel_release(),
         gpuprov=__version__,

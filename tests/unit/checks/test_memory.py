@@ -47,13 +47,14 @@ class Machine(RecordedHost):
     time: int = FIRST
     log: str = HEALTHY_BOOT
     links: str = ""
+    links_code: int = 0
 
     def clock(self) -> int:
         return self.time
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         if argv[:2] == ("nvidia-smi", "nvlink"):
-            return Completed(tuple(argv), 0, self.links, "")
+            return Completed(tuple(argv), self.links_code, self.links, "")
         if argv[0] == "dmesg":
             return Completed(tuple(argv), 0, self.log, "")
         if argv[0] == "journalctl":  # the newest first, as it prints with --reverse
@@ -185,6 +186,17 @@ def test_a_gpu_with_fewer_nvlinks_is_a_warning(machine: Machine) -> None:
     machine.links = told.replace("Link 1: 26.562 GB/s", "Link 1: <inactive>")
     _, (said,) = look(machine)
     assert said.level == "warning" and "has 1 active NVLink, 2 on 2026-11-03" in said.message
+
+
+@pytest.mark.parametrize("code", [124, 137, 255])
+def test_nvlinks_of_which_nvidia_smi_does_not_tell_are_not_forgotten(machine: Machine, code: int) -> None:
+    machine.links = f"GPU 0: NVIDIA H100 80GB HBM3 (UUID: {gpu(0).uuid})\n\t Link 0: 26.5 GB/s\n\t Link 1: 26.5 GB/s\n"
+    look(machine)
+    told, machine.links, machine.links_code = machine.links, "", code
+    assert look(machine)[1] == []
+    machine.links, machine.links_code = told.replace("Link 1: 26.5 GB/s", "Link 1: <inactive>"), 0
+    _, (said,) = look(machine)
+    assert "has 1 active NVLink, 2 on 2026-11-03" in said.message
 
 
 @pytest.mark.parametrize("what", ["failed", "image", "not booted", "a run works"])
