@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from gpuprov.cdi.discover import IMEX_OPTION
 from gpuprov.core.commands import Completed, silence
 from gpuprov.core.system import System
+from gpuprov.core.units import is_active
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
 from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.errors import GpuprovError
@@ -135,11 +136,10 @@ class ServiceFacts:
 
 
 def gather_services(system: System) -> ServiceFacts:
-    """Return the facts; two commands for each unit whose program is installed."""
+    """Return the facts; two commands for each unit whose program is installed. Raises GpuprovError."""
     names = [name for program, units in _PROGRAMS.items() if system.exists(program) for name in units]
     verbs = ("is-enabled", "is-active")
-    found = [tuple(one for one in names if system.run(("systemctl", verb, "--quiet", one)).ok) for verb in verbs]
-    return ServiceFacts(*found)
+    return ServiceFacts(*(tuple(one for one in names if is_active(system, one, verb)) for verb in verbs))
 
 
 # PCI Code and ID Assignment Specification: 0680 is a bridge of another kind; NVIDIA's are its NVSwitches.

@@ -30,6 +30,7 @@ from tests.bundles import MANIFEST
 from tests.unit.ask import check_of
 from tests.unit.checks.test_smi import REPORT
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 NAME, BOTH = "datacenter-gpu-manager", (DCGM_UNIT, DCGM_EXPORTER)
@@ -148,6 +149,15 @@ def test_a_unit_that_does_not_run_or_is_not_enabled_is_planned(
     lacking = tuple(unit for unit in BOTH[: 1 + exporter] if unit not in there.enabled)
     assert image == ((RunDcgm(lacking, start=False),) if lacking else ())
     assert CHANGE_KINDS["RunDcgm"] is RunDcgm and {*BOTH} <= {*UNITS}
+
+
+@pytest.mark.parametrize("verb", ["is-active", "is-enabled"])
+def test_units_of_which_systemd_does_not_tell_are_not_restarted(
+    host: DcgmHost, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.write("/usr/bin/nv-hostengine", b"")
+    monkeypatch.setattr(host, "_systemctl", lambda words: (124 if words[0] == verb else 0, ""))
+    assert refused(gather_services, host).what == f"systemd does not tell about {DCGM_UNIT}"
 
 
 def test_its_units_run_and_undo_restores_what_was(host: DcgmHost) -> None:
