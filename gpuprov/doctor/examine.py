@@ -92,6 +92,8 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
             sink(Note(f"{cause.finding.what}; {cause.finding.next_step}", "warning"))
     if x.memory_fault:
         sink(Note(f"{x.memory_fault}: nothing is compared with it; {FORGET}", "warning"))
+    if silent := x.host.docker.unit.silent or x.host.fabric.silent:
+        sink(Note(f"what depends on the state of a unit is not known: {silent}", "warning"))
     if x.kernel_log_error:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
     if troubles:

@@ -46,11 +46,13 @@ from tests.unit.doctor.ill import (
     daemon_json,
     docker,
     docker_says,
+    fabric,
     hidden,
     host,
     kernel_says,
     mismatched,
     on_metal,
+    switches,
     text,
     unit,
     without,
@@ -230,6 +232,21 @@ def test_what_obstructs_an_installation_does_not_follow_from_itself(x: HostSnaps
     events: list[Any] = []
     done = report(x, causes, events.append)
     assert done.problems[1].next_step == finding.next_step
+
+
+def test_a_silent_systemd_is_a_warning_and_no_missing_fabric_manager(x: HostSnapshot) -> None:
+    seen = "`systemctl is-active --quiet nvidia-fabricmanager.service` exited 124"
+    silent = both(switches(), fabric(switches=("0000:c1:00.0",), silent=seen))(replace(x, units={}))
+    events: list[Event] = []
+    report(silent, diagnose(silent), events.append)
+    assert "fabric-manager-missing" not in {cause.rule.name for cause in diagnose(silent)}
+    notes = [one for one in events if isinstance(one, Note) and "of a unit" in one.message]
+    assert [(one.level, one.message) for one in notes] == [
+        ("warning", f"what depends on the state of a unit is not known: {seen}")
+    ]
+    of_docker = docker(unit=DockerUnit(silent=seen))(x)
+    report(of_docker, (), events.append)
+    assert [one for one in events if isinstance(one, Note) and "of a unit" in one.message] == notes * 2
 
 
 def test_a_rule_that_fails_is_one_warning_and_keeps_no_other_back(x: HostSnapshot) -> None:
