@@ -18,6 +18,7 @@ from gpuprov.cdi.discover import parse_kernel_version
 from gpuprov.checks.cuda.compatibility import Finding, Runtime, find_runtimes, incompatibilities
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
+from gpuprov.core.commands import silence
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
@@ -116,15 +117,18 @@ def _pid(found: Mapping[str, Any]) -> int:
 def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
     """Return engine, kind and description of a container or, if there is none of this name, of an image."""
     engines = [engine for engine in ENGINES if system.which(engine)]
-    said = []
+    asked = []
     for kind in ("container", "image"):
         for engine in engines:
             # No --format: podman 4 writes a list with it, docker an object; without it both write a list.
             done = system.run((engine, "inspect", "--type", kind, "--", name), timeout=_SECONDS)
             if done.ok:
                 return engine, kind, _description(done.stdout)
-            said.append(done.evidence())
-    seen = "\n".join(said[:2]) or "neither docker nor podman is installed"
+            asked.append(done)
+    if silent := silence(*asked):
+        what = f"whether this host has a container or image {name} is not known"
+        raise GpuprovError(what, silent, "ask by hand: docker ps, podman ps")
+    seen = "\n".join(one.evidence() for one in asked[:2]) or "neither docker nor podman is installed"
     step = "docker ps, docker images show names; an image must be pulled before: docker pull IMAGE"
     raise UsageError(f"there is no container or image {name} on this host", seen, step)
 

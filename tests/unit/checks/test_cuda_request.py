@@ -20,6 +20,8 @@ from gpuprov.protocol.events import CheckDone, CudaSurveyed, Event, Finished, No
 from gpuprov.protocol.request import Request, request_from_line
 from tests.unit.ask import ask
 from tests.unit.checks.test_cuda_libraries import DRIVER, Image, healthy
+from tests.unit.refused import refused
+from tests.unit.scripted import Scripted
 
 
 @pytest.fixture
@@ -85,6 +87,13 @@ def test_an_image_that_nobody_has_is_a_wrong_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(System, "which", lambda system, program: None)
     ended, _ = ask(None, Request("cuda", arguments={"subject": "app"}))
     assert (ended.exit_code, ended.problems[0].what) == (2, "there is no container or image app on this host")
+
+
+def test_an_engine_that_comes_to_no_end_does_not_tell_that_it_has_no_image(tmp_path: Path) -> None:
+    host = Scripted(tmp_path, {"docker inspect": (124, "", "stopped after 60 s"), "podman inspect": (125, "")})
+    problem = refused(lambda: cuda_survey.survey(host, "app", Program()))
+    assert problem.what == "whether this host has a container or image app is not known"
+    assert "docker inspect" in problem.evidence and "exited 124" in problem.evidence
 
 
 @pytest.mark.parametrize("arguments", [{}, {"variables": 7, "program": "/usr/bin/python3"}, {"subject": None}])
