@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,8 +182,8 @@ _VARIABLES = {
     "python": ("ansible_python_interpreter",),
 }  # fmt: skip
 # In Ansible's order: ssh takes the first of several values.
-_ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
-_HEEDED = {*itertools.chain(*_VARIABLES.values()), *_ARGUMENTS, "ansible_become"}
+_ARGUMENTS = ("ssh_args", "host_key_checking", "ssh_common_args", "ssh_extra_args")
+_HEEDED = {*itertools.chain(*_VARIABLES.values()), *(f"ansible_{one}" for one in _ARGUMENTS), "ansible_become"}
 
 
 def read_inventory(
@@ -279,13 +279,14 @@ def _load(
 ) -> tuple[imex.Hosts, frozenset[str]]:
     """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
-    from ansible.plugins.loader import init_plugin_loader
+    from ansible.plugins.loader import connection_loader, init_plugin_loader
     from ansible.template import Templar
     from ansible.utils.collection_loader import AnsibleCollectionConfig
     from ansible.vars.manager import VariableManager
 
     if AnsibleCollectionConfig.collection_finder is None:  # once in a process
         init_plugin_loader([])
+    connection_loader.get("ssh", class_only=True)  # so that Ansible knows the settings of it
     loader = new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
@@ -399,7 +400,7 @@ def _targets(
     problems: list[Mistake] = []
     for name, values in hosts:
         try:
-            arguments = parse_ssh_arguments(" ".join(str(values[one]) for one in _ARGUMENTS if values.get(one)))
+            arguments = parse_ssh_arguments(" ".join(_ssh_arguments(values)))
             targets.append(target_from_variables(name, values, arguments))
             warnings += [f"{name}: {warning}" for warning in arguments.warnings]
         except GpuprovError as error:
@@ -407,6 +408,18 @@ def _targets(
     if problems:
         raise UsageError.several(with_origins(problems, sources, extra_names))
     return tuple(targets), warnings
+
+
+def _ssh_arguments(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments for ssh as Ansible takes them: from variables, then its environment, then ansible.cfg."""
+    from ansible.constants import config
+
+    for name in _ARGUMENTS:
+        value = config.get_config_value(name, plugin_type="connection", plugin_name="ssh", variables=values)
+        if name != "host_key_checking":
+            yield str(value or "")
+        elif value is False:
+            yield "-o StrictHostKeyChecking=no"
 
 
 def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
@@ -422,10 +435,11 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
             f"gpuprov becomes root by sudo, not {become_user} by {method}", "ansible_become_user, _method",
             "take both out of the inventory, or set them to root and sudo",
         )  # fmt: skip
-    address, port, connection = given["address"] or name, given["port"], given["connection"] or "ssh"
-    user = given["user"] or _configured("DEFAULT_REMOTE_USER")
+    address, connection = given["address"] or name, given["connection"] or "ssh"
+    user, port = (given[one] or _configured(f"DEFAULT_REMOTE_{one.upper()}") for one in ("user", "port"))
     known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
-    python = "" if given["python"].startswith("auto") else given["python"]
+    python = given["python"] or _configured("INTERPRETER_PYTHON")
+    python = "" if python.startswith("auto") else python
     is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     for text, is_valid, what, next_step in (
         # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.

@@ -59,7 +59,7 @@ def parse_ssh_arguments(text: str) -> SshArguments:
     try:
         words = iter(shlex.split(text))
     except ValueError as error:
-        what = "ansible_ssh_common_args is no list of arguments"
+        what = "ansible_ssh_common_args, or another setting of arguments for ssh, is no list of arguments"
         raise UsageError(what, f"{error}: {text}", "close what is quoted, as in a shell") from None
     for word in words:
         # `-oX=y` and `-o X=y` are the same.

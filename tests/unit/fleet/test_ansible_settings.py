@@ -1,0 +1,68 @@
+"""Settings that sites have in ansible.cfg and in Ansible's environment instead of in the inventory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Ansible reads its settings once in a process.
+_READ = (
+    "import json; from dataclasses import asdict; from gpuprov.fleet.inventory import read_inventory;"
+    "print(json.dumps([asdict(one) for one in read_inventory(('hosts',)).hosts], default=str))"
+)
+
+
+def read(folder: Path, settings: str, hosts: str = "lab-a\n", **environment: str) -> Mapping[str, Any]:
+    """Return the only host of an inventory, read in its folder, as JSON values."""
+    (folder / "ansible.cfg").write_text(settings)
+    (folder / "hosts").write_text(hosts)
+    named = {**os.environ, "ANSIBLE_CONFIG": str(folder / "ansible.cfg"), **environment}
+    done = subprocess.run((sys.executable, "-c", _READ), cwd=folder, env=named, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    (host,) = json.loads(done.stdout)
+    return dict(host)
+
+
+CFG = "[ssh_connection]\nssh_args = -C -o ControlPersist=60s -J bastion\nssh_common_args = -F ssh.cfg\n"
+ARGUMENTS: list[tuple[str, str, Mapping[str, str], list[list[str]], str]] = [
+    ("ansible.cfg", "lab-a", {}, [["ProxyJump", "bastion"]], "ssh.cfg"),
+    ("environment", "lab-a", {"ANSIBLE_SSH_ARGS": "-J env"}, [["ProxyJump", "env"]], "ssh.cfg"),
+    ("extra", "lab-a", {"ANSIBLE_SSH_EXTRA_ARGS": "-l me"}, [["ProxyJump", "bastion"], ["User", "me"]], "ssh.cfg"),
+    ("inventory", "lab-a ansible_ssh_args='-J own'", {"ANSIBLE_SSH_ARGS": "-J env"}, [["ProxyJump", "own"]], "ssh.cfg"),
+    ("nothing of the inventory", "lab-a ansible_ssh_common_args=''", {"ANSIBLE_SSH_ARGS": ""}, [], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hosts", "environment", "options", "file"), [one[1:] for one in ARGUMENTS],
+                         ids=[one[0] for one in ARGUMENTS])  # fmt: skip
+def test_ssh_arguments_come_from_where_ansible_takes_them(
+    tmp_path: Path, hosts: str, environment: Mapping[str, str], options: list[list[str]], file: str
+) -> None:
+    host = read(tmp_path, CFG, f"{hosts}\n", **environment)
+    assert (host["ssh_options"], host["ssh_config_file"]) == (options, file)
+
+
+def test_settings_of_the_connection_hold_unless_the_inventory_has_its_own(tmp_path: Path) -> None:
+    text = "[defaults]\nremote_port=2200\nremote_user=ops\nprivate_key_file=/key\ninterpreter_python=/opt/python3\n"
+    host, own = (read(tmp_path, text, f"lab-a {more}\n") for more in ("", "ansible_port=22 ansible_user=me"))
+    assert [host[one] for one in ("port", "user", "identity_file", "python")] == [2200, "ops", "/key", "/opt/python3"]
+    assert (own["port"], own["user"]) == (22, "me")
+
+
+@pytest.mark.parametrize(("settings", "hosts", "options"), [
+    ("[defaults]\nhost_key_checking=False\n", "lab-a", [["StrictHostKeyChecking", "no"]]),
+    ("[defaults]\nhost_key_checking=True\n", "lab-a", []),
+    ("[ssh_connection]\nhost_key_checking=False\n", "lab-a ansible_host_key_checking=true", []),
+    ("", "lab-a ansible_ssh_host_key_checking=false", [["StrictHostKeyChecking", "no"]]),
+])  # fmt: skip
+def test_host_key_checking_of_ansible_is_an_option_of_ssh(
+    tmp_path: Path, settings: str, hosts: str, options: list[list[str]]
+) -> None:
+    assert read(tmp_path, settings, f"{hosts}\n")["ssh_options"] == options
