@@ -26,17 +26,22 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 ACCEPT_OPTION = "--accept-new-host-keys"
+_MARKERS = ("@revoked", "@cert-authority")
 _WRITING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One key that a known_hosts file holds for a host. A revoked one must never be accepted."""
+    """One key that a known_hosts file holds for a host. A revoked one must never be accepted.
+
+    One of an authority is no host's: it signs hosts' certificates.
+    """
 
     key_type: str
     key: bytes
     place: str
     revoked: bool = False
+    authority: bool = False
 
 
 def known_hosts_name(host: str, port: int) -> str:
@@ -58,10 +63,11 @@ def _read(path: Path, name: str, _changed: int, _size: int) -> _File:
     others: list[tuple[str, KnownKey]] = []
     for number, words in enumerate(map(str.split, path.read_text("utf-8", "replace").splitlines()), 1):
         marker = words.pop(0) if words and words[0].startswith("@") else ""
-        if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
+        if len(words) < 3 or words[0].startswith("#") or marker not in ("", *_MARKERS):
             continue
         try:
-            key = KnownKey(words[1], base64.b64decode(words[2], validate=True), f"{name}:{number}", bool(marker))
+            kinds = (marker == one for one in _MARKERS)
+            key = KnownKey(words[1], base64.b64decode(words[2], validate=True), f"{name}:{number}", *kinds)
         except ValueError:
             continue
         if words[0].startswith("|") or set(words[0]) & set("*?!"):
@@ -100,8 +106,8 @@ class KnownHosts:
     user_files: tuple[str, ...] = USER_FILES
     system_files: tuple[str, ...] = SYSTEM_FILES
 
-    def keys(self, name: str) -> tuple[KnownKey, ...]:
-        """Return every key known for `name`, in the order of files and lines."""
+    def keys(self, name: str, *, authorities: bool = False) -> tuple[KnownKey, ...]:
+        """Return every key known for `name`, or those of its authorities, in the order of files and lines."""
         found: list[KnownKey] = []
         for path in (*self.user_files, *self.system_files):
             place = expanded(path)
@@ -110,7 +116,7 @@ class KnownHosts:
                 by_name, others = _read(place, path, status.st_mtime_ns, status.st_size)
                 keys = (*by_name.get(name.lower(), ()), *(key for patterns, key in others if _names(patterns, name)))
                 found += sorted(keys, key=lambda key: int(key.place.rpartition(":")[2]))
-        return tuple(found)
+        return tuple(key for key in found if key.authority == authorities)
 
     def store(self, name: str, key_type: str, key: bytes) -> None:
         """Append a key to the user's file. Raises OSError."""
@@ -140,7 +146,9 @@ class KeyCheck:
         is_revoked = any(entry.revoked for entry in same)
         if same and not is_revoked:
             return
-        offers = f"it offers {key_type} {fingerprint(offered)}"
+        signers = (entry.place for entry in self.known.keys(self.name, authorities=True))
+        unused = (f"{one} is a @cert-authority for it: gpuprov checks no certificates of hosts" for one in signers)
+        offers = "\n".join((f"it offers {key_type} {fingerprint(offered)}", *unused))
         others = [entry for entry in known if not entry.revoked]
         if is_revoked or others:
             places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)

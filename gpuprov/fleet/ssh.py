@@ -32,6 +32,7 @@ _SILENCE_MILLISECONDS = 60_000
 # After the server's first bytes: a thousand handshakes at once take this machine longer than a connect timeout.
 _HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
+_UNUSED = "not used: it, or the file of its key, can't be read"
 _PROXY_SECONDS = _API_SECONDS = 2
 # RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
 _BANNER_BYTES = 1 << 16
@@ -157,6 +158,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         **connection.connect_kwargs,
         "key_filename": [str(expanded(path)) for path in named if not key_fault(path)],
         "look_for_keys": not (alone and named),
+        "pkey": _certified(named, options.get("certificatefile", "")),
         "transport_factory": transport,
         "sock": True,  # Fabric replaces it by what goes through a gateway
         "banner_timeout": connection.connect_timeout,
@@ -182,6 +184,18 @@ def _agent(paths: Sequence[str], *, alone: bool) -> Any:
         return [key for key in found if not alone or key.get_base64() in named]
 
     return SimpleNamespace(get_keys=keys, close=lambda: [one.close() for one in opened])
+
+
+def _certified(paths: Sequence[str], certificate: str) -> Any:
+    """Return the first of these keys that can have the certificate; paramiko itself finds those beside their keys."""
+    from paramiko import PKey
+
+    for path in paths if certificate else ():
+        with contextlib.suppress(Exception):  # whatever is wrong with its file, the key is tried without it
+            key = PKey.from_path(expanded(path))
+            key.load_certificate(str(expanded(certificate)))
+            return key
+    return None
 
 
 def _no_answers(_title: str, _text: str, questions: Sequence[Any]) -> Sequence[str]:
@@ -393,6 +407,8 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
         tried += (key for key in _DEFAULT_KEYS if not key_fault(key))
     if "password" in hop.connect_kwargs:
         tried.append("the password")
+    if certificate := (hop.ssh_config or {}).get("certificatefile"):
+        evidence.append(f"CertificateFile {certificate}: {'tried' if hop.connect_kwargs['pkey'] else _UNUSED}")
     evidence.append(f"tried {', '.join(tried) or 'nothing'}")
     what = f"{place} {'takes no more keys of' if 'session' in str(error) else 'refuses to log in'} {hop.user}"
     step = "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k"

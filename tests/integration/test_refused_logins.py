@@ -320,6 +320,26 @@ def test_the_sites_known_hosts_count_wherever_they_are(target: HostTarget, serve
     assert "host key changed" in str(failure(here, ACCEPTING))
 
 
+def test_a_certificate_that_the_configuration_names_goes_with_its_key(
+    target: HostTarget, server: Server, tmp_path: Path
+) -> None:
+    authority, key, certificate = tmp_path / "ca", tmp_path / "own", tmp_path / "signed/own-cert.pub"
+    for one in (authority, key):
+        subprocess.run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", one), check=True)
+    subprocess.run(("ssh-keygen", "-q", "-s", authority, "-I", "x", "-n", "open", f"{key}.pub"), check=True)
+    certificate.parent.mkdir()
+    (tmp_path / "own-cert.pub").rename(certificate)  # beside its key, paramiko would find it
+    with (server.folder / "identity.pub").open("a") as accepted:
+        accepted.write(f"cert-authority {authority.with_suffix('.pub').read_text()}")
+    named = dataclasses.replace(target, identity_file=str(key))
+    assert "refuses to log in" in str(failure(named))
+    options = (*target.ssh_options, ("CertificateFile", str(certificate)))
+    with connected(dataclasses.replace(named, ssh_options=options), ACCEPTING) as connection:
+        assert connection.is_connected
+    gone = (*target.ssh_options, ("CertificateFile", "/gone-cert.pub"))
+    assert "CertificateFile /gone-cert.pub: not used" in str(failure(dataclasses.replace(named, ssh_options=gone)))
+
+
 # -- proxies ---------------------------------------------------------------------------------------------------------
 
 PROXIES = (

@@ -109,6 +109,17 @@ def test_a_key_that_is_revoked_for_all_hosts_makes_none_of_them_a_changed_one(us
     assert f"-f {user}," in refusal(paramiko.ECDSAKey.generate(), user, system, accept_new=True)[2]
 
 
+def test_an_authority_for_certificates_is_named_and_is_no_key_of_the_host(user: Path, system: Path) -> None:
+    user.write_text("# names\n" + line(FIRST, "lab-*", "@cert-authority ") + line(FIRST, "other", "@cert-authority "))
+    for offered in (FIRST, SECOND):
+        what, evidence, _ = refusal(offered, user, system, accept_new=False)
+        assert "is unknown" in what
+        assert f"{user}:2 is a @cert-authority for it: gpuprov checks no certificates of hosts" in evidence
+        assert f"{user}:3" not in evidence
+    check(user, system, accept_new=True).missing_host_key(None, "", SECOND)
+    assert [key.key for key in KnownHosts((str(user),), ()).keys(NAME)] == [SECOND.asbytes()]
+
+
 def test_another_key_beside_a_revoked_one_is_accepted_if_it_is_known(user: Path, system: Path) -> None:
     user.write_text(line(FIRST, marker="@revoked ") + line(SECOND))
     check(user, system, accept_new=False).missing_host_key(None, "", SECOND)
