@@ -7,6 +7,7 @@ for an image or a stopped container, the engine writes an archive. Nothing in it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 import tarfile
@@ -18,7 +19,6 @@ from gpuprov.cdi.discover import parse_kernel_version
 from gpuprov.checks.cuda.compatibility import Finding, Runtime, find_runtimes, incompatibilities
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
-from gpuprov.core.commands import silence
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
@@ -117,18 +117,20 @@ def _pid(found: Mapping[str, Any]) -> int:
 def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
     """Return engine, kind and description of a container or, if there is none of this name, of an image."""
     engines = [engine for engine in ENGINES if system.which(engine)]
-    asked = []
-    for kind in ("container", "image"):
-        for engine in engines:
+    said, silent = [], dict[str, str]()
+    for kind, engine in itertools.product(("container", "image"), engines):
+        if engine not in silent:
             # No --format: podman 4 writes a list with it, docker an object; without it both write a list.
             done = system.run((engine, "inspect", "--type", kind, "--", name), timeout=_SECONDS)
             if done.ok:
                 return engine, kind, _description(done.stdout)
-            asked.append(done)
-    if silent := silence(*asked):
-        what = f"whether this host has a container or image {name} is not known"
-        raise GpuprovError(what, silent, "ask by hand: docker ps, podman ps")
-    seen = "\n".join(one.evidence() for one in asked[:2]) or "neither docker nor podman is installed"
+            said.append(done.evidence())
+            if done.unanswered or "connect to" in done.stderr:
+                silent[engine] = said[-1]
+    for engine, seen in silent.items():
+        what = f"{engine} does not say whether it has a container or image {name}"
+        raise GpuprovError(what, seen, f"{engine} info; then run the same command again")
+    seen = "\n".join(said[:2]) or "neither docker nor podman is installed"
     step = "docker ps, docker images show names; an image must be pulled before: docker pull IMAGE"
     raise UsageError(f"there is no container or image {name} on this host", seen, step)
 

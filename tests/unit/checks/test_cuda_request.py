@@ -14,14 +14,13 @@ from gpuprov.agent.run import run_request
 from gpuprov.checks.cuda import survey as cuda_survey
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import Survey, as_json
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
 from tests.unit.ask import ask
 from tests.unit.checks.test_cuda_libraries import DRIVER, Image, healthy
-from tests.unit.refused import refused
-from tests.unit.scripted import Scripted
 
 
 @pytest.fixture
@@ -89,11 +88,23 @@ def test_an_image_that_nobody_has_is_a_wrong_call(monkeypatch: pytest.MonkeyPatc
     assert (ended.exit_code, ended.problems[0].what) == (2, "there is no container or image app on this host")
 
 
-def test_an_engine_that_comes_to_no_end_does_not_tell_that_it_has_no_image(tmp_path: Path) -> None:
-    host = Scripted(tmp_path, {"docker inspect": (124, "", "stopped after 60 s"), "podman inspect": (125, "")})
-    problem = refused(lambda: cuda_survey.survey(host, "app", Program()))
-    assert problem.what == "whether this host has a container or image app is not known"
-    assert "docker inspect" in problem.evidence and "exited 124" in problem.evidence
+@pytest.mark.parametrize("ends", [(124, "stopped after 60 s"), (1, "Cannot connect to the Docker daemon at unix:///…")])
+def test_an_engine_that_does_not_answer_may_have_the_container(
+    ends: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def run(system: System, argv: tuple[str, ...], **options: Any) -> Completed:
+        asked.extend(argv[:1] if "inspect" in argv else ())
+        return Completed(argv, 125, "", "no such") if argv[0] == "podman" else Completed(argv, ends[0], "", ends[1])
+
+    monkeypatch.setattr(System, "which", lambda system, program: program)
+    monkeypatch.setattr(System, "run", run)
+    ended, _ = ask(None, Request("cuda", arguments={"subject": "app"}))
+    (problem,) = ended.problems
+    assert (ended.exit_code, problem.what) == (1, "docker does not say whether it has a container or image app")
+    assert ends[1] in problem.evidence and problem.next_step.startswith("docker info")
+    assert asked == ["docker", "podman", "podman"]  # a daemon that hangs costs a minute each time
 
 
 @pytest.mark.parametrize("arguments", [{}, {"variables": 7, "program": "/usr/bin/python3"}, {"subject": None}])
