@@ -405,12 +405,16 @@ def _call(run: Run) -> str:
 def write_page(run: Run, path: str) -> None:
     """Write the page, which compares with the last stored run of the same kind.
 
-    Raises GpuprovError (exit code 2) if the file cannot be written.
+    Raises GpuprovError (exit code 2) if the file cannot be written, or is a FIFO that nobody reads.
     """
     from gpuprov.fleet.page import render  # Jinja2 is loaded only for a page
 
+    page = render(run, history.before(run))
     try:
-        expanded(path).write_text(render(run, history.before(run)), "utf-8", "replace")
+        handle = os.open(expanded(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            os.set_blocking(handle, True)
+            file.write(page)
     except OSError as error:
         raise UsageError(
             f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere"
@@ -420,10 +424,10 @@ def write_page(run: Run, path: str) -> None:
 def write_metrics(run: Run, path: str, ended: float) -> None:
     """Write the run's metrics atomically; `ended` is its end in seconds since the epoch. Raises OSError.
 
-    The collector that reads them has another account.
+    The collector that reads them has another account. A link is the user's and stays.
     """
     text = metrics_text(
         run.command, run.results, rows_of(user_table(ADVISORIES)), ended=ended, seconds=run.seconds,
         changes=PENDING if run.check else MADE,
     )  # fmt: skip
-    write_whole(expanded(path), text.encode(), 0o644, (os.geteuid(), os.getegid()))
+    write_whole(expanded(path).resolve(), text.encode(), 0o644, (os.geteuid(), os.getegid()))

@@ -1,0 +1,52 @@
+"""Files that a run writes for the user: through links, into FIFOs, beside files that others have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpuprov.agent.result import HostResult
+from gpuprov.fleet.command import require_writable
+from gpuprov.fleet.history import Run
+from gpuprov.fleet.report import write_metrics, write_page
+from gpuprov.protocol.errors import ExitCode, UsageError
+
+RUN = Run("20261122T081500Z-7", "verify", "2026-11-22T08:15:00+0000", 9.5, (HostResult("lab-a", ExitCode.DONE),))
+
+
+def test_metrics_go_through_a_link_that_is_the_users(tmp_path: Path) -> None:
+    link, place = tmp_path / "gpuprov.prom", tmp_path / "disk/real.prom"
+    place.parent.mkdir()
+    link.symlink_to("disk/real.prom")
+    for _ in range(2):  # the file is missing, and is there
+        require_writable(str(link))
+        write_metrics(RUN, str(link), 1.0)
+        assert link.is_symlink() and "gpuprov_run_timestamp_seconds" in place.read_text()
+        assert [one.name for one in place.parent.iterdir()] == ["real.prom"]
+
+
+def test_a_page_goes_into_a_fifo_to_its_reader(tmp_path: Path) -> None:
+    fifo = tmp_path / "page"
+    os.mkfifo(fifo)
+    with subprocess.Popen(("cat", fifo), stdout=subprocess.PIPE) as reader:
+        require_writable(str(fifo))
+        with fifo.open("wb"):  # once its reader has opened it
+            write_page(RUN, str(fifo))
+        read = reader.communicate(timeout=60)[0]
+    assert read.startswith(b"<!doctype html>") and read.rstrip().endswith(b"</html>")
+
+
+def test_a_fifo_without_a_reader_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "page")
+    require_writable(str(tmp_path / "page"))
+    with pytest.raises(UsageError, match=r"the report .*page cannot be written"):
+        write_page(RUN, str(tmp_path / "page"))
+
+
+def test_a_shorter_page_leaves_nothing_of_the_former_one(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("x" * 1_000_000)
+    write_page(RUN, str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").read_text().rstrip().endswith("</html>")
