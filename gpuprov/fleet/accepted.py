@@ -7,6 +7,7 @@ and against the last accepted result of the same GPU.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,20 +45,20 @@ class AcceptRecord:
     accepted: tuple[GpuMeasured, ...] = ()
 
 
-def read_records() -> dict[str, AcceptRecord]:
-    """Return host → its file; broken ones are left out."""
-    return {one.host: one for _, one in stored("accepted", AcceptRecord)}
+def read_records() -> dict[Path, AcceptRecord]:
+    """Return the files of hosts; broken ones are left out."""
+    return dict(stored("accepted", AcceptRecord))
 
 
 def compared(
-    results: Sequence[HostResult], earlier: Mapping[str, AcceptRecord], inventory: tuple[str, ...]
+    results: Sequence[HostResult], earlier: Mapping[Path, AcceptRecord], inventory: tuple[str, ...]
 ) -> tuple[HostResult, ...]:
     """Return the results with a finding for each outlier; a host that has one is degraded.
 
     Hosts of the same inventory that are not in this run count with their kept figures.
     """
     here = {one.host: one.measured for one in machines(results)}
-    before = {host: one.accepted for host, one in earlier.items() if one.inventory == inventory}
+    before = {one.host: one.accepted for one in earlier.values() if one.inventory == inventory}
     slow = _slow({**before, **here}, before)
     found = []
     for result in results:
@@ -177,24 +178,27 @@ def _finding(gpu: GpuMeasured, what: str, seen: str) -> HealthFound:
     return HealthFound("degraded", _SLOW, gpu.gpu, gpu.uuid, what, f"{gpu.uuid}: {seen}".lstrip(": "), step)
 
 
-def write_records(run: Run, earlier: Mapping[str, AcceptRecord], key: str, secrets: Sequence[str]) -> tuple[Path, ...]:
+def write_records(run: Run, earlier: Mapping[Path, AcceptRecord], key: str, secrets: Sequence[str]) -> tuple[Path, ...]:
     """Write the file of each host that was measured, and with a `key` of the user's gpg its signature; return them.
 
+    Hosts of the same name in several inventories have a file each.
     Raises OSError, or GpuprovError if gpg can't sign.
     """
     place = state_folder("accepted")
     make_user_folder(place)
     place.chmod(0o700)
     paths = []
+    known = {one.host: path for path, one in earlier.items() if one.inventory == run.inventory}
     for one in (one for one in run.results if one.measured or one.health):
-        former = earlier.get(one.host)
+        names = (f"{quote(one.host, safe='')}{f'.{number}' if number else ''}.json" for number in itertools.count())
+        path = known.get(one.host) or next(place / name for name in names if place / name not in earlier)
+        former = earlier.get(path)
         accepted = one.measured if one.exit_code == ExitCode.DONE else former.accepted if former else ()
         data = AcceptRecord(
             one.host, run.identifier, run.began, int(one.exit_code), run.inventory, one.health, one.measured, accepted
         )
         text = json.dumps(without_secrets(asdict(data), secrets), ensure_ascii=False, indent=1) + "\n"
         content = text.encode("utf-8", "replace")
-        path = place / f"{quote(one.host, safe='')}.json"
         signed = signature(content, key)
         beside = path.with_name(f"{path.name}.asc")
         beside.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from gpuprov.fleet import accepted, command, history, report
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.run import Fleet
+from gpuprov.protocol import codec
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import GpuMeasured, HealthFound
 
@@ -111,6 +112,25 @@ def test_a_host_is_compared_with_its_own_last_accepted_result(tmp_path: Path, mo
     assert found_in(accepted.compared((one,), accepted.read_records(), ("other.ini",))) == []
 
 
+def test_hosts_of_one_name_in_two_inventories_keep_their_own_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    paths: list[Path] = []
+    for number, (inventory, code) in enumerate(
+        (("/a/hosts", ExitCode.DONE), ("/b/hosts", ExitCode.UNFIT), ("/a/hosts", ExitCode.UNFIT))
+    ):
+        result = HostResult("gpu01", code, measured=gpus(min(number, 1)))
+        run = Run(f"20261121T081500Z-{number}", "accept", "", 1.0, (result,), inventory=(inventory,))
+        paths += accepted.write_records(run, accepted.read_records(), "", ())
+    assert [path.name for path in paths] == ["gpu01.json", "gpu01.1.json", "gpu01.json"]
+    of_a, of_b = (codec.load(accepted.AcceptRecord, codec.parse(path.read_bytes())) for path in sorted(paths[1:])[::-1])
+    assert (of_a.accepted, of_b.accepted) == (gpus(0), ())
+    slow = HostResult("gpu01", ExitCode.DONE, measured=gpus(0, gpu0=0.5, gpu1=0.5, gpu2=0.5, gpu3=0.5))
+    for inventory, seen in (("/a/hosts", True), ("/b/hosts", False)):
+        assert bool(found_in(accepted.compared((slow,), accepted.read_records(), (inventory,)))) is seen
+
+
 def test_a_signed_result_has_its_signature_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("gpuprov.bundle_create.create.sign", lambda system, content, key, environment: b"signature")
@@ -124,7 +144,9 @@ def test_a_signed_result_has_its_signature_beside_it(tmp_path: Path, monkeypatch
 
 def test_half_of_a_fleet_that_became_slow_is_named() -> None:
     # The deviations are then as large as the loss.
-    earlier = {f"gpu0{host}": accepted.AcceptRecord(f"gpu0{host}", "", "", 0, accepted=gpus(host)) for host in range(8)}
+    earlier = {
+        Path(f"{host}.json"): accepted.AcceptRecord(f"gpu0{host}", "", "", 0, accepted=gpus(host)) for host in range(8)
+    }
     half = {host: {f"gpu{number}": 0.7 for number in range(4)} for host in range(4)}
     results = accepted.compared(fleet(half), earlier, ())
     assert [one.host for one in results if one.exit_code == ExitCode.DEGRADED] == ["gpu00", "gpu01", "gpu02", "gpu03"]
@@ -185,7 +207,7 @@ def test_results_are_kept_without_room_for_the_page(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(report, "write_page", lambda *_: problem_of_a_full_disk())
     with pytest.raises(GpuprovError, match="no room"):
         command.run_command(Options("accept", report=str(tmp_path / "page.html")))
-    assert [*accepted.read_records()] == ["a"]
+    assert [one.host for one in accepted.read_records().values()] == ["a"]
 
 
 def problem_of_a_full_disk() -> None:
