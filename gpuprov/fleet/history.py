@@ -126,11 +126,11 @@ def identifiers() -> list[str]:
 def load(identifier: str = "") -> Run:
     """Return a run by its identifier or a prefix of it, the last one by default. Raises GpuprovError (code 2)."""
     known = identifiers()
-    found = [name for name in known if name.startswith(identifier)]
+    found = [identifier] if identifier in known else [name for name in known if name.startswith(identifier)]
     if not known:
         step = "each run of install, verify, doctor, facts, rollback and uninstall is"
         raise UsageError("no run is kept here", f"{state_folder()} holds none", step)
-    if not found or (identifier and identifier not in found and len(found) > 1):
+    if not found or (identifier and len(found) > 1):
         what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"
         raise UsageError(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
     path = state_folder() / f"{found[0]}.json"

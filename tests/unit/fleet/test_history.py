@@ -196,6 +196,14 @@ def test_run_that_is_not_there_or_broken_is_said_so(
         load(identifier)
 
 
+def test_the_whole_name_of_a_run_is_not_the_beginning_of_another() -> None:
+    for process in (1, 12):
+        save(replace(run(), identifier=f"20261121T081500Z-{process}"))
+    assert load("20261121T081500Z-1").identifier == "20261121T081500Z-1"
+    with pytest.raises(UsageError, match="more than one run"):
+        load("20261121T081500Z")
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_a_number_that_json_lacks_makes_a_kept_run_unreadable(number: str) -> None:
     path = save(run(1, HostResult("a", ExitCode.DONE, made=(MadeChange("k", "step", "summary", 4242.0),))))
