@@ -341,14 +341,18 @@ def _without_ssh(hop: Connection) -> Problem | None:
 
 
 def _proxy_problem(hop: Connection, settings: SshSettings, error: Exception) -> Problem:
-    """Return why the connection through a ProxyCommand failed, with the command's own error if any."""
+    """Return why the connection through a ProxyCommand failed, with the command's own error if any.
+
+    Of the command only the program is shown: its arguments may have a password.
+    """
     transport = hop.client.get_transport()
     process = getattr(getattr(transport, "sock", None), "process", None)
     ended, output = _end_of(process, settings) if process is not None else ("can't be started", str(error))
     if transport is not None and transport.remote_version:
-        ended, output = "broke the connection", output or str(error)
-    seen = [f"ProxyCommand {hop.gateway}", *[line for line in output.splitlines() if line.strip()][-4:]]
-    step = f"try it by hand: {hop.gateway} < /dev/null"
+        ended, output = "broke the connection", output or str(getattr(error, "error", error))
+    program = hop.gateway.removeprefix("sh -c 'exec ").partition(" ")[0]
+    seen = [f"ProxyCommand {program} …", *[line for line in output.splitlines() if line.strip()][-4:]]
+    step = f"try it by hand, with < /dev/null; all of it: ssh -G {hop.original_host}, or ansible_ssh_common_args"
     return Problem(f"{hop.host} port {hop.port} cannot be reached: its ProxyCommand {ended}", "\n".join(seen), step)
 
 

@@ -60,7 +60,7 @@ def parse_ssh_arguments(text: str) -> SshArguments:
         words = iter(shlex.split(text))
     except ValueError as error:
         what = "ansible_ssh_common_args, or another setting of arguments for ssh, is no list of arguments"
-        raise UsageError(what, f"{error}: {text}", "close what is quoted, as in a shell") from None
+        raise UsageError(what, str(error), "close what is quoted, as in a shell") from None
     for word in words:
         # `-oX=y` and `-o X=y` are the same.
         takes_value = word[:2] in ("-o", "-F", *_FLAGS_WITH_KEYWORD)
@@ -124,7 +124,8 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     if failure:
-        raise UsageError("ssh refuses its configuration", failure, f"fix it: {shlex.join(words)} says where")
+        shown = shlex.join(one for one in words if not one.startswith("-oProxyCommand="))  # which may have a password
+        raise UsageError("ssh refuses its configuration", failure, f"fix it: {shown} says where")
     lines = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.split(" ")[0] in HEEDED]
     keys = [line for line in lines if line.startswith("identityfile ")]
     unset = {f"userknownhostsfile {_home()}/.ssh/known_hosts {_home()}/.ssh/known_hosts2"}

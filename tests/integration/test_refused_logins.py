@@ -351,7 +351,7 @@ PROXIES = (
         "no route",
     ),
     ("ProxyCommand", "/no/such/program %h", "its ProxyCommand ended with exit code 127", "/no/such/program"),
-    ("ProxyCommand", "sleep 100", "its ProxyCommand says nothing within 1 s", "sleep 100"),
+    ("ProxyCommand", "sleep 100", "its ProxyCommand says nothing within 1 s", "sleep"),
     ("ProxyJump", "127.0.0.1:9", "the jump host 127.0.0.1 port 9 cannot be reached", "Connection refused"),
     ("ProxyJump", "no-such-host.invalid", "the name no-such-host.invalid is not known", ""),
 )
@@ -366,6 +366,18 @@ def test_a_dead_proxy_is_named(target: HostTarget, option: str, value: str, what
     assert error.exit_code == ExitCode.UNREACHABLE
     assert what in error.problems[0].what
     assert seen in error.problems[0].evidence
+
+
+@pytest.mark.parametrize("command", [
+    "sh -c 'echo no route >&2; exit 7' hunter2", "sh -c 'echo SSH-2.0-x; read -r x; exit 7' hunter2",
+    "/no/such/program hunter2", "sh -c ':; exec sleep 100' hunter2",
+])  # fmt: skip
+@pytest.mark.parametrize("user", ["open", "o pen"])
+def test_a_password_of_a_proxy_command_is_not_shown(target: HostTarget, command: str, user: str) -> None:
+    through = dataclasses.replace(target, user=user, ssh_options=(*target.ssh_options, ("ProxyCommand", command)))
+    error = failure(through, dataclasses.replace(ACCEPTING, connect_timeout=1 if "sleep" in command else 100))
+    assert f"ProxyCommand {command.split()[0]} …" in error.problems[0].evidence
+    assert "hunter2" not in str(error) and "ssh -G 127.0.0.1" in error.problems[0].next_step
 
 
 @pytest.mark.parametrize("said", [b"A" * 65536, b"y\n" * 32768], ids=["without a line's end", "line by line"])

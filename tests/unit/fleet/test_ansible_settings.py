@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from gpuprov.fleet.ssh_config import SshConfiguration, parse_ssh_arguments
+from gpuprov.protocol.errors import UsageError
+
 # Ansible reads its settings once in a process.
 _READ = (
     "import json; from dataclasses import asdict; from gpuprov.fleet.inventory import read_inventory;"
@@ -66,3 +69,13 @@ def test_host_key_checking_of_ansible_is_an_option_of_ssh(
     tmp_path: Path, settings: str, hosts: str, options: list[list[str]]
 ) -> None:
     assert read(tmp_path, settings, f"{hosts}\n")["ssh_options"] == options
+
+
+def test_arguments_that_are_wrong_are_not_shown_with_a_password() -> None:
+    with pytest.raises(UsageError, match="No closing quotation") as caught:
+        parse_ssh_arguments("-o ProxyCommand='sshpass -p hunter2 ssh")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(UsageError, match="ssh refuses its configuration") as caught:
+        options = (("ProxyCommand", "sshpass -p hunter2 ssh"), ("StrictHostKeyChecking", "odd"))
+        SshConfiguration("a.example", options, "none").lookup("a.example")
+    assert "hunter2" not in str(caught.value) and "-oStrictHostKeyChecking=odd" in str(caught.value)
