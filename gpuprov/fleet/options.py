@@ -231,13 +231,17 @@ def made_options(command: str, options: dict[str, Any], **others: Any) -> Option
 def _asked(what: str, *, wanted: bool) -> str:
     """Return a password typed at the terminal or, without one, the next line of standard input.
 
-    Raises GpuprovError (exit code 2) if there is neither.
+    Raises GpuprovError (exit code 2) if there is neither, or if it is not UTF-8.
     """
     if not wanted:
         return ""
-    if has_terminal():
-        return str(click.prompt(what, hide_input=True, err=True))
-    line = sys.stdin.readline() if sys.stdin else ""
+    try:
+        typed = has_terminal() and f"{click.prompt(what, hide_input=True, err=True)}\n"
+        line = typed or (sys.stdin.readline() if sys.stdin else "")
+        line.encode()  # some locales let other bytes through
+    except UnicodeError:
+        step = "type it in a terminal of UTF-8, after export LC_ALL=C.UTF-8; of other bytes, change the password"
+        raise UsageError(f"the {what} is not text in UTF-8", "", step) from None
     if not line:
         seen = "no terminal, and nothing more on standard input"
         step = "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault"
