@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import resource
 import signal
 import threading
 import time
@@ -38,6 +39,8 @@ from gpuprov.protocol.words import counted
 if TYPE_CHECKING:
     from fabric import Connection
 
+# Of a host: its connection, the agent's, those through which it is reached, and the pipes of `ssh -G`.
+_FILES, _FILES_OF_A_HOST = 50, 10
 # A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
 _LOOK_SECONDS = 0.2
@@ -265,6 +268,7 @@ class Fleet:
         self._here = self._alone and targets[0].connection != "ssh" and not self.commands.before
         # All hosts of an IMEX domain run at once, and one domain after the other.
         places = max(self.options.forks, *(len(target.spec.imex_nodes) for target in targets), 1)
+        _lift_open_files(min(places, len(targets)))
         # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
         handlers: dict[int, Callable[[int], None]] = {
             signal.SIGINT: lambda _: self.interrupt(),
@@ -409,6 +413,19 @@ def signals_handled(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[N
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _lift_open_files(hosts: int) -> None:
+    """Let this process have so many hosts' files open at once. Raises GpuprovError (exit code 2) if it may not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES + hosts * _FILES_OF_A_HOST
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        what = f"{hosts} hosts at once need {needed} open files, and this login may open {hard}"
+        fewer = f"--forks {max(1, (hard - _FILES) // _FILES_OF_A_HOST)}"
+        step = f"{fewer}; or raise nofile in /etc/security/limits.conf, and log in again"
+        raise UsageError(what, f"ulimit -Hn: {hard}", step)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:

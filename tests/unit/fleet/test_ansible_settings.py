@@ -79,15 +79,3 @@ def test_arguments_that_are_wrong_are_not_shown_with_a_password() -> None:
         options = (("ProxyCommand", "sshpass -p hunter2 ssh"), ("StrictHostKeyChecking", "odd"))
         SshConfiguration("a.example", options, "none").lookup("a.example")
     assert "hunter2" not in str(caught.value) and "-oStrictHostKeyChecking=odd" in str(caught.value)
-
-
-@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-@pytest.mark.parametrize("strict", ["", "utf-8:strict"])
-def test_a_password_that_is_not_utf_8_is_refused_before_the_run(locale: str, strict: str) -> None:
-    words = (sys.executable, "-m", "gpuprov", "facts", "--hosts", "a,", "-K")
-    named = {**os.environ, "LC_ALL": locale, "PYTHONIOENCODING": strict}
-    done = subprocess.run(
-        words, input=b"p\xe9ss\n", env=named, capture_output=True, start_new_session=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.startswith(b"the sudo password is not text in UTF-8\n") and b"udce9" not in done.stderr

@@ -1,0 +1,47 @@
+"""The machine and the login at which gpuprov is typed: locale, limits, homes that are missing, full or others'."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("strict", ["", "utf-8:strict"])
+def test_a_password_that_is_not_utf_8_is_refused_before_the_run(locale: str, strict: str) -> None:
+    words = (sys.executable, "-m", "gpuprov", "facts", "--hosts", "a,", "-K")
+    named = {**os.environ, "LC_ALL": locale, "PYTHONIOENCODING": strict}
+    done = subprocess.run(
+        words, input=b"p\xe9ss\n", env=named, capture_output=True, start_new_session=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"the sudo password is not text in UTF-8\n") and b"udce9" not in done.stderr
+
+
+def facts_of_silent_hosts(folder: Path, number: int, files: tuple[int, int]) -> subprocess.CompletedProcess[str]:
+    """Ask so many hosts for facts at once, with a soft and a hard limit of open files; none of them says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=number) as listener:
+        port = listener.getsockname()[1]
+        (folder / "hosts").write_text(f"h[1:{number}] ansible_host=127.0.0.1 ansible_port={port}\n")
+        words = ("facts", "--hosts", "hosts", "--forks", "500", "--connect-timeout", "1")
+        return subprocess.run(
+            ("prlimit", f"--nofile={files[0]}:{files[1]}", sys.executable, "-m", "gpuprov", *words),
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+def test_many_forks_get_the_open_files_that_they_need(tmp_path: Path) -> None:
+    done = facts_of_silent_hosts(tmp_path, 100, (64, 4096))
+    assert done.returncode == 4, done.stdout
+    assert "100 hosts: 127.0.0.1 port " in done.stdout and "does not answer" in done.stdout, done.stdout
+    refused = facts_of_silent_hosts(tmp_path, 100, (64, 256))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        "100 hosts at once need 1050 open files, and this login may open 256\n  seen: ulimit -Hn: 256\n"
+        "  next: --forks 20; or raise nofile in /etc/security/limits.conf, and log in again\n"
+    )
