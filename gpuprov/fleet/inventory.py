@@ -372,7 +372,8 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
             except ansible_error() as error:
                 if name.startswith(PREFIX) or name in _HEEDED:
                     what = f"{host}: the template in {name} does not resolve"
-                    raise UsageError(what, explained(error), f"correct {name} in the inventory") from None
+                    step = hint_for(str(error)) or f"correct {name} in the inventory"
+                    raise UsageError(what, explained(error), step) from None
     if wrong := [name for name, value in resolved.items() if has_long_number(value)]:
         raise UsageError(f"{host}: {wrong[0]} has a number of more than 64 bits", "", f"correct {wrong[0]}")
     return resolved
@@ -383,10 +384,17 @@ def _give_vault_password(loader: Any, path: str) -> None:
     from ansible.parsing import vault
 
     path = path or getattr(constants, "DEFAULT_VAULT_PASSWORD_FILE", None) or ""
-    if path:
-        secret = vault.get_file_vault_secret(filename=str(expanded(path)), vault_id="default", loader=loader)
-        secret.load()
-        loader.set_vault_secrets([("default", secret)])
+    named = [one.rpartition("@")[::2] for one in constants.DEFAULT_VAULT_IDENTITY_LIST]
+    secrets = []
+    for label, file in ((name or "default", file) for name, file in (*named, ("", path)) if file):
+        try:
+            secret = vault.get_file_vault_secret(filename=str(expanded(file)), vault_id=label, loader=loader)
+            secret.load()
+            secrets.append((label, secret))
+        except ansible_error():
+            if file == path:  # of a list, not every user has all passwords
+                raise
+    loader.set_vault_secrets(secrets)
     # Since ansible-core 2.19, a single vaulted value (!vault) takes its password from here; initialize() works once.
     if context := getattr(vault, "VaultSecretsContext", None):
         context._current = context(loader._vault.secrets)

@@ -79,3 +79,33 @@ def test_arguments_that_are_wrong_are_not_shown_with_a_password() -> None:
         options = (("ProxyCommand", "sshpass -p hunter2 ssh"), ("StrictHostKeyChecking", "odd"))
         SshConfiguration("a.example", options, "none").lookup("a.example")
     assert "hunter2" not in str(caught.value) and "-oStrictHostKeyChecking=odd" in str(caught.value)
+
+
+def test_vault_ids_open_what_they_closed(tmp_path: Path) -> None:
+    def closed(label: str, text: str) -> str:
+        words = (Path(sys.executable).with_name("ansible-vault"), "encrypt_string", "--encrypt-vault-id", label)
+        done = subprocess.run(
+            (*words, "--vault-id", f"{label}@{label}", text), cwd=tmp_path, capture_output=True, check=True
+        )
+        return done.stdout.decode()
+
+    (tmp_path / "dev").write_text("open sesame\n")
+    (tmp_path / "prod").write_text("#!/bin/sh\necho 'open barley'\n")
+    (tmp_path / "prod").chmod(0o700)
+    variables = f"ansible_become_password: {closed('dev', 'hunter2')}\nansible_password: {closed('prod', 'hunter3')}\n"
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/all.yml").write_text(variables)
+    named = "dev@dev, gone@gone, prompted@prompt, prod@prod"
+    for settings, environment in (
+        (f"[defaults]\nvault_identity_list = {named}\n", {}),
+        ("", {"ANSIBLE_VAULT_IDENTITY_LIST": named}),
+        ("[defaults]\nvault_identity_list = dev@dev\nvault_password_file = prod\n", {}),
+    ):  # fmt: skip
+        host = read(tmp_path, settings, **environment)
+        assert (host["become_password"], host["password"]) == ("hunter2", "hunter3")
+    (tmp_path / "ansible.cfg").write_text("")
+    refused = subprocess.run(
+        (sys.executable, "-m", "gpuprov", "facts", "--hosts", "hosts"), cwd=tmp_path, capture_output=True, check=False,
+        env={**os.environ, "ANSIBLE_VAULT_IDENTITY_LIST": "dev@dev"},
+    )  # fmt: skip
+    assert b"next: the vault password is wrong" in refused.stderr, refused.stderr
