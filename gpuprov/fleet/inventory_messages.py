@@ -21,6 +21,7 @@ _SHOWN = 3
 _UNWRAPPED = 100_000  # columns
 WARNING = "[WARNING]: "
 _REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin: (?P<reason>.+)")
+_NAMES_PLUGIN, _STDERR = "Plugin configuration YAML file", "Standard error from inventory script:\n"
 _TOO_DEEP, _DEEPEST = "nested too deep", 100
 
 
@@ -111,23 +112,32 @@ def reason_of(source: str, output: Sequence[str]) -> str:
     lines = clean("\n".join(output)).splitlines()
     plugin = "yaml" if Path(source).suffix in (".yml", ".yaml", ".json") else "ini"
     given = [found for line in lines if (found := _REFUSED.fullmatch(line))]
+    # It may name a plugin instead of hosts.
+    plugin = "auto" if any(_NAMES_PLUGIN in one["reason"] for one in given) else plugin
     # Of a program that ran; each file on some file systems may be executed.
     ran = [one["reason"] for one in given if one["plugin"] == "script" and "Exec format" not in one["reason"]]
     chosen = (
         ran or [one["reason"] for one in given if one["plugin"] in (plugin, "auto")] or [one["reason"] for one in given]
     )
+    told = (
+        "\n".join(lines).partition(_STDERR)[2].partition("\nFailed to parse")[0].splitlines()[-_SHOWN:] if ran else ()
+    )
     place = next((found[1] for line in lines if (found := re.fullmatch(r"Origin: (/.*:\d+:\d+)", line))), "")
-    return "\n".join(filter(None, (chosen[-1], place))) if chosen else "\n".join(lines)
+    return "\n".join(filter(None, (chosen[-1], *told, place))) if chosen else "\n".join(lines)
 
 
 def hint_for(text: str) -> str:
-    """Return what to do about a path that the locale can't express, deep nesting or a vault; "" for another error."""
+    """Return what to do about a path that the locale can't express, deep nesting, a vault or a plugin; else ""."""
     if "codec can't encode" in text:
         return "export LC_ALL=C.UTF-8, then run the same command again"
     if _TOO_DEEP in text:
         return "write it with fewer lists and dictionaries inside each other"
     if "Decryption failed" in text or "found that could decrypt" in text:
         return "the vault password is wrong: correct the file of --vault-password-file, or name another one"
+    if lacking := re.search(r"unknown plugin '(\w+\.\w+)\.", text):
+        return (
+            f"install its collection, for the Ansible that gpuprov has: ansible-galaxy collection install {lacking[1]}"
+        )
     return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
 
 

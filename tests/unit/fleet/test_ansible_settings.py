@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.ssh_config import SshConfiguration, parse_ssh_arguments
 from gpuprov.protocol.errors import UsageError
 
@@ -109,3 +110,22 @@ def test_vault_ids_open_what_they_closed(tmp_path: Path) -> None:
         env={**os.environ, "ANSIBLE_VAULT_IDENTITY_LIST": "dev@dev"},
     )  # fmt: skip
     assert b"next: the vault password is wrong" in refused.stderr, refused.stderr
+
+
+FAILING = [
+    (
+        "aws_ec2.yml", "plugin: amazon.aws.aws_ec2\n", "specifies unknown plugin 'amazon.aws.aws_ec2'",
+        "ansible-galaxy collection install amazon.aws",
+    ),
+    ("gen.yml", "plugin: ansible.builtin.generator\n", "'layers'", "ansible-inventory -i"),
+    ("cloud", "#!/bin/sh\necho 'not logged in' >&2\nexit 3\n", "exit code 3.\n        not logged in\n", "ansible-inv"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "seen", "step"), FAILING, ids=[one[0] for one in FAILING])
+def test_why_a_dynamic_inventory_fails_is_told(tmp_path: Path, name: str, text: str, seen: str, step: str) -> None:
+    (tmp_path / name).write_text(text)
+    (tmp_path / name).chmod(0o700 if text.startswith("#!") else 0o600)
+    with pytest.raises(UsageError) as caught:
+        read_inventory((str(tmp_path / name),))
+    assert seen in f"{caught.value}\n" and step in str(caught.value), caught.value
