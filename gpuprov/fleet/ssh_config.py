@@ -92,6 +92,10 @@ class SshConfiguration:
     options: tuple[tuple[str, str], ...] = ()
     file: str = ""
 
+    def __post_init__(self) -> None:
+        if not _home():  # paramiko and Fabric need a name, and look for it in this variable last
+            os.environ.setdefault("USERNAME", str(os.getuid()))
+
     def lookup(self, host: str) -> SSHConfigDict:
         """Return the options for a host. Raises GpuprovError (exit code 2) if ssh refuses its configuration."""
         from paramiko import SSHConfig

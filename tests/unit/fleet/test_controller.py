@@ -45,3 +45,20 @@ def test_many_forks_get_the_open_files_that_they_need(tmp_path: Path) -> None:
         "100 hosts at once need 1050 open files, and this login may open 256\n  seen: ulimit -Hn: 256\n"
         "  next: --forks 20; or raise nofile in /etc/security/limits.conf, and log in again\n"
     )
+
+
+@pytest.mark.parametrize("named", ["", "ops"])
+def test_a_user_without_a_name_reaches_hosts(tmp_path: Path, named: str) -> None:
+    """As in containers with a user id of their own; ssh itself refuses such users."""
+    code = (
+        "import pwd, sys\ndef unknown(_): raise KeyError('uid not found')\npwd.getpwuid = unknown\n"
+        "from gpuprov.cli.main import main; main()"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    (tmp_path / "hosts").write_text(f"a ansible_host=127.0.0.1 ansible_port={port}\n")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **({"USER": named} if named else {})}
+    words = (sys.executable, "-c", code, "facts", "--hosts", "hosts")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert f"127.0.0.1 port {port} cannot be reached" in done.stdout, done.stdout + done.stderr
+    assert f"ssh -v -p {port} {named or os.getuid()}@127.0.0.1" in done.stdout
