@@ -19,6 +19,7 @@ from typing import Any
 from gpuprov.core.files import expanded
 from gpuprov.core.system import System
 from gpuprov.fleet import options
+from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
     WARNING,
@@ -404,18 +405,19 @@ def _targets(
     hosts: Sequence[tuple[str, Mapping[str, Any]]], sources: Sequence[str], extra_names: frozenset[str]
 ) -> tuple[tuple[HostTarget, ...], list[str]]:
     targets: list[HostTarget] = []
-    warnings: list[str] = []
+    warnings: dict[str, list[str]] = {}
     problems: list[Mistake] = []
     for name, values in hosts:
         try:
             arguments = parse_ssh_arguments(" ".join(_ssh_arguments(values)))
             targets.append(target_from_variables(name, values, arguments))
-            warnings += [f"{name}: {warning}" for warning in arguments.warnings]
+            for warning in arguments.warnings:
+                warnings.setdefault(warning, []).append(name)
         except GpuprovError as error:
             problems += [Mistake(name, problem, values) for problem in error.problems]
     if problems:
         raise UsageError.several(with_origins(problems, sources, extra_names))
-    return tuple(targets), warnings
+    return tuple(targets), [f"{listed(names)}: {warning}" for warning, names in warnings.items()]
 
 
 def _ssh_arguments(values: Mapping[str, Any]) -> Iterator[str]:

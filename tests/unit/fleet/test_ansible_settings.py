@@ -129,3 +129,10 @@ def test_why_a_dynamic_inventory_fails_is_told(tmp_path: Path, name: str, text: 
     with pytest.raises(UsageError) as caught:
         read_inventory((str(tmp_path / name),))
     assert seen in f"{caught.value}\n" and step in str(caught.value), caught.value
+
+
+def test_a_warning_about_many_hosts_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("gpu[01:40]\nlab-a\n[all:vars]\nansible_ssh_args='-o Odd=1 -o Other=2'\n")
+    assert read_inventory((str(tmp_path / "hosts"),)).warnings == tuple(
+        f"gpu[01:40], lab-a: the SSH option {one} has no effect here" for one in ("Odd", "Other")
+    )
