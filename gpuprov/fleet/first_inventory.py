@@ -217,7 +217,7 @@ def write_new(file: str, text: str, *, force: bool) -> None:
         if not force:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))  # one may have appeared meanwhile
         try:
-            write_whole(path, text.encode(), 0o644, None)
+            write_whole(path.resolve(), text.encode(), 0o644, None)
         except OSError:
             if not force:
                 path.unlink()  # the empty one would keep the same call from succeeding later

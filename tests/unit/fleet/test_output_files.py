@@ -10,6 +10,7 @@ import pytest
 
 from gpuprov.agent.result import HostResult
 from gpuprov.fleet.command import require_writable
+from gpuprov.fleet.first_inventory import write_new
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import write_metrics, write_page
 from gpuprov.protocol.errors import ExitCode, UsageError
@@ -50,3 +51,10 @@ def test_a_shorter_page_leaves_nothing_of_the_former_one(tmp_path: Path) -> None
     (tmp_path / "page.html").write_text("x" * 1_000_000)
     write_page(RUN, str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").read_text().rstrip().endswith("</html>")
+
+
+def test_an_inventory_that_replaces_another_goes_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old\n")
+    (tmp_path / "link").symlink_to("real")
+    write_new(str(tmp_path / "link"), "new\n", force=True)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new\n"
