@@ -208,11 +208,11 @@ def read_inventory(
     with ansible_temporary_folder(), ansible_output() as output:
         try:
             hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, output)
+            targets, warnings = _targets(hosts, sources, extra_names)
         except ansible_error() as error:
             raise UsageError(
                 "Ansible cannot read the inventory", explained(error), hint_for(str(error)) or ask_ansible(sources[0])
             ) from None
-    targets, warnings = _targets(hosts, sources, extra_names)
     # Invalid groups, skipped files, names that match no host.
     of_ansible = [clean(line) for line in output if line.startswith(WARNING)]
     return Inventory(targets, tuple(dict.fromkeys((*of_ansible, *warnings))))

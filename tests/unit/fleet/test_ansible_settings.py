@@ -136,3 +136,9 @@ def test_a_warning_about_many_hosts_is_one_line(tmp_path: Path) -> None:
     assert read_inventory((str(tmp_path / "hosts"),)).warnings == tuple(
         f"gpu[01:40], lab-a: the SSH option {one} has no effect here" for one in ("Odd", "Other")
     )
+
+
+def test_arguments_for_ssh_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts.yml").write_text("all: {hosts: {a: {ansible_ssh_extra_args: [-J, x]}}}\n")
+    with pytest.raises(UsageError, match="'var: ansible_ssh_extra_args' has an invalid value"):
+        read_inventory((str(tmp_path / "hosts.yml"),))
