@@ -326,12 +326,9 @@ def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[
         return [made]
     Path(path).parent.mkdir(mode=0o755, exist_ok=True)
     Path(path).unlink(missing_ok=True)  # of a server that was killed: who runs has the port
-    of_root = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
-    try:
-        of_root.bind(path)
-    finally:
-        os.umask(before)
+    of_root = socket.socket(socket.AF_UNIX)
+    of_root.bind(path)
+    Path(path).chmod(0o600)  # before it listens: until then nobody can connect
     of_root.listen()
     return [made, of_root]
 
