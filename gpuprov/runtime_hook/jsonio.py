@@ -29,9 +29,21 @@ def loads(text: str, pairs: Callable[..., Any] | None = None) -> Any:
     Raises ValueError for anything that is not JSON.
     """
     try:
-        return _loads(text, pairs)
+        try:
+            from _json import make_scanner  # type: ignore[import-not-found,unused-ignore]
+
+            scan = make_scanner(_Context(pairs))  # type: ignore[arg-type]
+            value, end = scan(text, len(text) - len(text.lstrip(" \t\r\n")))
+        except (ImportError, TypeError, AttributeError, StopIteration, SystemError):
+            # Without json.decoder loaded, some versions' scanner fails with no exception set; json says what is wrong.
+            import json
+
+            return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if text[end:].strip(" \t\r\n"):
+        raise ValueError(f"something follows the JSON document, at character {end}")
+    return value
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -43,46 +55,20 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _loads(text: str, pairs: Callable[..., Any] | None) -> Any:
-    try:
-        from _json import make_scanner  # type: ignore[import-not-found,unused-ignore]
-
-        scan = make_scanner(_Context(pairs))  # type: ignore[arg-type]
-    except (ImportError, TypeError, AttributeError):
-        import json
-
-        return json.loads(text, object_pairs_hook=pairs)
-    start = len(text) - len(text.lstrip(" \t\r\n"))
-    try:
-        value, end = scan(text, start)
-    except (StopIteration, SystemError):
-        # Without json.decoder loaded, some versions' scanner fails with no exception set: let json say what is wrong.
-        import json
-
-        return json.loads(text, object_pairs_hook=pairs)
-    if text[end:].strip(" \t\r\n"):
-        raise ValueError(f"something follows the JSON document, at character {end}")
-    return value
-
-
 def dumps(value: Any) -> str:
     """Return a value as a JSON document without blanks. Raises ValueError if it is nested too deeply."""
     try:
-        return _dumps(value)
+        try:
+            from _json import encode_basestring_ascii, make_encoder  # type: ignore[import-not-found,unused-ignore]
+
+            encode = make_encoder(None, _no_default, encode_basestring_ascii, None, ":", ",", False, False, True)
+        except (ImportError, TypeError, AttributeError):
+            import json
+
+            return json.dumps(value, separators=(",", ":"))
+        return "".join(encode(value, 0))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _dumps(value: Any) -> str:
-    try:
-        from _json import encode_basestring_ascii, make_encoder  # type: ignore[import-not-found,unused-ignore]
-
-        encode = make_encoder(None, _no_default, encode_basestring_ascii, None, ":", ",", False, False, True)
-    except (ImportError, TypeError, AttributeError):
-        import json
-
-        return json.dumps(value, separators=(",", ":"))
-    return "".join(encode(value, 0))
 
 
 def _no_default(value: object) -> object:
