@@ -98,12 +98,18 @@ def _folded(key: str) -> str:
     return key.lower().replace("\u017f", "s")  # lower() makes k of the Kelvin sign
 
 
+def at(document: Any, kind: type, *keys: str) -> Any:
+    """Return what is in a document at these keys, one in the other; an empty one of its kind if that is missing."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document if isinstance(document, kind) else kind()
+
+
 def root_of(config: dict[str, Any], bundle: str) -> str:
     """Return the folder of the container's root file system."""
-    root = config.get("root")
-    path = root.get("path", "") if isinstance(root, dict) else ""
-    if str(path).startswith("/"):
-        return str(path)
+    path = str(at(config, dict, "root").get("path", ""))
+    if path.startswith("/"):
+        return path
     # runc takes a relative path from the bundle's folder without links.
     try:
         handle = posix.open(bundle, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
@@ -117,13 +123,11 @@ def root_of(config: dict[str, Any], bundle: str) -> str:
 
 def owner_of(config: dict[str, Any]) -> tuple[int, int]:
     """Return the host's numbers for the container's root user and group: what we make there shall be theirs."""
-    linux = config.get("linux")
-    mappings = linux if isinstance(linux, dict) else {}
-    return _mapped(mappings.get("uidMappings")), _mapped(mappings.get("gidMappings"))
+    return _mapped(at(config, list, "linux", "uidMappings")), _mapped(at(config, list, "linux", "gidMappings"))
 
 
-def _mapped(mappings: Any) -> int:
-    for mapping in mappings if isinstance(mappings, list) else ():
+def _mapped(mappings: list[Any]) -> int:
+    for mapping in mappings:
         if isinstance(mapping, dict) and mapping.get("containerID", 0) == 0 and isinstance(mapping.get("hostID"), int):
             return int(mapping["hostID"])
     return 0
@@ -136,15 +140,12 @@ def config_id(bundle: str) -> str:
 
 def has_user_namespace(config: dict[str, Any]) -> bool:
     """Say whether the container has a user namespace of its own."""
-    linux = config.get("linux")
-    namespaces = list_of(linux, "namespaces", dict) if isinstance(linux, dict) else ()
-    return any(one.get("type") == "user" for one in namespaces)
+    return any(one.get("type") == "user" for one in list_of(at(config, dict, "linux"), "namespaces", dict))
 
 
 def mounts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the mounts, without what is none."""
-    mounts = config.get("mounts")
-    return [one for one in (mounts if isinstance(mounts, list) else ()) if isinstance(one, dict)]
+    return [one for one in at(config, list, "mounts") if isinstance(one, dict)]
 
 
 def has_own_proc(config: dict[str, Any]) -> bool:
@@ -152,9 +153,8 @@ def has_own_proc(config: dict[str, Any]) -> bool:
     found = [one for one in mounts_of(config) if str(one.get("destination", "")).rstrip("/") == "/proc"]
     if not found or found[-1].get("type") != "proc":
         return False
-    options = found[-1].get("options")
     # proc(5), subset=pid: no driver is seen there.
-    return not any(str(one).startswith("subset=") for one in (options if isinstance(options, list) else ()))
+    return not any(str(one).startswith("subset=") for one in at(found[-1], list, "options"))
 
 
 def object_of(parent: dict[str, Any], name: str) -> dict[str, Any]:

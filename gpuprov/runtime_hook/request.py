@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import driver_files
-from .config import mounts_of
+from .config import at, mounts_of
 from .errors import Refused
 from .files import normal_path
 from .settings import SETTINGS_PATH, Settings
@@ -74,11 +74,9 @@ def parse_request(config: dict[str, Any], settings: Settings) -> DeviceRequest:
 
 def _environment(config: dict[str, Any]) -> tuple[dict[str, str], str]:
     """Return the container's environment, the last of two entries with one name counting; and an entry without `=`."""
-    process = config.get("process")
-    entries = process.get("env") if isinstance(process, dict) else None
     found = {}
     malformed = ""
-    for entry in entries if isinstance(entries, list) else ():
+    for entry in at(config, list, "process", "env"):
         if isinstance(entry, str):
             name, equals, value = entry.partition("=")
             if equals:
@@ -89,12 +87,9 @@ def _environment(config: dict[str, Any]) -> tuple[dict[str, str], str]:
 
 
 def _is_privileged(config: dict[str, Any]) -> bool:
-    process = config.get("process")
-    capabilities = process.get("capabilities") if isinstance(process, dict) else None
-    if str(config.get("ociVersion", "")).startswith(_FLAT_CAPABILITIES):
-        return isinstance(capabilities, list) and "CAP_SYS_ADMIN" in capabilities
-    bounding = capabilities.get("bounding") if isinstance(capabilities, dict) else None
-    return isinstance(bounding, list) and "CAP_SYS_ADMIN" in bounding
+    is_flat = str(config.get("ociVersion", "")).startswith(_FLAT_CAPABILITIES)
+    place = ("process", "capabilities") if is_flat else ("process", "capabilities", "bounding")
+    return "CAP_SYS_ADMIN" in at(config, list, *place)
 
 
 def _devices(
@@ -142,9 +137,8 @@ def _environment_counts(settings: Settings, request: DeviceRequest) -> bool:
 
 
 def _annotated_devices(config: dict[str, Any], settings: Settings) -> list[str]:
-    annotations = config.get("annotations")
     found: list[str] = []
-    for key, value in sorted(annotations.items()) if isinstance(annotations, dict) else ():
+    for key, value in sorted(at(config, dict, "annotations").items()):
         if key.startswith(settings.annotation_prefixes) and isinstance(value, str):
             found += value.split(",")
     return found

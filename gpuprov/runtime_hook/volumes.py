@@ -10,7 +10,7 @@ from __future__ import annotations
 import posix
 from typing import Any
 
-from .config import mounts_of
+from .config import at, mounts_of
 from .errors import Refused
 from .files import normal_path
 from .rootfs import Root, mount_id
@@ -34,12 +34,10 @@ def volumes_of(config: dict[str, Any], bundle: str) -> list[Volume]:
     """Return the mounts in the order in which they are made."""
     found = []
     for mount in mounts_of(config):
-        destination = mount.get("destination")
-        if not isinstance(destination, str) or not destination:
+        destination, source = at(mount, str, "destination"), at(mount, str, "source")
+        kind, words = mount.get("type"), at(mount, list, "options")
+        if not destination:
             continue
-        kind, source, options = (mount.get(name) for name in ("type", "source", "options"))
-        words = options if isinstance(options, list) else ()
-        source = source if isinstance(source, str) else ""
         if kind == "bind" or "bind" in words or "rbind" in words:
             found.append(Volume(destination, "bind", source if source.startswith("/") else f"{bundle}/{source}"))
         else:
