@@ -11,7 +11,7 @@ import posix
 from typing import Any
 
 from .errors import Refused
-from .files import exists, read_text
+from .files import exists, read_text, status_of
 
 # The program that makes links and the loader's cache in a container: it stands in the CDI specification.
 HOOK_PATH = "/usr/bin/gpuprov-container-runtime-hook"
@@ -115,9 +115,8 @@ def require_current(path: str, version: str, edits: dict[str, Any]) -> None:
 
 def _has_other_numbers(node: dict[str, Any]) -> bool:
     """Say whether NVIDIA's node on the host is of another device: the kernel chooses some majors at each boot."""
-    try:
-        status = posix.stat(node.get("hostPath") or node["path"])
-    except OSError:
+    status = status_of(node.get("hostPath") or node["path"])
+    if status is None:
         return False
     there, here = (node.get("major"), node.get("minor")), (posix.major(status.st_rdev), posix.minor(status.st_rdev))
     return node["path"].startswith("/dev/nvidia") and None not in there and here not in ((0, 0), there)

@@ -103,13 +103,25 @@ def read_text(path: str) -> str | None:
         return None
 
 
+def status_of(path: str, *, follow_symlinks: bool = True) -> posix.stat_result | None:
+    """Return what stat says of a path, None if there is nothing."""
+    try:
+        return posix.stat(path, follow_symlinks=follow_symlinks)
+    except (OSError, ValueError):  # ValueError: a path that no file can have
+        return None
+
+
 def exists(path: str) -> bool:
     """Say whether there is a file, and not only a link that leads nowhere."""
+    return status_of(path) is not None
+
+
+def remove_file(name: str, directory: int | None = None) -> None:
+    """Take a file or a link away, if there is one; `directory`: a descriptor of its folder. Raises OSError."""
     try:
-        posix.stat(path)
-    except (OSError, ValueError):
-        return False
-    return True
+        posix.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        pass
 
 
 def make_folder(path: str, mode: int = 0o755) -> None:

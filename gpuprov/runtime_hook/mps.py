@@ -11,7 +11,7 @@ from __future__ import annotations
 import posix
 from typing import Any
 
-from .files import is_trusted
+from .files import is_trusted, status_of
 
 FOLDER = "/tmp/nvidia-mps"
 _PROGRAM = "nvidia-cuda-mps-control"
@@ -43,11 +43,8 @@ def is_served(folder: str, proc: str = "/proc") -> bool:
 
 
 def _is_roots(path: str, kind: int) -> bool:
-    try:
-        status = posix.stat(path, follow_symlinks=False)
-    except (OSError, ValueError):
-        return False
-    return status.st_mode & _TYPE == kind and status.st_uid == 0
+    status = status_of(path, follow_symlinks=False)
+    return status is not None and status.st_mode & _TYPE == kind and status.st_uid == 0
 
 
 def _read_start(path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import jsonio
 from .errors import now, printable
-from .files import make_folder, replace_file
+from .files import make_folder, remove_file, replace_file
 from .settings import Settings
 
 FOLDER = "/run/gpuprov/containers"
@@ -105,10 +105,7 @@ def _sweep(own: str) -> None:
             else:
                 posix.stat(f"{found.get('bundle')}/config.json")
         except (FileNotFoundError, NotADirectoryError):
-            try:
-                posix.unlink(f"{FOLDER}/{name}")
-            except FileNotFoundError:
-                pass
+            remove_file(f"{FOLDER}/{name}")
 
 
 def log(settings: Settings, level: str, text: str, journal: str = _JOURNAL) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .config import at, mounts_of
 from .errors import Refused
-from .files import normal_path
+from .files import normal_path, status_of
 from .rootfs import Root, mount_id
 
 _TYPE, _DIRECTORY = 0o170000, 0o040000
@@ -66,7 +66,7 @@ def watch(root: Root, volumes: list[Volume]) -> None:
     Raises Refused if one of them is mounted over the root itself, as crun does where an image's link says so.
     """
     for volume in volumes:
-        source = _status(volume.source) if volume.kind == "bind" else None
+        source = status_of(volume.source) if volume.kind == "bind" else None
         if source and (source.st_dev, source.st_ino) == root.identity:
             raise Refused(f"the volume at {volume.destination} covers the container's root file system")
     root.volume_over = lambda path: _volume_over(root, volumes, path)
@@ -85,7 +85,7 @@ def mounts_to_make(root: Root, volumes: list[Volume], mounts: list[dict[str, Any
 
     Raises Refused for a mount below a volume: its target would be made there, on the host.
     """
-    sources = [_status(volume.source) for volume in volumes if volume.kind == "bind"]
+    sources = [status_of(volume.source) for volume in volumes if volume.kind == "bind"]
     if not any(source and source.st_mode & _TYPE == _DIRECTORY for source in sources):
         return mounts
     found = []
@@ -107,13 +107,6 @@ def is_same_file(root: Root, path: str, wanted: posix.stat_result) -> bool:
     return found is not None and (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino)
 
 
-def _status(path: str) -> posix.stat_result | None:
-    try:
-        return posix.stat(path)
-    except (OSError, ValueError):
-        return None
-
-
 def _volume_over(root: Root, volumes: list[Volume], path: str) -> str:
     """Return what to say of the mount in which a path without links is."""
     for volume in reversed(volumes):
@@ -133,7 +126,7 @@ def _private_mounts(root: Root, volumes: list[Volume]) -> set[bytes]:
     It is none of the volumes if it is on another file system than their sources.
     """
     of_volumes = [volume for volume in volumes if volume.kind not in _WITHOUT_FILES]
-    sources = [_status(volume.source) for volume in of_volumes if volume.kind == "bind"]
+    sources = [status_of(volume.source) for volume in of_volumes if volume.kind == "bind"]
     devices = {source.st_dev for source in sources if source}
     others = {root.resolve(volume.destination) for volume in of_volumes if volume.kind != "bind"}
     found = set()
