@@ -15,7 +15,7 @@ from .errors import Refused, reason
 from .files import read_text
 from .links import find_compatibility, refuse_covered, statement_on_loader
 from .request import DeviceRequest, parse_request
-from .rootfs import Root
+from .rootfs import Root, open_root
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
 from .volumes import Volume, cover, mounts_to_make, volumes_of
@@ -103,10 +103,7 @@ def given(
     if not bundle:
         edits = choose(specifications, request, settings, None)
         return Decision(config, request, edits, None, path, volumes, settings, way)
-    try:
-        root = Root(path, owner_of(config))
-    except (OSError, ValueError) as error:
-        raise Refused(f"the container's root folder {path} can't be opened: {error}") from None
+    root = open_root(path, owner_of(config))
     cover(root, volumes)
     edits = choose(specifications, request, settings, root)
     find_compatibility(root, edits, wanted=settings.cuda_compat)

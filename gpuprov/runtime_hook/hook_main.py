@@ -21,7 +21,7 @@ from .edits import ContainerEdits, links_of
 from .errors import Refused, printable, reason
 from .files import read_text
 from .links import find_compatibility, inject
-from .rootfs import Root
+from .rootfs import open_root
 from .settings import read_settings
 from .specification import host_of
 from .volumes import volumes_of, watch
@@ -121,10 +121,7 @@ def _finish(bundle: str, arguments: list[str]) -> int:
     places = [str(mount.get("destination", "")) for mount in mounts_of(config)]
     mounted = [{"containerPath": place} for place in places if place.startswith("/usr/lib")]
     edits = ContainerEdits({"mounts": mounted}, links_of(arguments), host_of(arguments).get("driver", ""))
-    try:
-        root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
-    except OSError as error:
-        raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
+    root = open_root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     watch(root, volumes_of(config, bundle))
     find_compatibility(root, edits, wanted=settings.cuda_compat)
     inject(root, edits)

@@ -18,8 +18,9 @@ from .device_cgroup import Bus, allow, read_proc, scope_of, tell, wait
 from .device_nodes import PARAMS, is_rootless, masked_copy
 from .edits import node_identity
 from .errors import Refused
+from .files import remove_file
 from .links import inject
-from .rootfs import Root
+from .rootfs import Root, open_root
 from .settings import Settings
 from .system_calls import act_as, bind, enter_mount_namespace
 from .volumes import is_same_file, watch
@@ -110,13 +111,9 @@ def mask_params(root: Root, copy: str, config: dict[str, Any]) -> None:
 
 
 def _open_root(decision: Decision, owner: tuple[int, int]) -> Root:
-    path = decision.root_path
-    try:
-        root = Root(path, owner)
-    except OSError as error:
-        raise Refused(f"the container's root folder {path} can't be opened: {error.strerror}") from None
+    root = open_root(decision.root_path, owner)
     if decision.root is None or root.identity != decision.root.identity:
-        raise Refused(f"something else than the container's root file system is mounted at {path}")
+        raise Refused(f"something else than the container's root file system is mounted at {decision.root_path}")
     watch(root, decision.volumes)
     return root
 
@@ -180,10 +177,7 @@ def _add_node(root: Root, node: dict[str, Any], bound: bool) -> None:
     if found and found.st_mode & _TYPE == kind and found.st_rdev == device:
         return
     directory = root.open_writable(folder)
-    try:
-        posix.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        pass
+    remove_file(name, directory)
     posix.mknod(name, kind | node["fileMode"], device, dir_fd=directory)
     posix.chown(name, node.get("uid") or 0, node.get("gid") or 0, dir_fd=directory, follow_symlinks=False)
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import posix
 from typing import Callable
 
-from .files import normal_path
+from .errors import Refused
+from .files import normal_path, remove_file
 
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _DIRECTORY = _PATH | posix.O_DIRECTORY
@@ -179,30 +180,23 @@ class Root:
         """
         try:
             handle = self._open_file(path, most)
+            if handle is None:
+                return None
+            content = b""
+            try:
+                while len(content) <= most and (part := posix.read(handle, most + 1 - len(content))):
+                    content += part
+            finally:
+                posix.close(handle)
         except (OSError, ValueError):
             return None
-        if handle is None:
-            return None
-        try:
-            parts = []
-            left = most + 1
-            while left > 0:
-                part = posix.read(handle, left)
-                if not part:
-                    break
-                parts.append(part)
-                left -= len(part)
-            return b"".join(parts) if left > 0 else None
-        except OSError:
-            return None
-        finally:
-            posix.close(handle)
+        return content if len(content) <= most else None
 
     def write_file(self, path: str, content: bytes, mode: int) -> None:
         """Put a file there at once, whatever stood under its name but a folder. Raises OSError."""
         folder, _, name = path.rpartition("/")
         directory = self.writable_handle(self.directory(folder, True), name)
-        self._clear(directory)
+        remove_file(_TEMPORARY, directory)
         handle = posix.open(_TEMPORARY, _CREATE, 0o600, dir_fd=directory)
         try:
             while content:
@@ -227,7 +221,7 @@ class Root:
         if not there:
             self._link(target, name, directory)
             return
-        self._clear(directory)
+        remove_file(_TEMPORARY, directory)
         self._link(target, _TEMPORARY, directory)
         self._replace(path, name, directory)
 
@@ -320,7 +314,7 @@ class Root:
         try:
             posix.rename(_TEMPORARY, name, src_dir_fd=directory, dst_dir_fd=directory)
         except OSError as error:
-            self._clear(directory)
+            remove_file(_TEMPORARY, directory)
             # The name itself is a volume.
             raise (OSError(_EXDEV, self.volume_over(path), path) if error.errno == _EBUSY else error) from None
 
@@ -328,13 +322,6 @@ class Root:
         posix.symlink(target, name, dir_fd=directory)
         if self.owner != (0, 0):
             posix.chown(name, *self.owner, dir_fd=directory, follow_symlinks=False)
-
-    @staticmethod
-    def _clear(directory: int) -> None:
-        try:
-            posix.unlink(_TEMPORARY, dir_fd=directory)
-        except FileNotFoundError:
-            pass
 
     def _open_file(self, path: str, most: int) -> int | None:
         """Open a file for reading if it is one to be read; a device or a pipe is not even touched. Raises OSError."""
@@ -358,6 +345,15 @@ class Root:
                 posix.close(handle)
             path = target if target.startswith("/") else f"{real}/{target}"
         return None
+
+
+def open_root(path: str, owner: tuple[int, int]) -> Root:
+    """Return the root file system in a folder. Raises Refused if it can't be opened."""
+    try:
+        return Root(path, owner)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Refused(f"the container's root folder {path} can't be opened: {why}") from None
 
 
 def mount_id(handle: int) -> bytes:

@@ -71,5 +71,5 @@ def test_links_are_made_in_the_root_that_the_bundle_names(tmp_path: Path, key: s
 
 def test_a_bundle_without_a_root_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"root": {"path": "none"}}')
-    with pytest.raises(Refused, match="root folder can't be opened"):
+    with pytest.raises(Refused, match=r"root folder .*/none can't be opened"):
         serve(["createContainer"], json.dumps({"bundle": str(tmp_path)}).encode())
