@@ -77,26 +77,23 @@ def refuse_covered(root: Root, edits: ContainerEdits) -> None:
     A loader's cache in a volume stays as it is, which is one of the decisions; not with compatibility libraries.
     """
     for target, path in edits.links:
-        if _is_covered(root, path) and not root.has_link(path, target):
-            raise _in_volume(root, path)
+        if (volume := _volume_over(root, path)) and not root.has_link(path, target):
+            raise Refused(_cannot(path, volume))
     for path in (COMPAT_CONFIGURATION, CACHE) if edits.compatibility[0] else ():
-        if _is_covered(root, path):
-            raise _in_volume(root, path)
-    if (edits.links or edits.libraries) and _is_covered(root, CACHE):
-        edits.decisions.append(f"{CACHE} stays as it is: {root.volume_over(root.resolve(CACHE))}")
+        if volume := _volume_over(root, path):
+            raise Refused(_cannot(path, volume))
+    if (edits.links or edits.libraries) and (volume := _volume_over(root, CACHE)):
+        edits.decisions.append(f"{CACHE} stays as it is: {volume}")
 
 
-def _is_covered(root: Root, path: str) -> bool:
+def _volume_over(root: Root, path: str) -> str:
+    """Return what to say of the volume, not mounted yet, that covers a path; nothing if none does. Raises Refused."""
     folder, _, name = path.rpartition("/")
     try:
-        return root.cover_of(f"{root.resolve(folder)}/{name}") is not None
+        real = f"{root.resolve(folder)}/{name}"
     except OSError as error:
         raise Refused(_cannot(path, error.strerror)) from None
-
-
-def _in_volume(root: Root, path: str) -> Refused:
-    folder, _, name = path.rpartition("/")
-    return Refused(_cannot(path, root.volume_over(f"{root.resolve(folder)}/{name}")))
+    return root.volume_over(real) if root.cover_of(real) is not None else ""
 
 
 def _cannot(path: str, why: str | None) -> str:
