@@ -66,7 +66,8 @@ def allow(pid: int, nodes: list[dict[str, Any]]) -> str:
     try:
         if version == 1:
             for node in nodes:
-                _write(f"{folder}/devices.allow", f"{node['type']} {node['major']}:{node['minor']} {node['access']}\n")
+                with open(f"{folder}/devices.allow", "w", encoding="utf-8") as file:  # one rule at a time
+                    file.write(f"{node['type']} {node['major']}:{node['minor']} {node['access']}\n")
         elif nodes:
             _replace_programs(folder, nodes)
     except OSError as error:
@@ -220,14 +221,6 @@ def read_proc(path: str) -> str:
             return file.read()
     except OSError as error:
         raise Refused(f"{path} can't be read: {error.strerror}: the container's process is gone") from None
-
-
-def _write(path: str, text: str) -> None:
-    handle = posix.open(path, posix.O_WRONLY | posix.O_CLOEXEC)
-    try:
-        posix.write(handle, text.encode())
-    finally:
-        posix.close(handle)
 
 
 def scope_of(folder: str, identifier: str) -> str:
@@ -390,9 +383,11 @@ class Bus:
 
 def unit_path(unit: str) -> str:
     """Return the path of a unit's object: what is no letter or digit stands there as a number."""
-    escaped = "".join(one if one.isascii() and one.isalpha() else _escaped(one) for one in unit[:1])
-    escaped += "".join(one if one.isascii() and one.isalnum() else _escaped(one) for one in unit[1:])
-    return f"/org/freedesktop/systemd1/unit/{escaped}"
+    escaped = ""
+    for one in unit:
+        is_plain = one.isascii() and (one.isalpha() or (one.isdigit() and escaped))
+        escaped += one if is_plain else "".join(f"_{byte:02x}" for byte in one.encode())
+    return f"{_MANAGER_PATH}/unit/{escaped}"
 
 
 def add_string(body: bytearray, text: str) -> None:
@@ -420,10 +415,6 @@ def end_array(body: bytearray, array: tuple[int, int]) -> None:
     """End an array: its length goes before it."""
     place, start = array
     pack_into("=I", body, place, len(body) - start)
-
-
-def _escaped(character: str) -> str:
-    return "".join(f"_{byte:02x}" for byte in character.encode())
 
 
 def _first_string(body: bytes) -> str:

@@ -191,7 +191,7 @@ def _move(source: str, target: int, flags: int, recursive: int) -> None:
 
 
 def _bind_and_restrict(source: str, target: int, directory: int, name: str, flags: int) -> None:
-    _mount(source, f"/proc/self/fd/{target}", _MS_BIND | _MS_REC, "")
+    _mount(source, f"/proc/self/fd/{target}", _MS_BIND | _MS_REC)
     mounted = posix.open(name, _PATH, dir_fd=directory)
     try:
         ours, theirs = posix.stat(source), posix.fstat(mounted)
@@ -199,11 +199,11 @@ def _bind_and_restrict(source: str, target: int, directory: int, name: str, flag
         if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
             raise OSError(_EINVAL, "something else is there than what was mounted", name)
         place = f"/proc/self/fd/{mounted}"
-        _mount("", place, _MS_PRIVATE | _MS_REC, "")
-        _mount("", place, _MS_REMOUNT | _MS_BIND | flags, "")
+        _mount("", place, _MS_PRIVATE | _MS_REC)
+        _mount("", place, _MS_REMOUNT | _MS_BIND | flags)
     finally:
         posix.close(mounted)
 
 
-def _mount(source: str, target: str, flags: int, kind: str) -> None:
-    call("mount", source.encode(), target.encode(), kind.encode(), flags, None)
+def _mount(source: str, target: str, flags: int) -> None:
+    call("mount", source.encode(), target.encode(), b"", flags, None)
