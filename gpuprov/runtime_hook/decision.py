@@ -100,18 +100,17 @@ def given(
         require(request.requirements, specifications.own.host)
         request.decisions.append("the host satisfies every requirement")
     path, volumes = root_of(config, bundle), volumes_of(config, bundle)
-    if not bundle:
-        edits = choose(specifications, request, settings, None)
-        return Decision(config, request, edits, None, path, volumes, settings, way)
-    root = open_root(path, owner_of(config))
-    cover(root, volumes)
+    root = open_root(path, owner_of(config)) if bundle else None
+    if root:
+        cover(root, volumes)
     edits = choose(specifications, request, settings, root)
-    find_compatibility(root, edits, wanted=settings.cuda_compat)
-    if way == RUNTIME:  # the hook sees the volumes themselves, and is refused by them
-        edits.cdi["mounts"] = mounts_to_make(root, volumes, edits.cdi.get("mounts") or [])
-        refuse_covered(root, edits)
-        edits.masking = masking_hook(config, path)
-    edits.decisions += statement_on_loader(root)
+    if root:
+        find_compatibility(root, edits, wanted=settings.cuda_compat)
+        if way == RUNTIME:  # the hook sees the volumes themselves, and is refused by them
+            edits.cdi["mounts"] = mounts_to_make(root, volumes, edits.cdi.get("mounts") or [])
+            refuse_covered(root, edits)
+            edits.masking = masking_hook(config, path)
+        edits.decisions += statement_on_loader(root)
     return Decision(config, request, edits, root, path, volumes, settings, way)
 
 
