@@ -43,17 +43,19 @@ _FLAGS = tuple(HOST_FLAGS)
 _OF_NVML = _FLAGS[1:]
 
 
-def specification(driver: DriverFacts) -> Specification:
+def specification(driver: DriverFacts, known: Mapping[str, str] | None = None) -> Specification:
     """Return devices by index, UUID, PCI bus id, and `all`; the common edits hold what every container needs.
 
-    A GPU in MIG mode appears only as its MIG devices (0:1 and their UUIDs): as a whole it can't compute.
+    A GPU in MIG mode appears only as its MIG devices (0:1 and their UUIDs): as a whole it can't compute. `known` are
+    facts about the host (flag → value) that go before the driver's.
     """
     devices = [device for gpu in driver.gpus for device in _devices(driver, gpu)]
     if devices:
         devices.append(all_of(devices))
     gpu_nodes = {f"/dev/nvidia{gpu.minor}" for gpu in driver.gpus}
     control = _node_edits(tuple(node for node in driver.nodes if node.path not in gpu_nodes))
-    common = replace(control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=_hooks(driver))
+    hooks = _hooks(driver, {**_facts(driver), **(known or {})})
+    common = replace(control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=hooks)
     return Specification(tuple(devices), common, {})
 
 
@@ -167,11 +169,8 @@ def _files_of(specification: Specification) -> dict[str, str]:
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
     """Return the driver's specification, with the NVML facts recorded in `found`."""
     uuids = {device.edits: device.name for device in found.devices if device.name.startswith(("GPU-", "MIG-"))}
-    wanted = specification(replace(driver, gpus=tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)))
     known = {flag: value for flag, value in host_facts(found).items() if flag in _OF_NVML}
-    facts = {**host_facts(wanted), **known}
-    hooks = tuple(replace(hook, args=_with_facts(hook.args, facts)) for hook in wanted.edits.hooks)
-    return replace(wanted, edits=replace(wanted.edits, hooks=hooks))
+    return specification(replace(driver, gpus=tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)), known)
 
 
 def _with_uuids(driver: DriverFacts, gpu: Gpu, uuids: Mapping[Edits, str]) -> Gpu:
@@ -186,12 +185,6 @@ def host_facts(specification: Specification) -> dict[str, str]:
     """Return the host's facts in the specification: flag → value, such as --host-driver-version."""
     arguments = [word for hook in specification.edits.hooks if hook.path == HOOK_PATH for word in hook.args]
     return {flag: value for flag, value in zip(arguments, arguments[1:]) if flag in _FLAGS}
-
-
-def _with_facts(arguments: tuple[str, ...], facts: Mapping[str, str]) -> tuple[str, ...]:
-    links = [word for place, word in enumerate(arguments) if "--link" in arguments[max(0, place - 1) : place + 1]]
-    told = [word for flag in _FLAGS if flag in facts for word in (flag, facts[flag])]
-    return (*arguments[:2], *told, *links)
 
 
 def _first_difference(found: Specification, wanted: Specification) -> str:
@@ -245,13 +238,14 @@ def _place(library: Library) -> str:
     return next((link for link in library.links if link.rpartition("/")[2] == file_name), library.path)
 
 
-def _hooks(driver: DriverFacts) -> tuple[Hook, ...]:
+def _hooks(driver: DriverFacts, facts: Mapping[str, str]) -> tuple[Hook, ...]:
     """Return the one hook that makes the links; its `env` keeps the image's environment out (CVE-2025-23266)."""
     links = [pair for library in driver.libraries for pair in _links(library)]
     if not links:
         return ()
-    words = [word for target, path in links for word in ("--link", f"{target}::{path}")]
-    arguments = _with_facts((HOOK_PATH.rpartition("/")[2], "createContainer", *words), _facts(driver))
+    words = [word for flag in _FLAGS if flag in facts for word in (flag, facts[flag])]
+    words += [word for target, path in links for word in ("--link", f"{target}::{path}")]
+    arguments = (HOOK_PATH.rpartition("/")[2], "createContainer", *words)
     return (Hook("createContainer", HOOK_PATH, arguments, ("PATH=/usr/bin:/bin",), _HOOK_SECONDS),)
 
 
