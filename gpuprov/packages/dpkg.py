@@ -79,12 +79,9 @@ def query(system: System) -> tuple[Package, ...]:
 
 
 def _queried(system: System) -> tuple[tuple[Package, ...], str]:
+    """Return them with the machine's architecture, which is dpkg's own."""
     step = "dpkg --audit; then run the same command again"
-    return _parsed(system.require(_QUERY, "dpkg's database can't be read", step).stdout)
-
-
-def _parsed(text: str) -> tuple[tuple[Package, ...], str]:
-    """Return the packages in dpkg-query's answer, and the machine's architecture, which is dpkg's own."""
+    text = system.require(_QUERY, "dpkg's database can't be read", step).stdout
     rows = [row for row in (line.split(" ", 6) for line in text.splitlines()) if len(row) >= 3]
     native = next((row[3] for row in rows if row[:2] == ["installed", "dpkg"] and len(row) > 3), "")
     packages = []
