@@ -54,10 +54,8 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
     try:
         status = posix.stat(path)
         replace_file(path, jsonio.dumps(config), status.st_mode & 0o7777, (status.st_uid, status.st_gid), ".gpuprov")
-    except OSError as error:
-        raise Refused(f"{path} can't be written: {error.strerror}") from None
-    except ValueError as error:
-        raise Refused(f"{path} can't be written: {error}") from None
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} can't be written: {getattr(error, 'strerror', error)}") from None
     given = ",".join(decision.request.devices or ()) or "driver files, no device"
     capabilities = ",".join(sorted(decision.request.capabilities)) or "no capability"
     record.log(

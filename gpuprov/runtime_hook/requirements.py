@@ -71,18 +71,14 @@ def require(expressions: list[str], host: dict[str, str]) -> None:
 
 def check(expressions: list[str], host: dict[str, str]) -> tuple[str, str]:
     """Return (`satisfied`, `violated` or `invalid`, reason): each condition is looked at before any is held up."""
-    for expression in expressions:
-        for alternative in expression.split(" "):
-            for part in alternative.split(","):
-                if part:
-                    try:
-                        _condition(part)
-                    except Refused as refused:
-                        return "invalid", str(refused)
+    state = "invalid"
     try:
+        for part in filter(None, ",".join(expressions).replace(" ", ",").split(",")):
+            _condition(part)
+        state = "violated"
         require(expressions, host)
     except Refused as refused:
-        return "violated", str(refused)
+        return state, str(refused)
     return "satisfied", ""
 
 

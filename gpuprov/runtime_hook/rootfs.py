@@ -352,7 +352,7 @@ def open_root(path: str, owner: tuple[int, int]) -> Root:
     try:
         return Root(path, owner)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = getattr(error, "strerror", error)
         raise Refused(f"the container's root folder {path} can't be opened: {why}") from None
 
 

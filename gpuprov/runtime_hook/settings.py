@@ -110,10 +110,8 @@ def _read(path: str, *, strict: bool) -> dict[str, Any]:
             document = toml.parse(file.read())
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {getattr(error, 'strerror', error)}") from None
     values = _flat(document, "")
     for key, value in values.items():
         fault = _fault(key, value, strict=strict)
