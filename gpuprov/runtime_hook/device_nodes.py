@@ -20,13 +20,11 @@ from typing import Any
 
 from .config import has_own_proc, has_user_namespace
 from .errors import Refused
-from .files import exists, make_folder, read_text, replace_file
+from .files import CHARACTER, TYPE, exists, make_folder, read_text, replace_file
 from .request import DeviceRequest
 from .specification import Specifications
 
 _FOLDER = "/dev/char"
-_CHARACTER = 0o020000
-_TYPE = 0o170000
 PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers.
 COPY = "/run/gpuprov/params"
@@ -53,7 +51,7 @@ def link_nodes(nodes: list[dict[str, Any]]) -> None:
         path = node.get("hostPath") or node["path"]
         try:
             status = posix.stat(path)
-            if status.st_mode & _TYPE == _CHARACTER and path.startswith("/dev/"):
+            if status.st_mode & TYPE == CHARACTER and path.startswith("/dev/"):
                 make_folder(_FOLDER)
                 name = f"{posix.major(status.st_rdev)}:{posix.minor(status.st_rdev)}"
                 posix.symlink(f"..{path[len('/dev') :]}", f"{_FOLDER}/{name}")

@@ -14,7 +14,7 @@ from .config import has_user_namespace, list_of, object_of
 from .device_nodes import special_edits
 from .driver_files import FOLDERS_32_BIT, LIB64, MULTIARCH, RHEL_32_BIT
 from .errors import Refused
-from .files import is_trusted, normal_path
+from .files import BLOCK, CHARACTER, PIPE, TYPE, is_trusted, normal_path
 from .request import VENDORS, DeviceRequest
 from .rootfs import Root
 from .settings import Settings
@@ -183,8 +183,8 @@ class _Folders:
 _LISTS = ("env", "deviceNodes", "netDevices", "mounts", "hooks", "additionalGids")
 # The two ways by which docker's and NVIDIA's own hook comes into a configuration: it would do the same once more.
 _NVIDIA_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
-_TYPE = 0o170000
-_KINDS = {0o020000: "c", 0o060000: "b", 0o010000: "p"}
+# `u` is a character device too.
+NODE_TYPES = {"c": CHARACTER, "u": CHARACTER, "b": BLOCK, "p": PIPE}
 _STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 
 
@@ -292,7 +292,7 @@ def node_identity(node: dict[str, Any]) -> dict[str, Any]:
         status = posix.stat(path)
     except OSError as error:
         raise Refused(f"the device node {path} is not on this host ({error.strerror}): run gpuprov install") from None
-    kind = node.get("type") or _KINDS.get(status.st_mode & _TYPE, "")
+    kind = node.get("type") or next((name for name, one in NODE_TYPES.items() if one == status.st_mode & TYPE), "")
     if not kind:
         raise Refused(f"{path} on this host is no device node: run gpuprov install")
     mode = node.get("fileMode") or status.st_mode & 0o7777

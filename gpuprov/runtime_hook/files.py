@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import posix
 
-_TYPE, _LINK, _SOCKET = 0o170000, 0o120000, 0o140000
+# Of st_mode, as in inode(7).
+TYPE, REGULAR, DIRECTORY, LINK, SOCKET = 0o170000, 0o100000, 0o040000, 0o120000, 0o140000
+CHARACTER, BLOCK, PIPE = 0o020000, 0o060000, 0o010000
 _WRITABLE_BY_ALL = 0o002
 _MOST_COMPONENTS = 100
 # nvidia-persistenced drops root's rights: the socket and its folder belong to an account of the system's, which are
@@ -49,8 +51,8 @@ def is_trusted(path: str) -> bool:
             return False
         try:
             status = posix.stat(f"{real}/{name}", follow_symlinks=False)
-            kind = status.st_mode & _TYPE
-            if kind == _LINK:
+            kind = status.st_mode & TYPE
+            if kind == LINK:
                 if status.st_uid or writable or not todo:
                     return False
                 target = posix.readlink(f"{real}/{name}")
@@ -65,7 +67,7 @@ def is_trusted(path: str) -> bool:
         if not todo:
             *above, folder, own = owners
             services = not any(above) and folder in (0, own) and own < _FIRST_USER
-            return not any(owners) or (kind == _SOCKET and path.endswith(_PERSISTENCED) and services)
+            return not any(owners) or (kind == SOCKET and path.endswith(_PERSISTENCED) and services)
     return False
 
 

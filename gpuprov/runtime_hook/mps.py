@@ -11,12 +11,11 @@ from __future__ import annotations
 import posix
 from typing import Any
 
-from .files import is_trusted, status_of
+from .files import REGULAR, SOCKET, TYPE, is_trusted, status_of
 
 FOLDER = "/tmp/nvidia-mps"
 _PROGRAM = "nvidia-cuda-mps-control"
 _OPTIONS = ["ro", "nosuid", "nodev", "noexec", "rbind", "rprivate"]
-_TYPE, _SOCKET, _FILE = 0o170000, 0o140000, 0o100000
 _LONGEST_PID = 16
 # Linux, include/uapi/linux/net.h: __SO_ACCEPTCON, as /proc/net/unix shows it.
 _LISTENS = b"00010000"
@@ -32,7 +31,7 @@ def mps_edits() -> dict[str, Any]:
 def is_served(folder: str, proc: str = "/proc") -> bool:
     """Say whether the host's own MPS daemon serves this folder of root's. Connects to nothing."""
     control, pid_file = f"{folder}/control", f"{folder}/{_PROGRAM}.pid"
-    if not (_is_roots(control, _SOCKET) and _is_roots(pid_file, _FILE) and is_trusted(folder)):
+    if not (_is_roots(control, SOCKET) and _is_roots(pid_file, REGULAR) and is_trusted(folder)):
         return False
     try:
         pid = _read_start(pid_file).strip()
@@ -44,7 +43,7 @@ def is_served(folder: str, proc: str = "/proc") -> bool:
 
 def _is_roots(path: str, kind: int) -> bool:
     status = status_of(path, follow_symlinks=False)
-    return status is not None and status.st_mode & _TYPE == kind and status.st_uid == 0
+    return status is not None and status.st_mode & TYPE == kind and status.st_uid == 0
 
 
 def _read_start(path: str) -> str:

@@ -16,24 +16,20 @@ from .config import has_own_proc
 from .decision import Decision
 from .device_cgroup import Bus, allow, read_proc, scope_of, tell, wait
 from .device_nodes import PARAMS, is_rootless, masked_copy
-from .edits import node_identity
+from .edits import NODE_TYPES, node_identity
 from .errors import Refused
-from .files import remove_file
+from .files import DIRECTORY, REGULAR, TYPE, remove_file
 from .links import inject
 from .rootfs import Root, open_root
 from .settings import Settings
 from .system_calls import act_as, bind, enter_mount_namespace
 from .volumes import is_same_file, watch
 
-_TYPE = 0o170000
-_REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
 _HOST = (0, 0)
 _EXDEV = 18
 # Systemd does not answer while it reads its units again or is replaced (`daemon-reexec`), and then takes devices away
 # that it does not know. Seconds to wait after each call that failed; a call itself takes three at most.
 _PAUSES = (0.2, 0.8, 0)
-# As in config.json: `u` is a character device too.
-_NODE_TYPES = {"c": _CHARACTER, "u": _CHARACTER, "b": _BLOCK, "p": _PIPE}
 # What stands in config.json alone, which runc has read by now.
 _TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
@@ -172,9 +168,9 @@ def _add_node(root: Root, node: dict[str, Any], bound: bool) -> None:
     if bound:
         _add_mount(root, {"hostPath": node["host"], "containerPath": node["path"], "options": ["nosuid", "noexec"]})
         return
-    kind, device = _NODE_TYPES[node["type"]], posix.makedev(node["major"], node["minor"])
+    kind, device = NODE_TYPES[node["type"]], posix.makedev(node["major"], node["minor"])
     found = root.status(node["path"])
-    if found and found.st_mode & _TYPE == kind and found.st_rdev == device:
+    if found and found.st_mode & TYPE == kind and found.st_rdev == device:
         return
     directory = root.open_writable(folder)
     remove_file(name, directory)
@@ -187,7 +183,7 @@ def _add_mount(root: Root, mount: dict[str, Any]) -> None:
     path, source = mount["containerPath"], mount["hostPath"]
     folder, _, name = path.rpartition("/")
     status = posix.stat(source)
-    is_folder = status.st_mode & _TYPE == _DIRECTORY
+    is_folder = status.st_mode & TYPE == DIRECTORY
     try:
         act_as(root.owner)
         directory = root.open_writable(folder)
@@ -207,7 +203,7 @@ def _make_file(root: Root, directory: int, name: str) -> None:
     """See to it that a regular file is there to be mounted over; a link in its place is taken away."""
     try:
         found = posix.stat(name, dir_fd=directory, follow_symlinks=False)
-        if found.st_mode & _TYPE == _REGULAR:
+        if found.st_mode & TYPE == REGULAR:
             return
         posix.unlink(name, dir_fd=directory)
     except FileNotFoundError:

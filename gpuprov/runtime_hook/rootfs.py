@@ -16,7 +16,7 @@ import posix
 from typing import Callable
 
 from .errors import Refused
-from .files import normal_path, remove_file
+from .files import LINK, REGULAR, TYPE, normal_path, remove_file
 
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _DIRECTORY = _PATH | posix.O_DIRECTORY
@@ -27,9 +27,6 @@ _ENOENT, _EBUSY, _EXDEV, _ELOOP = 2, 16, 18, 40
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 # A lease of another process's would block an open for 45 s (fcntl(2), F_SETLEASE); without waiting it fails.
 _READ = posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC
-_TYPE = 0o170000
-_REGULAR = 0o100000
-_LINK = 0o120000
 # What is being written: of a fixed name, so that an interrupted start leaves one file at most.
 _TEMPORARY = ".gpuprov~"
 
@@ -331,14 +328,14 @@ class Root:
             handle = posix.open(name, _PATH, dir_fd=self.handles[real])
             try:
                 status = posix.fstat(handle)
-                kind = status.st_mode & _TYPE
-                if kind == _REGULAR:
+                kind = status.st_mode & TYPE
+                if kind == REGULAR:
                     if self.cover_of(f"{real}/{name}") is not None or mount_id(handle) != self.mount:
                         return None
                     if not 0 < status.st_size <= most:
                         return None
                     return posix.open(f"/proc/self/fd/{handle}", _READ)
-                if kind != _LINK:
+                if kind != LINK:
                     return None
                 target = posix.readlink("", dir_fd=handle)
             finally:

@@ -12,10 +12,9 @@ from typing import Any
 
 from .config import at, mounts_of
 from .errors import Refused
-from .files import normal_path, status_of
+from .files import DIRECTORY, TYPE, normal_path, status_of
 from .rootfs import Root, mount_id
 
-_TYPE, _DIRECTORY = 0o170000, 0o040000
 _PRIVATE = ("tmpfs", "proc")
 # What a kernel has no files of the host's in.
 _WITHOUT_FILES = (*_PRIVATE, "sysfs", "mqueue", "devpts", "cgroup", "cgroup2")
@@ -86,7 +85,7 @@ def mounts_to_make(root: Root, volumes: list[Volume], mounts: list[dict[str, Any
     Raises Refused for a mount below a volume: its target would be made there, on the host.
     """
     sources = [status_of(volume.source) for volume in volumes if volume.kind == "bind"]
-    if not any(source and source.st_mode & _TYPE == _DIRECTORY for source in sources):
+    if not any(source and source.st_mode & TYPE == DIRECTORY for source in sources):
         return mounts
     found = []
     for mount in mounts:
