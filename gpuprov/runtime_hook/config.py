@@ -57,9 +57,8 @@ def parse_config(path: str, text: str) -> dict[str, Any]:
     try:
         config = parse_object(text, CONFIG)
     except jsonio.AmbiguousError as odd:
-        raise Refused(
-            f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
-        ) from None
+        what = f"{path} has {odd}: runc, crun and this program would read different containers"
+        raise Refused(f"{what}: remove that key") from None
     except ValueError as error:
         raise Refused(f"{path} is not valid JSON: {error}") from None
     return config if isinstance(config, dict) else {}

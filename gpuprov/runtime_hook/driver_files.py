@@ -103,9 +103,8 @@ def require_current(path: str, version: str, edits: dict[str, Any]) -> None:
     missing = next((path for path in named if not exists(path)), "")
     loaded = (read_text(MODULE) or "").partition("\n")[0] + " "
     if missing or (loaded != " " and f" {version} " not in loaded):
-        raise Refused(
-            _reason(path, version, missing, (named or [""])[0], next(filter(_is_version, loaded.split()), ""))
-        )
+        module = next(filter(_is_version, loaded.split()), "")
+        raise Refused(_reason(path, version, missing, (named or [""])[0], module))
     if named and loaded == " ":  # nodes would be there and give nothing; WSL, without a module, has no such files
         raise Refused(f"the driver {version} is not loaded ({MODULE} is missing): run `gpuprov doctor`")
     other = next(filter(_has_other_numbers, edits.get("deviceNodes") or ()), None)

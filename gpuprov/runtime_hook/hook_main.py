@@ -64,9 +64,8 @@ def serve(arguments: list[str]) -> int:
 
 def _give_up(number: int, frame: object) -> NoReturn:
     # A file system that does not answer, or an engine that sends no state, keeps the hook waiting.
-    posix._exit(
-        _refuse(f"gpuprov: the container's files were not ready after {PATIENCE_SECONDS} s: something does not answer")
-    )
+    what = f"the container's files were not ready after {PATIENCE_SECONDS} s"
+    posix._exit(_refuse(f"gpuprov: {what}: something does not answer"))
 
 
 def _refuse(message: str) -> int:

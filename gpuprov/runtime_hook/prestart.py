@@ -119,10 +119,8 @@ def _refuse_what_comes_too_late(edits: dict[str, Any]) -> None:
     wanted = {**edits, "env": [entry for entry in edits.get("env") or () if entry != "NVIDIA_VISIBLE_DEVICES=void"]}
     named = [name for name in _TOO_LATE if wanted.get(name)]
     if named:
-        raise Refused(
-            f"the CDI specification has {', '.join(named)} for what was asked for, which no prestart hook can give: "
-            "use --runtime=nvidia, not --gpus"
-        )
+        what = f"the CDI specification has {', '.join(named)} for what was asked for, which no prestart hook can give"
+        raise Refused(f"{what}: use --runtime=nvidia, not --gpus")
 
 
 def root_user(pid: int) -> tuple[int, int]:

@@ -57,9 +57,8 @@ def parse_request(config: dict[str, Any], settings: Settings) -> DeviceRequest:
         return request
     try:
         if malformed:
-            raise Refused(
-                f"the container's environment has an entry without '=': {malformed!r}: correct the image or the command"
-            )
+            what = f"the container's environment has an entry without '=': {malformed!r}"
+            raise Refused(f"{what}: correct the image or the command")
         _refuse_other_kinds(request, settings)
         _add_mig(environment, request)
         request.imex_channels = _imex_channels(config, environment, settings, request)
@@ -191,10 +190,9 @@ def _refuse_other_kinds(request: DeviceRequest, settings: Settings) -> None:
     for name in request.devices or ():
         kind = kind_of(name)
         if kind.partition("/")[0] not in VENDORS and kind not in allowed:
-            raise Refused(
-                f"the container itself asks for {name}, and may name devices of nvidia.com alone: "
-                f"use the engine's --device {name}, or add {kind} to modes.cdi.requestable-kinds in {SETTINGS_PATH}"
-            )
+            what = f"the container itself asks for {name}, and may name devices of nvidia.com alone"
+            cure = f"use the engine's --device {name}, or add {kind} to modes.cdi.requestable-kinds in {SETTINGS_PATH}"
+            raise Refused(f"{what}: {cure}")
 
 
 def _add_mig(environment: dict[str, str], request: DeviceRequest) -> None:
@@ -202,9 +200,8 @@ def _add_mig(environment: dict[str, str], request: DeviceRequest) -> None:
     request.mig_monitor = environment.get("NVIDIA_MIG_MONITOR_DEVICES", "")
     for name, value in (("CONFIG", request.mig_config), ("MONITOR", request.mig_monitor)):
         if value and not request.privileged:
-            raise Refused(
-                f"NVIDIA_MIG_{name}_DEVICES is for privileged containers alone: add --cap-add SYS_ADMIN, or drop it"
-            )
+            what = f"NVIDIA_MIG_{name}_DEVICES is for privileged containers alone"
+            raise Refused(f"{what}: add --cap-add SYS_ADMIN, or drop it")
 
 
 def _imex_channels(
@@ -242,9 +239,8 @@ def _capabilities(environment: dict[str, str], settings: Settings, request: Devi
         return supported
     refused = sorted(asked - supported)
     if refused:
-        raise Refused(
-            f"NVIDIA_DRIVER_CAPABILITIES asks for {', '.join(refused)}; this host gives {', '.join(sorted(supported))}"
-        )
+        gives = ", ".join(sorted(supported))
+        raise Refused(f"NVIDIA_DRIVER_CAPABILITIES asks for {', '.join(refused)}; this host gives {gives}")
     return asked
 
 

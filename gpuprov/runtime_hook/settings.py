@@ -178,12 +178,8 @@ def keep_low_level(log: str, cache: str = LOW_LEVEL_CACHE, own: str = SETTINGS_P
     settings, _ = read_settings(own)
     path = find_low_level(settings.runtimes)
     if not path:
-        names = ", ".join(settings.runtimes)
-        refuse(
-            log,
-            f"gpuprov: none of the low-level runtimes {names} is installed: install one, "
-            f"or change runtimes in {SETTINGS_PATH}",
-        )
+        what = f"gpuprov: none of the low-level runtimes {', '.join(settings.runtimes)} is installed"
+        refuse(log, f"{what}: install one, or change runtimes in {SETTINGS_PATH}")
     try:
         make_folder(cache.rpartition("/")[0])
         quoted = path.replace("'", "'\\''")
