@@ -110,13 +110,9 @@ class Reboot(Change):
         if self.allowed:
             return {"needed": True}
         stops = f" (it stops the containers {', '.join(self.containers)})" if self.containers else ""
-        raise GpuprovError(
-            "this host needs a reboot before the rest can be done",
-            "\n".join(self.reasons),
-            f"reboot it{stops}: systemctl reboot; then run the same command again. With gpuprov_reboot: if-needed "
-            "gpuprov does both",
-            exit_code=ExitCode.REBOOT_NEEDED,
-        )
+        what, seen = "this host needs a reboot before the rest can be done", "\n".join(self.reasons)
+        again = "systemctl reboot; then run the same command again. With gpuprov_reboot: if-needed gpuprov does both"
+        raise GpuprovError(what, seen, f"reboot it{stops}: {again}", exit_code=ExitCode.REBOOT_NEEDED)
 
     def next_action(self, outcome: Json) -> NextAction:
         return NextAction.REBOOT if outcome["needed"] else NextAction.PLAN_AGAIN

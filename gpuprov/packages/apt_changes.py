@@ -110,11 +110,10 @@ class InstallPackages(interface.PackageInstallation):
             left, lacking = self._left(system)
         if left or lacking:
             seen = [f"{name} is {status}" for name, status in left.items()]
-            raise GpuprovError(
-                f"{what}: apt-get reported success, but not all packages are installed",
-                "dpkg-query: " + "; ".join([*seen, *(f"{name} is not installed" for name in lacking)]),
-                "dpkg --audit tells what is wrong with a package; apt-get install --reinstall NAME often fixes it",
-            )
+            seen += [f"{name} is not installed" for name in lacking]
+            what += ": apt-get reported success, but not all packages are installed"
+            step = "dpkg --audit tells what is wrong with a package; apt-get install --reinstall NAME often fixes it"
+            raise GpuprovError(what, f"dpkg-query: {'; '.join(seen)}", step)
 
     def _left(self, system: System) -> tuple[Mapping[str, str], tuple[str, ...]]:
         """Return name → status of all packages that are partly installed, and those of its own that are not."""
@@ -373,10 +372,8 @@ class RemovePackages(interface.PackageRemoval):
             words = ("dpkg", "--force-confold", "--force-confmiss", "--install", *(_copy(name) for name in gone))
             done = dpkg.run_dpkg(system, words, tell_nobody)
             if not done.ok:
-                raise GpuprovError(
-                    f"{', '.join(gone)} could not be installed again", done.evidence(8),
-                    f"the packages lie in {COPIES}; remove what conflicts with them, then run the same again",
-                )  # fmt: skip
+                step = f"the packages lie in {COPIES}; remove what conflicts with them, then run the same again"
+                raise GpuprovError(f"{', '.join(gone)} could not be installed again", done.evidence(8), step)
         if automatic := [name for name in before["automatic"] if name in gone]:
             _mark(system, "auto", automatic, tell_nobody)
         for image in before["keep"]:

@@ -304,11 +304,9 @@ def wait_until_free(system: System, tell: Tell, holder: Callable[[System], str],
     told = ""
     while found := holder(system):
         if system.now() > deadline:
-            raise GpuprovError(
-                "another program holds the package manager's lock",
-                f"{found}; waited {seconds} s for its end",
-                "wait for it, or set gpuprov_lock_timeout (seconds) higher, then run the same command again",
-            )
+            what, seen = "another program holds the package manager's lock", f"{found}; waited {seconds} s for its end"
+            step = "wait for it, or set gpuprov_lock_timeout (seconds) higher, then run the same command again"
+            raise GpuprovError(what, seen, step)
         if found != told:
             tell(f"waiting up to {seconds} s for {found}, which holds the package manager's lock", 0, 0)
             told = found

@@ -277,11 +277,9 @@ def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
         what, seen, step = astuple(error.problems[0])
         raise GpuprovError(what, f"{masked(url)}{through(system, url)}\n{seen}", step) from None
     if found != (fingerprint,):
-        raise GpuprovError(
-            "the repository's key is not the one that is pinned",
-            f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}",
-            "if the repository announced a new key, set its fingerprint; else somebody put another key there",
-        )
+        seen = f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}"
+        step = "if the repository announced a new key, set its fingerprint; else somebody put another key there"
+        raise GpuprovError("the repository's key is not the one that is pinned", seen, step)
     return key
 
 

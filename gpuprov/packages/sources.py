@@ -326,11 +326,9 @@ def dns_problem(system: System, manager: str, files: Mapping[str, FileFact]) -> 
         if system.now() - begun > _MOST_SECONDS:
             break
     servers = re.findall(r"^nameserver\s+\S+", system.read_text(_RESOLVER) or "", re.MULTILINE)
-    return Problem(
-        "DNS does not answer: no package source's name can be looked up",
-        f"{seen}\n{_RESOLVER}: {', '.join(servers) or 'no nameserver'}",
-        f"correct {_RESOLVER} or the network, then check: getent ahosts {names[0]}; or set gpuprov_proxy",
-    )
+    seen = f"{seen}\n{_RESOLVER}: {', '.join(servers) or 'no nameserver'}"
+    step = f"correct {_RESOLVER} or the network, then check: getent ahosts {names[0]}; or set gpuprov_proxy"
+    return Problem("DNS does not answer: no package source's name can be looked up", seen, step)
 
 
 def _names(manager: str, files: Mapping[str, FileFact]) -> tuple[str, ...]:
