@@ -52,8 +52,15 @@ def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, 
     conflicts: set[str] = set()
     for name in sorted(system.list_directory(folder)):
         path = f"{folder}/{name}"
-        specification = _read(system, path, registry) if name.endswith(SUFFIXES) else None
-        if specification is None:
+        if not name.endswith(SUFFIXES):
+            continue
+        try:
+            specification = parse(system.read_bytes(path) or b"", path)
+            wrong = problems(specification)
+        except GpuprovError as error:
+            wrong = (error.problems[0].evidence or error.problems[0].what,)
+        if wrong:
+            registry.errors[path] += wrong
             continue
         for device in specification.devices:
             qualified = f"{specification.kind}={device.name}"
@@ -64,18 +71,6 @@ def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, 
             else:
                 found[qualified] = Found(device, specification, path)
     return {name: one for name, one in found.items() if name not in conflicts}
-
-
-def _read(system: System, path: str, registry: Registry) -> Specification | None:
-    try:
-        specification = parse(system.read_bytes(path) or b"", path)
-    except GpuprovError as error:
-        registry.errors[path].append(error.problems[0].evidence or error.problems[0].what)
-        return None
-    wrong = problems(specification)
-    if wrong:
-        registry.errors[path] += wrong
-    return None if wrong else specification
 
 
 def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> dict[str, Any]:
