@@ -121,26 +121,25 @@ def _packets(data: bytes) -> list[tuple[int, bytes, bytes]]:
     while place < len(data):
         try:
             tag, start, length = _header(data, place)
-        except IndexError:
-            raise _damaged(place) from None
-        end = start + length
-        if end > len(data):
-            raise _damaged(place)
+            end = start + length
+            if end > len(data):
+                raise ValueError("cut off")
+        except (LookupError, ValueError):
+            what = "this is no OpenPGP key, or a damaged one"
+            raise GpuprovError(what, f"at byte {place}", "check the URL") from None
         packets.append((tag, data[start:end], data[place:end]))
         place = end
     return packets
 
 
 def _header(data: bytes, place: int) -> tuple[int, int, int]:
-    """Return a packet's tag, where its body starts, and how long that is."""
+    """Return a packet's tag, where its body starts, and how long that is. Raises LookupError, ValueError for none."""
     first = data[place]
     if not first & 0x80:
-        raise _damaged(place)
+        raise ValueError("no packet")
     if not first & 0x40:
         # Legacy format: the low two bits tell how many octets the length has; 3, indeterminate, is not for keys.
-        octets = {0: 1, 1: 2, 2: 4}.get(first & 3)
-        if octets is None:
-            raise _damaged(place)
+        octets = (1, 2, 4)[first & 3]
         length = int.from_bytes(data[place + 1 : place + 1 + octets], "big")
         return (first >> 2) & 0x0F, place + 1 + octets, length
     second = data[place + 1]
@@ -150,12 +149,7 @@ def _header(data: bytes, place: int) -> tuple[int, int, int]:
         return first & 0x3F, place + 3, ((second - 192) << 8) + data[place + 2] + 192
     if second == 255:
         return first & 0x3F, place + 6, int.from_bytes(data[place + 2 : place + 6], "big")
-    # Partial lengths are for data packets, never for keys.
-    raise _damaged(place)
-
-
-def _damaged(place: int) -> GpuprovError:
-    return GpuprovError("this is no OpenPGP key, or a damaged one", f"at byte {place}", "check the URL")
+    raise ValueError("partial lengths are for data packets, never for keys")
 
 
 @dataclass(frozen=True)
