@@ -137,13 +137,12 @@ class Root:
         """Return a folder's path in the container with no link in it. Raises OSError."""
         return self.directory(path, False) or "/"
 
-    def is_directory(self, path: str, *, through_links: bool = True) -> bool:
-        """Say whether there is a folder; without `through_links`, reached over folders alone."""
+    def is_directory(self, path: str) -> bool:
+        """Say whether there is a folder."""
         try:
-            real = self.real_path(path)
+            return bool(self.real_path(path))
         except (OSError, ValueError):  # ValueError: a path that no file can have
             return False
-        return through_links or real == path
 
     def exists(self, path: str) -> bool:
         """Say whether anything is at the path, a link that leads nowhere included."""

@@ -136,7 +136,7 @@ def _private_mounts(root: Root, volumes: list[Volume]) -> set[bytes]:
         try:
             handle, above = root.open_directory(path), root.open_directory(path.rpartition("/")[0])
             if (
-                root.is_directory(path, through_links=False)
+                root.real_path(path) == path
                 and posix.fstat(handle).st_dev not in devices
                 and mount_id(above) == root.mount
             ):
