@@ -47,7 +47,8 @@ def headers_package(x: HostSnapshot) -> str:
 
 def past_headers(x: HostSnapshot) -> str:
     """Return, as a comment, what to do if no repository has the running kernel's headers any more."""
-    said = known_repositories.advice(x.host.distribution, x.host.kernel.release, x.host.architecture)
+    host = x.host
+    said = known_repositories.advice(host.distribution, host.kernel.release, host.architecture, host.tables)
     return f"  # if no repository has them: {said.next_step}" if said else ""
 
 
