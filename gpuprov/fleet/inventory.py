@@ -6,6 +6,7 @@ import of it stands inside a function, and extra variables (-e) that need no Ans
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -184,7 +185,8 @@ _VARIABLES = {
 }  # fmt: skip
 # In Ansible's order: ssh takes the first of several values.
 _ARGUMENTS = ("ssh_args", "host_key_checking", "ssh_common_args", "ssh_extra_args")
-_HEEDED = {*itertools.chain(*_VARIABLES.values()), *(f"ansible_{one}" for one in _ARGUMENTS), "ansible_become"}
+_OF_SSH = {"ansible_ssh_host_key_checking", *(f"ansible_{one}" for one in _ARGUMENTS)}
+_HEEDED = {*itertools.chain(*_VARIABLES.values()), *_OF_SSH, "ansible_become"}
 
 
 def read_inventory(
@@ -280,14 +282,13 @@ def _load(
 ) -> tuple[imex.Hosts, frozenset[str]]:
     """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
-    from ansible.plugins.loader import connection_loader, init_plugin_loader
+    from ansible.plugins.loader import init_plugin_loader
     from ansible.template import Templar
     from ansible.utils.collection_loader import AnsibleCollectionConfig
     from ansible.vars.manager import VariableManager
 
     if AnsibleCollectionConfig.collection_finder is None:  # once in a process
         init_plugin_loader([])
-    connection_loader.get("ssh", class_only=True)  # so that Ansible knows the settings of it
     loader = new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
@@ -422,14 +423,27 @@ def _targets(
 
 def _ssh_arguments(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the arguments for ssh as Ansible takes them: from variables, then its environment, then ansible.cfg."""
-    from ansible.constants import config
+    from ansible.constants import CONFIG_FILE
 
+    if _OF_SSH.isdisjoint(values) and not (CONFIG_FILE or any(one.startswith("ANSIBLE_") for one in os.environ)):
+        return
+    settings = _ssh_settings()
     for name in _ARGUMENTS:
-        value = config.get_config_value(name, plugin_type="connection", plugin_name="ssh", variables=values)
+        value = settings.get_config_value(name, plugin_type="connection", plugin_name="ssh", variables=values)
         if name != "host_key_checking":
             yield str(value or "")
         elif value is False:
             yield "-o StrictHostKeyChecking=no"
+
+
+@functools.cache
+def _ssh_settings() -> Any:
+    """Return Ansible's configuration with the settings of its ssh connection, which take 0.1 s to load."""
+    from ansible.constants import config
+    from ansible.plugins.loader import connection_loader
+
+    connection_loader.get("ssh", class_only=True)
+    return config
 
 
 def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
