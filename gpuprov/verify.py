@@ -65,7 +65,7 @@ def verify(
     hidden = fabric.hidden and spec.fabric_manager == "auto" and not gather_kernel(system).container
     if fabric.switches or hidden:
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
-    if spec.imex_nodes and gather_imex(system).enabled:
+    if spec.imex_nodes and ((unit := gather_imex(system)).enabled or unit.silent):
         checks.check("IMEX domain", lambda: imex.verify_domain(system, spec))
     if spec.dcgm and report is not None:
         checks.check("DCGM", lambda: _dcgm(system, spec, report))

@@ -32,7 +32,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.imex_stand_in import PACKAGED_CONFIG, settings_of
-from tests.unit.ask import ask
+from tests.unit.ask import ask, check_of
 from tests.unit.imex_host import LIST, VERSION, Node, Rack
 from tests.unit.refused import refused
 from tests.unit.test_fabric_manager import with_gpus
@@ -477,6 +477,7 @@ def test_one_that_gives_no_answer_is_neither_restarted_nor_stopped(
         assert (plan.changes, problem.what) == ((), "whether IMEX runs on this host is not known")
         assert asked in problem.evidence
     assert make_plan(gather(node), spec()).problems == ()
+    assert check_of("IMEX domain", node, of_domain()).status == "ok"
 
 
 def test_a_unit_that_waits_for_a_quorum_is_started(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
