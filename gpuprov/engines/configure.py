@@ -106,6 +106,8 @@ def _docker(system: Reader, request: ConfigureRequest) -> Configuration:
     if request.drop_in:
         raise UsageError("docker has no drop-ins", request.drop_in, "--config FILE")
     unit, entry = gather_unit(system), request.runtime
+    if unit.silent and not request.config:
+        raise GpuprovError("systemd does not tell how docker is started", unit.silent, "name its file: --config FILE")
     path = request.config or unit.config_path
     text = text_of(system, path)
     found, wrong = parse_config(text, path, dockerd_version(system) if (text or "").startswith(BOM) else "")

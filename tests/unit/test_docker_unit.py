@@ -274,6 +274,14 @@ def test_flags_that_would_keep_docker_from_starting_are_refused(
         assert configuration(system, request).edits[0].changes
 
 
+def test_a_file_is_configured_by_its_name_alone_if_systemd_does_not_tell_which_one_counts(tmp_path: Path) -> None:
+    system = Scripted(tmp_path, {"systemctl show": (124, "")})
+    request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x"))
+    problem = problem_of(configuration, system, request)
+    assert problem.what == "systemd does not tell how docker is started" and "--config FILE" in problem.next_step
+    assert configuration(system, replace(request, config="/etc/docker/daemon.json")).edits[0].changes
+
+
 @pytest.mark.parametrize(
     ("text", "after"),
     [
