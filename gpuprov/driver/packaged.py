@@ -62,9 +62,10 @@ class InstallDriverPackages(InstallPackages):
         patterns = _products(self.names).values()
         there = {name: version for name, version in present(system).items()
                  if any(pattern.match(name) for pattern in patterns)}  # fmt: skip
-        if not there:
+        asked = system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS) if there else None
+        if asked is None or asked.unanswered:
             return ()
-        offered = parse_madison(system.run(("apt-cache", "madison", *there), timeout=_SIMULATE_SECONDS).stdout)
+        offered = parse_madison(asked.stdout)
         gone = {
             name: version for name, version in there.items() if version not in offered.get(name.partition(":")[0], ())
         }

@@ -15,7 +15,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import tell_nobody
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.places import FOLDER, KEPT_PACKAGES
 from gpuprov.core.retention import prune
 from gpuprov.driver import packaged, running_driver
@@ -349,6 +349,11 @@ def test_an_undo_restores_the_toolkit_and_loads_no_driver(tmp_path: Path, monkey
     host.installed = {name: "1", "nvidia-open": f"1:{OLD}-1"}
     (way,) = InstallDriverPackages((name, "nvidia-open")).way_back(host)
     assert way == f"way back: the driver and toolkit's packages, by version ({name}=1 and 1 more)"
+    # What an apt-cache that hangs does not tell is neither a way back nor the lack of one.
+    real = host.run
+    silent = Completed(("apt-cache",), TIMED_OUT)
+    monkeypatch.setattr(host, "run", lambda argv, **more: silent if argv[0] == "apt-cache" else real(argv, **more))
+    assert InstallDriverPackages((name,)).way_back(host) == ()
 
 
 def test_what_apt_has_not_done_is_an_error(tmp_path: Path) -> None:
