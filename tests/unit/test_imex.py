@@ -16,8 +16,8 @@ from gpuprov.driver import cuda_repository, imex
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import IMEX_CONFIG as CONFIG
 from gpuprov.facts.gpus import IMEX_NODES as NODES
-from gpuprov.facts.gpus import IMEX_PROGRAM, FabricFacts
 from gpuprov.facts.gpus import IMEX_UNIT as UNIT
+from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.apt_changes import HoldPackages, RemovePackages
 from gpuprov.packages.interface import HELD_LIST, LockFacts
@@ -32,7 +32,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.imex_stand_in import PACKAGED_CONFIG, settings_of
-from tests.unit.ask import ask, check_of
+from tests.unit.ask import ask
 from tests.unit.imex_host import LIST, VERSION, Node, Rack
 from tests.unit.refused import refused
 from tests.unit.test_fabric_manager import with_gpus
@@ -462,22 +462,6 @@ def test_a_unit_that_does_not_start_says_why(node: Node) -> None:
     assert (finished.exit_code, finished.problems[0].what) == (1, f"{UNIT} does not start")
     assert "failed" in finished.problems[0].evidence and finished.problems[0].next_step
     assert node.read_text(CONFIG) == PACKAGED_CONFIG and node.read_text(NODES) is None
-
-
-@pytest.mark.parametrize("asked", ["--version", "is-active", "is-enabled"])
-def test_one_that_gives_no_answer_is_neither_restarted_nor_stopped(
-    whole: list[Node], asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = whole[0]
-    command = (IMEX_PROGRAM, asked) if asked == "--version" else ("systemctl", asked, UNIT)
-    answering(monkeypatch, node, command, 124, "")
-    for wanted in (of_domain(), spec(imex="off"), spec(imex="dra")):
-        plan = make_plan(gather(node), wanted)
-        (problem,) = plan.problems
-        assert (plan.changes, problem.what) == ((), "whether IMEX runs on this host is not known")
-        assert asked in problem.evidence
-    assert make_plan(gather(node), spec()).problems == ()
-    assert check_of("IMEX domain", node, of_domain()).status == "ok"
 
 
 def test_a_unit_that_waits_for_a_quorum_is_started(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,14 @@ from gpuprov.facts.gpus import IMEX_CONFIG as CONFIG
 from gpuprov.facts.gpus import IMEX_NODES as NODES
 from gpuprov.facts.gpus import IMEX_PROGRAM as PROGRAM
 from gpuprov.facts.gpus import IMEX_UNIT as UNIT
+from gpuprov.facts.host import gather
+from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec
-from tests.unit.ask import problem_of
+from tests import simgpu
+from tests.unit.ask import check_of, problem_of
+from tests.unit.imex_host import Node, Rack
 from tests.unit.scripted import Answer, Scripted
+from tests.unit.test_imex import answering, install, of_domain, spec
 
 pytestmark = pytest.mark.root
 SPEC = HostSpec(imex_domain="rack1", imex_nodes=("10.0.0.1 gpu1", "10.0.0.2"))
@@ -183,3 +188,23 @@ def test_what_is_wrong_with_a_domain_is_named_after_a_wait(tmp_path: Path, name:
     assert problem.evidence == fault if fault.startswith("it is") else fault in problem.evidence
     assert problem.next_step
     assert (host.seconds, len(host.asked)) == (120, 11)
+
+
+@pytest.mark.parametrize("asked", ["--version", "is-active", "is-enabled"])
+def test_one_that_gives_no_answer_is_neither_restarted_nor_stopped(
+    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rack = Rack()
+    node, *others = (Node(tmp_path / f"gpu{number}", rack, f"10.0.0.{number}") for number in (1, 2, 3))
+    for one in (node, *others):
+        simgpu.install_tree(one.root)
+        install(one, of_domain())
+    command = (PROGRAM, asked) if asked == "--version" else ("systemctl", asked, UNIT)
+    answering(monkeypatch, node, command, 124, "")
+    for wanted in (of_domain(), spec(imex="off"), spec(imex="dra")):
+        plan = make_plan(gather(node), wanted)
+        (problem,) = plan.problems
+        assert (plan.changes, problem.what) == ((), "whether IMEX runs on this host is not known")
+        assert asked in problem.evidence
+    assert make_plan(gather(node), spec()).problems == ()
+    assert check_of("IMEX domain", node, of_domain()).status == "ok"
