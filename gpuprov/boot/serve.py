@@ -46,18 +46,9 @@ NEVER = (
 def granted_flags(gpus: str, capabilities: str = "") -> PlainFlags:
     """Return the flags for GPUs as NVIDIA_VISIBLE_DEVICES names them.
 
-    Raises GpuprovError if the host can't provide them, ValueError for a path that docker's flags can't express.
+    They are the runtime's edits for a container with the same request in its environment. Raises GpuprovError if the
+    host can't provide them, ValueError for a path that docker's flags can't express.
     """
-    flags = plain_flags(_edits(gpus, capabilities), f"/usr/lib/{os.uname().machine}-linux-gnu")
-    for device in flags.devices:
-        if not Path(device.source).is_char_device():
-            missing, seen = f"the device node {device.source} is missing", f"ls: {device.source}: not a device"
-            raise GpuprovError(missing, seen, "nvidia-modprobe -u -c 0")
-    return flags
-
-
-def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
-    """Return the edits that the runtime would make for a container with the same request in its environment."""
     asked = [f"NVIDIA_VISIBLE_DEVICES={gpus}"]
     if capabilities:
         asked.append(f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
@@ -78,8 +69,12 @@ def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
         found = explain(json.dumps(config), settings, trouble)
     if found["error"]:
         raise GpuprovError(found["error"], f"--gpus {gpus}", "gpuprov doctor")
-    edits: dict[str, Any] = found["edits"]
-    return edits
+    flags = plain_flags(found["edits"], f"/usr/lib/{os.uname().machine}-linux-gnu")
+    for device in flags.devices:
+        if not Path(device.source).is_char_device():
+            missing, seen = f"the device node {device.source} is missing", f"ls: {device.source}: not a device"
+            raise GpuprovError(missing, seen, "nvidia-modprobe -u -c 0")
+    return flags
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
