@@ -364,11 +364,8 @@ class Bus:
         return taken
 
     def _drop(self, size: int) -> None:
-        while size > len(self._buffer):
-            size -= len(self._buffer)
-            self._buffer = b""
-            self._more()
-        self._buffer = self._buffer[size:]
+        while size > 0:
+            size -= len(self._take(min(size, _LARGEST_ANSWER)))
 
     def _more(self) -> None:
         left = self._until - time.monotonic()
