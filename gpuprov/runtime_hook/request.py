@@ -118,7 +118,7 @@ def _devices(
         state = "names no device" if any(name in environment for name in names) else "is not set"
         request.decisions.append(f"{' and '.join(names)} {state}")
         return None
-    if not _environment_counts(settings, request):
+    if not (request.privileged or settings.accept_envvar_when_unprivileged):
         request.decisions.append(
             f"{' and '.join(names)} don't count: the container is not privileged, and "
             "accept-nvidia-visible-devices-envvar-when-unprivileged is false"
@@ -129,10 +129,6 @@ def _devices(
     else:
         request.decisions.append("an image with CUDA_VERSION and no NVIDIA_REQUIRE_CUDA is a legacy image: all devices")
     return asked
-
-
-def _environment_counts(settings: Settings, request: DeviceRequest) -> bool:
-    return request.privileged or settings.accept_envvar_when_unprivileged
 
 
 def _annotated_devices(config: dict[str, Any], settings: Settings) -> list[str]:
@@ -215,7 +211,7 @@ def _imex_channels(
         if mounted:
             request.decisions.append("IMEX channels are named by volume mounts")
             return mounted
-    if _IMEX not in environment or not _environment_counts(settings, request):
+    if _IMEX not in environment or not (request.privileged or settings.accept_envvar_when_unprivileged):
         return []
     listed = _listed([environment[_IMEX]], legacy=False) or []
     if listed != ["all"]:
