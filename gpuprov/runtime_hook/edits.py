@@ -48,47 +48,41 @@ def choose(
 
     Raises Refused if something that was asked for is not there, or if a specification is not one.
     """
-    devices = specifications.edits_of(request.devices or [], by_annotation=request.by_annotation)
-    parts = [*devices, *special_edits(specifications, request)]
+    parts = specifications.edits_of(request.devices or [], by_annotation=request.by_annotation)
+    parts += special_edits(specifications, request)
+    folders = _Folders(root)
     try:
-        return _chosen(parts, request, settings, _Folders(root), specifications)
+        capabilities = request.capabilities
+        # An annotation may name another vendor's devices alone.
+        ours = any(kind_of(name).partition("/")[0] in ("", *VENDORS) for name in request.devices or ("",))
+        served = [mps.mps_edits()] if parts and ours and _is_wanted(mps.FOLDER, capabilities) else []
+        edits = merge_edits([*(_wanted(part, capabilities, folders) for part in parts), *served])
+        if not settings.additional_gids:
+            edits.pop("additionalGids", None)
+        # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
+        hooks = [{**hook, "env": hook.get("env") or []} for hook in edits.pop("hooks", [])]
+        own = next((hook for hook in hooks if _is_own(hook)), None)
+        words = (own or {}).get("args") or []
+        named = links_of(words)
+        if len(named) != words.count("--link"):
+            raise ValueError("a --link of its hook names no link")
+        links = [(target, folders.in_container(path)) for target, path in named if _is_wanted(path, capabilities)]
+        others = [hook for hook in hooks if not _is_own(hook)]
+        if others:
+            edits["hooks"] = others
+        version = ""
+        if links:  # a host need not have our own specification for other kinds' devices
+            version = specifications.own.host.get("driver", "")
+            driver_files.require_current(specifications.own.path, version, edits)
+        chosen = ContainerEdits(edits, links, version)
+        mounts = len(edits.get("mounts") or ())
+        chosen.decisions = [
+            f"driver capabilities {', '.join(sorted(capabilities)) or 'none'}: files: {mounts}, links: {len(links)}",
+            *folders.decisions,
+        ]
+        return chosen
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Refused(unusable(specifications.own.path, error)) from None
-
-
-def _chosen(
-    parts: list[dict[str, Any]], request: DeviceRequest, settings: Settings, folders: _Folders,
-    specifications: Specifications,
-) -> ContainerEdits:  # fmt: skip
-    capabilities = request.capabilities
-    # An annotation may name another vendor's devices alone.
-    ours = any(kind_of(name).partition("/")[0] in ("", *VENDORS) for name in request.devices or ("",))
-    served = [mps.mps_edits()] if parts and ours and _is_wanted(mps.FOLDER, capabilities) else []
-    edits = merge_edits([*(_wanted(part, capabilities, folders) for part in parts), *served])
-    if not settings.additional_gids:
-        edits.pop("additionalGids", None)
-    # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
-    hooks = [{**hook, "env": hook.get("env") or []} for hook in edits.pop("hooks", [])]
-    own = next((hook for hook in hooks if _is_own(hook)), None)
-    words = (own or {}).get("args") or []
-    named = links_of(words)
-    if len(named) != words.count("--link"):
-        raise ValueError("a --link of its hook names no link")
-    links = [(target, folders.in_container(path)) for target, path in named if _is_wanted(path, capabilities)]
-    others = [hook for hook in hooks if not _is_own(hook)]
-    if others:
-        edits["hooks"] = others
-    version = ""
-    if links:  # a host need not have our own specification for other kinds' devices
-        version = specifications.own.host.get("driver", "")
-        driver_files.require_current(specifications.own.path, version, edits)
-    chosen = ContainerEdits(edits, links, version)
-    mounts = len(edits.get("mounts") or ())
-    chosen.decisions = [
-        f"driver capabilities {', '.join(sorted(capabilities)) or 'none'}: files: {mounts}, links: {len(links)}",
-        *folders.decisions,
-    ]
-    return chosen
 
 
 def _is_own(hook: dict[str, Any]) -> bool:
