@@ -149,7 +149,9 @@ def _with_programs(folder: str, work: Any) -> list[Any]:
 
 def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
     def replace(old: int, cgroup: int, flags: int) -> None:
-        new = _load(program(nodes, _instructions(old)))
+        code, license_ = room(program(nodes, _instructions(old))), room(b"Apache-2.0\0")
+        load = (_TYPE_CGROUP_DEVICE, len(code) // _SIZE, address(code), address(license_), 0, 0, 0)
+        new = _bpf(_PROG_LOAD, pack("=IIQQIIQ", *load))
         replaced = flags & _ALLOW_MULTI
         how = (_ALLOW_MULTI | _REPLACE) if replaced else flags
         _bpf(_PROG_ATTACH, pack("=IIIII", cgroup, new, _ATTACH_CGROUP_DEVICE, how, old if replaced else 0))
@@ -191,14 +193,6 @@ def _information(handle: int, size: int, place: int = 0) -> bytes:
     _bpf(_OBJ_GET_INFO_BY_FD, pack("=IIQ", handle, len(information), address(information)))
     found: bytes = information.raw
     return found
-
-
-def _load(code: bytes) -> int:
-    instructions, license_ = room(code), room(b"Apache-2.0\0")
-    count = len(code) // _SIZE
-    return _bpf(
-        _PROG_LOAD, pack("=IIQQIIQ", _TYPE_CGROUP_DEVICE, count, address(instructions), address(license_), 0, 0, 0)
-    )
 
 
 def _bpf(command: int, attributes: Any) -> int:

@@ -55,8 +55,10 @@ def choose(
         capabilities = request.capabilities
         # An annotation may name another vendor's devices alone.
         ours = any(kind_of(name).partition("/")[0] in ("", *VENDORS) for name in request.devices or ("",))
-        served = [mps.mps_edits()] if parts and ours and _is_wanted(mps.FOLDER, capabilities) else []
-        edits = merge_edits([*(_wanted(part, capabilities, folders) for part in parts), *served])
+        wanted = [_wanted(part, capabilities, folders) for part in parts]
+        if parts and ours and _is_wanted(mps.FOLDER, capabilities) and mps.is_served(mps.FOLDER):
+            wanted.append(mps.EDITS)
+        edits = merge_edits(wanted)
         if not settings.additional_gids:
             edits.pop("additionalGids", None)
         # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).

@@ -16,16 +16,11 @@ from .files import REGULAR, SOCKET, TYPE, is_trusted, status_of
 FOLDER = "/tmp/nvidia-mps"
 _PROGRAM = "nvidia-cuda-mps-control"
 _OPTIONS = ["ro", "nosuid", "nodev", "noexec", "rbind", "rprivate"]
+# The CDI edits that mount the daemon's folder.
+EDITS: dict[str, Any] = {"mounts": [{"hostPath": FOLDER, "containerPath": FOLDER, "options": _OPTIONS}]}
 _LONGEST_PID = 16
 # Linux, include/uapi/linux/net.h: __SO_ACCEPTCON, as /proc/net/unix shows it.
 _LISTENS = b"00010000"
-
-
-def mps_edits() -> dict[str, Any]:
-    """Return the CDI edits that mount the daemon's folder, none without a running daemon."""
-    if not is_served(FOLDER):
-        return {}
-    return {"mounts": [{"hostPath": FOLDER, "containerPath": FOLDER, "options": list(_OPTIONS)}]}
 
 
 def is_served(folder: str, proc: str = "/proc") -> bool:

@@ -56,7 +56,10 @@ def inject_into(pid: int, identifier: str, decision: Decision) -> None:
     sys.path.clear()
     sys.meta_path.clear()
     enter_mount_namespace(pid)
-    root = _open_root(decision, owner)
+    root = open_root(decision.root_path, owner)
+    if decision.root is None or root.identity != decision.root.identity:
+        raise Refused(f"something else than the container's root file system is mounted at {decision.root_path}")
+    watch(root, decision.volumes)
     posix.umask(0)
     for node in nodes:
         _attempt(node["path"], _add_node, root, node, bound)
@@ -104,14 +107,6 @@ def mask_params(root: Root, copy: str, config: dict[str, Any]) -> None:
         return
     mount = {"hostPath": copy, "containerPath": PARAMS, "options": ["ro", "nosuid", "nodev", "noexec"]}
     _attempt(PARAMS, _add_mount, root, mount)
-
-
-def _open_root(decision: Decision, owner: tuple[int, int]) -> Root:
-    root = open_root(decision.root_path, owner)
-    if decision.root is None or root.identity != decision.root.identity:
-        raise Refused(f"something else than the container's root file system is mounted at {decision.root_path}")
-    watch(root, decision.volumes)
-    return root
 
 
 def _refuse_what_comes_too_late(edits: dict[str, Any]) -> None:
