@@ -10,6 +10,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import CodeType
 
@@ -196,23 +197,15 @@ def _in_order(imports: dict[str, tuple[list[str], list[str]]], entry: str) -> tu
 
     And those that functions import, with what they need.
     """
-    found: list[str] = []
 
-    def visit(name: str, kind: int) -> None:
-        if name not in found:
-            found.append(name)
-            for needed in imports[name][kind]:
-                visit(needed, kind)
-            # Behind what it needs.
-            found.remove(name)
-            found.append(name)
+    def reached(kind: int) -> set[str]:
+        found = {entry}
+        while more := {needed for name in found for needed in imports[name][kind]} - found:
+            found |= more
+        return found
 
-    visit(entry, 0)
-    order = list(found)
-    for name in order:
-        for needed in imports[name][1]:
-            visit(needed, 1)
-    return ["__init__", *order], [name for name in found if name not in order]
+    graph = {name: imports[name][0] for name in sorted(reached(0))}
+    return ["__init__", *TopologicalSorter(graph).static_order()], sorted(reached(1) - graph.keys())
 
 
 def _imported(nodes: Iterable[ast.AST]) -> list[str]:
