@@ -88,9 +88,7 @@ def _table(parent: dict[str, Any], keys: list[str]) -> dict[str, Any]:
 
 
 def _skip(text: str, place: int) -> int:
-    while place < len(text) and text[place] in _BLANKS:
-        place += 1
-    return place
+    return len(text) - len(text[place:].lstrip(_BLANKS))
 
 
 def _end(text: str, place: int) -> None:
