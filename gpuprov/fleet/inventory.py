@@ -285,6 +285,7 @@ def _load(
     from ansible.plugins.loader import init_plugin_loader
     from ansible.template import Templar
     from ansible.utils.collection_loader import AnsibleCollectionConfig
+    from ansible.vars.hostvars import HostVars
     from ansible.vars.manager import VariableManager
 
     if AnsibleCollectionConfig.collection_finder is None:  # once in a process
@@ -304,6 +305,7 @@ def _load(
     manager.reconcile_inventory()
     ansible_extra_vars(loader, extra_vars)  # they reach the manager through Ansible's global command line
     variables = VariableManager(loader=loader, inventory=manager)
+    HostVars(manager, variables, loader)  # registers itself there: templates may read other hosts' variables
     if not manager.get_hosts():
         raise UsageError(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)

@@ -142,3 +142,13 @@ def test_arguments_for_ssh_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts.yml").write_text("all: {hosts: {a: {ansible_ssh_extra_args: [-J, x]}}}\n")
     with pytest.raises(UsageError, match="'var: ansible_ssh_extra_args' has an invalid value"):
         read_inventory((str(tmp_path / "hosts.yml"),))
+
+
+def test_templates_may_name_variables_of_other_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(
+        "[bastion]\njump ansible_host=10.0.0.1\n[gpu]\nlab-a\n[gpu:vars]\n"
+        "ansible_ssh_common_args='-J {{ hostvars[groups.bastion[0]].ansible_host }}'\n"
+        "gpuprov_proxy='http://{{ hostvars.jump.inventory_hostname }}:3128'\n"
+    )
+    (host,) = read_inventory((str(tmp_path / "hosts"),), limit="gpu").hosts
+    assert (host.ssh_options, host.spec.proxy) == ((("ProxyJump", "10.0.0.1"),), "http://jump:3128")
