@@ -153,7 +153,8 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     # As ssh(1) does, skip unreadable keys. If no other login works, they are named.
     named = connection.connect_kwargs.get("key_filename", ())
     alone = options.get("identitiesonly") == "yes"
-    connection.client._agent = _agent(named or _DEFAULT_KEYS, alone=alone)
+    place = options.get("identityagent", "SSH_AUTH_SOCK")
+    connection.client._agent = _agent(named or _DEFAULT_KEYS, place, settings.connect_timeout, alone=alone)
     connection.connect_kwargs = {
         **connection.connect_kwargs,
         "key_filename": [str(expanded(path)) for path in named if not key_fault(path)],
@@ -168,14 +169,23 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
 
 
-def _agent(paths: Sequence[str], *, alone: bool) -> Any:
-    """Return the SSH agent as ssh(1) uses it: the keys of these files come first; `alone`: no others are offered."""
+def _agent(paths: Sequence[str], place: str, patience: float, *, alone: bool) -> Any:
+    """Return the SSH agent as ssh(1) uses it: the keys of these files come first; `alone`: no others are offered.
+
+    `place`: as IdentityAgent names its socket. One that does not list its keys in `patience` seconds has none.
+    """
     opened: list[Any] = []
 
     def keys() -> list[Any]:
-        from paramiko import Agent
+        from paramiko.agent import AgentSSH, SSHException
 
-        opened.append(Agent())
+        opened.append(AgentSSH())
+        with contextlib.suppress(OSError, SSHException):
+            listing = socket.socket(socket.AF_UNIX)
+            listing.settimeout(patience)
+            listing.connect(os.path.expandvars("$SSH_AUTH_SOCK" if place == "SSH_AUTH_SOCK" else place))
+            opened[-1]._connect(listing)
+            listing.settimeout(None)  # a signature may wait for a person
         named = ""
         for path in (f"{one}{suffix}" for one in paths for suffix in ("", ".pub", "-cert.pub")):
             with contextlib.suppress(OSError):
@@ -183,7 +193,7 @@ def _agent(paths: Sequence[str], *, alone: bool) -> Any:
         found = sorted(opened[-1].get_keys(), key=lambda key: key.get_base64() not in named)
         return [key for key in found if not alone or key.get_base64() in named]
 
-    return SimpleNamespace(get_keys=keys, close=lambda: [one.close() for one in opened])
+    return SimpleNamespace(get_keys=keys, close=lambda: [one._close() for one in opened])
 
 
 def _certified(paths: Sequence[str], certificate: str) -> Any:

@@ -285,6 +285,41 @@ def test_a_key_that_is_named_is_used_from_the_agent(
         assert connection.is_connected
 
 
+@pytest.mark.parametrize("named", ["{0}", "$ELSEWHERE", "SSH_AUTH_SOCK"])
+def test_the_agent_is_the_one_of_the_configuration(
+    target: HostTarget, agent: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELSEWHERE", os.environ["SSH_AUTH_SOCK"])
+    option = ("IdentityAgent", named.format(os.environ["SSH_AUTH_SOCK"]))
+    if named != "SSH_AUTH_SOCK":
+        monkeypatch.setenv("SSH_AUTH_SOCK", "/gone")
+    here = dataclasses.replace(target, identity_file=str(agent), ssh_options=(*target.ssh_options, option))
+    with connected(here, ACCEPTING) as connection:
+        assert connection.is_connected
+    without = (*target.ssh_options, ("IdentityAgent", "none"))
+    assert "needs a passphrase" in str(failure(dataclasses.replace(here, ssh_options=without)))
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["closes", "mute"])
+def test_an_agent_that_does_not_answer_is_passed_over(
+    target: HostTarget, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """As one that is forwarded from a machine that sleeps; the default key, which comes after it, is taken."""
+    (tmp_path / ".ssh").mkdir()
+    shutil.copy(server.identity, tmp_path / ".ssh/id_ed25519")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SSH_AUTH_SOCK", f"{tmp_path}/mute")
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(f"{tmp_path}/mute")
+        mute.listen(9)
+        closer = threading.Thread(target=lambda: mute.accept()[0].close(), daemon=True)
+        if ends:
+            closer.start()
+        soon = dataclasses.replace(ACCEPTING, connect_timeout=1)
+        with connected(dataclasses.replace(target, identity_file=""), soon) as connection:
+            assert connection.is_connected
+
+
 def test_no_other_key_of_the_agent_is_used_with_identities_only(target: HostTarget, agent: Path) -> None:
     named = dataclasses.replace(target, identity_file=str(agent.with_name("key0")))
     only = (*target.ssh_options, ("IdentitiesOnly", "yes"))
