@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -194,6 +195,17 @@ def test_run_that_is_not_there_or_broken_is_said_so(
         (state / f"{name}.json").write_text(text)
     with pytest.raises(UsageError, match=re.escape(what)):
         load(identifier)
+
+
+@pytest.mark.root
+def test_a_folder_of_runs_that_is_closed_is_not_told_to_be_empty(state: Path) -> None:
+    save(run(1))
+    os.seteuid(4242)
+    try:
+        with pytest.raises(UsageError, match="holds none that this user can read"):
+            load()
+    finally:
+        os.seteuid(0)
 
 
 def test_the_whole_name_of_a_run_is_not_the_beginning_of_another() -> None:
