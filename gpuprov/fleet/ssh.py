@@ -183,7 +183,7 @@ def _agent(paths: Sequence[str], place: str, patience: float, *, alone: bool) ->
         with contextlib.suppress(OSError, SSHException):
             listing = socket.socket(socket.AF_UNIX)
             listing.settimeout(patience)
-            listing.connect(os.path.expandvars("$SSH_AUTH_SOCK" if place == "SSH_AUTH_SOCK" else place))
+            listing.connect(os.path.expandvars(expanded("$SSH_AUTH_SOCK" if place == "SSH_AUTH_SOCK" else place)))
             opened[-1]._connect(listing)
             listing.settimeout(None)  # a signature may wait for a person
         named = ""
