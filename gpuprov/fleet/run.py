@@ -420,10 +420,10 @@ def _lift_open_files(hosts: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES + hosts * _FILES_OF_A_HOST
     if hard != resource.RLIM_INFINITY and hard < needed:
-        what = f"{hosts} hosts at once need {needed} open files, and this login may open {hard}"
+        what = f"this login may not open the files of {counted(hosts, 'host')} at once"
         fewer = f"--forks {max(1, (hard - _FILES) // _FILES_OF_A_HOST)}"
         step = f"{fewer}; or raise nofile in /etc/security/limits.conf, and log in again"
-        raise UsageError(what, f"ulimit -Hn: {hard}", step)
+        raise UsageError(what, f"ulimit -Hn: {hard}; needed: {needed}", step)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -42,7 +42,7 @@ def test_many_forks_get_the_open_files_that_they_need(tmp_path: Path) -> None:
     refused = facts_of_silent_hosts(tmp_path, 100, (64, 256))
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == (
-        "100 hosts at once need 1050 open files, and this login may open 256\n  seen: ulimit -Hn: 256\n"
+        "this login may not open the files of 100 hosts at once\n  seen: ulimit -Hn: 256; needed: 1050\n"
         "  next: --forks 20; or raise nofile in /etc/security/limits.conf, and log in again\n"
     )
 
