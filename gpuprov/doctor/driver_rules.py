@@ -53,6 +53,13 @@ conditions({
     "fabric-hidden": lambda x: not x.host.kernel.container and x.spec.fabric_manager == "auto"
         and bool(x.host.fabric.hidden) and (problem := fabric_manager.fault(x.host.fabric, "")) is not None
         and seen_of(problem),
+    "preload-broken": lambda x: (named := re.findall(r"object '([^']+)' from /etc/ld\.so\.preload", x.preload_said))
+        and Seen(f"/bin/true: {x.preload_said.splitlines()[0]}", library=named[0],
+                 next_step="; ".join(map(without_preload, dict.fromkeys(named)))),
+    "nvidia-smi-fewer": lambda x: not (x.smi.reason or x.smi.returncode)
+        and (shown := x.smi.text.count("<gpu id=")) < (known := len(x.driver.gpus))
+        and Seen(f"nvidia-smi -q -x: {counted(shown, 'GPU')}; /proc/driver/nvidia/gpus: {known}", shown=shown,
+                 gpus=counted(known, "GPU")),
 })  # fmt: skip
 
 
@@ -169,15 +176,6 @@ def _together(steps: list[str]) -> str:
 
 
 @rule
-def preload_broken(x: HostSnapshot) -> Seen | None:
-    named = re.findall(r"object '([^']+)' from /etc/ld\.so\.preload", x.preload_said)
-    if not named:
-        return None
-    step = "; ".join(map(without_preload, dict.fromkeys(named)))
-    return Seen(f"/bin/true: {x.preload_said.splitlines()[0]}", library=named[0], next_step=step)
-
-
-@rule
 def nvidia_smi_hidden(x: HostSnapshot) -> Seen | None:
     other = x.other_smi
     if other is None:
@@ -214,15 +212,6 @@ conditions({
     "cuda-stub-configured": lambda x: not _stub_in_cache(x) and (lines := _loader_lines(x, r"^[^#]*/(stubs|compat)\b"))
         and Seen(*quoted(lines), first=commands.comment_out(lines[0][0])),
 })  # fmt: skip
-
-
-@rule
-def nvidia_smi_fewer(x: HostSnapshot) -> Seen | None:
-    shown, known = x.smi.text.count("<gpu id="), len(x.driver.gpus)
-    if x.smi.reason or x.smi.returncode or shown >= known:
-        return None
-    seen = f"nvidia-smi -q -x: {counted(shown, 'GPU')}; /proc/driver/nvidia/gpus: {known}"
-    return Seen(seen, shown=shown, gpus=counted(known, "GPU"))
 
 
 @rule

@@ -73,15 +73,6 @@ def engine_down(x: HostSnapshot) -> Seen | None:
     return None
 
 
-@rule
-def podman_without_cdi(x: HostSnapshot) -> Seen | None:
-    version = re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", ""))
-    if not version or version_numbers(version) >= _FIRST_PODMAN_WITH_CDI:
-        return None
-    step, sure = commands.install_packages(x, "podman"), LIKELY if "podman" in x.host.engines else ""
-    return Seen(f"package podman: {version}", version=version, next_step=step, confidence=sure)
-
-
 _OF_KUBELETS = ("containerd", "crio")
 # These detect NVIDIA's runtime by themselves.
 _FIND_IT = ("k3s", "rke2")
@@ -144,6 +135,10 @@ conditions({
         is not None and Seen(f"{found[1]}: not as `gpuprov runtime configure` writes it", name=found[0]),
     "containerd-cdi-off": lambda x: _written(x).get("enable_cdi") is False
         and f"{_MAIN} or a file of its imports: enable_cdi = false",
+    "podman-without-cdi": lambda x: (version := re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", "")))
+        and version_numbers(version) < _FIRST_PODMAN_WITH_CDI
+        and Seen(f"package podman: {version}", version=version, next_step=commands.install_packages(x, "podman"),
+                 confidence=LIKELY if "podman" in x.host.engines else ""),
     "containers-left-out": lambda x: x.containers.why
         and f"examined: {len(x.containers.examined)}, left out: {x.containers.left or 'not known'}",
 })  # fmt: skip

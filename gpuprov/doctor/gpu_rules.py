@@ -11,13 +11,14 @@ import re
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.rules import Seen, conditions, in_kernel_log, quoted, rule, seen_of
-from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_that_match
+from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import generations, nouveau
 from gpuprov.machine.pci import FOR_GUESTS
 from gpuprov.plan import preflight
 from gpuprov.protocol.words import counted
 
 _IN_WSL = ("/dev/dxg", "/usr/lib/wsl/lib/libcuda.so.1")
+_PLACE, _RESERVED = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?", "|".join(FOR_GUESTS)
 conditions({
     "wsl-without-gpu": lambda x: x.host.kernel.wsl and [
         f"ls {path}: No such file or directory" for path in _IN_WSL if path not in x.there][:1],
@@ -28,6 +29,14 @@ conditions({
     "gpu-unbound": lambda x: bool(x.driver.kernel_version)
         and (bus := next((gpu.bus_id for gpu in x.host.gpus if not gpu.driver), ""))
         and Seen(f"/sys/bus/pci/devices/{bus}/driver is not there", bus=bus),
+    "bound-to-another": lambda x: in_kernel_log(
+        x, rf"GPU (?P<bus>{_PLACE}) is already bound to (?!(?:{_RESERVED})(?![\w-]))(?P<driver>[\w-]+)"),
+    # Those that are reserved for virtual machines count too, and nothing is wrong with them.
+    "probe-not-called": lambda x: (
+            found := in_kernel_log(x, r"NVIDIA probe routine was not called for (?P<count>\d+) device"))
+        and int(str(found.values["count"])) > len(x.host.gpus) - len(x.own_gpus) and found,
+    "iommu-fault": lambda x: (buses := "|".join(re.escape(gpu.bus_id.partition(":")[2]) for gpu in x.host.gpus))
+        and in_kernel_log(x, rf"(?:DMAR: \[DMA|AMD-Vi: Event).*?device[ =]\[?(?:[0-9a-f]{{4}}:)?({buses})"),
 })  # fmt: skip
 
 
@@ -69,32 +78,6 @@ def gpu_vfio(x: HostSnapshot) -> Seen | None:
     sure = WARNING if x.driver.gpus else ""
     gpu, number, of_all = gpus[0], len(gpus), counted(len(x.host.gpus), "GPU")
     return Seen(*seen, *quoted(places), driver=gpu.driver, number=number, gpus=of_all, next_step=free, confidence=sure)
-
-
-@rule
-def bound_to_another(x: HostSnapshot) -> Seen | None:
-    place, reserved = r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?", "|".join(FOR_GUESTS)
-    pattern = rf"GPU (?P<bus>{place}) is already bound to (?!(?:{reserved})(?![\w-]))(?P<driver>[\w-]+)"
-    found = find_in_log(x.kernel_log, pattern)
-    if found is None:
-        return None
-    values, lines = found
-    sure = WARNING if x.serves_all else ""
-    return Seen("dmesg:", *lines, bus=values["bus"], driver=values["driver"], confidence=sure)
-
-
-@rule
-def probe_not_called(x: HostSnapshot) -> Seen | None:
-    found = in_kernel_log(x, r"NVIDIA probe routine was not called for (?P<count>\d+) device")
-    # Those that are reserved for virtual machines count too, and nothing is wrong with them.
-    return found if found and int(str(found.values["count"])) > len(x.host.gpus) - len(x.own_gpus) else None
-
-
-@rule
-def iommu_fault(x: HostSnapshot) -> Seen | None:
-    buses = "|".join(re.escape(gpu.bus_id.partition(":")[2]) for gpu in x.host.gpus)
-    pattern = rf"(?:DMAR: \[DMA|AMD-Vi: Event).*?device[ =]\[?(?:[0-9a-f]{{4}}:)?({buses})"
-    return in_kernel_log(x, pattern) if buses else None
 
 
 @rule

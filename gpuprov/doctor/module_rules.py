@@ -55,6 +55,9 @@ conditions({
     "headers-missing": lambda x: _is_unbuilt(x) and not _here(x)[0] and [
         f"ls /lib/modules/{x.host.kernel.release}/build/Makefile: No such file or directory",
         f"dkms status: {_dkms_line(x)}"],
+    "dkms-failed": lambda x: _is_unbuilt(x) and _here(x)[0] and Seen(
+        f"dkms status: {_dkms_line(x)}", f"/lib/modules/{x.host.kernel.release}: no module of NVIDIA's",
+        folder=_dkms_folder(x)),
     "module-vermagic": lambda x: _not_loaded(x)
         and (kernel := x.module.vermagic.partition(" ")[0]) not in ("", x.host.kernel.release)
         and Seen(f"modinfo {x.module.name}: {x.module.path}: vermagic {x.module.vermagic}", kernel=kernel),
@@ -79,14 +82,6 @@ def secure_boot_unsigned(x: HostSnapshot) -> Seen | None:
     step = f"{again}; {commands.enrol(x)}" if x.there.intersection(KEYS) else ""
     seen = f"modinfo {x.module.name}: {x.module.path} has no signer"
     return Seen(UNSIGNED.evidence, seen, meaning=UNSIGNED.what, next_step=step)
-
-
-@rule
-def dkms_failed(x: HostSnapshot) -> Seen | None:
-    if not _is_unbuilt(x) or not _here(x)[0]:
-        return None
-    seen = f"/lib/modules/{x.host.kernel.release}: no module of NVIDIA's"
-    return Seen(f"dkms status: {_dkms_line(x)}", seen, folder=_dkms_folder(x))
 
 
 def _dkms_folder(x: HostSnapshot) -> str:

@@ -58,7 +58,8 @@ _LAMBDAS = dict(_of_lambdas())
 def _given(code: ast.AST) -> Iterator[set[str]]:
     """Yield the names that each result of a condition's code gives."""
     text, of_type = ast.unparse(code), ast.unparse(getattr(code, "returns", None) or ast.Constant("str"))
-    later = {*re.findall(r"\.values\['(\w+)'\]", text)}
+    # A pattern's groups are the values of in_kernel_log.
+    later = {*re.findall(r"\.values\['(\w+)'\]", text), *re.findall(r"\(\?P<(\w+)>", text)}
     later.update(*(re.findall(r"(\w+)=", words) for words in re.findall(r"\.values\.update\((.*)\)", text)))
     found = []
     for call in (node for node in ast.walk(code) if isinstance(node, ast.Call)):
