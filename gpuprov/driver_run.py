@@ -116,11 +116,9 @@ class RunFile(DriverSource):
         if is_outside and not loaded:
             yield self.not_loaded_problem(f"driver {version}" if version else "the driver")
         elif is_outside and version not in ("", loaded):
-            yield Problem(
-                f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match",
-                "/proc/driver/nvidia/version",
-                f'set gpuprov_driver_version: "{loaded}", or update {self.outside}',
-            )
+            what = f"driver {version} is asked for, but {self.outside} runs {loaded}: the two must match"
+            seen = "/proc/driver/nvidia/version"
+            yield Problem(what, seen, f'set gpuprov_driver_version: "{loaded}", or update {self.outside}')
         if "." not in version or facts.driver_packaged:
             return  # plan/refusals.py has the problem
         if self.brings_modules:
@@ -135,11 +133,9 @@ class RunFile(DriverSource):
         for place, needed in _ROOM.items() if not spec.driver_url else ():
             free = facts.free_bytes.get(place, needed)
             if free < needed:
-                yield Problem(
-                    f"not enough room on the file system of {place} for the driver",
-                    f"{free // 2**20} MiB free, {needed // 2**20} MiB needed",
-                    f"make room: df -h {place}",
-                )
+                what = f"not enough room on the file system of {place} for the driver"
+                seen = f"{free // 2**20} MiB free, {needed // 2**20} MiB needed"
+                yield Problem(what, seen, f"make room: df -h {place}")
         yield from running_driver.problems(self)
 
     # -- installation ------------------------------------------------------------------------------------------------
@@ -266,11 +262,9 @@ class InstallDriver(Installation, Change):
         start_again(system, tell)
         way = self.unloading
         if way is not None and way.modules and (loaded := discover(system).kernel_version) != self.version:
-            raise GpuprovError(
-                f"driver {self.version} is installed, but the kernel runs {loaded or 'none'}",
-                "/proc/driver/nvidia/version",
-                "dmesg | grep -i nvrm tells why it was not loaded; then: modprobe nvidia",
-            )
+            what = f"driver {self.version} is installed, but the kernel runs {loaded or 'none'}"
+            seen = "/proc/driver/nvidia/version"
+            raise GpuprovError(what, seen, "dmesg | grep -i nvrm tells why it was not loaded; then: modprobe nvidia")
         # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
         system.sync()
         # How the driver was installed, and its file, so that another one can be undone.
@@ -325,12 +319,10 @@ class InstallDriver(Installation, Change):
         require_digest(system, self.path, self.sha256, "the driver file", "gpuprov_driver_sha256")
         header = installer.parse_header(start.decode("latin-1"))
         if (header.version, header.architecture) != (self.version, self.architecture):
-            raise GpuprovError(
-                f"the driver file is {header.version} for {header.architecture}, "
-                f"asked for is {self.version} for {self.architecture}",
-                f"{self.path}: {header.label}",
-                "correct gpuprov_driver_url or gpuprov_driver_version",
-            )
+            asked = f"{self.version} for {self.architecture}"
+            what = f"the driver file is {header.version} for {header.architecture}, asked for is {asked}"
+            step = "correct gpuprov_driver_url or gpuprov_driver_version"
+            raise GpuprovError(what, f"{self.path}: {header.label}", step)
         return header
 
     def arguments(self, *, dkms: bool, temporary: str, log: str) -> tuple[str, ...]:
@@ -374,18 +366,13 @@ class InstallDriver(Installation, Change):
         )
         if failure is not None:
             what, line, next_step = failure
-            raise GpuprovError(
-                f"driver {self.version} was not installed: {what}",
-                f"the installer exited {done.returncode}; {INSTALLER_LOG}: {line}",
-                next_step,
-            )
+            what = f"driver {self.version} was not installed: {what}"
+            raise GpuprovError(what, f"the installer exited {done.returncode}; {INSTALLER_LOG}: {line}", next_step)
         found = discover(system).library_version
         if found != self.version:
-            raise GpuprovError(
-                f"the installer reported success, but driver {self.version} is missing",
-                f"the loader finds libnvidia-ml.so of version {found or '(none)'}",
-                f"see {INSTALLER_LOG}",
-            )
+            what = f"the installer reported success, but driver {self.version} is missing"
+            seen = f"the loader finds libnvidia-ml.so of version {found or '(none)'}"
+            raise GpuprovError(what, seen, f"see {INSTALLER_LOG}")
         if self.kernel_modules:
             prove_modules(system, self.version, dkms=dkms)
 

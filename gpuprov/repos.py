@@ -268,11 +268,9 @@ def _apt_conflicts(
     others = {entry.block for entry in found if entry not in unwanted}
     inseparable = [entry for entry in unwanted if entry.block in others]
     for entry in inseparable:
-        yield Problem(
-            f"{path} names {masked(entry.uri)} too, among others; apt would report conflicting values for Signed-By",
-            f"{path}, line {entry.line}",
-            f"remove that line: gpuprov keeps this repository in {sources.SOURCES}/{sources.OURS}*.sources",
-        )
+        what = f"{path} names {masked(entry.uri)} too, among others; apt would report conflicting values for Signed-By"
+        step = f"remove that line: gpuprov keeps this repository in {sources.SOURCES}/{sources.OURS}*.sources"
+        yield Problem(what, f"{path}, line {entry.line}", step)
     if not unwanted or inseparable:
         return
     if not others:
@@ -328,12 +326,10 @@ def _rpm_conflicts(manager: RpmManager, host: HostFacts, wanted: Sequence[RpmRep
             yield RemoveFile(path, f"a second definition of {ours[[*doubles.values()][-1][-1]]}")
             continue
         for name, uri in ((name, uri) for name, uris in doubles.items() for uri in uris):
-            yield Problem(
-                f"{path} names {ours[uri]} too, among others: packages could come from there with other checks",
-                f"{path}, section [{name}]",
-                "remove that section: gpuprov keeps this repository in "
-                f"{manager.repository_directory}/{sources.OURS}*.repo",
-            )
+            what = f"{path} names {ours[uri]} too, among others: packages could come from there with other checks"
+            own = f"{manager.repository_directory}/{sources.OURS}*.repo"
+            step = f"remove that section: gpuprov keeps this repository in {own}"
+            yield Problem(what, f"{path}, section [{name}]", step)
 
 
 def _plain_rpm(uri: str, architecture: str) -> str:

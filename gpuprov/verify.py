@@ -144,9 +144,8 @@ def _dcgm(system: System, spec: HostSpec, report: SmiReport) -> Values:
     done = system.run(("dcgmi", "discovery", "-l"), timeout=_SMI_SECONDS)
     found = set(re.findall(r"Device UUID: *(GPU-[\w-]+)", done.stdout))
     if not done.ok:
-        raise Failed(
-            f"dcgmi discovery -l: {done.evidence(2)}; systemctl restart {DCGM_UNIT}; journalctl -u {DCGM_UNIT}"
-        )
+        reason = f"dcgmi discovery -l: {done.evidence(2)}; systemctl restart {DCGM_UNIT}; journalctl -u {DCGM_UNIT}"
+        raise Failed(reason)
     if missing := [gpu.uuid for gpu in report.gpus if gpu.uuid not in found]:
         raise Failed(f"dcgmi discovery -l lacks {', '.join(missing)}; gpuprov health; systemctl restart {DCGM_UNIT}")
     if spec.dcgm_exporter and not is_active(system, DCGM_EXPORTER):
@@ -168,10 +167,8 @@ def _cdi(system: System) -> Values:
     for place, needed in ((parent_of(path), 0o555), (path, 0o444)):
         status = system.status(place)
         if status is not None and status.mode & needed != needed:
-            raise Failed(
-                f"{place} has mode {status.mode:04o}: engines of other users than root can't read it; "
-                "run gpuprov install, which opens it"
-            )
+            reason = f"{place} has mode {status.mode:04o}: engines of other users than root can't read it"
+            raise Failed(f"{reason}; run gpuprov install, which opens it")
     return path, ""
 
 
@@ -220,9 +217,8 @@ def _modules(system: System, spec: HostSpec) -> Values:
     kernels = gather_kernels(system)
     lacking = [kernel.release for kernel in kernels if not kernel.module]
     if spec.kernel_modules != "none" and lacking:
-        raise Failed(
-            f"kernel {', '.join(lacking)} has no NVIDIA module: dkms autoinstall -k {lacking[-1]}; dkms status"
-        )
+        reason = f"kernel {', '.join(lacking)} has no NVIDIA module: dkms autoinstall -k {lacking[-1]}; dkms status"
+        raise Failed(reason)
     return ", ".join(kernel.release for kernel in kernels) or "no kernel is installed", ""
 
 

@@ -197,9 +197,8 @@ def _found(program: str, output: str, known: str = "") -> Problem | None:
 def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem | None:
     """Return why the agent can't run on this host, apart from a missing Python; None if it can."""
     if not probe.system.startswith("Linux "):
-        return Problem(
-            "this host does not run Linux", f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'"
-        )
+        what = "this host does not run Linux"
+        return Problem(what, f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'")
     if probe.uid == 0:
         return None
     if not become:
@@ -207,20 +206,16 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
         step = "set ansible_become to true, or ansible_user to root"
         return Problem("gpuprov needs root on the host, and ansible_become is false", seen, step)
     if probe.sudo_code == 127:
-        return Problem(
-            "there is no sudo on the host, and we are not root there",
-            f"`sudo -n true` exited 127: {probe.sudo_output}",
-            "install sudo, or set ansible_user to root",
-        )
+        what = "there is no sudo on the host, and we are not root there"
+        seen = f"`sudo -n true` exited 127: {probe.sudo_output}"
+        return Problem(what, seen, "install sudo, or set ansible_user to root")
     refused = sudo_problem(probe.sudo_output) if probe.sudo_code != 0 else None
     if refused is not None:
         return refused
     if probe.sudo_code != 0 and not has_password:
-        return Problem(
-            "sudo on the host wants a password",
-            f"`sudo -n true` exited {probe.sudo_code}: {probe.sudo_output}",
-            "run again with -K to be asked for it, or set ansible_become_password",
-        )
+        what = "sudo on the host wants a password"
+        seen = f"`sudo -n true` exited {probe.sudo_code}: {probe.sudo_output}"
+        return Problem(what, seen, "run again with -K to be asked for it, or set ansible_become_password")
     return None
 
 

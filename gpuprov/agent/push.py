@@ -57,16 +57,12 @@ def unfinished_problem(
     if refused is not None:
         return refused
     if by_ansible and done.returncode == 1 and not (done.stderr.strip() or strays):
-        return Problem(
-            "sudo on the host refuses this command, or it ended without a word",
-            "exit code 1, no output: Ansible leaves out sudo's `Sorry, user … is not allowed to execute …`",
-            "on the host, as the user of ansible_user: sudo -l shows what it may run",
-        )
+        what = "sudo on the host refuses this command, or it ended without a word"
+        seen = "exit code 1, no output: Ansible leaves out sudo's `Sorry, user … is not allowed to execute …`"
+        return Problem(what, seen, "on the host, as the user of ansible_user: sudo -l shows what it may run")
     if "ModuleNotFoundError" in done.stderr:
-        return Problem(
-            "the host's Python lacks a part of its standard library", ending(done, ended=ended),
-            "install the distribution's full package python3 (on Debian and Ubuntu, python3-minimal is not enough)",
-        )  # fmt: skip
+        step = "install the distribution's full package python3 (on Debian and Ubuntu, python3-minimal is not enough)"
+        return Problem("the host's Python lacks a part of its standard library", ending(done, ended=ended), step)
     step = "run the same command again; it resumes that run"
     return Problem("the agent ended without a result", ending(done, strays, ended=ended), step)
 

@@ -84,11 +84,9 @@ class _MadeChanges:
             what = "stopped as asked while it looked at the host" if not left else "stopped as asked"
             return Problem(f"{what}: no change was begun", "", "run the same command again")
         seen = [*(f"made: {one}" for one in self.made), *(f"not made: {one}" for one in left)]
-        step = "run the same command again: it makes the rest"
-        return Problem(
-            f"stopped as asked after {len(self.made)} of {counted(len(self.made) + len(left), 'change')}",
-            "\n".join(seen), f"{step}; gpuprov rollback undoes what was made" if command == "install" else step,
-        )  # fmt: skip
+        undo = "; gpuprov rollback undoes what was made" if command == "install" else ""
+        what = f"stopped as asked after {len(self.made)} of {counted(len(self.made) + len(left), 'change')}"
+        return Problem(what, "\n".join(seen), f"run the same command again: it makes the rest{undo}")
 
 
 def _as_root(run: RunContext) -> RunContext:
@@ -177,9 +175,8 @@ def _facts(run: RunContext) -> Finished:
         if left_out := sorted(path for path in hidden if not path.startswith("/proc/")):
             run.note(f"left out, because only root may read it: {', '.join(left_out)}", "warning")
     except PermissionError as error:
-        raise UsageError(
-            "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts"
-        ) from None
+        what = "not all of this machine can be looked at without root"
+        raise UsageError(what, str(error), "sudo gpuprov facts") from None
     return Finished(int(ExitCode.DONE), versions=versions_of(facts))
 
 

@@ -216,11 +216,9 @@ def _container_problems(system: System) -> Iterator[Problem]:
             seen = f"{engine} ps: {', '.join(by_runtime)}"
             yield Problem(what, seen, f"{stop_command(by_runtime, engine)}, then run the same command again")
         if restarted:
-            yield Problem(
-                f"containers with GPUs still run and have a restart policy; {engine} could never start them again",
-                f"{engine} inspect: {', '.join(f'{name} (restart: {policy})' for name, policy in restarted.items())}",
-                f"{stop_command(restarted, engine)}, then run the same command again",
-            )
+            what = f"containers with GPUs still run and have a restart policy; {engine} could never start them again"
+            seen = f"{engine} inspect: {', '.join(f'{name} (restart: {policy})' for name, policy in restarted.items())}"
+            yield Problem(what, seen, f"{stop_command(restarted, engine)}, then run the same command again")
 
 
 def _planned(run: RunContext, removal: _Removal) -> tuple[PlannedChange, ...]:

@@ -46,10 +46,9 @@ class Window:
         if self.is_open(now):
             return None
         opens = next(filter(self.is_open, range(int(now) // 60 * 60 + 60, int(now) + _FARTHEST, 60)))
-        return Problem(
-            f"not run: outside of the window {self.text}", f"it is {self._local(now):%a %Y-%m-%d %H:%M %Z}",
-            f"it opens {self._local(opens):%a %Y-%m-%d %H:%M %Z}; then: {again}",
-        )  # fmt: skip
+        what = f"not run: outside of the window {self.text}"
+        seen = f"it is {self._local(now):%a %Y-%m-%d %H:%M %Z}"
+        return Problem(what, seen, f"it opens {self._local(opens):%a %Y-%m-%d %H:%M %Z}; then: {again}")
 
     def _local(self, now: float) -> datetime:
         return datetime.fromtimestamp(now, timezone.utc).astimezone(self.zone)

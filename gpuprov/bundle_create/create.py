@@ -76,12 +76,10 @@ def _collect_driver(to: Collection, cache: str) -> str:
     place = _fetched(to, driver, "driver", cache)
     found = installer.parse_header((to.system.read_start(place, installer.HEADER_BYTES) or b"").decode("latin-1"))
     if (found.version, found.architecture) != (driver.version, recipe.architecture):
-        raise GpuprovError(
-            f"the driver file is {found.version} for {found.architecture}, "
-            f"asked for is {driver.version} for {recipe.architecture}",
-            f"{masked(driver.url)}: {found.label}",
-            "correct --driver, --arch or gpuprov_driver_url",
-        )
+        asked = f"{driver.version} for {recipe.architecture}"
+        what = f"the driver file is {found.version} for {found.architecture}, asked for is {asked}"
+        step = "correct --driver, --arch or gpuprov_driver_url"
+        raise GpuprovError(what, f"{masked(driver.url)}: {found.label}", step)
     path = f"driver/NVIDIA-Linux-{recipe.architecture}-{driver.version}.run"
     to.places[path] = place
     return path

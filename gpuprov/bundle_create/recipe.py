@@ -325,11 +325,9 @@ def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str,
     branch = _own_branch(row, spec)
     kind = distribution.preferred_kind(branch, (), spec.kernel_module_type, wanted.tables) if branch else ""
     if branch is None or kind not in branch.built:
-        raise UsageError(
-            f"{row.name} {row.version} has no {kind or 'such'} driver {spec.driver_version}".rstrip(),
-            f"its branches: {', '.join(f'{one.branch} ({chr(44).join(sorted(one.built))})' for one in own.branches)}",
-            "set gpuprov_driver_version to one of these, in quotes, or leave it out",
-        )
+        what = f"{row.name} {row.version} has no {kind or 'such'} driver {spec.driver_version}".rstrip()
+        seen = f"its branches: {', '.join(f'{one.branch} ({chr(44).join(sorted(one.built))})' for one in own.branches)}"
+        raise UsageError(what, seen, "set gpuprov_driver_version to one of these, in quotes, or leave it out")
     compiled = branch.compiled.get(kind, ()) if spec.kernel_modules != "build" else ()
     modules = tuple(name.format(kernel=kernel) for kernel in wanted.kernels for name in compiled)
     return (*branch.libraries, *(modules if compiled or not wanted.kernels else branch.built[kind]))
@@ -345,9 +343,8 @@ def _own_branch(row: Distribution, spec: HostSpec) -> distros.DriverBranch | Non
 def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository, Docker's and that of DKMS, if packages come from them."""
     if spec.driver == "packages":
-        raise UsageError(
-            "a bundle holds the driver as a .run file, not as packages", "gpuprov_driver: packages", _SET_RUNFILE
-        )
+        what = "a bundle holds the driver as a .run file, not as packages"
+        raise UsageError(what, "gpuprov_driver: packages", _SET_RUNFILE)
     problems = cuda_repository.repository_problems(row, wanted.architecture, spec)
     # An own fabric manager's name has no version: its IMEX is in the same archive.
     fabric = wanted.fabric_manager or any("=" in name for name in _imex(row, spec))
@@ -410,9 +407,8 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
     asked = [spec for spec in specs if spec.cuda_url and not spec.cuda_url.startswith("/")]
     if asked and not any(spec.cuda for spec in asked):
         seen = masked(asked[0].cuda_url)
-        raise UsageError(
-            "which version of the CUDA toolkit its .run holds is not known", seen, "add -e gpuprov_cuda=12.4"
-        )
+        what = "which version of the CUDA toolkit its .run holds is not known"
+        raise UsageError(what, seen, "add -e gpuprov_cuda=12.4")
     found = _only((RunFile(spec.cuda, spec.cuda_url, spec.cuda_sha256) for spec in asked if spec.cuda), "CUDA toolkits")
     # NVIDIA publishes none.
     if found.url and not found.sha256:
@@ -428,9 +424,8 @@ def _only(asked: Iterable[RunFile], what: str) -> RunFile:
     kinds = {(one.version, one.url) for one in files}
     if len(kinds) > 1:
         seen = ", ".join(sorted(f"{version} from {masked(url)}" for version, url in kinds))
-        raise UsageError(
-            f"the hosts ask for different {what}, and a bundle holds one", seen, "make one for each: --limit"
-        )
+        what = f"the hosts ask for different {what}, and a bundle holds one"
+        raise UsageError(what, seen, "make one for each: --limit")
     digests = {one.sha256 for one in files} - {""}
     if len(digests) > 1:
         seen = ", ".join(sorted(digests))

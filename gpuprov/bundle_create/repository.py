@@ -60,9 +60,8 @@ class RepositoryKey:
 def new_key(system: System, home: str) -> Iterator[RepositoryKey]:
     """Yield a new key in the folder `home`, which is removed with the private key afterwards."""
     if system.which("gpg") is None:
-        raise GpuprovError(
-            "there is no gpg on this machine, and it signs the bundle's repository", "", "apt-get install gpg"
-        )
+        what = "there is no gpg on this machine, and it signs the bundle's repository"
+        raise GpuprovError(what, "", "apt-get install gpg")
     system.make_directory(home, 0o700)
     try:
         _gpg(system, home, "--passphrase", "", "--quick-gen-key", _NAME, _ALGORITHM, "sign", "never")

@@ -184,10 +184,8 @@ def _frameworks(spec: HostSpec) -> _Frameworks:
 
 def _docker(facts: DockerFacts) -> Values:
     if not facts.installed:
-        raise Failed(
-            "docker is not installed (there is no dockerd); run gpuprov install, "
-            "or set gpuprov_docker: none where other engines have the GPUs"
-        )
+        step = "run gpuprov install, or set gpuprov_docker: none where other engines have the GPUs"
+        raise Failed(f"docker is not installed (there is no dockerd); {step}")
     if facts.is_unreachable:
         one = docker.unreachable(facts)
         raise Failed(f"{one.what}: {facts.error}; {one.next_step}")
@@ -205,10 +203,8 @@ def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Values:
         raise Failed(f"{wrong[0].what}: {wrong[0].evidence}")
     # The running daemon may still know what the file no longer says: it would be gone at docker's next start.
     if docker.plan(facts, runtime_path=wanted, set_default=spec.docker_default_runtime):
-        raise Failed(
-            f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted} "
-            f"(docker info: {loaded}); run gpuprov install"
-        )
+        reason = f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted}"
+        raise Failed(f"{reason} (docker info: {loaded}); run gpuprov install")
     _require_program(system, wanted)
     return wanted, ""
 
@@ -265,10 +261,8 @@ def no_gpu(test: EngineTest) -> Values:
         if not done.ok:
             raise Failed(ended(test, done))
         if done.stdout.strip():
-            got = ", ".join(done.stdout.split())
-            raise Failed(
-                f"a container that asked for no GPU got {got}; look at what the image and {test.engine.name} bring it"
-            )
+            reason = f"a container that asked for no GPU got {', '.join(done.stdout.split())}"
+            raise Failed(f"{reason}; look at what the image and {test.engine.name} bring it")
     return "", "no GPU visible"
 
 

@@ -153,12 +153,10 @@ def lost_gpus(
             seen.append(f"/sys/bus/pci/devices/{gpu.bus_id} is not there")
         if said := _kernel_says(system, gpu, memory.date):
             seen.append(f"the kernel log says: {said}")
-    return Problem(
-        f"{counted(len(memory.gpus), 'GPU')} on {memory.day}, {count} today: {', '.join(map(str, lost))} "
-        f"{'is' if len(lost) == 1 else 'are'} gone",
-        "\n".join(seen),
-        f"systemctl reboot  # if it stays away: power, seating, heat; taken out on purpose: {FORGET}",
-    )
+    missing = f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} gone"
+    what = f"{counted(len(memory.gpus), 'GPU')} on {memory.day}, {count} today: {missing}"
+    step = f"systemctl reboot  # if it stays away: power, seating, heat; taken out on purpose: {FORGET}"
+    return Problem(what, "\n".join(seen), step)
 
 
 def check_gpus(system: System, memory: Memory, report: SmiReport | None) -> Values:

@@ -221,9 +221,8 @@ def docker_args(gpus: str, capabilities: str, form: str | None, guest: str | Non
             "lxc": lambda: lxc(flags, nodes),
         }[guest or form or "shell"]()
     except ValueError as error:
-        raise GpuprovError(
-            str(error), "", "gpuprov docker-args --format json has it as data", exit_code=ExitCode.FAILED
-        ) from None
+        step = "gpuprov docker-args --format json has it as data"
+        raise GpuprovError(str(error), "", step, exit_code=ExitCode.FAILED) from None
     for sentence in left_out if verbose else flags.left_out:
         say(f"note: {sentence}", err=True)
     say_text(text, nl=False)

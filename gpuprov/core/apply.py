@@ -84,12 +84,9 @@ def _undo_failed(
         system.sync()
         journal.undone(number)
     except (GpuprovError, OSError) as second:
-        problem = Problem(
-            f"what this had begun could not be undone: {change.summary()}",
-            str(second),
-            "fix the first, then run the same command again: it begins by undoing this",
-        )
-        raise GpuprovError.several((*told.problems, problem)) from told
+        what = f"what this had begun could not be undone: {change.summary()}"
+        step = "fix the first, then run the same command again: it begins by undoing this"
+        raise GpuprovError.several((*told.problems, Problem(what, str(second), step))) from told
 
 
 def obstacles(system: System, changes: Sequence[Change]) -> tuple[Problem, ...]:

@@ -322,10 +322,9 @@ def rancher_configuration(system: Reader, request: ConfigureRequest) -> Configur
         wanted = runtime_values(own, version, runtime, source)
         return Configuration((toml.edited(system, template, wanted),), (), known.reload_command)
     if runtime.set_default and toml.table_at(source, "containerd").get("default_runtime_name") != runtime.name:
-        raise GpuprovError(
-            f"the default runtime is {name}'s own setting; its base template writes that table", "",
-            f"put `default-runtime: {runtime.name}` into /etc/rancher/{name}/config.yaml, then: {known.reload_command}",
-        )  # fmt: skip
+        what = f"the default runtime is {name}'s own setting; its base template writes that table"
+        setting = f"put `default-runtime: {runtime.name}` into /etc/rancher/{name}/config.yaml"
+        raise GpuprovError(what, "", f"{setting}, then: {known.reload_command}")
     has_ours = runtime.name in _runtimes(plugin_table(toml.read_toml(text or "", template), version))
     path = _adds_itself(system, request, source, has_ours=has_ours)
     if path == runtime.path:
@@ -333,12 +332,9 @@ def rancher_configuration(system: Reader, request: ConfigureRequest) -> Configur
         note = f"{name} has runtime {runtime.name} by itself, from its next start on at least: {path}"
         return Configuration(toml.emptied(system, template), (note,), known.reload_command)
     if path:
-        raise GpuprovError(
-            f"{name} itself adds a runtime {runtime.name}, of another program; a second would keep containerd from "
-            "starting",
-            f"{known.rendered}: {path}",
-            "give another name with --nvidia-runtime-name, or take that program away and restart",
-        )
+        what = f"{name} itself adds a runtime {runtime.name}, of another program"
+        step = "give another name with --nvidia-runtime-name, or take that program away and restart"
+        raise GpuprovError(f"{what}; a second would keep containerd from starting", f"{known.rendered}: {path}", step)
     # The base template writes the tables of these two.
     wanted = runtime_values(own, version, replace(runtime, set_default=False, cdi=False), source)
     no_cdi = runtime.cdi and not source.get("enable_cdi", version >= 3)

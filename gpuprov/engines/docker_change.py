@@ -172,11 +172,9 @@ class ReconfigureDocker(Change):
                 words, what = trouble, f"systemd does not restart docker with the new {self.path}"
             what = f"{what}; the old one is back and docker runs with it"
             return GpuprovError(what, words, "fix what docker names, then run the same command again")
-        return GpuprovError(
-            f"docker starts neither with the new {self.path} nor with the old one, which is back",
-            f"{words}\nwith the old file: {docker_unit.last_words(system, since) or back}",
-            "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came",
-        )
+        what = f"docker starts neither with the new {self.path} nor with the old one, which is back"
+        step = "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came"
+        return GpuprovError(what, f"{words}\nwith the old file: {docker_unit.last_words(system, since) or back}", step)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

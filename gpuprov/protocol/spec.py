@@ -235,9 +235,8 @@ def _finite(name: str, value: Any, origin: str) -> Any:
         # A set (YAML's !!set) would get an order by chance, and a MIG layout is a list by index.
         plain = value if isinstance(value, (set, frozenset)) else as_json(value)
     except RecursionError:
-        raise UsageError(
-            f"{PREFIX}{name} is nested too deep, or holds itself", origin, "look for an anchor (&name, *name) in it"
-        ) from None
+        what = f"{PREFIX}{name} is nested too deep, or holds itself"
+        raise UsageError(what, origin, "look for an anchor (&name, *name) in it") from None
     if has_long_number(plain):
         raise UsageError(f"{PREFIX}{name} has a number of more than 64 bits", origin, f"correct {PREFIX}{name}")
     return plain
