@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpuprov.core.apply import Kinds, apply_changes, last_undoable_run, undo_runs
+from gpuprov.core.apply import Kinds, apply_changes, undo_runs
 from gpuprov.core.changes import Change
-from gpuprov.core.journal import Journal, new_journal
+from gpuprov.core.journal import Journal, last_undoable_run, new_journal
 from gpuprov.core.system import System
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.events import Event

@@ -16,7 +16,7 @@ from gpuprov.boot.reboot import forget_asked
 from gpuprov.cdi.discover import discover
 from gpuprov.checks.engines import images_left
 from gpuprov.core import journal
-from gpuprov.core.apply import kind_of, last_undoable_run, undo_obstacles, undo_runs
+from gpuprov.core.apply import kind_of, undo_obstacles, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Run
 from gpuprov.core.places import CACHE_DIRECTORY
@@ -194,7 +194,7 @@ def _last_run(context: RunContext) -> _Removal:
 
     With `this_run` it must be the run of the request.
     """
-    system, request, run = context.system, context.request, last_undoable_run(context.system)
+    system, request, run = context.system, context.request, journal.last_undoable_run(context.system)
     if run is not None and request.arguments.get("this_run") and run.run_id != request.run_id:
         if any(one.undoable for one in journal.read_runs(system) if one.run_id == request.run_id):
             what = "another run has changed this host since, so this one can't be rolled back alone"

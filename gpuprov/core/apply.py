@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.changes import Change, Json, NextAction, file_digest, images_in, is_as_shown
-from gpuprov.core.journal import (
-    RUNS_DIRECTORY,
-    STATE_DIRECTORY,
-    Entry,
-    Journal,
-    Run,
-    read_runs,
-    resume_journal,
-    unfinished_run,
-)
+from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Journal, Run, resume_journal, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error, os_errors
 from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
@@ -174,11 +165,6 @@ def _first_image(entries: Sequence[Entry], kinds: Kinds) -> Json:
 def _places(entry: Entry) -> set[str]:
     """Return what a change captured, without gpuprov's own records: journals of earlier versions may lack them."""
     return {path for path in entry.paths if not path.startswith(f"{STATE_DIRECTORY}/")}
-
-
-def last_undoable_run(system: System) -> Run | None:
-    """Return the latest run with changes that can be undone, or None."""
-    return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
 
 
 def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, before: Json | None = None) -> None:

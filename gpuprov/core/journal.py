@@ -181,6 +181,11 @@ def unfinished_run(system: System) -> Run | None:
     return None
 
 
+def last_undoable_run(system: System) -> Run | None:
+    """Return the latest run with changes that can be undone, or None."""
+    return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
+
+
 def last_choice(system: System) -> DriverChoice | None:
     """Return the driver of the latest run that was not rolled back, None if no run recorded one."""
     for name in reversed(_journal_names(system)):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run
-from gpuprov.core.journal import new_journal
+from gpuprov.core.apply import apply_changes, resume_run
+from gpuprov.core.journal import last_undoable_run, new_journal
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts
 from gpuprov.facts.host import gather, gather_files

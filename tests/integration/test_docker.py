@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from gpuprov.checks.engines import DOCKER
-from gpuprov.core.apply import apply_changes, last_undoable_run, undo_runs
+from gpuprov.core.apply import apply_changes, undo_runs
 from gpuprov.core.changes import Change, Json
-from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.journal import last_undoable_run, new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker

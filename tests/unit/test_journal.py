@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.apply import apply_changes, last_undoable_run, resume_run
+from gpuprov.core.apply import apply_changes, resume_run
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
-from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
+from gpuprov.core.journal import (
+    RUNS_DIRECTORY,
+    last_undoable_run,
+    new_journal,
+    parse_run,
+    read_runs,
+    resume_journal,
+    unfinished_run,
+)
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError, Stopped
 from tests.runs import as_a_run, ignore, undo_last

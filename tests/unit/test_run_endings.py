@@ -12,9 +12,17 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core import journal as journals
-from gpuprov.core.apply import Applied, apply_changes, last_undoable_run, resume_run, undo_runs
+from gpuprov.core.apply import Applied, apply_changes, resume_run, undo_runs
 from gpuprov.core.changes import Change, Json, NextAction, Tell, WriteFile
-from gpuprov.core.journal import RUNS_DIRECTORY, journal_for, new_journal, read_runs, resume_journal, unfinished_run
+from gpuprov.core.journal import (
+    RUNS_DIRECTORY,
+    journal_for,
+    last_undoable_run,
+    new_journal,
+    read_runs,
+    resume_journal,
+    unfinished_run,
+)
 from gpuprov.core.system import System, sha256_of
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Stopped
 from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note, Planned
