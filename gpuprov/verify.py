@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
 from gpuprov.boot.prepare import is_of_another_version
 from gpuprov.cdi.discover import discover, missing_nodes
@@ -29,7 +28,7 @@ from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus, is_copy
-from gpuprov.protocol.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Vulnerabilities, vulnerabilities
+from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
@@ -83,12 +82,6 @@ def installed_versions(system: System) -> dict[str, str]:
     """Return the versions of the installed driver and of NVIDIA's toolkit, as a run tells them; empty for none."""
     toolkit_version = manager_on(system).gather(system).installed.get(TOOLKIT_PACKAGE, "")
     return {"driver": discover(system).library_version, "toolkit": toolkit_version}
-
-
-def known_vulnerabilities(versions: Mapping[str, str], known: Sequence[Advisory]) -> tuple[Vulnerabilities, ...]:
-    """Return the known security holes of these versions of the driver and of NVIDIA's toolkit."""
-    found = (vulnerabilities(DRIVER, versions["driver"], known), vulnerabilities(TOOLKIT, versions["toolkit"], known))
-    return tuple(one for one in found if one is not None)
 
 
 def _host_smi(system: System, done: Completed) -> Values:

@@ -25,7 +25,7 @@ from gpuprov.engines.docker import reach_local_docker
 from gpuprov.facts.driver import version_difference
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.protocol.advisories import advisories
+from gpuprov.protocol.advisories import known_vulnerabilities
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, UsageError
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Sink, Started
 from gpuprov.protocol.request import MOST_MINUTES, Request
@@ -206,11 +206,11 @@ def _accept(run: RunContext) -> Finished:
 
 
 def _verify(run: RunContext) -> Finished:
-    from gpuprov.verify import installed_versions, known_vulnerabilities, verify
+    from gpuprov.verify import installed_versions, verify
 
     verdict = verify(run.system, run.spec, run.sink, remember=run.request.remember)
     versions = installed_versions(run.system)
-    for found in known_vulnerabilities(versions, advisories(run.system.tables)):
+    for found in known_vulnerabilities(versions, run.system.tables):
         run.note(f"{found}", "warning")
     code = ExitCode.DONE if verdict.good else ExitCode.FAILED
     working = () if verdict.good or not (holder := other_run(run.system)) else (

@@ -20,15 +20,7 @@ from gpuprov.packages import sources
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.refusals import refusals
-from gpuprov.protocol.advisories import (
-    DRIVER,
-    THRESHOLDS,
-    TOOLKIT,
-    TOOLKIT_PACKAGE,
-    Vulnerabilities,
-    advisories,
-    vulnerabilities,
-)
+from gpuprov.protocol.advisories import PRODUCTS, THRESHOLDS, TOOLKIT_PACKAGE, Vulnerabilities, known_vulnerabilities
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.known_problems import NEWEST, matching
 from gpuprov.protocol.mig_configs import DISABLED
@@ -45,7 +37,7 @@ _WRITES_USR = (
     toolkit.InstallRuntime, nvidia_docker.InstallNvidiaDocker, driver_run.InstallDriver,
     cuda_toolkit.InstallCudaToolkit, cuda_toolkit.LinkCudaToolkit,
 )  # fmt: skip
-_VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
+_VARIABLES = dict(zip(PRODUCTS, ("driver_version", "toolkit_version")))
 _REFUSE, _ALLOW = "gpuprov_refuse_advisories", "gpuprov_allow_known_problems"
 LIST_GPUS = "lspci -d 10de:"
 NO_GPU = Problem(
@@ -191,9 +183,8 @@ def _installed_with(driver: DriverSource) -> tuple[Vulnerabilities, ...]:
     """Return the known holes of the driver and the toolkit that the run installs."""
     spec, installed = driver.spec, driver.facts.packages.installed.get(TOOLKIT_PACKAGE, "")
     toolkit_version = spec.toolkit_version if spec.toolkit == "nvidia" and spec.toolkit_version != installed else ""
-    known = advisories(driver.facts.tables)
-    found = (vulnerabilities(DRIVER, driver.coming_version, known), vulnerabilities(TOOLKIT, toolkit_version, known))
-    return tuple(one for one in found if one is not None)
+    versions = {"driver": driver.coming_version, "toolkit": toolkit_version}
+    return known_vulnerabilities(versions, driver.facts.tables)
 
 
 def combination(facts: HostFacts) -> Mapping[str, Any]:

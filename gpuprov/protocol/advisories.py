@@ -101,6 +101,13 @@ def vulnerabilities(product: str, version: str, known: Iterable[Advisory]) -> Vu
     return Vulnerabilities(product, version, tuple(found.values()), _fix(version, rows, found, unfixed), unfixed)
 
 
+def known_vulnerabilities(versions: Mapping[str, str], tables: Tables) -> tuple[Vulnerabilities, ...]:
+    """Return the known security holes of these versions of the driver and of NVIDIA's toolkit."""
+    known = advisories(tables)
+    found = (vulnerabilities(DRIVER, versions["driver"], known), vulnerabilities(TOOLKIT, versions["toolkit"], known))
+    return tuple(one for one in found if one is not None)
+
+
 def _branch(version: str) -> str:
     return str(version_numbers(version)[0])
 

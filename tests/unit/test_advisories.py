@@ -35,6 +35,7 @@ from gpuprov.protocol.advisories import (
     Advisory,
     Vulnerabilities,
     advisories,
+    known_vulnerabilities,
     merged,
     rows_of,
     table_of,
@@ -46,7 +47,7 @@ from gpuprov.protocol.events import Event, Finished, Note
 from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import ADVISORIES, PACKAGED, Tables
-from gpuprov.verify import installed_versions, known_vulnerabilities
+from gpuprov.verify import installed_versions
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
 from tests.bundles import FILES, write_test_bundle
@@ -344,7 +345,7 @@ def test_the_packaged_table_is_what_its_script_writes() -> None:
 def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
     host = healthy(tmp_path)
-    found = known_vulnerabilities(installed_versions(host), advisories(PACKAGED))
+    found = known_vulnerabilities(installed_versions(host), PACKAGED)
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
     ended, events = ask(healthy(tmp_path / "again"), Request("verify"))
     assert warned(events) == [str(found[0])]
