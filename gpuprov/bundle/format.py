@@ -13,16 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Callable
 
-from gpuprov.bundle.manifest import (
-    LARGEST_MANIFEST,
-    LONGEST_PATH,
-    MANIFEST,
-    SIGNATURE,
-    BundleFile,
-    Manifest,
-    manifest_from_bytes,
-    manifest_to_bytes,
-)
+from gpuprov.bundle.manifest import LARGEST_MANIFEST, LONGEST_PATH, MANIFEST, SIGNATURE, BundleFile, Manifest
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 
@@ -73,7 +64,7 @@ def header(name: str, size: int) -> bytes:
 
 def write_bundle(target: BinaryIO, manifest: Manifest, open_file: Callable[[str], BinaryIO], signature: bytes) -> None:
     """Write a bundle; `open_file` opens the content of each path in the manifest."""
-    _write_bytes(target, MANIFEST, manifest_to_bytes(manifest))
+    _write_bytes(target, MANIFEST, manifest.to_bytes())
     for one in manifest.files:
         target.write(header(one.path, one.size))
         size = 0
@@ -102,7 +93,7 @@ def read_contents(file: BinaryIO) -> Contents:
     length = file.seek(0, 2)
     file.seek(0)
     manifest_bytes = _read_small(file, MANIFEST, LARGEST_MANIFEST)
-    manifest = manifest_from_bytes(manifest_bytes)
+    manifest = Manifest.from_bytes(manifest_bytes)
     offsets = {}
     for one in manifest.files:
         if _take(file, _BLOCK, f"the header of {one.path}") != header(one.path, one.size):

@@ -89,6 +89,30 @@ class Manifest:
         """Return a file by its path; the manifest was checked, so it exists."""
         return next(one for one in self.files if one.path == path)
 
+    def to_bytes(self) -> bytes:
+        """Return the manifest as JSON; the same manifest gives the same bytes."""
+        data = {"format": FORMAT, **asdict(self)}
+        return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Return the manifest in these bytes. Raises GpuprovError if they are not a valid and consistent manifest."""
+        try:
+            data = parse(content)
+            found = data.get("format") if isinstance(data, dict) else None
+            if found != FORMAT:
+                raise WrongDataError(f"its format is {found!s:.20}, this gpuprov reads {FORMAT} alone")
+            # As they are: a path without its control characters would be another.
+            manifest = load(cls, data, trusted=True)
+            _require_sound(manifest)
+            if manifest.to_bytes() != content:
+                raise WrongDataError("it is not written as gpuprov writes manifests, or has keys that it does not know")
+        except (WrongDataError, RecursionError) as error:
+            what = "the bundle's manifest is damaged or not gpuprov's"
+            seen = f"{MANIFEST}: {str(error)[:200]}"
+            raise GpuprovError(what, seen, "make the bundle again: gpuprov bundle create") from None
+        return manifest
+
 
 @dataclass(frozen=True)
 class BundleFacts:
@@ -107,31 +131,6 @@ class BundleFacts:
 def is_safe_path(path: str) -> bool:
     """Say whether a path is allowed in a bundle: relative, plain letters, no way out."""
     return len(path) <= LONGEST_PATH and _PATH.fullmatch(path) is not None
-
-
-def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON; the same manifest gives the same bytes."""
-    data = {"format": FORMAT, **asdict(manifest)}
-    return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
-
-
-def manifest_from_bytes(content: bytes) -> Manifest:
-    """Return the manifest in these bytes. Raises GpuprovError if they are not a valid and consistent manifest."""
-    try:
-        data = parse(content)
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT:
-            raise WrongDataError(f"its format is {found!s:.20}, this gpuprov reads {FORMAT} alone")
-        # As they are: a path without its control characters would be another.
-        manifest = load(Manifest, data, trusted=True)
-        _require_sound(manifest)
-        if manifest_to_bytes(manifest) != content:
-            raise WrongDataError("it is not written as gpuprov writes manifests, or has keys that it does not know")
-    except (WrongDataError, RecursionError) as error:
-        what = "the bundle's manifest is damaged or not gpuprov's"
-        seen = f"{MANIFEST}: {str(error)[:200]}"
-        raise GpuprovError(what, seen, "make the bundle again: gpuprov bundle create") from None
-    return manifest
 
 
 def _require_sound(manifest: Manifest) -> None:

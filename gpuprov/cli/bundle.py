@@ -154,7 +154,7 @@ def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
 def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Contents:
     from gpuprov.agent.site_tables import UPDATED, user_table
     from gpuprov.bundle.format import read_contents, write_bundle
-    from gpuprov.bundle.manifest import SIGNING_KEY, manifest_to_bytes
+    from gpuprov.bundle.manifest import SIGNING_KEY
     from gpuprov.bundle_create import create as collecting
     from gpuprov.bundle_create.recipe import Collection
     from gpuprov.fleet.agent_file import build_agent
@@ -171,7 +171,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
                 # A key that does not sign, or a wrong passphrase, is known before the downloads.
                 collecting.sign(system, b"", sign_key, environment)
             made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
-            manifest = manifest_to_bytes(made)
+            manifest = made.to_bytes()
             signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""
             _progress(f"writing {output}")
             with part.open("wb") as file:

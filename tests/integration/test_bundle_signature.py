@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.bundle.format import write_bundle
-from gpuprov.bundle.manifest import SIGNING_KEY, Manifest, manifest_to_bytes
+from gpuprov.bundle.manifest import SIGNING_KEY, Manifest
 from gpuprov.bundle.open import checked, parse_fingerprint
 from gpuprov.bundle_create.create import export_key, sign
 from gpuprov.core.system import System
@@ -51,7 +51,7 @@ def write(path: Path, key: bytes, signature: bytes, manifest: Manifest = MANIFES
 
 
 def manifest_with(key: bytes, manifest: Manifest = MANIFEST) -> bytes:
-    return manifest_to_bytes(listed(manifest, {**FILES, SIGNING_KEY: key}))
+    return listed(manifest, {**FILES, SIGNING_KEY: key}).to_bytes()
 
 
 def refusal(path: str, fingerprint: str) -> str:

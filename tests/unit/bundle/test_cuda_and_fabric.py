@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
+from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.bundle_create.recipe import Mirror, Recipe, RunFile, Wanted, make_recipe, mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_manager
@@ -222,7 +222,7 @@ def test_a_toolkit_that_it_does_not_hold_is_refused(host: UnpackedHost, values: 
 def test_a_manifest_that_names_a_file_which_is_not_in_it_is_refused() -> None:
     manifest = listed(dataclasses.replace(MANIFEST, cuda_version="12.4", cuda_file=CUDA_FILE), FILES)
     with pytest.raises(GpuprovError, match="which it does not list"):
-        manifest_from_bytes(manifest_to_bytes(manifest))
+        Manifest.from_bytes(manifest.to_bytes())
 
 
 def test_one_byte_more_in_the_run_is_seen(host: UnpackedHost) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gpuprov.bundle.format import Contents, chunks, header, read_contents, unpack, verify_files
 from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
-from gpuprov.bundle.manifest import Manifest, is_safe_path, manifest_from_bytes, manifest_to_bytes
+from gpuprov.bundle.manifest import Manifest, is_safe_path
 from gpuprov.bundle_create.create import user_gpg
 from gpuprov.cli.main import cli
 from gpuprov.core.system import sha256_of
@@ -53,7 +53,7 @@ def refusal(content: bytes) -> str:
 def test_what_is_written_is_read() -> None:
     contents = read(SIGNED)
     assert contents.manifest == listed(MANIFEST, FILES)
-    assert contents.digest == sha256_of(manifest_to_bytes(contents.manifest))
+    assert contents.digest == sha256_of(contents.manifest.to_bytes())
     assert contents.signature == b"a signature"
     file = io.BytesIO(SIGNED)
     found = {path: b"".join(chunks(file, contents.offsets[path], len(FILES[path]))) for path in FILES}
@@ -151,7 +151,7 @@ def with_member(name: str, **fields: Any) -> bytes:
     first = min(FILES)
     content = FILES[first]
     fields = {"size": 0 if fields.get("type", b"0") != b"0" else len(content), **fields}
-    good = manifest_to_bytes(listed(MANIFEST, FILES))
+    good = listed(MANIFEST, FILES).to_bytes()
     manifest = header(MANIFEST_NAME, len(good)) + good + bytes(-len(good) % 512)
     return manifest + tar_of((name, content, fields))
 
@@ -222,16 +222,16 @@ def test_a_safe_path_stays_inside(path: str) -> None:
 
 
 def test_a_manifest_that_is_nested_deeply_is_refused() -> None:
-    data = {**json.loads(manifest_to_bytes(listed(MANIFEST, FILES))), "inputs": "DEEP"}
+    data = {**json.loads(listed(MANIFEST, FILES).to_bytes()), "inputs": "DEEP"}
     text = json.dumps(data, indent=1, sort_keys=True).replace('"DEEP"', '{"a":' * 900 + "1" + "}" * 900)
     with pytest.raises(GpuprovError, match="damaged or not gpuprov's"):
-        manifest_from_bytes(f"{text}\n".encode())
+        Manifest.from_bytes(f"{text}\n".encode())
 
 
 def manifest_refusal(**changes: Any) -> str:
-    data = {**json.loads(manifest_to_bytes(listed(MANIFEST, FILES))), **changes}
+    data = {**json.loads(listed(MANIFEST, FILES).to_bytes()), **changes}
     with pytest.raises(GpuprovError) as caught:
-        manifest_from_bytes((json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
+        Manifest.from_bytes((json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
     return str(caught.value)
 
 
@@ -267,11 +267,11 @@ def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], says: str) -> 
 
 
 def test_a_manifest_in_another_hand_is_refused() -> None:
-    data = json.loads(manifest_to_bytes(listed(MANIFEST, FILES)))
+    data = json.loads(listed(MANIFEST, FILES).to_bytes())
     with pytest.raises(GpuprovError, match="not written as gpuprov writes"):
-        manifest_from_bytes(json.dumps(data).encode())
+        Manifest.from_bytes(json.dumps(data).encode())
     with pytest.raises(GpuprovError):
-        manifest_from_bytes(b"[" * 100_000)
+        Manifest.from_bytes(b"[" * 100_000)
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_show_tells_what_it_is_for_and_what_it_holds(bundle: Path) -> None:
 
 def test_show_as_json_is_the_manifest_and_the_digest(bundle: Path) -> None:
     found = json.loads(output("bundle", "show", bundle, "--json"))
-    assert found["digest"] == sha256_of(manifest_to_bytes(listed(MANIFEST, FILES)))
+    assert found["digest"] == sha256_of(listed(MANIFEST, FILES).to_bytes())
     assert found["signed"] is False
     assert [one["path"] for one in found["files"]] == sorted(FILES)
     assert found["packages"][0]["name"] == "site-gpu-tools"
