@@ -16,7 +16,7 @@ from gpuprov.agent.window import parse_window
 from gpuprov.protocol import words
 from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
-from gpuprov.protocol.events import CheckDone, Event, EventReader, Finished, MaybeChosen, Upgrade, no_agent_sends
+from gpuprov.protocol.events import MOST, CheckDone, Event, EventReader, Finished, MaybeChosen, Upgrade, no_agent_sends
 from gpuprov.protocol.request import COMMANDS, Request
 from gpuprov.protocol.spec import spec_from_variables, spec_to_json
 from gpuprov.protocol.words import counted
@@ -151,7 +151,7 @@ class TaskResult:
     changed: bool = False
     msg: Text = ""
     changes: tuple[Change, ...] = ()
-    checks: Annotated[tuple[CheckDone, ...], Limit(CheckDone.MOST)] = ()
+    checks: Annotated[tuple[CheckDone, ...], Limit(MOST[CheckDone])] = ()
     problems: tuple[Problem, ...] = ()
     diff: tuple[Prepared, ...] = ()
     disturbs: bool | None = None

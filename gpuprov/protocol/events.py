@@ -2,7 +2,7 @@
 
 Every event is a frozen dataclass; on the wire it is one JSON object a line, its class under the key `event`. A reader
 skips events it does not know, so that an older controller can watch a newer agent. The annotation of a field is what it
-may hold (codec.py), `MOST` how often the event may come in a run. docs/json.md documents each field; `gpuprov --json`
+may hold (codec.py), MOST how often the event may come in a run. docs/json.md documents each field; `gpuprov --json`
 adds `schema` and `host` to each line, so no event has a field of these names.
 """
 
@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Callable, ClassVar, Generic, Literal, Optional, TypeVar, Union, get_args
+from typing import Annotated, Any, Callable, Generic, Literal, Optional, TypeVar, Union, get_args
 
 from gpuprov.protocol.codec import FORMER_NAME, Limit, Line, LongText, Name, Text, WrongDataError, dump, load
 from gpuprov.protocol.errors import GpuprovError, Problem
@@ -37,7 +37,6 @@ _REBOOTS = {"no": "no", "if-in-use": "only if the loaded driver can't be unloade
 class Started:
     """The agent runs."""
 
-    MOST: ClassVar[int] = 20
     version: Name
     command: Name
     pid: int
@@ -124,7 +123,6 @@ class Planned:
     `disturbs`: a change of the plan disturbs containers, or the undo of one in which an earlier run was cut off.
     """
 
-    MOST: ClassVar[int] = 20
     changes: Annotated[tuple[PlannedChange, ...], Limit(2_000)]
     disturbs: bool = False
     upgrades: Annotated[tuple[Upgrade, ...], Limit(10)] = ()
@@ -145,7 +143,6 @@ class ChangeStarted:
 class ChangeProgress:
     """Something worth showing within a change that takes long: a line, and done/total (bytes, say) where known."""
 
-    MOST: ClassVar[int] = 1_000_000
     key: Line
     message: Line
     done: int = 0
@@ -164,7 +161,6 @@ class ChangeDone:
 class FactsGathered:
     """The host's facts as plain JSON (`gpuprov facts`)."""
 
-    MOST: ClassVar[int] = 20
     facts: Mapping[Name, Any]
 
 
@@ -175,7 +171,6 @@ class CheckDone:
     `on_host` and `in_container` are what was measured there; `engine` is the container engine that it is about.
     """
 
-    MOST: ClassVar[int] = 1_000
     name: Name
     status: Status
     on_host: Line = field(default="", metadata={FORMER_NAME: "host"})
@@ -188,7 +183,6 @@ class CheckDone:
 class CudaSurveyed:
     """Which libcuda programs load, as `gpuprov cuda --json` prints it."""
 
-    MOST: ClassVar[int] = 20
     survey: Mapping[Name, Any]
 
 
@@ -201,7 +195,6 @@ class CauseFound:
     does about it, nothing where a person must do the next step.
     """
 
-    MOST: ClassVar[int] = 2_000
     rank: int
     rule: Name
     area: Name
@@ -217,7 +210,6 @@ class CauseFound:
 class HealthFound:
     """One finding of `health`. `rule`: its name in docs/health.md. `gpu`: its index, "" for what is of the host."""
 
-    MOST: ClassVar[int] = 2_000
     verdict: Verdict
     rule: Name
     gpu: Name
@@ -234,7 +226,6 @@ class GpuMeasured:
     `gpu`: its index, "" for a command of the site's, which measures the host.
     """
 
-    MOST: ClassVar[int] = 1_000
     gpu: Name
     uuid: Name
     model: Name
@@ -249,7 +240,6 @@ class Finished:
     `rolled_back`: what became of a rollback after a failure; the controller says it.
     """
 
-    MOST: ClassVar[int] = 20
     exit_code: int
     changed: int = 0
     seconds: float = 0.0
@@ -269,7 +259,11 @@ Sink = Callable[[Event], None]
 T = TypeVar("T")
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
-_MOST_EVENTS = 10_000
+# How often an event may come in a run; the others may come 10,000 times.
+MOST: Mapping[type[Any], int] = {
+    **dict.fromkeys((Started, Planned, FactsGathered, CudaSurveyed, Finished), 20), ChangeProgress: 1_000_000,
+    **dict.fromkeys((CheckDone, GpuMeasured), 1_000), **dict.fromkeys((CauseFound, HealthFound), 2_000),
+}  # fmt: skip
 _MOST_STRAYS, _LONGEST_STRAY = 20, 400
 
 
@@ -318,7 +312,7 @@ class EventReader:
         if isinstance(event, Finished):
             self.finished = event
         self._seen[type(event)] += 1
-        most = getattr(event, "MOST", _MOST_EVENTS)
+        most = MOST.get(type(event), 10_000)
         if self._seen[type(event)] > most:
             raise no_agent_sends(f"more than {most} events {type(event).__name__}")
         return event
