@@ -159,16 +159,6 @@ def _kernel(data: Any) -> Kernel | None:
     return Kernel(run.left_out or busy, next((one.fault for one in idle if one.fault), ""), len(idle))
 
 
-def parts_of_python(system: System, python: str) -> tuple[str, ...] | str:
-    """Return the host's paths that a container with its C library needs for its Python, or why there are none."""
-    done = system.run((python, *ALONE, "-c", _ASK_PARTS), timeout=_PARTS_SECONDS)
-    if not done.ok:
-        return f"{python} has no ctypes: {done.evidence(1).rpartition(chr(10))[2]}"
-    library, extension = done.stdout.split("\n")[:2]
-    linked = set(re.findall(r"=> (/\S+)", system.run(("ldd", python, extension)).stdout))
-    return (python, library, *sorted(path for path in linked if path.rpartition("/")[2] not in LIBRARIES))
-
-
 @dataclass(frozen=True)
 class Python:
     """What makes the calls in containers: its path there, the host's paths that it needs, or why there is none."""
@@ -236,10 +226,17 @@ def explain_image(test: EngineTest) -> str:
 
 
 def host_python(system: System) -> Python:
-    """Return the host's Python, for containers of verify's own image."""
+    """Return the host's Python, for containers of verify's own image, with what it needs besides their C library."""
     path = recorded_python(system)
-    parts = parts_of_python(system, path) if path else "the host has no Python that gpuprov may use; gpuprov doctor"
-    return Python("", missing=parts) if isinstance(parts, str) else Python(path, parts)
+    if not path:
+        return Python("", missing="the host has no Python that gpuprov may use; gpuprov doctor")
+    done = system.run((path, *ALONE, "-c", _ASK_PARTS), timeout=_PARTS_SECONDS)
+    if not done.ok:
+        return Python("", missing=f"{path} has no ctypes: {done.evidence(1).rpartition(chr(10))[2]}")
+    library, extension = done.stdout.split("\n")[:2]
+    linked = set(re.findall(r"=> (/\S+)", system.run(("ldd", path, extension)).stdout))
+    others = sorted(one for one in linked if one.rpartition("/")[2] not in LIBRARIES)
+    return Python(path, (path, library, *others))
 
 
 def _look(test: EngineTest, python: Python) -> _Seen:

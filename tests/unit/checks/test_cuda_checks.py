@@ -11,6 +11,7 @@ import pytest
 
 from gpuprov.checks import cuda_checks
 from gpuprov.checks.cuda.survey import Survey
+from gpuprov.checks.cuda_checks import Python
 from gpuprov.checks.engines import DOCKER, PODMAN, Containerd, Engine, EngineTest
 from gpuprov.checks.outcome import Checks
 from gpuprov.checks.smi import SmiGpu, SmiReport
@@ -28,6 +29,7 @@ MISSING = "libcuda.so.1: cannot open shared object file: No such file or directo
 WELL = {"gpu": 0, "wrong": 0, "of": 9, "failed": None, "busy": False}
 KERNEL = {"left_out": "", "gpus": [WELL, {**WELL, "gpu": 1}]}
 NO_KERNEL: dict[str, Any] = {}
+PYTHON = Python("/usr/bin/python3.11", ("/usr/bin/python3.11", "/usr/lib/python3.11"))
 
 
 def output(uuids: Sequence[str] = UUIDS, kernel: dict[str, Any] = NO_KERNEL, **more: Any) -> str:
@@ -119,21 +121,21 @@ def test_a_healthy_host(case: Case, engine: Engine) -> None:
 
 
 def test_the_hosts_python_is_mounted_into_verifys_own_image(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_checks, "parts_of_python", lambda system, python: (python, "/usr/lib/python3.11"))
+    monkeypatch.setattr(cuda_checks, "host_python", lambda system: PYTHON)
     assert case.checks(own_image=True)["CUDA"].status == "ok"
     runs = [argv for argv in case.host.asked if argv[:2] == ("docker", "run")]
     assert len(runs) == 3
     for argv in runs:
         assert "type=bind,source=/usr/lib/python3.11,target=/usr/lib/python3.11,readonly" in argv
-    monkeypatch.setattr(cuda_checks, "parts_of_python", lambda system, python: f"{python} has no ctypes")
+    monkeypatch.setattr(cuda_checks, "host_python", lambda system: Python("", missing="python3.11 has no ctypes"))
     found = case.checks(own_image=True)
     assert [found[name].status for name in NAMES] == ["ok", "ok", "skipped", "skipped"]
-    assert found["CUDA"].reason == "/usr/bin/python3.11 has no ctypes"
+    assert found["CUDA"].reason == "python3.11 has no ctypes"
 
 
 def test_containerds_containers_tell_by_themselves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from outside: the file that a program loaded has the version in its name."""
-    monkeypatch.setattr(cuda_checks, "parts_of_python", lambda system, python: (python, "/usr/lib/python3.11"))
+    monkeypatch.setattr(cuda_checks, "host_python", lambda system: PYTHON)
     engine = Containerd("/usr/bin/gpuprov-container-runtime")
     found = case.checks(engine=engine, own_image=True)
     assert {one.status for one in found.values()} == {"ok"}
