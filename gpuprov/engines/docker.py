@@ -256,14 +256,9 @@ def _flag_problems(facts: DockerFacts, runtime_path: str, set_default: bool) -> 
 
 
 def plan(
-    facts: DockerFacts,
-    *,
-    runtime_path: str,
-    set_default: bool,
-    cdi: bool = False,
-    drop: Sequence[str] = (),
+    facts: DockerFacts, *, runtime_path: str, set_default: bool, cdi: bool = False, drop: Sequence[str] = (),
     offline: bool = False,
-) -> tuple[Change, ...]:
+) -> tuple[Change, ...]:  # fmt: skip
     """Return the change of docker's configuration file and its reload or restart; empty if all is right.
 
     `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`: docker can't
