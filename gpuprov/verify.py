@@ -216,12 +216,8 @@ def _modules(system: System, spec: HostSpec) -> Values:
 
 
 def _units(system: System) -> Values:
-    lacking = []
-    for name in (NODES, REFRESH):
-        link = system.status(f"{WANTS}/{name}")
-        if link is None or link.target != f"{UNITS}/{name}":
-            lacking.append(name)
-    if lacking:
+    links = {name: system.status(f"{WANTS}/{name}") for name in (NODES, REFRESH)}
+    if lacking := [name for name, link in links.items() if link is None or link.target != f"{UNITS}/{name}"]:
         raise Failed(f"{', '.join(lacking)} will not start at boot; run gpuprov install again")
     return f"{NODES}, {REFRESH}", ""
 
