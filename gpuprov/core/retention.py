@@ -111,8 +111,11 @@ def _prune_journals(system: System, kinds: Mapping[str, type[Change]]) -> None:
     if not surplus:
         return
     numbers = sorted(pruned_numbers(system) | {run_number(run.path) for run in surplus})
+    # As pairs of first and last: numbers in a row are equally far from their places.
+    rows = (list(row) for _, row in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0]))
+    ranges = [[row[0][1], row[-1][1]] for row in rows]
     # First, so that a kill between the two leaves no journal missing without a note.
-    system.write(PRUNED, json.dumps(_ranges(numbers)).encode(), mode=0o600)
+    system.write(PRUNED, json.dumps(ranges).encode(), mode=0o600)
     for run in surplus:
         system.remove(run.path)
 
@@ -150,10 +153,3 @@ def surplus_runs(runs: Sequence[Run], sizes: Sequence[int], kinds: Mapping[str, 
 
 def _written(run: Run) -> set[str]:
     return {path for entry in run.undoable for path in (entry.outcome or {}).get("written", {})}
-
-
-def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Return sorted numbers as pairs of first and last."""
-    # Numbers in a row are equally far from their places.
-    rows = (list(row) for _, row in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0]))
-    return [[row[0][1], row[-1][1]] for row in rows]
