@@ -106,9 +106,10 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
     present = [node for node in host.driver.nodes if node.path in host.driver.present]
     links = [f"/dev/char/{node.major}:{node.minor}" for node in present]
     timed = (*_TIMED, host.docker.config_path)
-    specification = system.read_bytes(PATH)
+    found = system.read_bytes(PATH)
+    stale = difference(found, host.driver, any_version=is_of_another_version(system)) if found is not None else ""
     runs, fault = _runs(system)
-    module = module_of(system, system.kernel_release())
+    module = module_of(system, system.kernel_release()) or "nvidia"
     return HostSnapshot(
         host=host,
         spec=spec,
@@ -116,7 +117,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         kernel_log_error=log_error,
         smi=smi,
         node_errors=_node_errors(system, host.driver, smi),
-        module=snapshot.parse_modinfo(_said(system, ("modinfo", module or "nvidia"))),
+        module=snapshot.parse_modinfo(_said(system, ("modinfo", module))),
         kernels=gather_kernels(system),
         dkms="".join(re.findall(rf"nvidia.*{host.driver.library_version}.*\n", _said(system, ("dkms", "status")))),
         loader={one.name: one.path for one in reversed(cached) if one.name in _LOADED and one.is_64_bit},
@@ -128,9 +129,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         absent=frozenset(path for path in _named_paths(host, texts) if not is_program(system, path)),
         modified={path: status.modified for path in timed if (status := system.status(path)) is not None},
         settings_fault=_settings_fault(system),
-        specification_fault=difference(specification, host.driver, any_version=is_of_another_version(system))
-        if specification is not None
-        else "",
+        specification_fault=stale,
         installed=Installed(fault=fault) if fault else _installed(system, runs),
         programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
         library_files=_library_files(system),

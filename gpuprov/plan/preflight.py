@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpuprov import driver_run, repos, toolkit
@@ -129,9 +129,8 @@ def host_problems(facts: HostFacts) -> Iterator[Problem]:
         )
 
 
-def read_only_problems(facts: HostFacts, changes: Iterable[Change]) -> tuple[Problem, ...]:
+def read_only_problems(facts: HostFacts, changes: Sequence[Change]) -> tuple[Problem, ...]:
     """Return the read-only file systems that the changes would write to."""
-    changes = tuple(changes)
     writes_usr = any(one.uses_package_manager or isinstance(one, _WRITES_USR) for one in changes)
     # Every change is noted in /var/lib, and most write to /etc.
     return read_only(facts, {*facts.read_only} - (set() if writes_usr else {"/usr"}) if changes else ())

@@ -167,7 +167,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     if problems:
         return Plan((), problems, urls=() if NO_GPU in problems else _urls(context, chosen))
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(context))
-    problems = read_only_problems(facts, (one.change for one in changes))
+    problems = read_only_problems(facts, [one.change for one in changes])
     if problems:
         return Plan((), problems)
     notes = (

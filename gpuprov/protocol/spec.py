@@ -225,8 +225,7 @@ def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostS
 
 def spec_to_json(spec: HostSpec) -> dict[str, Any]:
     """Return the spec as plain JSON values, such that parse_spec gives it back."""
-    found: dict[str, Any] = as_json(spec)
-    return found
+    return dict(as_json(spec))
 
 
 def _finite(name: str, value: Any, origin: str) -> Any:

@@ -182,5 +182,4 @@ def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
             raise ValueError(f"support_ends: {wrong}: not a month such as 2028-06")
     except ValueError as error:
         raise invalid_table(RELEASES, "driver releases", origin, str(error)) from None
-    found: Mapping[str, Any] = data
-    return found
+    return data
