@@ -9,6 +9,7 @@ in an image of the user's, that image's `python3` runs it, with the image's own 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
@@ -194,15 +195,9 @@ def cuda_checks(checks: Checks, test: EngineTest, *, own_image: bool) -> None:
     """Make the checks of CUDA. `own_image`: the image is verify's own, made of the host's C library."""
     python = host_python(test.system) if own_image else Python("python3")
     cuda, management, calls, computes = names(test.engine.name)
-    seen: list[_Seen] = []
-
-    def look() -> _Seen:
-        if not seen:
-            seen.append(_look(test, python))
-        return seen[0]
-
+    look = functools.cache(lambda: _look(test, python))
     checks.check(cuda, lambda: _library(test.system, LIBCUDA, look()))
-    if not seen:
+    if not look.cache_info().currsize:
         checks.skip((management, calls, computes), "requires a container that runs")
         return
     checks.check(management, lambda: _library(test.system, LIBNVIDIA_ML, look()))
