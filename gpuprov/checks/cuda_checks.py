@@ -32,8 +32,8 @@ from gpuprov.protocol.words import counted
 CALLS, COMPUTES = "CUDA", "CUDA kernel"
 _PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
 _SECONDS = 120
-# They wait for the end of their input: the first program that the image has.
-_WAIT = (("sh", "-c", "read line"), ("python3", "-c", "input()"))
+# They wait for the end of their input, which never comes: the first program that the image has.
+_WAIT, _WAITING = (("sh", "-c", "read line"), ("python3", "-c", "input()")), ("--detach", "--interactive")
 _NOT_EXECUTABLE = 126
 DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 KERNEL, OWN = "kernel", "own"
@@ -254,7 +254,7 @@ def _look(test: EngineTest, python: Python) -> _Seen:
 def _waiting(test: EngineTest, engine: DockerLike, python: Python) -> Iterator[str]:
     """Give the id of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
     for wait in _WAIT:
-        done = engine.start(test.system, test.image, wait, ALL, python.mounts)
+        done = engine.run(test.system, test.image, wait, ALL, mounts=python.mounts, flags=_WAITING)
         if done.returncode != NOT_FOUND:
             break
     if not done.ok:

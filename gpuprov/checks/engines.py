@@ -141,12 +141,6 @@ class DockerLike:
         )  # fmt: skip
         return _run(system, argv, seconds, on_line, lambda: self.remove(system, container))
 
-    def start(
-        self, system: System, image: str, command: tuple[str, ...], devices: str, mounts: tuple[str, ...] = ()
-    ) -> Completed:
-        """Start a command that waits for the end of its input, which never comes; the output ends with the id."""
-        return self.run(system, image, command, devices, mounts=mounts, flags=("--detach", "--interactive"))
-
     def execute(self, system: System, container: str, command: tuple[str, ...]) -> Completed:
         """Run a command in a container that runs."""
         return system.run((self.name, "exec", container, *command), timeout=CONTAINER_SECONDS)

@@ -202,7 +202,7 @@ def test_each_engine_is_asked_for_gpus_in_its_own_words(engine: Engine, devices:
 def test_a_container_whose_client_was_ended_does_not_go_on(engine: DockerLike, code: int, removed: bool) -> None:
     """By a time limit, or by a signal, as where memory is short: the container is the daemon's, and has the GPUs."""
     host = Recording(code)
-    engine.start(host, IMAGE, ("sh", "-c", "read line"), ALL)
+    engine.run(host, IMAGE, ("sh", "-c", "read line"), ALL)
     started, *others = host.asked
     (name,) = (word.partition("=")[2] for word in started if word.startswith("--name="))
     assert others == [(engine.name, "rm", "--force", "--volumes", name)] * removed
