@@ -106,9 +106,9 @@ def _look(run: RunContext) -> Finished:
     if command == "facts":
         return _facts(run)
     if command == "health":
-        from gpuprov.checks.health import examine
+        from gpuprov.checks import health
 
-        return examine(run.system, run.sink)
+        return health.examine(run.system, run.sink)
     if command == "cuda":
         from gpuprov.checks.cuda import survey
 
@@ -122,9 +122,9 @@ def _look(run: RunContext) -> Finished:
 
         return fix.check(run)
     if command == "doctor":
-        from gpuprov import doctor
+        from gpuprov.doctor.examine import examine
 
-        return doctor.examine(run.system, run.spec, run.sink)
+        return examine(run.system, run.spec, run.sink)
     if command in ("rollback", "uninstall"):
         from gpuprov.agent import uninstall
 

@@ -36,11 +36,9 @@ def main() -> int:
     """Watch once, print the result for the journal, and return the exit code: 1 if nothing could be measured."""
     try:
         print(watch(System()))  # noqa: T201
-    except GpuprovError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return int(ExitCode.FAILED)
-    except OSError as error:
-        print(f"the metrics were not written: {error}", file=sys.stderr)  # noqa: T201
+    except (GpuprovError, OSError) as error:
+        what = "the metrics were not written: " if isinstance(error, OSError) else ""
+        print(f"{what}{error}", file=sys.stderr)  # noqa: T201
         return int(ExitCode.FAILED)
     return int(ExitCode.DONE)
 
