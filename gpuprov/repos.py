@@ -250,9 +250,8 @@ def _wanted(
         rpm = rpm_repositories(host.package_manager, spec, host.architecture, extra)
         return rpm, list(_rpm_conflicts(host.package_manager, host, rpm))
     apt = apt_repositories(spec, host.architecture, extra)
-    return apt, [
-        one for path, file in sources.foreign_sources(host.files) for one in _apt_conflicts(path, file, apt, spec)
-    ]
+    foreign = sources.foreign_sources(host.files)
+    return apt, [one for path, file in foreign for one in _apt_conflicts(path, file, apt, spec)]
 
 
 def _apt_conflicts(

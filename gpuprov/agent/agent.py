@@ -138,9 +138,8 @@ def _work(request: Request, writing: int) -> int:
         return code
     except BaseException as error:
         _log(masked(traceback.format_exc()))
-        problem = resource_problem(error) or Problem(
-            "gpuprov itself failed: this is a bug", masked(f"{error!r}"), f"see {LOG_PATH} on the host"
-        )
+        seen, step = masked(f"{error!r}"), f"see {LOG_PATH} on the host"
+        problem = resource_problem(error) or Problem("gpuprov itself failed: this is a bug", seen, step)
         sink(Finished(int(ExitCode.FAILED), problems=(problem,)))
         return int(ExitCode.FAILED)
 

@@ -174,9 +174,8 @@ def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
         now = _Progress(made, facts, make_plan(facts, run.spec, run.request.steps))
         require_drained(run, now.plan.changes)
         # A new driver may itself require a reboot.
-        if applied.next_action is NextAction.CONTINUE and not any(
-            isinstance(item.change, Reboot) for item in now.plan.changes
-        ):
+        reboots = any(isinstance(item.change, Reboot) for item in now.plan.changes)
+        if applied.next_action is NextAction.CONTINUE and not reboots:
             break
     return now
 

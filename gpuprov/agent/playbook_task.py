@@ -60,9 +60,8 @@ def task_request(
         CUDA: {"subject": container}, "rollback": {"this_run": this_run}, "accept": {"minutes": minutes},
     }  # fmt: skip
     others = {name for name, owners in _OWNERS.items() if command not in owners}
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in asked.items() if name not in others
-    }
+    given = ((name, value) for name, value in asked.items() if name not in others)
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
     upgrade = installs(command) and str(variables.get(UPGRADE_VARIABLE, "")).lower() in ("true", "yes", "on", "1")
     # The plugin waits for a host that reboots, and retries.
     return Request(
@@ -165,9 +164,8 @@ class TaskResult:
 
     def answer(self, local_facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result in Ansible's keys. `local_facts`: the host's `ansible_local` as it is."""
-        absent = {
-            name for name in ("disturbs", "upgrades", "choice", "cuda", "warnings") if getattr(self, name) in (None, ())
-        }
+        optional = ("disturbs", "upgrades", "choice", "cuda", "warnings")
+        absent = {name for name in optional if getattr(self, name) in (None, ())}
         shown = {key: _as_json(value) for key, value in asdict(self).items() if key not in {*absent, "facts"}}
         # Ansible prints these as they are: no line of them may look like another host's.
         shown["msg"] = "\n".join((*self.msg.splitlines()[:1], *_indented(self.msg.splitlines()[1:], " ")))
@@ -206,12 +204,11 @@ def task_result(command: str, events: Iterable[Event]) -> TaskResult:
         Problem(f"{check.name}: {check.reason}", f"host: {here}, container: {there}" if there else here)
         for check, there, here in sides
     )
+    is_wrong = result.exit_code != ExitCode.DONE and problems
     return TaskResult(
         failed=failed,
         changed=(made or (not failed and result.changed > 0)) and command != PLAN,
-        msg=problem_text(problems)
-        if result.exit_code != ExitCode.DONE and problems
-        else words.one_line(result.summary),
+        msg=problem_text(problems) if is_wrong else words.one_line(result.summary),
         changes=tuple(Change(change.step, change.summary) for change in result.plan),
         checks=result.checks,
         problems=problems,

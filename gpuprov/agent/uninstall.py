@@ -138,9 +138,8 @@ def uninstall(run: RunContext) -> Finished:
         step = "something on the host changed it since (a package's own scripts?); look at it and put it right by hand"
         raise GpuprovError("everything is undone, but not all is as it was before gpuprov's first run", seen, step)
     undone = f"{counted(removal.count, 'change')} undone: the host is as before gpuprov's first run"
-    return Finished(
-        int(ExitCode.DONE), changed=removal.count, summary=undone if removal.count else _NOTHING["uninstall"]
-    )
+    summary = undone if removal.count else _NOTHING["uninstall"]
+    return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
 
 
 def _announced(run: RunContext) -> _Removal:
@@ -248,9 +247,8 @@ def _lost(system: System, every: tuple[Run, ...]) -> str:
         return f"{RUNS_DIRECTORY} lacks {', '.join(f'{number:04}.jsonl' for number in missing)}"
     there = [path for path in (LAUNCHER_PATH, LIBRARY_PATH) if system.status(path) is not None]
     if there and not any(run.undoable for run in every):
-        return (
-            f"{RUNS_DIRECTORY} has no run to undo, and {' and '.join(there)} {'is' if len(there) == 1 else 'are'} there"
-        )
+        verb = "is" if len(there) == 1 else "are"
+        return f"{RUNS_DIRECTORY} has no run to undo, and {' and '.join(there)} {verb} there"
     return ""
 
 

@@ -131,9 +131,8 @@ def _image(to: Collection, reference: str) -> BundleImage:
     name = re.sub(r"[^A-Za-z0-9.-]", "_", reference).strip("._-")[:60] + f"-{sha256_of(reference.encode())[:8]}"
     path, place = f"images/{name}.tar", f"{to.work}/{name}.tar"
     to.tell(f"saving {reference}", 0, 0)
-    to.system.require(
-        ("docker", "save", "--output", place, reference), f"{reference} can't be saved", timeout=_DOWNLOAD_SECONDS
-    )
+    save = ("docker", "save", "--output", place, reference)
+    to.system.require(save, f"{reference} can't be saved", timeout=_DOWNLOAD_SECONDS)
     to.places[path] = place
     return BundleImage(reference, image_identity(to.system, reference), path)
 

@@ -194,9 +194,8 @@ def _load(test: EngineTest, spec: HostSpec, sink: Sink, seconds: int, known: set
 
     argv = command(python.path, str(seconds), accept=True)
     with _Watch(test.system) as watch:
-        done = test.engine.run(
-            test.system, test.image, argv, ALL, seconds=seconds + GRACE_SECONDS, mounts=python.mounts, on_line=follow
-        )
+        most = seconds + GRACE_SECONDS
+        done = test.engine.run(test.system, test.image, argv, ALL, seconds=most, mounts=python.mounts, on_line=follow)
     lines = parse_printed(done.stdout)
     found, measured = judge(lines, done, test.host)
     found += [one for key, one in watch.found.items() if key not in known]

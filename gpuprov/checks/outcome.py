@@ -108,16 +108,10 @@ class Checks:
     def verdict(self) -> Verdict:
         """Return the verdict so far."""
         failed = _engines(one for one in self._emit.events if one.status == "failed")
-        good = _engines(one for one in self._emit.events if one.status == "ok" and one.engine not in failed)
-        proved = _engines(
-            one for one in self._emit.events if one.status == "ok" and one.name == all_gpus_check(one.engine)
-        )
-        return Verdict(
-            self.good,
-            tuple(name for name in good if name in proved),
-            tuple(name for name in good if name not in proved),
-            failed,
-        )
+        passed = [one for one in self._emit.events if one.status == "ok" and one.engine not in failed]
+        good, proved = _engines(passed), _engines(one for one in passed if one.name == all_gpus_check(one.engine))
+        configured = tuple(name for name in good if name not in proved)
+        return Verdict(self.good, tuple(name for name in good if name in proved), configured, failed)
 
 
 def all_gpus_check(engine: str) -> str:

@@ -84,9 +84,8 @@ def parse_smi(text: str) -> SmiReport:
         SmiGpu(**{field: (gpu.findtext(place) or "").strip() for field, _, place in _FIELDS})
         for gpu in root.findall("gpu")
     )
-    return SmiReport(
-        (root.findtext("driver_version") or "").strip(), (root.findtext("cuda_version") or "").strip(), gpus
-    )
+    driver, cuda = ((root.findtext(name) or "").strip() for name in ("driver_version", "cuda_version"))
+    return SmiReport(driver, cuda, gpus)
 
 
 def difference(host: SmiReport, container: SmiReport) -> tuple[str, str, str] | None:

@@ -41,9 +41,8 @@ def explain(name: str, *, as_json: bool) -> str:
         ("after", " or ".join(cause["follows"])),
     )
     lines = [f"  {label + ':':<7} {text}" for label, text in rows if text]
-    return "\n".join(
-        (f"{name} ({cause['area']})", *lines, "Names, versions and commands are those of one example host.")
-    )
+    note = "Names, versions and commands are those of one example host."
+    return "\n".join((f"{name} ({cause['area']})", *lines, note))
 
 
 def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

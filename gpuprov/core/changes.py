@@ -335,14 +335,10 @@ def file_digest(system: System, path: str) -> str:
 def is_as_shown(system: System, image: Json) -> bool:
     """Say whether the disk matches an image by `capture_path`: content, mode and owner of a file, or no file."""
     now = system.status(image["path"])
-    if image["kind"] == "missing":
-        return now is None
-    return (
-        now is not None
-        and image["kind"] == "file"
-        and (now.kind, now.mode, now.uid, now.gid) == ("file", image["mode"], image["uid"], image["gid"])
-        and system.read_bytes(image["path"]) == image_content(image)
-    )
+    if image["kind"] != "file" or now is None:
+        return image["kind"] == "missing" and now is None
+    is_same = (now.kind, now.mode, now.uid, now.gid) == ("file", image["mode"], image["uid"], image["gid"])
+    return is_same and system.read_bytes(image["path"]) == image_content(image)
 
 
 def write_files(system: System, files: Iterable[tuple[str, bytes, int]]) -> None:

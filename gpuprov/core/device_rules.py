@@ -32,7 +32,7 @@ _FOLDERS = ("nvidia-caps", "nvidia-caps-imex-channels", "dri", "infiniband")
 _NAMES = ("nvidia", "gdrdrv", "nvmap", "dxg")
 # struct bpf_cgroup_dev_ctx: access << 16 | type, major, minor.
 _CHARACTER = 2
-_ACCESS = {"m": 1, "r": 2, "w": 4}
+_ACCESS = {"r": 2, "w": 4, "m": 1}
 _MOST_STEPS = 1 << 16
 _SECONDS = 20
 _ALL_USERS = "0 0 4294967295"
@@ -175,9 +175,8 @@ def _of_version_1(rules: Sequence[str], number: str) -> list[str]:
 @lru_cache(maxsize=4096)  # containers with the same devices have the same programs
 def _of_programs(programs: tuple[bytes, ...], number: str) -> str:
     major, minor = map(int, number.split(":"))
-    return "".join(
-        letter for letter in "rwm" if all(allows(one, _CHARACTER, major, minor, _ACCESS[letter]) for one in programs)
-    )
+    passing = (one for one, bit in _ACCESS.items() if all(allows(x, _CHARACTER, major, minor, bit) for x in programs))
+    return "".join(passing)
 
 
 def allows(program: bytes, kind: int, major: int, minor: int, access: int) -> bool:

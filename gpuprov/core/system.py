@@ -294,12 +294,8 @@ class System:
         found: dict[tuple[str, str], list[str]] = {}
         dangling = functools.cache(self._dangling_folder)
         for path in paths:
-            refusal = (
-                dangling(str(Path(path).parent))
-                or self._masked(path)
-                or files.write_refusal(self.path(self.real_path(path)))
-            )
-            found.setdefault(refusal, []).append(path)
+            link = dangling(str(Path(path).parent)) or self._masked(path)
+            found.setdefault(link or files.write_refusal(self.path(self.real_path(path))), []).append(path)
         found.pop(("", ""), None)
         noexec = {mount: path for path in executed if (mount := files.mounted_noexec(self.path(path)))}
         return (

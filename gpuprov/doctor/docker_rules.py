@@ -216,9 +216,8 @@ def hook_missing(x: HostSnapshot) -> Seen | None:
     # Not the package that has the runtime, nvidia-container-toolkit-base.
     if package in x.host.packages.installed:
         return Seen(seen, again=commands.reinstall_packages(x, package))
-    return Seen(
-        seen, again=commands.gpuprov_install(x), remedies=(Remedy(STEPS, ("toolkit",)), Remedy(UNITS, (_UNIT,)))
-    )
+    remedies = (Remedy(STEPS, ("toolkit",)), Remedy(UNITS, (_UNIT,)))
+    return Seen(seen, again=commands.gpuprov_install(x), remedies=remedies)
 
 
 @rule

@@ -259,10 +259,8 @@ def _fabric_wanted(x: HostSnapshot) -> str:
 
 
 def _install_fabric_manager(x: HostSnapshot, version: str) -> str:
-    host = x.host
-    return commands.install_packages(
-        x, *fabric_manager.packages(version, host.package_manager, host.fabric, host.tables)
-    )
+    names = fabric_manager.packages(version, x.host.package_manager, x.host.fabric, x.host.tables)
+    return commands.install_packages(x, *names)
 
 
 @rule

@@ -154,9 +154,8 @@ def in_kernel_log(x: HostSnapshot, pattern: str, xids: str = "", *, refused: boo
     )
     if found is None:
         return None
-    seen = Seen(
-        "dmesg:", *found[1], confidence=WARNING if x.serves_all or (refused and x.driver.kernel_version) else ""
-    )
+    is_past = x.serves_all or (refused and x.driver.kernel_version)
+    seen = Seen("dmesg:", *found[1], confidence=WARNING if is_past else "")
     seen.values.update(found[0])
     return seen
 

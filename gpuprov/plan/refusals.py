@@ -124,19 +124,16 @@ def _of_images(driver: DriverSource) -> Mapping[str, object]:
 
 
 def _of_host(facts: HostFacts, spec: HostSpec) -> Mapping[str, object]:
-    watch, folder = facts.watch, parent_of(spec.watch_metrics)
+    watch, folder, python = facts.watch, parent_of(spec.watch_metrics), facts.interpreter
     watches = spec.watch != OFF and facts.image is None
     named = [name for name, value in spec_to_json(spec).items() if name != "proxy" and has_login(value)]
     named += ["driver_releases"] if has_login(dict(watch.extra)) else []
+    lacks_program = watches and not (watch.agent or watch.program)
     return {
-        "no Python": not facts.interpreter.path
-        and ("\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin"),
+        "no Python": not python.path and ("\n".join(python.refused) or f"there is no {', '.join(NAMES)} in /usr/bin"),
         "no folder for metrics": watches and folder not in watch.folders and folder,
         "closed folder for metrics": watches and spec.watch_metrics.startswith(UNWRITABLE) and folder,
-        "no program to watch": watches
-        and not watch.agent
-        and not watch.program
-        and (watch.agent_path or "no file of the agent is named"),
+        "no program to watch": lacks_program and (watch.agent_path or "no file of the agent is named"),
         "login to store": watches and ", ".join(f"gpuprov_{name}" for name in named),
     }
 

@@ -123,9 +123,7 @@ def _needs_archive(driver: DriverSource) -> bool:
 def _asked(spec: HostSpec) -> tuple[str, ...]:
     """Return the packages whose version is asked for. Never the kernel's, nor the driver's, which move as one set."""
     asked = pinned((*toolkit.packages(spec), *spec.packages)) if spec.hold_pinned else ()
-    return tuple(
-        name for name in asked if not re.match(r"kernel\b|linux-(image|modules)", name) and not driver_set((name,))
-    )
+    return tuple(one for one in asked if not re.match(r"kernel\b|linux-(image|modules)", one) and not driver_set([one]))
 
 
 def plan_driver_hold(driver: DriverSource, *, coming: bool) -> tuple[Change, ...]:

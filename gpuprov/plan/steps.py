@@ -100,9 +100,8 @@ def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
             offline=facts.image is not None and facts.image.offline,
         )
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
-    proxy = docker_proxy.plan(
-        facts.files, facts.docker, _docker_proxy(c), in_use=facts.docker_proxy_in_use, restarts=restarts
-    )
+    in_use = facts.docker_proxy_in_use
+    proxy = docker_proxy.plan(facts.files, facts.docker, _docker_proxy(c), in_use=in_use, restarts=restarts)
     return (*proxy, *changes, *plan_containers(c.driver))
 
 
