@@ -80,12 +80,10 @@ def for_target(run: RunContext) -> RunContext:
         return run
     signs = () if run.spec.image_force or run.request.command != "install" else _signs_of_use(run.system)
     if signs:
-        raise GpuprovError(
-            "this machine looks as if it were in use, and an image loses its identity (machine-id, SSH host keys)",
-            "\n".join(signs),
-            "build images on a machine of their own, in a chroot or in a container build; if this is one: "
-            "gpuprov_image_force: true. To install this very machine: leave gpuprov_target out",
-        )
+        what = "this machine looks as if it were in use, and an image loses its identity (machine-id, SSH host keys)"
+        step = "build images on a machine of their own, in a chroot or in a container build"
+        force = "if this is one: gpuprov_image_force: true. To install this very machine: leave gpuprov_target out"
+        raise GpuprovError(what, "\n".join(signs), f"{step}; {force}")
     return replace(run, system=ImageSystem(run.system, newest_kernel(run.system)))
 
 

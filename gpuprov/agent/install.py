@@ -272,10 +272,8 @@ def _newer_version(system: System) -> str:
     version = max((run.version for run in read_runs(system)), key=version_numbers, default="")
     if version_numbers(version) <= version_numbers(own):
         return ""
-    return (
-        f"gpuprov {version} set this host up, and this is the older gpuprov {own}: its container runtime replaces the "
-        f"newer one; to keep that, run gpuprov {version} or newer"
-    )
+    what = f"gpuprov {version} set this host up, and this is the older gpuprov {own}"
+    return f"{what}: its container runtime replaces the newer one; to keep that, run gpuprov {version} or newer"
 
 
 def require_drained(run: RunContext, changes: Sequence[StepChange], lost: Sequence[str] = ()) -> None:

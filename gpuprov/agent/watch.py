@@ -52,12 +52,8 @@ def watch(system: System) -> str:
     if busy := _busy(system):
         return busy
     begun = time.monotonic()
-    request = Request(
-        "install",
-        {**spec, "proxy": _proxy(system, spec)},
-        tables=dict(found.get("tables") or {}),
-        arguments={"watch": True, "bundle": bool(found.get("bundle"))},
-    )
+    tables, arguments = dict(found.get("tables") or {}), {"watch": True, "bundle": bool(found.get("bundle"))}
+    request = Request("install", {**spec, "proxy": _proxy(system, spec)}, tables=tables, arguments=arguments)
     steps = tuple(step.name for step in STEPS if step.name not in _OF_A_BUNDLE) if found.get("bundle") else ()
     host = (system.read_text(_HOSTNAME) or "localhost").strip()
     plan, _ = _run(system, host, replace(request, check=True, steps=steps))

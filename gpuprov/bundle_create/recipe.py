@@ -388,18 +388,12 @@ def _dcgm(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
 
 def _driver(wanted: Wanted, specs: Sequence[HostSpec]) -> RunFile:
     """Return the driver that all specifications request; they must agree."""
-    return _only(
-        (
-            RunFile(
-                spec.driver_version,
-                spec.driver_url or default_url(spec.driver_version, wanted.architecture, wanted.tables),
-                spec.driver_sha256,
-            )
-            for spec in specs
-            if spec.driver == "runfile" and spec.driver_version
-        ),
-        "drivers",
-    )  # fmt: skip
+    files = []
+    for spec in specs:
+        if spec.driver == "runfile" and spec.driver_version:
+            url = spec.driver_url or default_url(spec.driver_version, wanted.architecture, wanted.tables)
+            files.append(RunFile(spec.driver_version, url, spec.driver_sha256))
+    return _only(files, "drivers")
 
 
 def _cuda(specs: Sequence[HostSpec]) -> RunFile:

@@ -237,10 +237,8 @@ def _news(before: Memory, now: Memory, *, is_ours: bool) -> Iterator[tuple[str, 
         yield f"new since {before.day}: {', '.join(map(str, gpus.added))}", "info"
     for gpu in before.gpus:
         if 0 < links.get(gpu.uuid, 0) < gpu.links:
-            yield (
-                f"{gpu} has {counted(links[gpu.uuid], 'active NVLink')}, {gpu.links} on {before.day}: "
-                "nvidia-smi nvlink --status", "warning",
-            )  # fmt: skip
+            what = f"{gpu} has {counted(links[gpu.uuid], 'active NVLink')}, {gpu.links} on {before.day}"
+            yield f"{what}: nvidia-smi nvlink --status", "warning"
     engines = {*before.engines, *now.engines}
     versions = [("driver", before.driver, now.driver), ("gpuprov", before.gpuprov, now.gpuprov)]
     versions += [(name, before.engines.get(name, "none"), now.engines.get(name, "none")) for name in sorted(engines)]

@@ -247,10 +247,8 @@ def _rows(vulnerability: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, st
         releases = fixed.get(key, [])
         if not releases and before is None:
             raise ValueError(f"{name}: no release fixes it")
-        yield (
-            key,
-            min(releases, key=version_numbers) if releases else str(before and before["version"]).replace("_", "."),
-        )
+        first = min(releases, key=version_numbers) if releases else str(before and before["version"]).replace("_", ".")
+        yield key, first
 
 
 def _key(name: str) -> tuple[tuple[str, str, str] | None, str]:

@@ -195,10 +195,8 @@ def same_versions(x: HostSnapshot) -> str:
         wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"
         return f"gpuprov install{kind}{wanted}"
     stop = f"systemctl stop {PERSISTENCE}; " if has_unit(x, PERSISTENCE) else ""
-    return (
-        f"systemctl reboot  # or, with nothing on the GPUs: {stop}"
-        "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
-    )
+    again = f"{stop}modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
+    return f"systemctl reboot  # or, with nothing on the GPUs: {again}"
 
 
 def open_modules(x: HostSnapshot) -> str:

@@ -204,11 +204,9 @@ def _file_problems(facts: DockerFacts) -> tuple[Problem, ...]:
 def not_a_file(facts: DockerFacts) -> Problem:
     """Return the problem of a folder or the like in place of docker's configuration file."""
     path = facts.config_path
-    return Problem(
-        f"{path} is a {facts.config_kind}, not a file",
-        f"stat {path}: {facts.config_kind}",
-        f"mv {shlex.quote(path)} {shlex.quote(f'{path}.old')}; systemctl reset-failed docker; systemctl restart docker",
-    )
+    move = f"mv {shlex.quote(path)} {shlex.quote(f'{path}.old')}"
+    step = f"{move}; systemctl reset-failed docker; systemctl restart docker"
+    return Problem(f"{path} is a {facts.config_kind}, not a file", f"stat {path}: {facts.config_kind}", step)
 
 
 def unreachable(facts: DockerFacts) -> Problem:
@@ -221,12 +219,10 @@ def unreachable(facts: DockerFacts) -> Problem:
 
 def outdated(facts: DockerFacts) -> Problem:
     """Return the problem of a docker that has not been restarted since its unit names another file."""
-    return Problem(
-        f"the running docker does not read {facts.config_path}, which its unit names since it was changed",
-        f"systemctl show {UNIT}: {' '.join(facts.unit.command)}\n"
-        f"/proc/PID/cmdline of dockerd: {' '.join(facts.unit.running)}",
-        "systemctl restart docker",
-    )
+    named, running = " ".join(facts.unit.command), " ".join(facts.unit.running)
+    what = f"the running docker does not read {facts.config_path}, which its unit names since it was changed"
+    seen = f"systemctl show {UNIT}: {named}\n/proc/PID/cmdline of dockerd: {running}"
+    return Problem(what, seen, "systemctl restart docker")
 
 
 def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
@@ -267,12 +263,8 @@ def plan(
     if _file_problems(facts):
         return ()
     by_flag = facts.unit.flag_runtimes.get(RUNTIME) == runtime_path
-    entry = RuntimeEntry(
-        RUNTIME,
-        "" if by_flag else runtime_path,
-        set_default=set_default and not by_flag,
-        cdi=cdi and cdi_of(facts).is_to_be_set,
-    )
+    path, is_default = ("", False) if by_flag else (runtime_path, set_default)
+    entry = RuntimeEntry(RUNTIME, path, is_default, cdi=cdi and cdi_of(facts).is_to_be_set)
     text = edited(facts.config_text, entry, drop=drop)
     restart = not facts.restart_stops
     cdi_waits = cdi and cdi_of(facts).waits

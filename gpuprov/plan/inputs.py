@@ -46,12 +46,9 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     else:
         spec = cuda_toolkit.from_bundle(run_files.of_bundle(spec, manifest.driver_version, system.tables), manifest)
         if spec.driver == "runfile" and manifest.driver_file:
-            spec = replace(
-                spec,
-                driver_version=spec.driver_version or manifest.driver_version,
-                driver_url=f"{FOLDER}/{manifest.driver_file}",
-                driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
-            )
+            file = manifest.file(manifest.driver_file)
+            version, sha256 = spec.driver_version or manifest.driver_version, spec.driver_sha256 or file.sha256
+            spec = replace(spec, driver_version=version, driver_url=f"{FOLDER}/{file.path}", driver_sha256=sha256)
     row = distribution_of(gather_os(system))
     spec = distribution.as_packages(row, spec)
     ids = generations.ids_of(spec.image_gpus, system.tables) or own_ids(gather_gpus(system))

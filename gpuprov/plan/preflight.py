@@ -120,13 +120,12 @@ def host_problems(facts: HostFacts) -> Iterator[Problem]:
             yield Problem(f"not enough room on the file system of {place}", seen, f"make room: df -h {place}")
     # With a clock that was never set no certificate and no signature is valid yet, far in the future none still is.
     if not _EARLIEST_CLOCK <= facts.clock < _LATEST_CLOCK:
-        early = facts.clock < _EARLIEST_CLOCK
-        yield Problem(
-            f"the clock is wrong: certificates and signatures would {'not be valid yet' if early else 'have expired'}",
-            f"it says {time.strftime('%Y-%m-%d', time.gmtime(facts.clock))}, "
-            + ("before this gpuprov was made" if early else "more than fifteen years after this gpuprov was made"),
-            "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
-        )
+        effect, when = "have expired", "more than fifteen years after"
+        if facts.clock < _EARLIEST_CLOCK:
+            effect, when = "not be valid yet", "before"
+        what = f"the clock is wrong: certificates and signatures would {effect}"
+        seen = f"it says {time.strftime('%Y-%m-%d', time.gmtime(facts.clock))}, {when} this gpuprov was made"
+        yield Problem(what, seen, "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'")
 
 
 def read_only_problems(facts: HostFacts, changes: Sequence[Change]) -> tuple[Problem, ...]:

@@ -60,11 +60,10 @@ def problems(
     manifest = facts.bundle.manifest
     fits = manifest.version in ("*", facts.os.version) or facts.os.version.startswith(f"{manifest.version}.")
     if not fits or (manifest.distribution, manifest.architecture) != (facts.os.id, facts.architecture):
-        yield Problem(
-            f"the bundle is for {manifest.target}, this host is another",
-            f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version}; uname -m: {facts.architecture}",
-            f"make one: gpuprov bundle create --distro {facts.os.id}-{facts.os.version} --arch {facts.architecture} …",
-        )
+        what = f"the bundle is for {manifest.target}, this host is another"
+        seen = f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version}; uname -m: {facts.architecture}"
+        own = f"--distro {facts.os.id}-{facts.os.version} --arch {facts.architecture}"
+        yield Problem(what, seen, f"make one: gpuprov bundle create {own} …")
         return
     if installs_driver and (wrong := _driver_problem(manifest, spec)):
         yield wrong

@@ -66,11 +66,8 @@ class Vulnerabilities:
     def __str__(self) -> str:
         bulletins = f"NVIDIA {'bulletins' if len(self.advisories) > 1 else 'bulletin'} {self.bulletins}"
         if self.unfixed_branch:
-            branch = _branch(self.version)
-            return (
-                f"{self.product} {self.version}: branch {branch} gets no security fixes any more, and may have the "
-                f"holes of {bulletins}; fixed in {self.fixed_in}"
-            )
+            what = f"{self.product} {self.version}: branch {_branch(self.version)} gets no security fixes any more"
+            return f"{what}, and may have the holes of {bulletins}; fixed in {self.fixed_in}"
         return f"{self.product} {self.version} has known security holes: {bulletins}; fixed in {self.fixed_in}"
 
 

@@ -87,10 +87,8 @@ class Upgrade:
         older = version_numbers(self.wanted) < version_numbers(self.installed)[: self.wanted.count(".") + 1]
         kind = "downgrade" if older else "upgrade"
         stops = ", ".join(self.stops) or "no container"
-        return (
-            f"{kind}: {self.product} {self.installed} → {self.wanted}; stops {stops}; "
-            f"reboot: {_REBOOTS[self.reboot]}; way back: {self.way_back}"
-        )
+        what = f"{kind}: {self.product} {self.installed} → {self.wanted}; stops {stops}"
+        return f"{what}; reboot: {_REBOOTS[self.reboot]}; way back: {self.way_back}"
 
 
 @dataclass(frozen=True)

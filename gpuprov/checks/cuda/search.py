@@ -168,10 +168,8 @@ def _absolute(path: str, program: Program) -> str:
 
 def _elsewhere(root: Root, loader: Loader, name: str) -> Iterator[str]:
     """Yield libraries of that name that the loader does not take by itself, wherever such libraries usually lie."""
-    prefixes = [
-        "/opt/conda",
-        *(f"/usr/local/{one}" for one in names(root, "/usr/local") if _CUDA_FOLDER.fullmatch(one)),
-    ]
+    toolkits = (f"/usr/local/{one}" for one in names(root, "/usr/local") if _CUDA_FOLDER.fullmatch(one))
+    prefixes = ["/opt/conda", *toolkits]
     prefixes += [f"{prefix}/targets/{one}" for prefix in prefixes for one in names(root, f"{prefix}/targets")]
     of_cuda = (f"{prefix}/{folder}" for prefix in prefixes for folder in _FOLDERS_OF_CUDA)
     for folder in (*_KNOWN_FOLDERS, *of_cuda, *loader.folders):
