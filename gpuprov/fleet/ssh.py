@@ -135,6 +135,8 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
             sock = socket.create_connection((connection.host, connection.port), settings.connect_timeout)
             # A dead connection breaks after a minute instead of hanging until TCP gives up.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
+            # As ssh(1) does: else the kernel holds a short packet back until the one before it is acknowledged, 40 ms.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(sock, ProxyCommand):
             sock.recv = lambda size: _read_from(sock, size)
         made = Transport(sock, **others)

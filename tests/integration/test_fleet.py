@@ -158,6 +158,7 @@ def test_jump_host_is_gone_through_and_its_key_checked(server: Server, target: H
     assert "Accepted publickey for open" in server.log
     with connected(jumping, ACCEPTING) as connection:  # a path that dies is noticed in a minute
         assert connection.gateway.transport.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        assert connection.gateway.transport.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 @pytest.mark.parametrize(("address", "jump"), [("::1", ""), ("127.0.0.1", "-J root@[::1]:{port} ")])
