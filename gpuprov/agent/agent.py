@@ -40,6 +40,12 @@ STOP = "stop"
 _CHUNK = 1 << 16
 # docker's client reserves a gigabyte of addresses.
 ADDRESSES = 2 << 30
+# What an installation imports after all else, the earliest first.
+LATE_MODULES = (
+    "gpuprov/plan/*.py", "gpuprov/*.py", "gpuprov/boot/*.py", "gpuprov/driver/*.py", "gpuprov/packages/*.py",
+    "gpuprov/checks/cuda/*.py", "urllib3/*.py", "urllib3/util/*.py", "requests/*.py", "charset_normalizer/*.py",
+    "pynvml.py",
+)  # fmt: skip
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]
 _REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
@@ -77,6 +83,7 @@ def _relay(worker: int, reading: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: send(signal.SIGTERM))
+    _compile_late_modules()
     with selectors.DefaultSelector() as inputs:
         inputs.register(reading, selectors.EVENT_READ)
         # What the caller says after the request. A regular file can't be waited for.
@@ -98,6 +105,21 @@ def _relay(worker: int, reading: int) -> int:
                     send(signal.SIGUSR1)
     _, status = os.waitpid(worker, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _compile_late_modules() -> None:
+    """Write byte code that is missing, beside the worker, which is still busy with the modules that it imports first.
+
+    Measured with two processors: an agent's first run takes 0.2 s less.
+    """
+    import py_compile
+    from importlib.util import cache_from_source
+
+    folder = Path(__file__).parents[2]
+    with contextlib.suppress(OSError):  # a full disk: the worker compiles for itself
+        for path in (path for pattern in LATE_MODULES for path in sorted(folder.glob(pattern))):
+            if not Path(cache_from_source(str(path))).exists():
+                py_compile.compile(str(path), quiet=2)
 
 
 def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:

@@ -13,18 +13,22 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
 
 import gpuprov
 from gpuprov import protocol
+from gpuprov.agent.agent import LATE_MODULES
 from gpuprov.agent.probe import Probe, Python
 from gpuprov.agent.push import STORE, STORE_BUNDLE, UNREADABLE, agent_command
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.fleet import agent_file
 from gpuprov.fleet.agent_file import Agent, build_agent
+from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.request import Request
 from tools import zipapps
 from tools.zipapps import AGENT_START, locked, main_program, pack
 
@@ -264,6 +268,19 @@ def test_the_folder_gets_its_name_when_its_files_are_on_the_disk(small: Path, tm
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
     steps = [line for line in done.stdout.splitlines() if line in ("syncfs", f"{tmp_path}/place/agent-d1")]
     assert steps == ["syncfs", f"{tmp_path}/place/agent-d1"]
+
+
+def test_a_first_run_compiles_what_an_installation_imports_late(agent: Agent, tmp_path: Path) -> None:
+    """The worker of this request ends before it imports any of it."""
+    path = tmp_path / "agent.pyz"
+    path.write_bytes(agent.content)
+    move(path, str(tmp_path / "place"))
+    request = dump(Request("facts", spec={"driver": "nonsense"}))
+    subprocess.run((sys.executable, "-I", path), input=f"{request}\n".encode(), timeout=300, stdout=subprocess.PIPE)
+    (folder,) = (tmp_path / "place").iterdir()
+    sources = {pattern: sorted(folder.glob(pattern)) for pattern in LATE_MODULES}
+    assert all(sources.values()), sources
+    assert not [one for found in sources.values() for one in found if not Path(cache_from_source(one)).exists()]
 
 
 def move(small: Path, place: str) -> None:
