@@ -71,7 +71,10 @@ def main() -> None:
         return
     # Ended by it before it is listened to, the worker would leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    raise SystemExit(_relay(*start_worker(request, _work)))
+    worker, reading = start_worker(request, _work)
+    if request.command == "install":
+        _compile_late_modules(reading)
+    raise SystemExit(_relay(worker, reading))
 
 
 def _relay(worker: int, reading: int) -> int:
@@ -83,7 +86,6 @@ def _relay(worker: int, reading: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: send(signal.SIGTERM))
-    _compile_late_modules()
     with selectors.DefaultSelector() as inputs:
         inputs.register(reading, selectors.EVENT_READ)
         # What the caller says after the request. A regular file can't be waited for.
@@ -107,11 +109,14 @@ def _relay(worker: int, reading: int) -> int:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _compile_late_modules() -> None:
+def _compile_late_modules(last_file: int) -> None:
     """Write byte code that is missing, beside the worker, which is still busy with the modules that it imports first.
 
-    Measured with two processors: an agent's first run takes 0.2 s less.
+    Measured with two processors: an agent's first run takes 0.2 s less. `last_file`: of those that this process has.
     """
+    if os.fork():
+        return
+    os.closerange(0, last_file + 1)  # the caller waits for all who can write to it
     import py_compile
     from importlib.util import cache_from_source
 
@@ -120,6 +125,7 @@ def _compile_late_modules() -> None:
         for path in (path for pattern in LATE_MODULES for path in sorted(folder.glob(pattern))):
             if not Path(cache_from_source(str(path))).exists():
                 py_compile.compile(str(path), quiet=2)
+    os._exit(0)
 
 
 def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:
