@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.fleet.options import AS_JSON, FILE, FOLDER, with_options
-from gpuprov.fleet.standard_streams import object_text, say, say_text, standard_input
+from gpuprov.fleet.standard_streams import object_text, say, show, standard_input
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 
 if TYPE_CHECKING:
@@ -211,12 +211,8 @@ def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
     for path, errors in registry.errors.items():
         for error in errors:
             say(f"{path}: {error}", err=True)
-    if as_json:
-        rows = [{"name": name, "file": found.path} for name, found in sorted(registry.devices.items())]
-        say_text(json.dumps({"devices": rows, "errors": registry.errors}, indent=2))
-        return
-    for name in sorted(registry.devices):
-        say(name)
+    rows = [{"name": name, "file": found.path} for name, found in sorted(registry.devices.items())]
+    show({"devices": rows, "errors": registry.errors}, sorted(registry.devices), as_json=as_json)
 
 
 @cdi.command(short_help="Say what is wrong with specifications.")
