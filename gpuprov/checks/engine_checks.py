@@ -13,6 +13,7 @@ from gpuprov.checks import cuda_checks, frameworks
 from gpuprov.checks.engines import ALL, DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine, EngineTest, ended
 from gpuprov.checks.outcome import Checks, Failed, Skipped, Values, all_gpus_check
 from gpuprov.checks.smi import SmiReport, difference, parse_smi
+from gpuprov.core import units
 from gpuprov.core.system import System
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker import DockerFacts
@@ -221,7 +222,7 @@ def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping
         raise Failed(f"{found.edits[0].path} does not have runtime nvidia as {wanted}; run gpuprov install")
     _require_program(system, wanted)
     unit = facts.unit or ENGINES[name].unit
-    if unit and not other_engines.is_active(system, name, facts):
+    if unit and not units.is_active(system, unit):
         raise Failed(f"{name} does not run; systemctl status {unit.removesuffix('.service')}")
     said = "" if name == "microk8s" else system.run((facts.program, "--version"), timeout=_SECONDS).stdout.strip()
     version = re.search(r"\d+\.\d+[^\s,]*", said)

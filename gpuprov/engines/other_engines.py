@@ -144,15 +144,10 @@ def plan(
     """
     found = registrations(facts, runtime_path, set_default=set_default)
     return tuple(
-        ConfigureEngine(name, one.edits, name not in kept, facts[name].unit)
+        ConfigureEngine(name, one.edits, name not in kept, facts[name].unit or ENGINES[name].unit)
         for name, one in found.items()
         if one.edits or (one.problem is None and name not in kept and facts[name].has_not_read_its_files)
     )
-
-
-def is_active(system: System, name: str, facts: EngineFacts) -> bool:
-    """Say whether an engine's unit is active; podman has none."""
-    return units.is_active(system, facts.unit or ENGINES[name].unit)
 
 
 def restart_command(name: str, facts: EngineFacts) -> str:
@@ -165,7 +160,7 @@ class ConfigureEngine(Change):
     """Register the runtime in the engine's files and make the running engine read them.
 
     `restart` is False for an engine that serves Kubernetes and may not be restarted: it reads them at its next start.
-    Without `edits` the files are right, but the engine has not read them. `unit` runs it.
+    Without `edits` the files are right, but the engine has not read them. `unit` runs it; podman has none.
     """
 
     undo_restores_files: ClassVar[bool] = True
@@ -180,7 +175,7 @@ class ConfigureEngine(Change):
         return f"configure {self.engine}"
 
     def summary(self) -> str:
-        name = self._unit.removesuffix(".service")
+        name = self.unit.removesuffix(".service")
         if not self.edits:
             return f"restart {name}: it runs and has not read its files ({self._fate()})"
         written = f"write {', '.join(edit.path for edit in self.edits)}"
@@ -196,19 +191,18 @@ class ConfigureEngine(Change):
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
         # If it was not restarted, the undo does not restart it either.
-        was_active = self.restart and units.is_active(system, self._unit)
-        return {"engine": self.engine, "files": files, "was_active": was_active, "unit": self._unit}
+        was_active = self.restart and units.is_active(system, self.unit)
+        return {"engine": self.engine, "files": files, "was_active": was_active, "unit": self.unit}
 
     def apply(self, system: System, tell: Tell) -> None:
         from gpuprov.engines import configure
 
         before = self.capture(system)
         configure.write(system, self.edits)
-        unit = self._unit
         # A stopped engine reads its files at its next start.
         if before["was_active"]:
-            tell(f"restarting {unit}", 0, 0)
-            if trouble := _restart(system, unit):
+            tell(f"restarting {self.unit}", 0, 0)
+            if trouble := _restart(system, self.unit):
                 self.undo(system, before, None)
                 what = f"{self.engine} failed to start with its new configuration; the old one is back"
                 raise GpuprovError(what, trouble, f"fix what {self.engine} names, then run the same command again")
@@ -233,10 +227,6 @@ class ConfigureEngine(Change):
         # Containers are children of their shims or conmon, not of the engine: they keep running.
         cluster = ENGINES[self.engine].cluster
         return "its pods go on; an API server in it does not answer meanwhile" if cluster else "its containers go on"
-
-    @property
-    def _unit(self) -> str:
-        return self.unit or ENGINES[self.engine].unit
 
 
 def _restart(system: System, unit: str) -> str:

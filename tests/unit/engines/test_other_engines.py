@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core import units
 from gpuprov.core.system import System
 from gpuprov.engines import cri_status, known
 from gpuprov.engines.configure import configuration
@@ -16,7 +17,6 @@ from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEd
 from gpuprov.engines.other_engines import (
     ConfigureEngine,
     gather,
-    is_active,
     kept_running,
     names,
     plan,
@@ -431,7 +431,7 @@ def test_files_that_it_has_not_read_yet_are_read_by_a_restart_that_is_asked_for(
     wanted = spec("k3s", restart_kubernetes=asked)
     facts = {"k3s": replace(gather(node, ("k3s",))["k3s"], running=CriStatus(("runc",)))}
     assert facts["k3s"].has_not_read_its_files
-    assert is_active(node, "k3s", facts["k3s"]) and not is_active(node, "k3s", replace(facts["k3s"], unit=""))
+    assert units.is_active(node, facts["k3s"].unit) and not units.is_active(node, ENGINES["k3s"].unit)
     assert restart_command("k3s", facts["k3s"]) == "systemctl restart k3s-agent"
     for found in plan(facts, LAUNCHER_PATH, kept_running(facts, ("k3s",), wanted)):
         assert "it runs and has not read its files" in found.summary() and found.diff(node) == ""
