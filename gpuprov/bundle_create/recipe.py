@@ -86,11 +86,8 @@ def default_sources(
     if not mirror.archive:
         what = f"no mirror of {row.id} is known on this machine"
         raise UsageError(what, "apt-get indextargets lists none", "name it with --mirror URL")
-    places = (
-        (mirror.archive, name),
-        (mirror.archive, f"{name}-updates"),
-        (mirror.security or mirror_at(mirror.archive).security, f"{name}-security"),
-    )
+    security = mirror.security or mirror_at(mirror.archive).security
+    places = ((mirror.archive, name), (mirror.archive, f"{name}-updates"), (security, f"{name}-security"))
     words = " ".join(dict.fromkeys((*archive.components.split(), *components)))
     return tuple(f"deb [signed-by={archive.keyring}] {uri} {suite} {words}" for uri, suite in places)
 

@@ -289,13 +289,8 @@ class OwnImage:
             "config": {"Env": ["PATH=/usr/bin:/bin"]},
             "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(root).hexdigest()}"]},
         }
-        manifest = [{"Config": "config.json", "RepoTags": [reference], "Layers": ["layer.tar"]}]
-        files = {
-            "config.json": json.dumps(config).encode(),
-            "layer.tar": root,
-            "manifest.json": json.dumps(manifest).encode(),
-        }
-        return _tar(files, [])
+        manifest = json.dumps([{"Config": "config.json", "RepoTags": [reference], "Layers": ["layer.tar"]}]).encode()
+        return _tar({"config.json": json.dumps(config).encode(), "layer.tar": root, "manifest.json": manifest}, [])
 
 
 def own_image(system: System) -> OwnImage:

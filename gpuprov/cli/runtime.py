@@ -169,13 +169,9 @@ def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
         {"path": edit.path, "changed": edit.changes, "before": text(edit.before), "after": text(edit.after)}
         for edit in found.edits
     ]
-    return {
-        "changed": any(edit.changes for edit in found.edits),
-        "written": not dry_run and any(edit.changes for edit in found.edits),
-        "files": files,
-        "notes": list(found.notes),
-        "restart": found.reload_command,
-    }
+    changed = any(edit.changes for edit in found.edits)
+    head = {"changed": changed, "written": changed and not dry_run}
+    return {**head, "files": files, "notes": list(found.notes), "restart": found.reload_command}
 
 
 @click.command("docker-args", short_help="Print flags that give one container GPUs, without a runtime.")

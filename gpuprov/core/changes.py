@@ -265,13 +265,8 @@ def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
         return ""
     try:
         old, new = (b"" if content is None else content for content in (before, after))
-        lines = difflib.unified_diff(
-            old.decode().splitlines(),
-            new.decode().splitlines(),
-            "/dev/null" if before is None else path,
-            "/dev/null" if after is None else path,
-            lineterm="",
-        )
+        source, target = ("/dev/null" if content is None else path for content in (before, after))
+        lines = difflib.unified_diff(old.decode().splitlines(), new.decode().splitlines(), source, target, lineterm="")
     except UnicodeDecodeError:
         return f"binary file {path} differs"
     return masked_settings("\n".join(lines))

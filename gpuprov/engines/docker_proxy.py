@@ -110,11 +110,8 @@ class SetDockerProxy(Change):
         number = 1
         while system.status(f"{_BACKUP}.{number}") is not None:
             number += 1
-        return {
-            "drop_in": capture_path(system, DROP_IN),
-            "backup": f"{_BACKUP}.{number}" if had else "",
-            "folders": image["missing_parents"],
-        }
+        backup = f"{_BACKUP}.{number}" if had else ""
+        return {"drop_in": capture_path(system, DROP_IN), "backup": backup, "folders": image["missing_parents"]}
 
     def apply(self, system: System, tell: Tell) -> None:
         before = self.capture(system)

@@ -138,14 +138,12 @@ def read_only_problems(facts: HostFacts, changes: Sequence[Change]) -> tuple[Pro
 def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
     """Return a problem for each place that is on a read-only file system."""
     image = next((one.next_step for one in _kinds(facts, "preinstalled") if "ostree" in facts.kinds[one.name]), "")
+    mounts = ((place, facts.read_only[place]) for place in sorted(places))
     return tuple(
-        Problem(
-            f"{place} is on a file system that is mounted read-only",
-            f"/proc/self/mountinfo: {facts.read_only[place]}",
-            image or f"mount -o remount,rw {facts.read_only[place].partition(' ')[0]}",
-        )
-        for place in sorted(places)
-    )
+        Problem(f"{place} is on a file system that is mounted read-only", f"/proc/self/mountinfo: {mount}",
+                image or f"mount -o remount,rw {mount.partition(' ')[0]}")
+        for place, mount in mounts
+    )  # fmt: skip
 
 
 def security_warnings(driver: DriverSource) -> tuple[str, ...]:

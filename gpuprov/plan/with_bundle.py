@@ -184,11 +184,9 @@ def plan_images(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the changes that load each image of the bundle that the host's engine lacks."""
     if facts.bundle is None:
         return ()
-    return tuple(
-        LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}", image_engine(spec))
-        for one in facts.bundle.manifest.images
-        if one.reference not in facts.bundle.loaded_images
-    )
+    lacking = (one for one in facts.bundle.manifest.images if one.reference not in facts.bundle.loaded_images)
+    engine = image_engine(spec)
+    return tuple(LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}", engine) for one in lacking)
 
 
 @dataclass(frozen=True)
