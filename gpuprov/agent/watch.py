@@ -61,13 +61,10 @@ def watch(system: System) -> str:
     health, _ = _run(system, host, replace(request, command="health"))
     if busy := _busy(system):
         return busy
-    result = replace(
-        plan,
-        exit_code=worst((plan.exit_code, proof.exit_code, health.exit_code if health.has_failed else ExitCode.DONE)),
-        checks=(*proof.checks, *health.checks),
-        health=health.health,
-        versions={**plan.versions, **{name: one for name, one in proof.versions.items() if one}},
-    )
+    code = worst((plan.exit_code, proof.exit_code, health.exit_code if health.has_failed else ExitCode.DONE))
+    checks = (*proof.checks, *health.checks)
+    versions = {**plan.versions, **{name: one for name, one in proof.versions.items() if one}}
+    result = replace(plan, exit_code=code, checks=checks, health=health.health, versions=versions)
     planned = plan.exit_code == ExitCode.DONE
     text = metrics_text(
         _COMMAND, (result,), advisories(system.tables), ended=time.time(), seconds=round(time.monotonic() - begun, 1),
@@ -75,7 +72,7 @@ def watch(system: System) -> str:
     )  # fmt: skip
     _write(system, str(spec["watch_metrics"]), text)
     troubles = [str(problem) for one in (plan, proof, health) for problem in one.problems]
-    failed = [f"{check.name}: {check.reason}" for check in result.checks if check.status == "failed"]
+    failed = [f"{check.name}: {check.reason}" for check in checks if check.status == "failed"]
     changes = counted(plan.changed if planned else "unknown", "change")
     return "\n".join((f"{changes} pending, {counted(len(failed), 'check')} failed", *failed, *troubles, *news))
 
