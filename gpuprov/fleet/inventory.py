@@ -299,9 +299,8 @@ def _load(
         before = len(output)
         if not manager.parse_source(place):
             reason = reason_of(source, output[before:])
-            raise UsageError(
-                f"Ansible cannot read the inventory {source}", reason, hint_for(reason) or ask_ansible(source)
-            )
+            step = hint_for(reason) or ask_ansible(source)
+            raise UsageError(f"Ansible cannot read the inventory {source}", reason, step)
     manager.reconcile_inventory()
     ansible_extra_vars(loader, extra_vars)  # they reach the manager through Ansible's global command line
     variables = VariableManager(loader=loader, inventory=manager)
@@ -314,9 +313,8 @@ def _load(
         raise UsageError("--limit names no host", repr(limit), ask_ansible(sources[0]))
     hosts = manager.get_hosts()
     if not hosts:
-        raise UsageError(
-            f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "", ask_ansible(sources[0])
-        )
+        what = f"--limit {limit} matches no host of the inventory {', '.join(sources)}"
+        raise UsageError(what, "", ask_ansible(sources[0]))
 
     def read(name: str, heeded: Sequence[str] = ()) -> Mapping[str, Any]:
         values = variables.get_vars(host=manager.get_host(name))
