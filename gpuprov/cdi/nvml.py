@@ -90,7 +90,7 @@ def _answer(gpu: Mapping[str, Any]) -> GpuAnswer:
 def sysfs_bus_id(text: str) -> str:
     """Return a PCI bus id as the kernel writes it: NVML's 00000000:1B:00.0 becomes 0000:1b:00.0."""
     domain, _, rest = text.strip().lower().partition(":")
-    return f"{domain[-4:] if domain[:-4].strip('0') == '' else domain.lstrip('0')}:{rest}"
+    return f"{domain.lstrip('0').zfill(4)}:{rest}"
 
 
 def _matching(pattern: str, text: Any) -> str:

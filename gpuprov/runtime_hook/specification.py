@@ -150,8 +150,8 @@ def _known_name(specification: Specification, kind: str, name: str) -> str:
 def _sysfs_bus_id(name: str) -> str:
     """Return a PCI bus id as the specification has it: 00000000:1B:00.0, as nvidia-smi writes it, is 0000:1b:00.0."""
     domain, colon, rest = name.partition(":")
-    if len(domain) == 8 and domain.startswith("0000"):
-        domain = domain[4:]
+    if len(domain) == 8:  # the kernel writes four digits, and of a larger domain all of them
+        domain = domain.lstrip("0").zfill(4)
     return f"{domain}:{rest}".lower() if colon else name
 
 

@@ -16,7 +16,16 @@ from gpuprov.runtime_hook.specification import Specifications
 FIRST, SECOND, EVERY = {"env": ["N=0"]}, {"env": ["N=1"]}, {"env": ["N=all"]}
 UUID = "GPU-5d4c3b2a-0000-1111-2222-333344445555"
 COMMON = {"env": ["COMMON=1"]}
-GPUS = {"0": FIRST, UUID: FIRST, "0000:1b:00.0": FIRST, "1": SECOND, "10": SECOND, "1:0": SECOND, "all": EVERY}
+GPUS = {
+    "0": FIRST,
+    UUID: FIRST,
+    "0000:1b:00.0": FIRST,
+    "1": SECOND,
+    "10000:e1:00.0": SECOND,
+    "10": SECOND,
+    "1:0": SECOND,
+    "all": EVERY,
+}
 
 
 def write(path: Path, devices: dict[str, dict[str, Any]], kind: str = "nvidia.com/gpu", **more: Any) -> None:
@@ -47,6 +56,7 @@ def gpus(tmp_path: Path) -> Specifications:
         ("0000:1b:00.0", FIRST),
         ("0000:1B:00.0", FIRST),
         ("00000000:1B:00.0", FIRST),
+        ("00010000:E1:00.0", SECOND),
         ("nvidia.com/gpu=0", FIRST),
         (f"nvidia.com/gpu={UUID}", FIRST),
         ("nvidia.com/gpu=00000000:1B:00.0", FIRST),
