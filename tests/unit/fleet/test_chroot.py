@@ -95,14 +95,20 @@ def refused(root: Path) -> bool:
         return True
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_second_run_is_refused_until_the_processes_of_the_first_have_ended(root: Path, *, killed: bool) -> None:
+def started(root: Path) -> multiprocessing.process.BaseProcess:
+    """Return a run that waits for a writer of tmp/first."""
     lines = "os.mkfifo('/tmp/first')", "open('/tmp/first').read()"
     first = multiprocessing.get_context("fork").Process(target=run, args=(root, *lines))
     first.start()
     while not (root / "tmp/first").exists():
         assert first.is_alive()
         time.sleep(0.01)
+    return first
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_run_is_refused_until_the_processes_of_the_first_have_ended(root: Path, *, killed: bool) -> None:
+    first = started(root)
     with (root / "tmp/first").open("w"):
         if killed:
             first.kill()
@@ -118,12 +124,7 @@ def test_a_second_run_is_refused_until_the_processes_of_the_first_have_ended(roo
 def test_a_killed_run_leaves_no_copy_of_the_agent(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "places"))
     (tmp_path / "places").mkdir()
-    lines = "os.mkfifo('/tmp/first')", "open('/tmp/first').read()"
-    first = multiprocessing.get_context("fork").Process(target=run, args=(root, *lines))
-    first.start()
-    while not (root / "tmp/first").exists():
-        assert first.is_alive()
-        time.sleep(0.01)
+    first = started(root)
     with (root / "tmp/first").open("w"):
         first.kill()
         first.join()
