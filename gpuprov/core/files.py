@@ -197,6 +197,15 @@ def temporary_name(place: Path) -> Path:
     return place.with_name(f".{place.name}.gpuprov")
 
 
+def own_target(place: Path) -> Path:
+    """Return where links of this user's lead; one that another user has put there, as into /tmp, is not followed."""
+    for _ in range(_MOST_LINKS):
+        if not place.is_symlink() or place.lstat().st_uid != os.geteuid():
+            break
+        place = place.parent / place.readlink()
+    return place
+
+
 def write_whole(place: Path, content: bytes, mode: int, owner: tuple[int, int] | None) -> None:
     """Write a file: temporary file beside it, fsync, rename, fsync of the folder. Raises OSError.
 

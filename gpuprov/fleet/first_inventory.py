@@ -18,7 +18,7 @@ import click
 import yaml
 
 from gpuprov.agent.result import HostResult, fact
-from gpuprov.core.files import expanded, write_whole
+from gpuprov.core.files import expanded, own_target, write_whole
 from gpuprov.driver import recommended
 from gpuprov.fleet.command import inspect_hosts, inventory_of
 from gpuprov.fleet.history import inventory_names, latest_choices
@@ -217,7 +217,7 @@ def write_new(file: str, text: str, *, force: bool) -> None:
         if not force:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))  # one may have appeared meanwhile
         try:
-            write_whole(path.resolve(), text.encode(), 0o644, None)
+            write_whole(own_target(path), text.encode(), 0o644, None)
         except OSError:
             if not force:
                 path.unlink()  # the empty one would keep the same call from succeeding later

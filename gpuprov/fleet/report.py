@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gpuprov.agent.result import MADE, PENDING, HostResult, fact, hosts_by_vulnerability, machines, metrics_text
 from gpuprov.agent.site_tables import user_table
-from gpuprov.core.files import expanded, write_whole
+from gpuprov.core.files import expanded, own_target, write_whole
 from gpuprov.fleet import history
 from gpuprov.fleet.grouping import DRAIN_STATES, causes, command_of, drained, listed, shortened, spreads, still_drained
 from gpuprov.fleet.history import Run
@@ -424,10 +424,10 @@ def write_page(run: Run, path: str) -> None:
 def write_metrics(run: Run, path: str, ended: float) -> None:
     """Write the run's metrics atomically; `ended` is its end in seconds since the epoch. Raises OSError.
 
-    The collector that reads them has another account. A link is the user's and stays.
+    The collector that reads them has another account. A link of the user's stays.
     """
     text = metrics_text(
         run.command, run.results, rows_of(user_table(ADVISORIES)), ended=ended, seconds=run.seconds,
         changes=PENDING if run.check else MADE,
     )  # fmt: skip
-    write_whole(expanded(path).resolve(), text.encode(), 0o644, (os.geteuid(), os.getegid()))
+    write_whole(own_target(expanded(path)), text.encode(), 0o644, (os.geteuid(), os.getegid()))

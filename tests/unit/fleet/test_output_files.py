@@ -53,6 +53,20 @@ def test_a_shorter_page_leaves_nothing_of_the_former_one(tmp_path: Path) -> None
     assert (tmp_path / "page.html").read_text().rstrip().endswith("</html>")
 
 
+@pytest.mark.root
+def test_a_link_that_another_user_has_put_there_leads_nowhere(tmp_path: Path) -> None:
+    """As in /tmp, where anybody may make one of a name that root's command writes to."""
+    theirs, own = tmp_path / "gpuprov.prom", tmp_path / "own.prom"
+    (tmp_path / "shadow").write_text("root:*\n")
+    theirs.symlink_to("shadow")
+    os.lchown(theirs, 1000, 1000)
+    own.symlink_to("gpuprov.prom")
+    for link in (own, theirs):
+        write_metrics(RUN, str(link), 1.0)
+        assert (tmp_path / "shadow").read_text() == "root:*\n"
+        assert "gpuprov_run_timestamp_seconds" in theirs.read_text()
+
+
 def test_an_inventory_that_replaces_another_goes_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old\n")
     (tmp_path / "link").symlink_to("real")
