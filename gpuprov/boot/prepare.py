@@ -31,7 +31,8 @@ _MODULES = (
     "core/lock", "core/proxy", "core/system", "machine/__init__", "machine/pci", "protocol/__init__",
     "protocol/codec", "protocol/errors", "protocol/secrets", "protocol/words",
     # nvidia-docker and `gpuprov serve`.
-    "boot/gpu_report_child", "boot/serve", "engines/__init__", "engines/nvidia_docker_command", "engines/plain_flags",
+    "boot/docker_args", "boot/gpu_report_child", "boot/serve", "engines/__init__",
+    "engines/nvidia_docker_command", "engines/plain_flags",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 # Boots wait for it. zipimport compiles a module for its file name, and again for its code: a quarter of the time.

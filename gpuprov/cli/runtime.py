@@ -200,7 +200,7 @@ def docker_args(gpus: str, capabilities: str, form: str | None, guest: str | Non
     """
     if guest and form:
         raise click.UsageError("--for prints a file of its own: leave --format out")
-    from gpuprov.boot.serve import NEVER, granted_flags
+    from gpuprov.boot.docker_args import NEVER, granted_flags
     from gpuprov.engines.plain_flags import compose, incus, lxc, quadlet, shell_words, words
 
     try:
