@@ -27,7 +27,7 @@ from gpuprov.core.changes import (
 )
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
-from gpuprov.engines.known import NVIDIA_RUNTIME
+from gpuprov.engines.known import NVIDIA_RUNTIME, RuntimeEntry
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.packages.retired import TOOLKIT
@@ -43,6 +43,16 @@ _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
 def runtime_path(spec: HostSpec) -> str:
     """Return the program that the engine starts as runtime `nvidia`."""
     return NVIDIA_RUNTIME if spec.toolkit == "nvidia" else deploy.LAUNCHER_PATH
+
+
+def docker_runtime(spec: HostSpec) -> RuntimeEntry:
+    """Return the runtime `nvidia` as docker gets it."""
+    return RuntimeEntry(path=runtime_path(spec), set_default=spec.docker_default_runtime, cdi=True)
+
+
+def engine_runtime(spec: HostSpec) -> RuntimeEntry:
+    """Return the runtime `nvidia` as the engines besides docker get it."""
+    return RuntimeEntry(path=runtime_path(spec), set_default=spec.default_runtime)
 
 
 # -- `gpuprov_toolkit: nvidia`, from NVIDIA's repositories (repos.py has the channels) ----------------------------

@@ -58,7 +58,7 @@ def check_engines(subject: Subject) -> None:
         elif system.which("dockerd"):
             checks.skip(("docker",), "installed, left alone: gpuprov_docker is none")
     found = other_engines.gather(system, ENGINES)
-    registered = other_engines.registrations(found, toolkit.runtime_path(spec), set_default=spec.default_runtime)
+    registered = other_engines.registrations(found, toolkit.engine_runtime(spec))
     named = other_engines.names(system, spec)
     for name, facts in found.items():
         with checks.about(name):
@@ -196,14 +196,14 @@ def _docker(facts: DockerFacts) -> Values:
 
 
 def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Values:
-    wanted = toolkit.runtime_path(spec)
-    loaded = (facts.runtimes or {}).get("nvidia", "no runtime nvidia")
-    wrong = docker.problems(facts, runtime_path=wanted, set_default=spec.docker_default_runtime)
+    entry = toolkit.docker_runtime(spec)
+    wanted, loaded = entry.path, (facts.runtimes or {}).get(entry.name, "no runtime nvidia")
+    wrong = docker.problems(facts, entry)
     # What docker reads is right for it, even if gpuprov could not edit it.
     if wrong and (facts.refused or loaded != wanted):
         raise Failed(f"{wrong[0].what}: {wrong[0].evidence}")
     # The running daemon may still know what the file no longer says: it would be gone at docker's next start.
-    if docker.plan(facts, runtime_path=wanted, set_default=spec.docker_default_runtime):
+    if docker.plan(facts, replace(entry, cdi=False)):
         reason = f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted}"
         raise Failed(f"{reason} (docker info: {loaded}); run gpuprov install")
     _require_program(system, wanted)

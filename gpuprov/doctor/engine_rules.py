@@ -46,7 +46,7 @@ def engine_missing(x: HostSnapshot) -> Seen | None:
 
 def registered(x: HostSnapshot) -> Mapping[str, Registration]:
     """Return engine → changes that its files need for the runtime of the specification."""
-    return registrations(x.host.engines, toolkit.runtime_path(x.spec), set_default=x.spec.default_runtime)
+    return registrations(x.host.engines, toolkit.engine_runtime(x.spec))
 
 
 @rule

@@ -128,12 +128,11 @@ def _refused(x: HostSnapshot, remedy: Remedy) -> str:
         if not (_ANY_HOSTS.issuperset(remedy.names) or _is_set_up(x)):
             return _NOT_OURS
         # Of these steps only: the host's other problems prevent nothing.
-        runtime, spec = toolkit.runtime_path(x.spec), x.spec
         found: tuple[Problem, ...] = ()
         if "docker" in remedy.names:
-            found = docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+            found = docker.problems(facts.docker, toolkit.docker_runtime(x.spec))
         if "engines" in remedy.names:
-            found += other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime)
+            found += other_engines.problems(facts.engines, toolkit.engine_runtime(x.spec))
         return found[0].what if found else ""
     if remedy.kind == UNITS and DOCKER_UNIT in remedy.names:
         if refused := docker.restart_problem(facts.docker.unit):

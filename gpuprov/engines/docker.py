@@ -180,17 +180,16 @@ def parse_info(text: str) -> DockerFacts:
     )
 
 
-def problems(facts: DockerFacts, *, runtime_path: str = "", set_default: bool = False) -> tuple[Problem, ...]:
-    """Return what prevents the configuration of docker; nothing is changed then."""
+def problems(facts: DockerFacts, entry: RuntimeEntry) -> tuple[Problem, ...]:
+    """Return what prevents the registration of this runtime with docker; nothing is changed then."""
     if facts.snap:
         return (FROM_SNAP,)
     if not facts.installed:
         return parse_config(facts.config_text, facts.config_path)[1]
-    found = (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, runtime_path, set_default))
-    changes = plan(facts, runtime_path=runtime_path, set_default=set_default, cdi=True) if runtime_path else ()
+    found = (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, entry))
     # systemd also refuses the restart of a docker that does not run.
     restarts = any(isinstance(one, ReconfigureDocker) and not one.is_loaded and (one.restart or not one.runs)
-                   for one in changes)  # fmt: skip
+                   for one in plan(facts, entry))  # fmt: skip
     refused = restart_problem(facts.unit)
     return (refused,) if refused and not found and restarts else found
 
@@ -240,36 +239,35 @@ def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
     return ()
 
 
-def _flag_problems(facts: DockerFacts, runtime_path: str, set_default: bool) -> tuple[Problem, ...]:
+def _flag_problems(facts: DockerFacts, entry: RuntimeEntry) -> tuple[Problem, ...]:
     """Return the problems of flags: dockerd does not start with the same directive as a flag and in its file."""
     words = [f"--add-runtime={name}={path}" for name, path in facts.unit.flag_runtimes.items()]
-    is_default = not set_default or facts.default_runtime == "nvidia"
-    if not runtime_path or (facts.unit.flag_runtimes.get("nvidia") == runtime_path and is_default):
+    is_default = not entry.set_default or facts.default_runtime == RUNTIME
+    if facts.unit.flag_runtimes.get(RUNTIME) == entry.path and is_default:
         words = []
-    named = docker_unit.flag_values(facts.unit.arguments, "--default-runtime")[-1:] if set_default else ()
-    words += [f"--default-runtime={name}" for name in named if name != "nvidia"]
+    named = docker_unit.flag_values(facts.unit.arguments, "--default-runtime")[-1:] if entry.set_default else ()
+    words += [f"--default-runtime={name}" for name in named if name != RUNTIME]
     return docker_unit.runtime_flags_problem(facts.config_path, words)
 
 
 def plan(
-    facts: DockerFacts, *, runtime_path: str, set_default: bool, cdi: bool = False, drop: Sequence[str] = (),
-    offline: bool = False,
-) -> tuple[Change, ...]:  # fmt: skip
+    facts: DockerFacts, entry: RuntimeEntry, *, drop: Sequence[str] = (), offline: bool = False
+) -> tuple[Change, ...]:
     """Return the change of docker's configuration file and its reload or restart; empty if all is right.
 
-    `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`: docker can't
-    run here (an image).
+    `entry` with `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`:
+    docker can't run here (an image).
     """
     if _file_problems(facts):
         return ()
-    by_flag = facts.unit.flag_runtimes.get(RUNTIME) == runtime_path
-    path, is_default = ("", False) if by_flag else (runtime_path, set_default)
-    entry = RuntimeEntry(RUNTIME, path, is_default, cdi=cdi and cdi_of(facts).is_to_be_set)
-    text = edited(facts.config_text, entry, drop=drop)
+    in_file = replace(entry, cdi=entry.cdi and cdi_of(facts).is_to_be_set)
+    if facts.unit.flag_runtimes.get(RUNTIME) == entry.path:
+        in_file = replace(in_file, path="", set_default=False)
+    text = edited(facts.config_text, in_file, drop=drop)
     restart = not facts.restart_stops
-    cdi_waits = cdi and cdi_of(facts).waits
-    default_loaded = not set_default or facts.default_runtime == RUNTIME
-    loaded = (facts.runtimes or {}).get(RUNTIME) == runtime_path and default_loaded
+    cdi_waits = entry.cdi and cdi_of(facts).waits
+    default_loaded = not entry.set_default or facts.default_runtime == RUNTIME
+    loaded = (facts.runtimes or {}).get(RUNTIME) == entry.path and default_loaded
     # No restart is made for it if that would stop containers.
     is_loaded = text is None and (offline or (facts.active and loaded and not (cdi_waits and restart)))
     if is_loaded and not facts.unit.is_disabled:
@@ -277,19 +275,19 @@ def plan(
     return (
         ReconfigureDocker(
             content=text,
-            runtime_path=runtime_path,
+            runtime_path=entry.path,
             restart=restart,
             containers=facts.running_containers,
             live_restore=facts.live_restore,
             validates=version_numbers(facts.version) >= (23,),
-            default_runtime=set_default,
+            default_runtime=entry.set_default,
             path=facts.config_path,
             runs=facts.active,
             enable=facts.unit.is_disabled,
             is_loaded=is_loaded or offline,
             reload=not facts.unit.is_outdated,
             cdi_later=cdi_waits and not restart,
-            cdi_by_version=cdi and not facts.installed,
+            cdi_by_version=entry.cdi and not facts.installed,
         ),
     )
 

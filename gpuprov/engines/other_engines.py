@@ -95,11 +95,8 @@ class Registration:
     problem: Problem | None = None
 
 
-def registrations(
-    facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default: bool = False
-) -> Mapping[str, Registration]:
-    """Return engine → registration for the installed engines."""
-    entry = RuntimeEntry(path=runtime_path, set_default=set_default)
+def registrations(facts: Mapping[str, EngineFacts], entry: RuntimeEntry) -> Mapping[str, Registration]:
+    """Return engine → registration of the runtime for the installed engines."""
     return {name: _registration(name, one, entry) for name, one in facts.items() if one.program}
 
 
@@ -117,14 +114,14 @@ def _registration(name: str, facts: EngineFacts, entry: RuntimeEntry) -> Registr
     return Registration(tuple(edit for edit in found.edits if edit.changes))
 
 
-def problems(facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default: bool = False) -> tuple[Problem, ...]:
+def problems(facts: Mapping[str, EngineFacts], entry: RuntimeEntry) -> tuple[Problem, ...]:
     """Return what prevents the registration of the runtime with these engines."""
     missing = tuple(
         Problem(f"{name} is not installed", f"there is no {ENGINES[name].program} on the PATH",
                 f"install it, or take {name} out of gpuprov_engines")
         for name, one in facts.items() if not one.program
     )  # fmt: skip
-    found = registrations(facts, runtime_path, set_default=set_default).values()
+    found = registrations(facts, entry).values()
     return (*missing, *(one.problem for one in found if one.problem is not None))
 
 
@@ -135,14 +132,13 @@ def kept_running(facts: Mapping[str, EngineFacts], of_kubernetes: Sequence[str],
 
 
 def plan(
-    facts: Mapping[str, EngineFacts], runtime_path: str, kept: frozenset[str] = frozenset(), *,
-    set_default: bool = False,
-) -> tuple[Change, ...]:  # fmt: skip
+    facts: Mapping[str, EngineFacts], entry: RuntimeEntry, kept: frozenset[str] = frozenset()
+) -> tuple[Change, ...]:
     """Return the changes of the engines' files; each restarts its engine, if it runs and is not one of the `kept`.
 
     An engine that runs without having read its files is also restarted.
     """
-    found = registrations(facts, runtime_path, set_default=set_default)
+    found = registrations(facts, entry)
     return tuple(
         ConfigureEngine(name, one.edits, name not in kept, facts[name].unit or ENGINES[name].unit)
         for name, one in found.items()

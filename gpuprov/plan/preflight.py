@@ -51,7 +51,6 @@ NO_GPU = Problem(
 def preflight(context: PlanContext) -> tuple[Problem, ...]:
     """Return every problem that prevents the run, before anything is changed."""
     facts, spec, driver = context.facts, context.spec, context.driver
-    runtime = toolkit.runtime_path(spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts, spec)
@@ -78,9 +77,8 @@ def preflight(context: PlanContext) -> tuple[Problem, ...]:
             *software.problems(driver),
             *sources.pin_problems(facts.pinned_out),
             *(() if facts.bundle else repos.problems(facts, spec, context.extra_repositories)),
-            *(docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
-              if spec.docker != "none" else ()),
-            *other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime),
+            *(docker.problems(facts.docker, toolkit.docker_runtime(spec)) if spec.docker != "none" else ()),
+            *other_engines.problems(facts.engines, toolkit.engine_runtime(spec)),
         )
     )  # fmt: skip
 

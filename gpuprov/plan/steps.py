@@ -93,9 +93,7 @@ def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
     if spec.docker != "none":
         changes = docker.plan(
             facts.docker,
-            runtime_path=toolkit.runtime_path(spec),
-            set_default=spec.docker_default_runtime,
-            cdi=True,
+            toolkit.docker_runtime(spec),
             drop=facts.leftovers.dead_runtimes if spec.migrate_nvidia_docker else (),
             offline=facts.image is not None and facts.image.offline,
         )
@@ -132,9 +130,8 @@ STEPS = (
         "engines",
         lambda c: other_engines.plan(
             c.facts.engines,
-            toolkit.runtime_path(c.spec),
+            toolkit.engine_runtime(c.spec),
             other_engines.kept_running(c.facts.engines, c.facts.kubernetes, c.spec),
-            set_default=c.spec.default_runtime,
         ),
     ),
     Step("images", lambda c: with_bundle.plan_images(c.facts, c.spec)),

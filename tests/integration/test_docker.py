@@ -20,6 +20,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import DockerUnit, refusal
+from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
 
@@ -49,7 +50,7 @@ def tell(message: str, done: int, total: int) -> None:
 
 
 def planned(host: DockerHost, runtime: str, *, set_default: bool = False) -> ReconfigureDocker:
-    (change,) = docker.plan(docker.gather(host), runtime_path=runtime, set_default=set_default)
+    (change,) = docker.plan(docker.gather(host), RuntimeEntry(path=runtime, set_default=set_default))
     assert isinstance(change, ReconfigureDocker)
     return change
 
@@ -59,7 +60,7 @@ def configure(host: DockerHost, runtime: str, *, set_default: bool = False) -> J
     change = planned(host, runtime, set_default=set_default)
     before = json.loads(json.dumps(change.capture(host)))
     change.apply(host, tell)
-    assert docker.plan(docker.gather(host), runtime_path=runtime, set_default=set_default) == ()
+    assert docker.plan(docker.gather(host), RuntimeEntry(path=runtime, set_default=set_default)) == ()
     return before  # type: ignore[no-any-return]
 
 
@@ -212,9 +213,9 @@ def test_undo_gives_back_absence(host: DockerHost, runtime: str) -> None:
 def install_again(host: DockerHost, runtime: str, *, set_default: bool) -> None:
     """Do what a run does for docker, with its journal; a file that docker does not take fails, and is left alone."""
     facts = docker.gather(host)
-    if docker.problems(facts, runtime_path=runtime, set_default=set_default):
+    if docker.problems(facts, RuntimeEntry(path=runtime, set_default=set_default)):
         return
-    changes = docker.plan(facts, runtime_path=runtime, set_default=set_default)
+    changes = docker.plan(facts, RuntimeEntry(path=runtime, set_default=set_default))
     journal = new_journal(host, "install")
     with contextlib.suppress(GpuprovError):
         apply_changes(changes, host, journal, lambda event: None)

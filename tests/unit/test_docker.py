@@ -15,10 +15,12 @@ from gpuprov.engines.docker import DockerFacts, gather, parse_info, plan, proble
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import DockerUnit
+from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.versions import version_numbers
 from tests.unit.scripted import Answer, Scripted
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
+NVIDIA = RuntimeEntry(path=RUNTIME, cdi=True)
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'
 
 # `docker info --format '{{json .}}'` of docker 20.10.24, what no plan looks at left out.
@@ -49,7 +51,7 @@ def running(text: str | None, **changes: Any) -> DockerFacts:
 
 
 def the_change(facts: DockerFacts, *, set_default: bool = False) -> ReconfigureDocker:
-    (change,) = plan(facts, runtime_path=RUNTIME, set_default=set_default)
+    (change,) = plan(facts, replace(NVIDIA, set_default=set_default, cdi=False))
     assert isinstance(change, ReconfigureDocker)
     return change
 
@@ -109,7 +111,7 @@ def test_the_runtime_comes_in_and_everything_else_stays(before: str | None, afte
     ],
 )
 def test_a_file_that_is_right_is_not_touched(text: str) -> None:
-    assert plan(running(text), runtime_path=RUNTIME, set_default=False) == ()
+    assert plan(running(text), replace(NVIDIA, cdi=False)) == ()
 
 
 @pytest.mark.parametrize(
@@ -154,19 +156,19 @@ def test_a_file_of_one_line_keeps_its_line_and_its_letters(text: str) -> None:
     ],
 )  # fmt: skip
 def test_what_docker_could_not_read_is_a_problem_and_is_not_touched(text: str, what: str, evidence: str) -> None:
-    (problem,) = problems(running(text))
+    (problem,) = problems(running(text), NVIDIA)
     assert what in problem.what
     assert evidence in problem.evidence
     # docker 20.10 has no --validate.
     assert problem.next_step == "correct it, then check: python3 -m json.tool /etc/docker/daemon.json"
-    (newer,) = problems(running(text, version="28.5.2")) or (None,)
+    (newer,) = problems(running(text, version="28.5.2"), NVIDIA) or (None,)
     if newer is not None:
         assert newer.next_step == "correct it, then check: dockerd --validate --config-file /etc/docker/daemon.json"
-    assert plan(running(text), runtime_path=RUNTIME, set_default=False) == ()
+    assert plan(running(text), replace(NVIDIA, cdi=False)) == ()
 
 
 def test_docker_from_snap_is_a_problem() -> None:
-    (problem,) = problems(DockerFacts(snap=True))
+    (problem,) = problems(DockerFacts(snap=True), NVIDIA)
     assert "snap" in problem.what and "snap remove docker" in problem.next_step
 
 
@@ -297,7 +299,7 @@ json_values = st.recursive(
 )
 def test_unknown_keys_stay(config: dict[str, Any], runtimes: dict[str, Any] | None, set_default: bool) -> None:
     before = {**config, "runtimes": runtimes}
-    changes = plan(running(json.dumps(before)), runtime_path=RUNTIME, set_default=set_default)
+    changes = plan(running(json.dumps(before)), replace(NVIDIA, set_default=set_default, cdi=False))
     content = changes[0].content if changes and isinstance(changes[0], ReconfigureDocker) else None
     text = json.dumps(before) if content is None else content
     after, wrong = parse_config(text)
@@ -309,7 +311,7 @@ def test_unknown_keys_stay(config: dict[str, Any], runtimes: dict[str, Any] | No
     others = {name: entry for name, entry in (runtimes or {}).items() if name != "nvidia"}
     assert {name: entry for name, entry in after["runtimes"].items() if name != "nvidia"} == others
     settled = running(text, default_runtime="nvidia" if set_default else "runc")
-    assert plan(settled, runtime_path=RUNTIME, set_default=set_default) == ()
+    assert plan(settled, replace(NVIDIA, set_default=set_default, cdi=False)) == ()
 
 
 # What docker reads, and a JSON writer would lose: version, text, the text afterwards.
@@ -343,25 +345,25 @@ KEPT = {
 @pytest.mark.parametrize(("version", "text", "after"), KEPT.values(), ids=KEPT)
 def test_what_docker_reads_is_no_problem_and_stays_to_the_byte(version: str, text: str, after: str) -> None:
     facts = running(text, version=version)
-    assert problems(facts) == ()
+    assert problems(facts, NVIDIA) == ()
     change = the_change(facts)
     assert change.content == after
-    assert plan(replace(facts, config_text=after), runtime_path=RUNTIME, set_default=False) == ()
+    assert plan(replace(facts, config_text=after), replace(NVIDIA, cdi=False)) == ()
 
 
 def test_a_folder_in_the_files_place_is_said_to_be_one() -> None:
     facts = running(None, config_kind="directory")
-    (problem,) = problems(facts)
+    (problem,) = problems(facts, NVIDIA)
     assert problem.what == "/etc/docker/daemon.json is a directory, not a file"
     assert problem.next_step.startswith("mv /etc/docker/daemon.json /etc/docker/daemon.json.old")
-    assert plan(facts, runtime_path=RUNTIME, set_default=False) == ()
+    assert plan(facts, replace(NVIDIA, cdi=False)) == ()
 
 
 # -- features.cdi ----------------------------------------------------------------------------------------------------
 
 
 def planned_for_cdi(text: str | None, version: str, **changes: Any) -> tuple[Change, ...]:
-    return plan(running(text, version=version, **changes), runtime_path=RUNTIME, set_default=False, cdi=True)
+    return plan(running(text, version=version, **changes), NVIDIA)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +430,7 @@ def test_what_the_daemon_says_of_cdi() -> None:
 
 def test_a_docker_that_the_run_installs_decides_by_its_version() -> None:
     """test_docker_change.py does so."""
-    (change,) = plan(DockerFacts(), runtime_path=RUNTIME, set_default=False, cdi=True)
+    (change,) = plan(DockerFacts(), NVIDIA)
     assert isinstance(change, ReconfigureDocker) and change.cdi_by_version
     assert json.loads(change.content or "") == json.loads(ONLY_OURS)
     assert change.summary().endswith("start docker (it does not run), with features.cdi if that is docker 25 to 28.1")
@@ -444,11 +446,11 @@ def test_a_docker_that_the_run_installs_decides_by_its_version() -> None:
 def test_a_unit_that_refuses_a_restart_is_a_problem(refusing: DockerUnit, evidence: str, next_step: str) -> None:
     unit = replace(refusing, load="loaded", active="active")
     facts = replace(parse_info(INFO_20_10), installed=True, config_text="{}", unit=unit, running_containers=())
-    (problem,) = problems(facts, runtime_path=RUNTIME)
+    (problem,) = problems(facts, NVIDIA)
     assert evidence in problem.evidence and next_step in problem.next_step
     # With running containers docker is only reloaded, and a docker that knows the runtime is left alone.
-    assert problems(replace(facts, running_containers=("a",)), runtime_path=RUNTIME) == ()
+    assert problems(replace(facts, running_containers=("a",)), NVIDIA) == ()
     configured = replace(facts, config_text=f'{{"runtimes": {{"nvidia": {ENTRY}}}}}')
-    assert problems(configured, runtime_path=RUNTIME) == ()
+    assert problems(configured, NVIDIA) == ()
     stopped = replace(configured, active=False, runtimes=None, unit=replace(unit, active="inactive"))
-    assert problems(stopped, runtime_path=RUNTIME) == (problem,)
+    assert problems(stopped, NVIDIA) == (problem,)

@@ -20,7 +20,7 @@ from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from tests.examples import examples
 from tests.unit.ask import problem_of
 from tests.unit.scripted import Answer, Scripted
-from tests.unit.test_docker import ONLY_OURS, RUNTIME, running, the_change
+from tests.unit.test_docker import NVIDIA, ONLY_OURS, RUNTIME, running, the_change
 
 # In the form of `systemctl show docker.service docker.socket -p …` (systemd 252).
 SHOWN = """Id=docker.service
@@ -93,7 +93,7 @@ def test_a_docker_that_reads_another_file_than_its_unit_names_is_restarted(tmp_p
     unit = gather_unit(host)
     assert unit.is_outdated and unit.config_path == "/new.json"
     assert not the_change(running("{}", unit=unit)).reload
-    (problem,) = problems(running("{}", unit=unit, running_containers=("web",)))
+    (problem,) = problems(running("{}", unit=unit, running_containers=("web",)), NVIDIA)
     assert "docker" in problem.what and "stops the containers" in problem.next_step
 
 
@@ -135,13 +135,13 @@ def test_commands_get_the_address_of_this_hosts_docker(monkeypatch: pytest.Monke
 )
 def test_what_stands_on_the_command_line_stays(tmp_path: Path, flags: str, set_default: bool, evidence: str) -> None:
     facts = running("{}", unit=gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd {flags}")))
-    found = problems(facts, runtime_path=RUNTIME, set_default=set_default)
+    found = problems(facts, replace(NVIDIA, set_default=set_default))
     assert [one.evidence for one in found] == [f"systemctl show docker.service: {evidence}"] * bool(evidence)
 
 
 def test_a_runtime_that_the_command_line_registers_is_left_alone(tmp_path: Path) -> None:
     unit = gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd --add-runtime=nvidia={RUNTIME}"))
-    assert plan(running(None, unit=unit), runtime_path=RUNTIME, set_default=False) == ()
+    assert plan(running(None, unit=unit), replace(NVIDIA, cdi=False)) == ()
 
 
 def test_a_disabled_docker_is_enabled_and_the_plan_says_so(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_disabled_docker_is_enabled_and_the_plan_says_so(tmp_path: Path) -> No
 def test_of_a_docker_that_does_not_answer_nothing_is_said(tmp_path: Path) -> None:
     unit = gather_unit(UnitHost(tmp_path, "/usr/bin/dockerd -H tcp://127.0.0.1:2376 --tlsverify"))
     facts = running("{}", active=False, unit=unit, address="tcp://127.0.0.1:2376", error="client sent an HTTP request")
-    (problem,) = problems(facts)
+    (problem,) = problems(facts, NVIDIA)
     assert "docker runs, but does not answer" in problem.what and "not known" in problem.what
     assert problem.next_step.startswith("docker --host tcp://127.0.0.1:2376 info")
 
@@ -168,7 +168,7 @@ def test_nothing_is_changed_if_systemd_does_not_tell_how_docker_starts(tmp_path:
     host = Scripted(tmp_path, {"systemctl show": said, "docker info": "3 true\n"})
     host.make_directory("/etc/docker")
     host.write("/etc/docker/daemon.json", b'{"live-restore": true}')
-    (problem,) = problems(running("{}", unit=gather_unit(host)), runtime_path=RUNTIME)
+    (problem,) = problems(running("{}", unit=gather_unit(host)), NVIDIA)
     assert problem.what == "systemd does not tell how docker is started" and "systemctl show" in problem.evidence
     assert restart_stops_containers(host) is None
     for known in (
@@ -176,7 +176,7 @@ def test_nothing_is_changed_if_systemd_does_not_tell_how_docker_starts(tmp_path:
         (1, "", "Host is down"),
     ):
         host = Scripted(tmp_path, {"systemctl show": known, "docker info": "3 true\n"})
-        assert problems(running("{}", unit=gather_unit(host)), runtime_path=RUNTIME) == ()
+        assert problems(running("{}", unit=gather_unit(host)), NVIDIA) == ()
         assert restart_stops_containers(host) is False
 
 

@@ -392,7 +392,8 @@ def test_each_engine_that_is_configured_is_proved_and_named(host: RecordedHost) 
 
     host.run = run  # type: ignore[method-assign]
     spec = replace(SPEC, docker="none")
-    for change in other_engines.plan(other_engines.gather(host, other_engines.names(host, spec)), RUNTIME):
+    facts = other_engines.gather(host, other_engines.names(host, spec))
+    for change in other_engines.plan(facts, toolkit.engine_runtime(spec)):
         change.apply(host, lambda *_: None)
     seen: list[Event] = []
     verdict = verify(host, spec, seen.append)

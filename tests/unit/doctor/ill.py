@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.snapshot import HostSnapshot, ModuleFile, Smi, Unit
-from gpuprov.engines.known import EngineFacts
+from gpuprov.engines.known import EngineFacts, RuntimeEntry
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.driver import HidingLibrary
 from gpuprov.facts.gpus import FabricFacts
@@ -104,7 +104,7 @@ def host(**more: Any) -> Change:
 def registered(engine: str) -> dict[str, EngineFacts]:
     """Return the facts of an engine whose files name the runtime."""
     bare = {engine: EngineFacts(f"/usr/bin/{engine}")}
-    edits = registrations(bare, LAUNCHER_PATH)[engine].edits
+    edits = registrations(bare, RuntimeEntry(path=LAUNCHER_PATH))[engine].edits
     return {engine: replace(bare[engine], files={edit.path: edit.after or b"" for edit in edits})}
 
 

@@ -16,7 +16,7 @@ from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.engines.known import KUBELET_CONFIG, EngineFacts
+from gpuprov.engines.known import KUBELET_CONFIG, EngineFacts, RuntimeEntry
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.leftovers import FOLDER, Leftovers, Volume
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
@@ -50,7 +50,7 @@ def containerd(config: bytes) -> dict[str, EngineFacts]:
     """Return the facts of a containerd 1.7 with this main file, in which the runtime is registered."""
     said = "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n"
     facts = EngineFacts("/usr/bin/containerd", said, {"/etc/containerd/config.toml": config})
-    edits = registrations({"containerd": facts}, LAUNCHER_PATH)["containerd"].edits
+    edits = registrations({"containerd": facts}, RuntimeEntry(path=LAUNCHER_PATH))["containerd"].edits
     return {"containerd": replace(facts, files={**facts.files, **{edit.path: edit.after or b"" for edit in edits}})}
 
 

@@ -30,12 +30,14 @@ from gpuprov.plan.steps import STEPS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.toolkit import engine_runtime
 from tests.unit.engines.test_containerd import K3S, NEW_K3S, OLD_K3S
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Answer, Scripted
 
 CONTAINERD = 'version = 2\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause:3.9"\n'
 BOTH = ("containerd", "podman")
+NVIDIA = RuntimeEntry(path=LAUNCHER_PATH)
 
 
 class Host(Scripted):
@@ -82,7 +84,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def applied(host: Host) -> list[ConfigureEngine]:
-    changes = [change for change in plan(gather(host, BOTH), LAUNCHER_PATH) if isinstance(change, ConfigureEngine)]
+    changes = [change for change in plan(gather(host, BOTH), NVIDIA) if isinstance(change, ConfigureEngine)]
     for change in changes:
         change.apply(host, lambda *_: None)
     return changes
@@ -95,7 +97,7 @@ def test_engines_are_told_once_and_the_running_one_is_restarted_once(host: Host)
     assert text.replace("enable_cdi = true  # gpuprov: added\n", "").startswith(CONTAINERD)
     assert f'BinaryName = "{LAUNCHER_PATH}"' in text
     assert host.config.stat().st_mode & 0o777 == 0o640
-    assert plan(gather(host, BOTH), LAUNCHER_PATH) == ()
+    assert plan(gather(host, BOTH), NVIDIA) == ()
 
 
 def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) -> None:
@@ -116,7 +118,7 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
 )
 def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: str, evidence: str, exits: int) -> None:
     host.starts, host.log, host.exits = False, log, exits
-    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
+    (change,) = plan(gather(host, ("containerd",)), NVIDIA)
     told: list[tuple[str, int, int]] = []
     with pytest.raises(GpuprovError, match="failed to start with its new configuration; the old one is back") as caught:
         change.apply(host, lambda message, done, total: told.append((message, done, total)))
@@ -130,7 +132,7 @@ def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host, log: st
 
 
 def test_a_rollback_says_that_an_engine_does_not_start_with_its_old_file(host: Host) -> None:
-    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
+    (change,) = plan(gather(host, ("containerd",)), NVIDIA)
     image = change.capture(host)
     change.apply(host, lambda *_: None)
     host.starts, host.log = False, "error: no such snapshotter\n"
@@ -147,7 +149,7 @@ def test_a_rollback_says_that_an_engine_does_not_start_with_its_old_file(host: H
 
 def test_undoing_gives_back_every_byte(host: Host) -> None:
     before = {path: path.read_bytes() for path in host.root.rglob("*") if path.is_file()}
-    changes = plan(gather(host, BOTH), LAUNCHER_PATH)
+    changes = plan(gather(host, BOTH), NVIDIA)
     images = [change.capture(host) for change in changes]
     applied(host)
     for change, image in reversed(list(zip(changes, images))):
@@ -156,7 +158,7 @@ def test_undoing_gives_back_every_byte(host: Host) -> None:
 
 
 def test_the_summary_says_what_is_restarted_and_what_becomes_of_containers(host: Host) -> None:
-    first, second = plan(gather(host, BOTH), LAUNCHER_PATH)
+    first, second = plan(gather(host, BOTH), NVIDIA)
     assert first.summary().endswith("config.toml and restart containerd (its containers go on)")
     assert "restart" not in second.summary()
     assert "+BinaryName" in first.diff(host).replace(" ", "")
@@ -167,11 +169,11 @@ def test_the_summary_says_what_is_restarted_and_what_becomes_of_containers(host:
 
 def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Host) -> None:
     host.config.write_text("version = \n")
-    found = problems(gather(host, ("containerd", "crio")), LAUNCHER_PATH)
+    found = problems(gather(host, ("containerd", "crio")), NVIDIA)
     assert found[0].what == "crio is not installed"
     assert "there is no crio on the PATH" in found[0].evidence and "take crio out of gpuprov_engines" in str(found[0])
     assert "line 1" in str(found[1])
-    assert plan(gather(host, ("containerd",)), LAUNCHER_PATH) == ()
+    assert plan(gather(host, ("containerd",)), NVIDIA) == ()
 
 
 def test_only_engines_that_are_asked_for_are_looked_at(host: Host) -> None:
@@ -207,8 +209,8 @@ def test_podman_of_the_runs_own_packages_is_configured_in_the_same_run(host: Hos
     without, spec = parse_spec(values), parse_spec({**values, "packages": [package]})
     assert not [one for one in gather(host, names(host, without)).values() if one.program]
     found = with_coming(gather(host, names(host, spec)), spec)
-    assert problems(found, LAUNCHER_PATH) == ()
-    (change,) = plan(found, LAUNCHER_PATH)
+    assert problems(found, NVIDIA) == ()
+    (change,) = plan(found, NVIDIA)
     assert isinstance(change, ConfigureEngine) and change.engine == "podman"
     # What the host has, and what the run does not install, stays as it was found.
     other = {"podman": EngineFacts("/opt/podman"), "crio": EngineFacts()}
@@ -217,7 +219,7 @@ def test_podman_of_the_runs_own_packages_is_configured_in_the_same_run(host: Hos
 
 def test_an_engine_that_is_kept_running_reads_its_files_later_and_is_not_restarted_by_the_undoing(host: Host) -> None:
     before = host.config.read_text()
-    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH, frozenset({"containerd"}))
+    (change,) = plan(gather(host, ("containerd",)), NVIDIA, frozenset({"containerd"}))
     image = change.capture(host)
     change.apply(host, lambda *_: None)
     assert host.config.read_text() != before
@@ -262,7 +264,7 @@ def test_which_engines_may_not_be_restarted(
 
 
 def test_an_undo_with_a_journal_that_names_no_unit_restarts_the_engines_own(host: Host) -> None:
-    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
+    (change,) = plan(gather(host, ("containerd",)), NVIDIA)
     image = {name: value for name, value in change.capture(host).items() if name != "unit"}
     change.apply(host, lambda *_: None)
     type(change).undo(host, image, None)
@@ -272,7 +274,7 @@ def test_an_undo_with_a_journal_that_names_no_unit_restarts_the_engines_own(host
 
 def test_podman_has_no_default_runtime(host: Host) -> None:
     facts = gather(host, ("podman",))
-    assert plan(facts, LAUNCHER_PATH, set_default=True) == plan(facts, LAUNCHER_PATH)
+    assert plan(facts, replace(NVIDIA, set_default=True)) == plan(facts, NVIDIA)
 
 
 def test_an_engine_whose_version_is_not_told_gets_no_cdi(host: Host) -> None:
@@ -338,7 +340,7 @@ def test_facts_give_the_same_edits_as_the_host_itself(host: Host, engine: str, f
     # containerd 1.7 reads CDI on request alone.
     entry = RuntimeEntry(path=LAUNCHER_PATH, cdi=engine == "containerd")
     found = configuration(host, ConfigureRequest(engine, entry))
-    (change,) = plan(gather(host, (engine,)), LAUNCHER_PATH)
+    (change,) = plan(gather(host, (engine,)), NVIDIA)
     assert isinstance(change, ConfigureEngine)
     assert change.edits == tuple(edit for edit in found.edits if edit.changes) != ()
 
@@ -387,9 +389,9 @@ def spec(name: str, **values: Any) -> HostSpec:
 def changes(node: System, name: str, **values: Any) -> list[ConfigureEngine]:
     wanted = spec(name, **values)
     facts = gather(node, names(node, wanted))
-    assert problems(facts, LAUNCHER_PATH, set_default=wanted.default_runtime) == ()
+    assert problems(facts, engine_runtime(wanted)) == ()
     kept = kept_running(facts, (name,), wanted)
-    found = plan(facts, LAUNCHER_PATH, kept, set_default=wanted.default_runtime)
+    found = plan(facts, engine_runtime(wanted), kept)
     return [one for one in found if isinstance(one, ConfigureEngine)]
 
 
@@ -433,7 +435,7 @@ def test_files_that_it_has_not_read_yet_are_read_by_a_restart_that_is_asked_for(
     assert facts["k3s"].has_not_read_its_files
     assert units.is_active(node, facts["k3s"].unit) and not units.is_active(node, ENGINES["k3s"].unit)
     assert restart_command("k3s", facts["k3s"]) == "systemctl restart k3s-agent"
-    for found in plan(facts, LAUNCHER_PATH, kept_running(facts, ("k3s",), wanted)):
+    for found in plan(facts, NVIDIA, kept_running(facts, ("k3s",), wanted)):
         assert "it runs and has not read its files" in found.summary() and found.diff(node) == ""
         image = found.capture(node)
         found.apply(node, lambda *_: None)
@@ -447,26 +449,26 @@ def test_default_runtime(tmp_path: Path) -> None:
     assert b'default_runtime_name = "nvidia"' in (change.edits[0].after or b"")
     old = Node(tmp_path / "old", "k3s")
     old.write(f"{K3S}/config.toml", OLD_K3S.encode())
-    (problem,) = problems(gather(old, ("k3s",)), LAUNCHER_PATH, set_default=True)
+    (problem,) = problems(gather(old, ("k3s",)), replace(NVIDIA, set_default=True))
     assert "put `default-runtime: nvidia` into /etc/rancher/k3s/config.yaml" in problem.next_step
 
 
 def test_runtime_that_k3s_finds_itself_needs_no_file(tmp_path: Path) -> None:
     node = Node(tmp_path, "k3s")
     node.write(f"{K3S}/config.toml", OLD_K3S.encode())
-    assert plan(gather(node, ("k3s",)), "/usr/bin/nvidia-container-runtime") == ()
-    assert len(plan(gather(node, ("k3s",)), LAUNCHER_PATH)) == 1
+    assert plan(gather(node, ("k3s",)), RuntimeEntry()) == ()
+    assert len(plan(gather(node, ("k3s",)), NVIDIA)) == 1
     node.make_directory("/usr/local/nvidia/toolkit")
     node.write("/usr/local/nvidia/toolkit/nvidia-container-runtime", b"")
-    assert plan(gather(node, ("k3s",)), LAUNCHER_PATH) == ()
-    (problem,) = problems(gather(node, ("k3s",)), LAUNCHER_PATH)
+    assert plan(gather(node, ("k3s",)), NVIDIA) == ()
+    (problem,) = problems(gather(node, ("k3s",)), NVIDIA)
     assert "itself adds a runtime nvidia" in problem.what
 
 
 def test_a_distribution_is_configured_only_if_it_is_named(tmp_path: Path) -> None:
     node = Node(tmp_path, "k3s")
     assert names(node, parse_spec({"docker": "none"})) == ()
-    (problem,) = problems(gather(node, ("rke2",)), LAUNCHER_PATH)
+    (problem,) = problems(gather(node, ("rke2",)), NVIDIA)
     assert problem.what == "rke2 is not installed"
 
 
@@ -488,7 +490,7 @@ def test_cdi_is_switched_on_in_containerd_1_7_unless_somebody_has_decided(
     facts = EngineFacts(
         "/usr/bin/containerd", f"containerd github.com/containerd/containerd {version}\n", {main: config}
     )
-    (change,) = plan({"containerd": facts}, LAUNCHER_PATH)
+    (change,) = plan({"containerd": facts}, NVIDIA)
     assert isinstance(change, ConfigureEngine)
     added = b"".join(edit.after or b"" for edit in change.edits).count(b"enable_cdi = true") - config.count(b"= true")
     assert added == enabled
