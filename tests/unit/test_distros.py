@@ -98,13 +98,15 @@ def test_a_real_machine_gets_its_row(tmp_path: Path, name: str) -> None:
 
 
 def test_every_os_release_is_looked_at() -> None:
-    assert {path.name for path in OS_RELEASES.iterdir()} == {*KNOWN, *REFUSED, *ENDED, "README.md"}
+    unmatched = {path.name for path in OS_RELEASES.iterdir()} ^ {*KNOWN, *REFUSED, *ENDED, "README.md"}
+    assert not unmatched, "next: a file in tests/data/os-release and a line in KNOWN, REFUSED or ENDED for each"
 
 
 def test_every_row_has_an_os_release_that_was_seen() -> None:
     seen = {(found[0], found[1]) for found in KNOWN.values()}
     rows = {(one.id, one.version) for one in ROWS if one.version != "*"}
-    assert rows <= seen
+    unseen = rows - seen
+    assert not unseen, "next: the /etc/os-release of such a machine in tests/data/os-release, and its line in KNOWN"
     assert {one.id for one in ROWS if one.version == "*"} <= {one for one, _ in seen}
 
 
@@ -304,7 +306,7 @@ def test_dockers_own_repository() -> None:
 
 def test_what_is_supported_is_told_by_name() -> None:
     text = names_of(ROWS)
-    assert text.startswith("Debian 11, 12, 13; Ubuntu 20.04")
+    assert re.match(r"Debian 11, 12, 13[^;]*; Ubuntu 20\.04", text)
     assert re.search(r"; Fedora; .*; openSUSE Tumbleweed$", text)
 
 

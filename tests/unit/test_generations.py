@@ -156,7 +156,7 @@ def test_a_site_has_its_own_table_of_releases(tmp_path: Path) -> None:
     assert parse_spec({**values, "driver_version": "625"}, tables=found).driver_version == "625.10.01"
     with pytest.raises(GpuprovError, match="branch"):
         parse_spec({**values, "driver_version": "595"}, tables=found)
-    assert parse_spec({"driver_version": "580"}).driver_version == "580.178.04"
+    assert parse_spec({"driver_version": "580"}).driver_version == PACKAGED.resolved("580") != "580.200.01"
     with pytest.raises(GpuprovError, match="not the one that was asked for"):
         for_request(replace(asked, driver_releases_sha256="b" * 64))
     with pytest.raises(GpuprovError, match="has no digest"):
