@@ -37,7 +37,8 @@ K80, P100, V100, T4, A100, L4, H100, B200, RUBIN, B300 = (
     "102d", "15f8", "1db4", "1eb8", "20b0", "27b8", "2330", "2901", "3002", "3224",
 )  # fmt: skip
 IN_2026, IN_2028 = 1795392000, 1854000000
-NEWEST = PACKAGED.resolved("latest")
+# Of the packaged table, which gets new releases; the last is of no table.
+NEWEST, NEWEST_615, NEWEST_595, LATER = *map(PACKAGED.resolved, ("latest", "615", "595")), "580.900.01"
 DAY = tables.packaged("advisories")["updated"]
 
 
@@ -66,20 +67,20 @@ def bulletin(fixed_in: str) -> dict[str, Any]:
         (("2bff",), {}, IN_2026, NEWEST, "long-term branch, supports Blackwell, no known"),
         (("ffff",), {}, IN_2026, NEWEST, "long-term branch, no known"),
         ((B200, B300), {}, IN_2026, NEWEST, "long-term branch, supports B200 and Blackwell Ultra, no known"),
-        ((RUBIN,), {}, IN_2026, "615.71.09", "branch 615, which this host needs, supports Rubin, no known"),
-        ((RUBIN, H100), {}, IN_2026, "615.71.09", "supports Rubin and H100"),
+        ((RUBIN,), {}, IN_2026, NEWEST_615, "branch 615, which this host needs, supports Rubin, no known"),
+        ((RUBIN, H100), {}, IN_2026, NEWEST_615, "supports Rubin and H100"),
         ((K80,), {}, IN_2026, "470.256.02", "branch 470, which this host needs, supports K80, though no release of the "
          "branch is without known security holes"),
         # No driver serves both: preflight says so, of the long-term branch.
         ((K80, H100), {}, IN_2026, NEWEST, "no known release serves all GPUs of this host; another"),
         ((V100, B200), {}, IN_2026, NEWEST, "no known release serves all GPUs of this host; another"),
-        ((H100,), released("580.190.01"), IN_2026, "580.190.01", "long-term branch"),
-        ((H100,), released("580.190.01") | bulletin("580.190.01"), IN_2026, "580.190.01", "no known security holes by "
+        ((H100,), released(LATER), IN_2026, LATER, "long-term branch"),
+        ((H100,), released(LATER) | bulletin(LATER), IN_2026, LATER, "no known security holes by "
          "2027-01-20"),
         # The bulletin is out and its release is not in the table yet.
-        ((H100,), bulletin("580.190.01"), IN_2026, NEWEST, "though no release of the branch is without known"),
+        ((H100,), bulletin(LATER), IN_2026, NEWEST, "though no release of the branch is without known"),
         # The branch's support has ended.
-        ((H100,), {}, IN_2028, "615.71.09", "branch 615, supports H100"),
+        ((H100,), {}, IN_2028, NEWEST_615, "branch 615, supports H100"),
         ((V100,), {}, IN_2028, NEWEST, "long-term branch"),
     ],
 )  # fmt: skip
@@ -104,7 +105,7 @@ def test_a_release_with_holes_gives_way_to_one_without() -> None:
 
 @pytest.mark.parametrize(
     ("there", "version"),
-    [("550.163.01", NEWEST), ("595.84", "595.104.02"), ("615.71.09", "615.71.09"), ("620.32.03", NEWEST)],
+    [("550.163.01", NEWEST), ("595.84", NEWEST_595), (NEWEST_615, NEWEST_615), ("620.32.03", NEWEST)],
 )
 def test_no_branch_is_taken_that_is_older_than_the_one_there(there: str, version: str) -> None:
     known = tables.packaged("driver_releases")["newest"].values()
@@ -173,10 +174,10 @@ def test_a_bare_host_gets_the_release_of_the_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("installed", "gpu", "version"),
     [
-        ("580.178.04", H100, "580.178.04"),  # without holes
-        ("615.71.09", H100, "615.71.09"),  # newer than what is recommended
+        (NEWEST, H100, NEWEST),  # without holes
+        (NEWEST_615, H100, NEWEST_615),  # newer than what is recommended
         ("550.163.01", H100, NEWEST),  # with holes
-        ("615.71.09", V100, NEWEST),  # does not serve the GPU
+        (NEWEST_615, V100, NEWEST),  # does not serve the GPU
     ],
 )
 def test_a_driver_that_serves_without_holes_is_kept(tmp_path: Path, installed: str, gpu: str, version: str) -> None:
@@ -185,11 +186,11 @@ def test_a_driver_that_serves_without_holes_is_kept(tmp_path: Path, installed: s
 
 
 def test_a_driver_from_packages_is_kept_as_it_is(tmp_path: Path) -> None:
-    host = Bare(tmp_path, H100).with_driver("580.178.04")
-    host.installed["nvidia-driver-libs"] = "580.178.04-1"
+    host = Bare(tmp_path, H100).with_driver(NEWEST)
+    host.installed["nvidia-driver-libs"] = f"{NEWEST}-1"
     found = choose(host, SPEC)
     assert (found.driver, found.version) == ("preinstalled", "")
-    assert "driver 580.178.04 is there from packages, supports H100" in str(found)
+    assert f"driver {NEWEST} is there from packages, supports H100" in str(found)
 
 
 def test_a_gpu_that_is_kept_for_virtual_machines_does_not_decide(tmp_path: Path) -> None:
@@ -198,13 +199,13 @@ def test_a_gpu_that_is_kept_for_virtual_machines_does_not_decide(tmp_path: Path)
     place = next(one.parent for one in tmp_path.glob("sys/bus/pci/devices/*/device") if "102d" in one.read_text())
     (place / "driver").unlink(missing_ok=True)
     (place / "driver").symlink_to("../../../bus/pci/drivers/vfio-pci")
-    assert choose(host, SPEC).version == "615.71.09"
+    assert choose(host, SPEC).version == NEWEST_615
 
 
 def test_half_an_installation_is_no_driver_to_keep(tmp_path: Path) -> None:
-    host = Bare(tmp_path, H100).with_driver("615.71.09")
+    host = Bare(tmp_path, H100).with_driver(NEWEST_615)
     host.make_directory("/var/lib/gpuprov")
-    host.write("/var/lib/gpuprov/driver-incomplete", b"615.71.09\n")
+    host.write("/var/lib/gpuprov/driver-incomplete", f"{NEWEST_615}\n".encode())
     assert choose(host, SPEC).version == NEWEST
 
 
@@ -215,7 +216,7 @@ def test_half_an_installation_is_no_driver_to_keep(tmp_path: Path) -> None:
         ("failed", "550.163.01", "580.159.03"),  # cut off while it replaced another
         ("done", "580.159.03", "580.159.03"),  # though it has holes today
         ("done", "", "580.159.03"),  # somebody removed it
-        ("done", "580.178.04", "580.178.04"),  # somebody put another in its place
+        ("done", NEWEST, NEWEST),  # somebody put another in its place
         ("rolled-back", "", NEWEST),
     ],
 )
@@ -243,19 +244,19 @@ def test_an_image_does_not_follow_the_kernel_that_it_is_built_on(tmp_path: Path)
 
 
 def test_a_newer_table_is_told_and_upgrade_takes_it(tmp_path: Path) -> None:
-    host = Bare(tmp_path, H100).with_run("580.178.04", "done").with_driver("580.178.04")
-    assert (choose(host, SPEC).version, choose(host, SPEC).newer) == ("580.178.04", "")
-    host.tables = Tables(released("580.190.01"))
-    assert choose(host, SPEC).version == "580.178.04"
-    assert choose(host, SPEC).newer.startswith("driver 580.190.01: long-term branch")
-    assert choose(host, SPEC, upgrade=True).version == "580.190.01"
+    host = Bare(tmp_path, H100).with_run(NEWEST, "done").with_driver(NEWEST)
+    assert (choose(host, SPEC).version, choose(host, SPEC).newer) == (NEWEST, "")
+    host.tables = Tables(released(LATER))
+    assert choose(host, SPEC).version == NEWEST
+    assert choose(host, SPEC).newer.startswith(f"driver {LATER}: long-term branch")
+    assert choose(host, SPEC, upgrade=True).version == LATER
     mirror = parse_spec({"driver_mirror": "https://mirror.example/drivers"})
     assert choose(host, mirror).newer.endswith("; the mirror may lack it")
     events: list[Any] = []
-    request = Request("doctor", tables=released("580.190.01"))
+    request = Request("doctor", tables=released(LATER))
     run_request(request, events.append, host)
     told = [one.message for one in events if isinstance(one, Note)]
-    assert [one for one in told if one.startswith("`gpuprov install --upgrade` installs driver 580.190.01: long-term")]
+    assert [one for one in told if one.startswith(f"`gpuprov install --upgrade` installs driver {LATER}: long-term")]
     run_request(Request("doctor", {"driver_mirror": mirror.driver_mirror}, tables=request.tables), events.append, host)
     assert "; the mirror may lack it" in str(events)
 
@@ -264,29 +265,29 @@ def test_a_newer_table_is_told_and_upgrade_takes_it(tmp_path: Path) -> None:
     ("others", "there", "sent", "version"),
     [
         ({"H100, L4": NEWEST}, "", {}, NEWEST),
-        ({"H100": NEWEST}, "", {}, "580.190.01"),  # other models
-        ({"H100, L4": "580.159.03"}, "", {}, "580.190.01"),  # has holes
-        ({"H100, L4": NEWEST}, "", bulletin("580.190.01"), "580.190.01"),  # has holes by now
-        ({"H100, L4": "580.999.01"}, "", {}, "580.190.01"),  # no release that is known
-        ({"H100, L4": "$(id)"}, "", {}, "580.190.01"),
-        ({"H100, L4": NEWEST}, "615.71.09", {}, "615.71.09"),  # the host has a driver that serves
-        ({"H100, L4": NEWEST}, "595.84", {}, "595.104.02"),  # older than the one with holes that is there
+        ({"H100": NEWEST}, "", {}, LATER),  # other models
+        ({"H100, L4": "580.159.03"}, "", {}, LATER),  # has holes
+        ({"H100, L4": NEWEST}, "", bulletin(LATER), LATER),  # has holes by now
+        ({"H100, L4": "580.999.01"}, "", {}, LATER),  # no release that is known
+        ({"H100, L4": "$(id)"}, "", {}, LATER),
+        ({"H100, L4": NEWEST}, NEWEST_615, {}, NEWEST_615),  # the host has a driver that serves
+        ({"H100, L4": NEWEST}, "595.84", {}, NEWEST_595),  # older than the one with holes that is there
     ],
 )
 def test_a_new_host_gets_the_driver_of_hosts_with_the_same_gpus(
     tmp_path: Path, others: dict[str, str], there: str, sent: dict[str, Any], version: str
 ) -> None:
     host = Bare(tmp_path, L4, H100, L4)
-    host.tables = Tables(released("580.190.01") | sent)
+    host.tables = Tables(released(LATER) | sent)
     if there:
         host.with_driver(there)
     found = choose(host, SPEC, others)
     assert (found.version, found.gpus) == (version, "H100, L4")
     if version == NEWEST:
         assert "as other hosts with these GPUs have, supports L4 and H100, no known" in str(found)
-        assert found.is_new and "580.190.01" in found.newer
-        assert choose(host, SPEC, others, upgrade=True).version == "580.190.01"
-        tables = released("580.190.01")
+        assert found.is_new and LATER in found.newer
+        assert choose(host, SPEC, others, upgrade=True).version == LATER
+        tables = released(LATER)
         _, events = ask(host, Request("install", check=True, tables=tables, fleet_drivers=others))
         notes = [one.message for one in events if isinstance(one, Note)]
         assert [one for one in notes if one.startswith(f"driver {NEWEST} is not the newest; `gpuprov install --up")]
@@ -349,11 +350,11 @@ def test_the_run_after_a_cut_resumes_the_same_choice(tmp_path: Path, monkeypatch
     with contextlib.suppress(KeyboardInterrupt):
         run_request(Request("install"), cut, host, lambda: bool(events) and is_done(events[-1]))
     assert not host.exists(files[1])
-    newer = Request("install", tables=released("580.190.01"))
+    newer = Request("install", tables=released(LATER))
     assert run_request(newer, events.append, host) == 0, events[-1]
     assert {host.read_text(path) for path in files} == {NEWEST}
     planned = [one for one in events if isinstance(one, Planned)][-1]
-    assert planned.choice is not None and planned.choice.version == NEWEST and "580.190.01" in planned.choice.newer
+    assert planned.choice is not None and planned.choice.version == NEWEST and LATER in planned.choice.newer
 
 
 def test_a_further_request_of_a_run_has_not_ended_yet(tmp_path: Path) -> None:

@@ -108,6 +108,16 @@ def test_every_option_has_a_text_and_every_text_an_option() -> None:
     assert all(f"`{one}`" in texts["image_gpus"] for one in GENERATIONS)
 
 
+def test_every_option_is_read_somewhere() -> None:
+    package = Path(gpuprov.__file__).parent
+    files = (*package.rglob("*.py"), package / "protocol/options_needs.json")
+    code = "\n".join(file.read_text() for file in files if file != package / "protocol/spec.py")
+    words = set(re.findall(r"""[."'](?:gpuprov_)?(\w+)""", code))
+    # The digest beside a site's table: agent/site_tables.py makes the name.
+    unread = [name for name in option_names() if name not in words and name.removesuffix("_sha256") not in words]
+    assert not unread, "next: let gpuprov/plan, gpuprov/driver or a file that they call read these options"
+
+
 @pytest.mark.parametrize("name", ["driver_version", "driver_mirror", "toolkit_version", "verify_image"])
 def test_a_whole_number_is_a_text_and_no_other_number_is(name: str) -> None:
     """YAML, INI files and JSON make a number of 580."""

@@ -106,6 +106,11 @@ CONTAINERS = [
 NAMES = ["driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
+def before(name: str) -> list[str]:
+    """The names of the checks before this one."""
+    return NAMES[: NAMES.index(name)]
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> RecordedHost:
     install_tree(tmp_path)
@@ -189,7 +194,7 @@ def test_no_container_without_driver(host: RecordedHost, answer: tuple[int, str,
     host.answers["smi"] = answer
     good, done = checks(host)
     assert not good
-    assert states(done) == {"ok": NAMES[1:6], "failed": ["driver"], "skipped": CONTAINERS}
+    assert states(done) == {"ok": before("image")[1:], "failed": ["driver"], "skipped": CONTAINERS}
     assert reason in done["driver"].reason and "\n" not in done["driver"].reason
     assert {done[name].reason for name in CONTAINERS} == {"requires the driver"}
     assert not [argv for argv in host.asked if argv[:2] == ("docker", "run")]
@@ -213,7 +218,7 @@ def test_without_docker_neither_runtime_nor_containers_are_tried(host: RecordedH
     host.answers["info"] = (1, "", "Cannot connect to the Docker daemon")
     good, done = checks(host)
     assert not good
-    assert states(done) == {"ok": NAMES[:4], "failed": ["docker"], "skipped": ["runtime nvidia", *CONTAINERS]}
+    assert states(done) == {"ok": before("docker"), "failed": ["docker"], "skipped": ["runtime nvidia", *CONTAINERS]}
     assert "Cannot connect to the Docker daemon" in done["docker"].reason
     assert done["runtime nvidia"].reason == "requires docker"
 
@@ -242,7 +247,7 @@ def test_no_runtime_no_container(host: RecordedHost, daemon_json: str | None, lo
     host.answers["info"] = (0, json.dumps({**INFO, "Runtimes": runtimes}), "")
     good, done = checks(host)
     assert not good
-    assert states(done) == {"ok": NAMES[:5], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
+    assert states(done) == {"ok": before("runtime nvidia"), "failed": ["runtime nvidia"], "skipped": CONTAINERS}
     assert reason in done["runtime nvidia"].reason
     assert done["docker, no GPU"].reason == "requires the runtime"
 
@@ -275,7 +280,7 @@ def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
     host.run = _without_ldd(host)  # type: ignore[method-assign]
     good, done = checks(host, HostSpec())
     assert not good
-    assert states(done) == {"ok": NAMES[:6], "failed": ["image"], "skipped": CONTAINERS}
+    assert states(done) == {"ok": before("image"), "failed": ["image"], "skipped": CONTAINERS}
     assert done["docker, all GPUs"].reason == "requires an image"
 
 
