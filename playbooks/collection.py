@@ -7,6 +7,7 @@ The playbooks call roles and the plugin by their names in the collection, in a c
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ _CLONE = _HERE.parent
 _REPOSITORY = "https://github.com/gpuprov/gpuprov"
 _RUNTIME = {"requires_ansible": ">=2.17.0"}
 # What `ansible-test sanity` finds that is meant so, for each release of ansible-core that it is asked by.
-_CORES = ("2.17", "2.18", "2.19", "2.20")
+_CORES = ("2.17", "2.18", "2.19", "2.20", "2.21")
 _IGNORED = "plugins/modules/agent.py validate-modules:missing-gplv3-license # gpuprov is under Apache-2.0\n"
 
 
@@ -57,9 +58,7 @@ def write_collection(folder: Path) -> None:
     (folder / "files/gpuprov-agent.pyz").write_bytes(build_agent().content)
     shutil.copyfile(_CLONE / "LICENSE", folder / "LICENSE")
     page = (_CLONE / "docs/ansible.md").read_text()
-    (folder / "README.md").write_text(
-        page.replace("](configuration.md)", f"]({_REPOSITORY}/blob/main/docs/configuration.md)")
-    )
+    (folder / "README.md").write_text(re.sub(r"\]\((?=[\w-]+\.md)", f"]({_REPOSITORY}/blob/main/docs/", page))
     (folder / "CHANGELOG.md").write_text(
         f"# Changes\n\nThis collection is gpuprov {__version__}, and changes with it.\n"
     )

@@ -235,7 +235,8 @@ class Job:
 
     def started(self) -> dict[str, Any]:
         """Return what the task answers while the job runs; the controller says it itself, whatever the host answers."""
-        return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": f"{self.folder}/{self.id}"}
+        ends = {"started": True, "finished": False}
+        return {**ends, "ansible_job_id": self.id, "results_file": f"{self.folder}/{self.id}"}
 
 
 def job_from_line(line: str) -> Job:

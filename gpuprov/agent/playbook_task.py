@@ -124,7 +124,8 @@ def one_line(result: Mapping[str, Any]) -> str:
     parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
     verified = [f"{good} of {counted(len(checks), 'check')} ok"] if checks else []
     details = "; ".join((*upgrades, *parts, *verified))
-    return words.one_line(f"{result.get('msg', '')} ({details})") if details else ""
+    shown = f" ({details})" if details else ""
+    return words.one_line(f"{result.get('msg', '')}{shown}") if details or result.get("changed") else ""
 
 
 @dataclass(frozen=True)

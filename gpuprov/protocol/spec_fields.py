@@ -81,6 +81,7 @@ _REASONS = {
     "Not a valid list.": "must be a list",
     "Not a valid integer.": "must be a whole number",
     "Invalid input type.": "must be a mapping",
+    "Field may not be null.": "has no value",
     "Missing data for required field.": "is missing",
 }
 

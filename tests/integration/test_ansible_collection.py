@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpuprov.fleet.agent_file import build_agent
 from tests.lab.lab import REPOSITORY
@@ -65,6 +66,23 @@ def test_its_playbooks_run_by_name_and_push_the_agent_inside(installed: Path, tm
     assert "kernel" in said
     pushed = [path.name for path in (tmp_path / ".cache/gpuprov").glob("*.pyz")]
     assert pushed == [f"agent-{build_agent().digest}.pyz"]
+
+
+@pytest.mark.root
+def test_the_oldest_ansible_core_runs_it(installed: Path, tmp_path: Path) -> None:
+    """The oldest release that meta/runtime.yml allows, from PyPI; a task without `become` takes another way."""
+    declared = yaml.safe_load((installed / "ansible_collections/gpuprov/host/meta/runtime.yml").read_text())
+    oldest = declared["requires_ansible"].replace(">=", "==")
+    subprocess.run((sys.executable, "-m", "venv", tmp_path / "oldest"), check=True)
+    pip = (tmp_path / "oldest/bin/pip", "install", "-q", "--disable-pip-version-check", f"ansible-core{oldest}")
+    subprocess.run(pip, check=True)
+    for method in ("sudo", "su"):
+        said = run(
+            tmp_path / "oldest/bin/ansible-playbook", "-i", "here,", "-c", "local", "gpuprov.host.facts",
+            "-e", "ansible_become=true", "-e", f"ansible_become_method={method}",
+            cwd=tmp_path, HOME=str(tmp_path), ANSIBLE_COLLECTIONS_PATH=str(installed),
+        )  # fmt: skip
+        assert "kernel" in said
 
 
 def test_ansible_doc_shows_its_action(installed: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -121,6 +122,17 @@ def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: Mod
     assert plugin._connection_variables(own, "other") == {}
 
 
+def test_a_template_without_a_value_names_the_variable_and_what_to_do(plugin: ModuleType) -> None:
+    def template(value: str) -> str:
+        raise plugin.AnsibleError("'site' is undefined")
+
+    plugin._agent()
+    task = SimpleNamespace(_task_vars={"gpuprov_proxy": "{{ site }}"}, _templar=SimpleNamespace(template=template))
+    with pytest.raises(GpuprovError, match="template in gpuprov_proxy does not resolve") as caught:
+        plugin.ActionModule._variables(task)
+    assert caught.value.problems[0].next_step == "define what it names for this host, or remove gpuprov_proxy"
+
+
 def test_ansible_doc_knows_every_command() -> None:
     documentation = yaml.safe_load(loaded(PLAYBOOKS / "plugins/modules/agent.py").DOCUMENTATION)
     assert set(TASK_COMMANDS) <= set(documentation["options"]["command"]["choices"])
@@ -134,6 +146,9 @@ def test_the_collection_holds_what_the_clone_holds_and_the_agent(tmp_path: Path)
     assert {f"playbooks/{path.name}" for path in PLAYBOOKS.glob("*.yml")} <= here
     assert (tmp_path / "host/files/gpuprov-agent.pyz").read_bytes() == build_agent().content
     assert not any("__pycache__" in path for path in here)
+    # Galaxy shows the page alone.
+    linked = re.findall(r"\]\(([^)]+)\)", (tmp_path / "host/README.md").read_text())
+    assert [link for link in linked if not link.startswith(("#", "https://"))] == []
     assert zipfile.is_zipfile(tmp_path / "host/files/gpuprov-agent.pyz")
 
 
@@ -197,14 +212,19 @@ def test_what_a_login_shell_prints_is_no_boot(plugin: ModuleType, monkeypatch: p
         ("paramiko", "", False, "file"),
     ],
 )
+@pytest.mark.parametrize("core", ["2.18", "2.19"])
 def test_a_request_reaches_the_agent_beside_a_password(
-    plugin: ModuleType, transport: str, method: str, enabled: bool, how: str
+    plugin: ModuleType, transport: str, method: str, enabled: bool, how: str, core: str
 ) -> None:
-    """A local connection drops what it should write to a command that has a terminal, and waits for its end."""
+    """A local connection drops what it should write to a command that has a terminal, and waits for its end.
+
+    Up to ansible-core 2.18 a plugin for become does not say whether it works with pipelining.
+    """
     plugin._agent()
     done = {"rc": 0, "stderr": ""}
     connection = SimpleNamespace(has_pipelining=transport != "paramiko", transport=transport)
-    connection.become = SimpleNamespace(pipelining=method != "su") if method else None
+    says = {} if core == "2.18" else {"pipelining": method != "su"}
+    connection.become = SimpleNamespace(name=method, **says) if method else None
     task = SimpleNamespace(_connection=connection, _is_pipelining_enabled=lambda style: enabled)
     task._low_level_execute_command = lambda *_, **__: {**done, "stdout": "pipe"}
     task._with_file = lambda *_, **__: {**done, "stdout": "file"}

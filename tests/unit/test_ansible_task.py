@@ -31,6 +31,7 @@ from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import (
     ChangeDone,
+    ChangeStarted,
     CheckDone,
     Event,
     FactsGathered,
@@ -229,6 +230,8 @@ def test_one_line_tells_what_changed_and_what_was_verified() -> None:
     checks = (CheckDone("driver", "ok"), CheckDone("torch", "skipped", reason="no image"))
     verified = result("verify", *checks, Finished(0, summary="containers see this host's GPUs"))
     assert one_line(verified) == "containers see this host's GPUs (1 of 2 checks ok)"
+    undone = (ChangeStarted("a", "undo: a", 1, 1), ChangeDone("a", 0.1), Finished(0, 1, summary="1 change undone"))
+    assert one_line(result("rollback", *undone)) == "1 change undone"
     assert one_line(result("install", Planned(()), Finished(0, 0))) == ""
     assert one_line(result("facts", FactsGathered({}), Finished(0))) == ""
 

@@ -49,6 +49,13 @@ def result_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_a_job_is_begun_and_not_finished() -> None:
+    """ansible-core 2.21 warns of numbers."""
+    started = Job("j1.2", "~/.ansible_async", "verify", 30).started()
+    assert (started["started"], started["finished"]) == (True, False)
+    assert isinstance(started["started"], bool) and isinstance(started["finished"], bool)
+
+
 def test_the_file_has_the_result(tmp_path: Path) -> None:
     job = Job("j12.34", str(tmp_path / "jobs"), "facts", 60, {"other": 1})
     begin(Request("facts"), job, says(FactsGathered({"gpus": []}), Finished(0, summary="seen")))

@@ -44,6 +44,7 @@ def test_booleans_as_yaml_and_extra_vars_write_them(value: object) -> None:
         ({"driver_verison": "1"}, "no variable gpuprov_driver_verison", "did you mean gpuprov_driver_version?"),
         ({"zzz": "1"}, "there is no variable gpuprov_zzz", "gpuprov options"),
         ({"driver_version": 550.1}, "put a version number in quotes", ""),
+        ({"driver_version": None}, "gpuprov_driver_version has no value", ""),
         ({"driver_version": "latest; rm -rf /"}, "not a driver version", ""),
         ({"driver_version": "550.163.01\n"}, "not a driver version", ""),
         ({"mig_layout": {"disabled"}}, "must be text or a list of texts", ""),

@@ -135,7 +135,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 found[name] = self._templar.template(self._task_vars[name])
             except AnsibleError as error:
                 what = f"the template in {name} does not resolve"
-                raise UsageError(what, str(error)) from None
+                step = f"define what it names for this host, or remove {name}"
+                raise UsageError(what, str(error), step) from None
         return found
 
     def _with_domain(self, variables: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
@@ -390,7 +391,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
         plugin = self._connection.become if become and not self._is_pipelining_enabled("new") else None
         # A password gets a terminal in the place of the standard input: over a local connection, and for su everywhere.
-        has_terminal = plugin is not None and (not plugin.pipelining or self._connection.transport == "local")
+        # Up to ansible-core 2.18 its plugin does not say so.
+        takes_input = plugin is None or getattr(plugin, "pipelining", plugin.name != "su")
+        has_terminal = not takes_input or (plugin is not None and self._connection.transport == "local")
         if self._connection.has_pipelining and not has_terminal:
             done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)
         else:
