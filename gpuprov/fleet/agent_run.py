@@ -196,7 +196,8 @@ class RemoteSystem(System):
         password = (f"{self._target.become_password}\n".encode(),)
         done = stream("echo; env LC_ALL=C " + shlex.join(words), stdin=password, answer=answer)
         if not through:
-            lines = (line.removeprefix(".").strip() for line in done.stderr.splitlines())
+            # Of the prompt's second line, which sudo-rs ends in its own way.
+            lines = (line.removeprefix(".").removeprefix("] Password:").strip() for line in done.stderr.splitlines())
             output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or _ending(done)
             if questions > 1 or "incorrect password" in output:
                 step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
