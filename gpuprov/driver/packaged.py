@@ -115,7 +115,7 @@ def _words(system: System, former: Mapping[str, str]) -> tuple[str, ...]:
     by_file = tuple(_cached(system, *one) or f"{one[0]}={one[1]}" for one in former.items())
     for words in dict.fromkeys((by_version, by_file)):
         simulated = (
-            "apt-get", "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades",
+            "apt-get", "--simulate", "--yes", *dpkg.NOTHING_ELSE, "--no-install-recommends", "--allow-downgrades",
             "--allow-change-held-packages", "install", "--",
         )  # fmt: skip
         asked = system.run((*simulated, *words), timeout=_SIMULATE_SECONDS) if words else None

@@ -300,7 +300,7 @@ def needed_by_others(system: System, names: Sequence[str]) -> Mapping[str, tuple
 
 def _taken_along(system: System, names: Sequence[str]) -> set[str]:
     """Return what apt would remove besides, without doing it. Raises GpuprovError if apt does not come to an end."""
-    words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", "purge", "--", *names)
+    words = ("apt-get", *_STATUS_ALONE, "--simulate", "--yes", *dpkg.NOTHING_ELSE, "purge", "--", *names)
     what = f"apt-get does not tell what would go with {names[0]}"
     done = interface.require_answer(system.run(words, timeout=_SIMULATE_SECONDS), what)
     return {*re.findall(r"^(?:Purg|Remv) (\S+)", done.stdout, re.MULTILINE)} - {*names}

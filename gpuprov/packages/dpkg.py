@@ -29,8 +29,11 @@ TRUST = (
     "-o", "Acquire::AllowWeakRepositories=false",
     "-o", "Acquire::AllowDowngradeToInsecureRepositories=false",
 )  # fmt: skip
+# So may it about what a command does: an installation fails where apt would also remove what nobody needs, and a
+# rollback must not remove that.
+NOTHING_ELSE = ("-o", "APT::Get::AutomaticRemove=false", "-o", "APT::Get::Remove=true")
 _APT = (
-    "apt-get", "-q", "--yes", "--no-install-recommends", *TRUST,
+    "apt-get", "-q", "--yes", "--no-install-recommends", *TRUST, *NOTHING_ELSE,
     "-o", "Dpkg::Options::=--force-confold",
     "-o", "Dpkg::Use-Pty=0",
     "-o", "Acquire::Retries=3",

@@ -110,6 +110,18 @@ def test_what_would_be_removed_is_named_and_stays(host: ChrootHost) -> None:
     assert "old-tool" in installed(host)
 
 
+def test_apt_settings_of_a_site_remove_nothing_and_keep_nothing(host: ChrootHost) -> None:
+    install(host, "needs-library")
+    assert all(host.run(words).ok for words in (("apt-mark", "auto", "library"), ("dpkg", "--purge", "needs-library")))
+    before = installed(host)
+    assert "library" in before
+    host.write("/etc/apt/apt.conf.d/99site", b'APT::Get::AutomaticRemove "true";\nAPT::Get::Remove "false";\n')
+    as_a_run(host, InstallPackages(("plain",)))
+    assert installed(host) == {**before, "plain": "1.0"}
+    undo_last(host)
+    assert installed(host) == before
+
+
 def test_a_pin_that_keeps_a_package_out_is_told_with_its_line(host: ChrootHost) -> None:
     host.write("/etc/apt/preferences.d/ours", b"# nothing of it\nPackage: old-*\nPin: release *\nPin-Priority: -1\n")
     host.write("/etc/apt/preferences.d/ignored.bak", b"Package: *\nPin: release *\nPin-Priority: -1\n")
