@@ -19,7 +19,7 @@ from gpuprov.core.system import System
 from gpuprov.facts.host import gather
 from gpuprov.packages.apt_changes import HoldPackages, InstallPackages, RefreshPackageIndex, parse_conffiles, plan_holds
 from gpuprov.packages.dpkg import gather_packages, lock_holder, missing
-from gpuprov.packages.failures import listed_under
+from gpuprov.packages.failures import FAILED, listed_under
 from gpuprov.packages.interface import HELD_LIST, PackageFacts
 from gpuprov.repos import AptRepository
 from tests.unit.fake_host import FakeHost
@@ -175,6 +175,21 @@ def test_apts_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning
     assert "apt-get exited 100: " in problem.evidence and line in problem.evidence
     assert len(problem.evidence.splitlines()) == 1 + ("unmet" in said)
     assert problem.next_step
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        # dpkg to 1.22, and 1.23.
+        "installed foreign package post-installation script subprocess returned error exit status 1",
+        "old foreign package postinst maintainer script subprocess failed with exit status 1",
+    ],
+)
+def test_a_script_that_fails_is_named_by_its_package(tmp_path: Path, said: str) -> None:
+    listed = f"dpkg: error processing package foreign (--configure):\n {said}\n{FAILED}\n foreign"
+    host = RecordedApt(tmp_path, answer=(100, listed, "E: Sub-process /usr/bin/dpkg returned an error code (1)"))
+    problem = refused(InstallPackages(("gcc",)).apply, host, tell_nobody)
+    assert problem.what == "gcc could not be installed: a script of foreign failed"
 
 
 def test_the_way_out_of_an_expired_key_fetches_gpuprovs_own_again(tmp_path: Path) -> None:
