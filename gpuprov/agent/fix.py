@@ -144,8 +144,10 @@ def _look(run: RunContext) -> _Look:
 
 
 def _undone(run: RunContext, fix: Fix) -> tuple[str, ...]:
-    """Return what disturbs containers besides the changes: the undo of a change in which an earlier run was cut off."""
-    return ("undo what an earlier run was cut off in",) if fix.whole and undo_disturbs(run.system, CHANGE_KINDS) else ()
+    """Return what disturbs containers besides the changes: the undo of an earlier run's interrupted change."""
+    return (
+        ("undo an earlier run's interrupted change",) if fix.whole and undo_disturbs(run.system, CHANGE_KINDS) else ()
+    )
 
 
 def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work, undone: Sequence[str] = ()) -> None:

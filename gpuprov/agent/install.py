@@ -82,7 +82,7 @@ def install(run: RunContext) -> Finished:
     """Bring the host to the spec. Raises GpuprovError or Stopped; the journal then says what was done."""
     forget_resume(run.system)
     if run.request.require_drained and undo_disturbs(run.system, CHANGE_KINDS):
-        what = "the host is not drained, and to undo what an earlier run was cut off in disturbs containers"
+        what = "the host is not drained, and the undo of an earlier run's interrupted change disturbs containers"
         raise GpuprovError(what, "", "run the same command again: it drains the host first")
     interrupted = resume_run(run.system, CHANGE_KINDS, run.sink)
     with run.system.interruptible(run.stop_requested):

@@ -382,7 +382,9 @@ def settle(run: RunContext) -> Record | None:
         return None
     over = record.action == REBOOT and record.boot_id != gather_reboot(system).boot_id
     if not over:
-        run.note(f"an earlier run was cut off in a {record.action} of {counted(len(record.gpus), 'GPU')}", "warning")
+        run.note(
+            f"an earlier run was interrupted in a {record.action} of {counted(len(record.gpus), 'GPU')}", "warning"
+        )
     start_all_again(system, run.tell)
     _wait_for_fabric(system)
     found = health.judge(health.read(system, run.sink))

@@ -108,7 +108,7 @@ def resume_run(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     journal = resume_journal(system, run)
     interrupted = run.interrupted
     if interrupted is not None:
-        sink(Note(f"an earlier run was cut off in: {interrupted.key}; taking that up"))
+        sink(Note(f"an earlier run was interrupted in: {interrupted.key}; resuming it"))
         kind = kind_of(journal, interrupted, kinds)
         if kind.undo_when_interrupted:
             _undo_entry(system, journal, interrupted, kinds)

@@ -70,7 +70,7 @@ def plan_fix(x: HostSnapshot, causes: Sequence[Cause], install: Plan | None = No
     x = replace(x, spec=spec_as_found(x))
     refused = _install_refused(x, install) if needs_install(causes) else ""
     if x.open_run and refused:
-        return Fix((), (f"a run of gpuprov was cut off and must be resumed first: {refused}",))
+        return Fix((), (f"a run of gpuprov was interrupted and must be resumed first: {refused}",))
     whole = install.changes if install is not None and needs_install(causes) and not refused else ()
     found: dict[str, tuple[StepChange, ...]] = {}
     reasons: dict[str, str] = {}

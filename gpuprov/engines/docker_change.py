@@ -58,21 +58,21 @@ class ReconfigureDocker(Change):
     def summary(self) -> str:
         parts = [f"write {self.path}"] if self.content is not None else []
         parts += [f"enable {UNIT}"] if self.enable else []
-        parts += [] if self.is_loaded else [self._taking_up()]
+        parts += [] if self.is_loaded else [self._reload_step()]
         said = " and ".join(parts)
         if self.cdi_by_version:
             return f"{said}, with features.cdi if that is docker {VERSIONS_WITH_FEATURE}"
         later = "; `--device nvidia.com/gpu=…` works after docker's next restart, which would stop them"
         return said + later if self.cdi_later else said
 
-    def _taking_up(self) -> str:
+    def _reload_step(self) -> str:
         if not self.runs:
             return "start docker (it does not run)"
         how = "restart" if self.restart else "reload"
         count = len(self.containers)
         if not count:
             return f"{how} docker (no container is running)"
-        fate = "they go on, by live-restore" if self.restart and self.live_restore else "they go on"
+        fate = "they keep running (live-restore)" if self.restart and self.live_restore else "they keep running"
         return f"{how} docker ({count} running: {', '.join(self.containers)}; {fate})"
 
     def diff(self, system: System) -> str:
@@ -162,7 +162,7 @@ class ReconfigureDocker(Change):
         """Restore the old file and docker's state; return the error to raise."""
         words = docker_unit.last_words(system, since) or trouble
         if self.content is None:
-            return GpuprovError(f"docker does not take up {self.path}", words, "journalctl -u docker -n 50")
+            return GpuprovError(f"docker does not load {self.path}", words, "journalctl -u docker -n 50")
         restore_path(system, before["file"])
         since = system.clock()
         back = systemctl(system, "reload", UNIT) if is_active(system, UNIT) else restart(system, UNIT)

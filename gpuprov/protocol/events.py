@@ -118,7 +118,7 @@ MaybeChosen = Optional[ChosenDriver]
 class Planned:
     """The whole plan, before anything is touched.
 
-    `disturbs`: a change of the plan disturbs containers, or the undo of one in which an earlier run was cut off.
+    `disturbs`: a change of the plan disturbs containers, or the undo of an earlier run's interrupted change.
     """
 
     changes: Annotated[tuple[PlannedChange, ...], Limit(2_000)]

@@ -120,7 +120,7 @@ def test_after_a_power_cut_the_host_boots_and_the_next_run_ends_as_an_undisturbe
             host.boot_again()
             done = gpuprov("install", "--hosts", site.inventory(_NAME))
             assert done.returncode == 0, f"{kind}:\n{done.stdout}"
-            assert "an earlier run was cut off in" in done.stdout
+            assert "an earlier run was interrupted in" in done.stdout
             assert_whole(site, undisturbed, kind)
     assert len(cuts) == 4
 

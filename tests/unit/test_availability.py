@@ -231,7 +231,7 @@ def test_what_a_cut_off_run_left_is_not_undone_on_a_host_that_is_not_drained(tmp
     new_journal(host, "install").begin("reconfigure docker", "ReconfigureDocker", {})
     finished, events = undrained(host)
     (problem,) = finished.problems
-    assert problem.what.startswith("the host is not drained, and to undo what an earlier run was cut off in")
+    assert problem.what.startswith("the host is not drained, and the undo of an earlier run's interrupted change")
     assert all(argv[:2] == ("systemctl", "show") for argv in host.commands) and events[-1:] == [finished]
     # A look at the plan tells it, so that the host is drained.
     host.installed["docker.io"] = "26.1"

@@ -183,9 +183,9 @@ def test_the_default_runtime_is_set_only_when_asked_for() -> None:
     ("containers", "live", "set_default", "summary"),
     [
         ((), False, False, "restart docker (no container is running)"),
-        (("db", "web"), False, False, "reload docker (2 running: db, web; they go on)"),
-        (("db",), True, False, "restart docker (1 running: db; they go on, by live-restore)"),
-        (("db",), False, True, "reload docker (1 running: db; they go on)"),
+        (("db", "web"), False, False, "reload docker (2 running: db, web; they keep running)"),
+        (("db",), True, False, "restart docker (1 running: db; they keep running (live-restore))"),
+        (("db",), False, True, "reload docker (1 running: db; they keep running)"),
     ],
 )
 def test_running_containers_go_on(containers: tuple[str, ...], live: bool, set_default: bool, summary: str) -> None:
@@ -419,7 +419,7 @@ def test_a_docker_that_has_not_been_restarted_since_is_restarted_where_that_stop
     assert planned_for_cdi(IS_SET, "26.1.5", running_containers=("web",)) == ()
     (change,) = planned_for_cdi(ONLY_OURS, "26.1.5", running_containers=("web",))
     said = change.summary()
-    assert "reload docker (1 running: web; they go on)" in said and "works after docker's next restart" in said
+    assert "reload docker (1 running: web; they keep running)" in said and "works after docker's next restart" in said
 
 
 def test_what_the_daemon_says_of_cdi() -> None:

@@ -339,7 +339,7 @@ def test_features_cdi_by_dockers_version(tmp_path: Path, content: str | None, ve
         # Live-restore is not what keeps them through a reload.
         (
             {"content": None, "restart": False, "containers": ("a", "b"), "live_restore": True},
-            "reload docker (2 running: a, b; they go on)",
+            "reload docker (2 running: a, b; they keep running)",
         ),
     ],
 )

@@ -247,7 +247,7 @@ def test_killed_change_is_undone_or_kept(system: Recording, kind: type[Half], st
     notes: list[Event] = []
     journal = resume_run(system, KINDS, notes.append)
     assert journal is not None
-    assert notes == [Note("an earlier run was cut off in: do half of it; taking that up")]
+    assert notes == [Note("an earlier run was interrupted in: do half of it; resuming it")]
     (entry,) = read_runs(system)[0].entries
     assert (entry.state, entry.outcome, system.exists(MARK)) == (state, outcome, kind is Kept)
 
