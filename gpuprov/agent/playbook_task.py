@@ -129,7 +129,7 @@ def one_line(result: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
+class TaskChange:
     """One of `changes` in a result."""
 
     step: Name
@@ -150,7 +150,7 @@ class TaskResult:
     failed: bool = False
     changed: bool = False
     msg: Text = ""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[TaskChange, ...] = ()
     checks: Annotated[tuple[CheckDone, ...], Limit(MOST[CheckDone])] = ()
     problems: tuple[Problem, ...] = ()
     diff: tuple[Prepared, ...] = ()
@@ -210,7 +210,7 @@ def task_result(command: str, events: Iterable[Event]) -> TaskResult:
         failed=failed,
         changed=(made or (not failed and result.changed > 0)) and command != PLAN,
         msg=problem_text(problems) if is_wrong else words.one_line(result.summary),
-        changes=tuple(Change(change.step, change.summary) for change in result.plan),
+        changes=tuple(TaskChange(change.step, change.summary) for change in result.plan),
         checks=result.checks,
         problems=problems,
         diff=tuple(Prepared(f"{change.diff}\n") for change in result.plan if change.diff),

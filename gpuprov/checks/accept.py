@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Callable
 
 from gpuprov.checks import accept_commands, health
-from gpuprov.checks.cuda_checks import Failure, MaybeFailure, Number, Python, command, host_python
+from gpuprov.checks.cuda_checks import FailedCall, MaybeFailedCall, Number, Python, command, host_python
 from gpuprov.checks.engines import ALL, DockerLike, EngineTest
 from gpuprov.checks.outcome import Failed
 from gpuprov.checks.smi import SmiReport, per_gpu
@@ -63,7 +63,7 @@ class Printed:
     step: Name
     gpu: Name = ""
     ok: bool = True
-    error: MaybeFailure = None
+    error: MaybeFailedCall = None
     seconds: float = 0.0
     wrong: int = 0
     memory: float = 0.0
@@ -274,7 +274,7 @@ def judge(
     )
     found = [one for gpu, printed in zip(measured, ours) for one in _wrong(gpu, printed)]
     if failed := next((one for one in lines if one.step == "failed"), None):
-        seen = str(Failure(failed.call, failed.result, failed.name))
+        seen = str(FailedCall(failed.call, failed.result, failed.name))
         found.append(_host("program", "the program that loads the GPUs failed", seen))
     if not found:
         # A program that did not begin, as in a container that does not start, says nothing of an only GPU either.

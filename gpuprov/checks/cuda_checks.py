@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
-from gpuprov.checks.cuda.compatibility import Finding, result_of
+from gpuprov.checks.cuda.compatibility import Incompatibility, result_of
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.checks.cuda.survey import Survey, survey
 from gpuprov.checks.engines import ALL, LIBRARIES, DockerLike, EngineTest, ended
@@ -48,7 +48,7 @@ Number = Optional[int]
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedCall:
     """A call that failed; `result` is None if the library has no such function, `name` is that of the result."""
 
     call: Name
@@ -61,7 +61,7 @@ class Failure:
         return f"{self.call} gives {self.result}" + (f" ({self.name})" if self.name else "")
 
 
-MaybeFailure = Optional[Failure]
+MaybeFailedCall = Optional[FailedCall]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _OnGpu:
     gpu: int
     wrong: int
     of: int
-    failed: MaybeFailure
+    failed: MaybeFailedCall
     busy: bool
 
     @property
@@ -107,7 +107,7 @@ class Calls:
     variables: Mapping[Name, Line]
     version: int
     uuids: tuple[Name, ...]
-    failed: MaybeFailure
+    failed: MaybeFailedCall
     kernel: _Kernel = None
 
     @property
@@ -177,9 +177,8 @@ class _Seen:
     calls: Completed | None
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """What is wrong with the files; no notes."""
-        return tuple(one for one in self.files.findings if not one.note) if self.files is not None else ()
+    def faults(self) -> tuple[Incompatibility, ...]:
+        return self.files.faults if self.files is not None else ()
 
     def winner(self, name: str) -> Candidate | None:
         """Return the library of this name that wins by the loader's rules."""
@@ -214,7 +213,7 @@ def explain_image(test: EngineTest) -> str:
         found = parse_calls(seen.calls) if seen.calls is not None else ""
     except (Failed, GpuprovError) as error:
         return " ".join(str(error).split())
-    for problem in seen.findings:
+    for problem in seen.faults:
         return f"{problem.what} ({problem.evidence}); {problem.next_step}"
     failed = isinstance(found, Calls) and (found.failed or LIBCUDA in found.faults)
     return _said(found) if failed and isinstance(found, Calls) else ""
@@ -259,9 +258,8 @@ def _waiting(test: EngineTest, engine: DockerLike, python: Python) -> Iterator[s
             break
     if not done.ok:
         found = survey(test.system, test.image, Program())
-        problem = next((one for one in found.findings if not one.note), None)
-        if found.loader.library != GLIBC and problem is not None:
-            raise Failed(f"{test.image}: {problem.what}; {problem.next_step}")
+        if found.loader.library != GLIBC and found.faults:
+            raise Failed(f"{test.image}: {found.faults[0].what}; {found.faults[0].next_step}")
         raise Failed(ended(test, done))
     container = done.stdout.split()[-1]
     try:
@@ -282,7 +280,7 @@ def _library(system: System, name: str, seen: _Seen) -> Values:
     if theirs is None:
         return _measured(name, ours, loaded)
     shown = _driver_of(ours), f"{_driver_of(theirs)} in {theirs.chain[-1].rpartition('/')[0]}"
-    for problem in seen.findings:
+    for problem in seen.faults:
         if problem.library == name:
             raise Failed(f"{problem.what} ({problem.evidence}); {problem.next_step}", *shown)
     if loaded and loaded != theirs.chain[-1]:

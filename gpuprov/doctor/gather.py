@@ -19,7 +19,7 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import CACHE, LIBRARY_DIRECTORIES, parse_cache
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
-from gpuprov.checks.cuda.compatibility import Finding
+from gpuprov.checks.cuda.compatibility import Incompatibility
 from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
@@ -354,7 +354,7 @@ def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, s
         for engine, name in tuple(waiting[:MOST_CONTAINERS]):
             # One that has stopped meanwhile can't be read.
             with contextlib.suppress(GpuprovError, OSError):
-                found.append(Loaded(engine, name, wrong(survey(system, name, Program()))))
+                found.append(Loaded(engine, name, faults_of_winners(survey(system, name, Program()))))
             waiting.remove((engine, name))
     except Exception as error:  # a thread would print it, and doctor say nothing of what was left out
         why.append(f"{type(error).__name__}: {str(error)[:200]}")
@@ -386,7 +386,7 @@ def has_gpu_node(pid: str) -> bool:
     return False
 
 
-def wrong(found: Survey) -> tuple[Finding, ...]:
+def faults_of_winners(found: Survey) -> tuple[Incompatibility, ...]:
     """Return what is wrong with the library that wins; a container without one may not have requested it."""
     winners = {one.name for one in found.libraries if one.winner is not None}
-    return tuple(one for one in found.findings if not one.note and one.library in winners)
+    return tuple(one for one in found.faults if one.library in winners)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.checks.cuda.compatibility import Finding
+from gpuprov.checks.cuda.compatibility import Incompatibility
 from gpuprov.checks.smi import exit_code
 from gpuprov.engines.docker_unit import parse_show
 from gpuprov.facts.host import HostFacts
@@ -110,7 +110,7 @@ class Loaded:
 
     engine: str
     name: str
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Incompatibility, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from gpuprov.agent.playbook_task import Change
+from gpuprov.agent.playbook_task import TaskChange
 from gpuprov.agent.result import MADE, PENDING, metrics_text
 from gpuprov.doctor.examine import RULES
 from gpuprov.fleet.inventory import read_inventory
@@ -58,7 +58,7 @@ def test_the_reference_of_the_collection_is_its_own() -> None:
     text = ansible_page.PAGE.read_text()
     assert "| `reboot_needed` |" in text and ansible_page.page() == text, "next: make docs"
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:list of )?dict \|.*each with (.*)\. \|$", text, re.MULTILINE))
-    for name, kind in (("checks", CheckDone), ("upgrades", Upgrade), ("changes", Change)):
+    for name, kind in (("checks", CheckDone), ("upgrades", Upgrade), ("changes", TaskChange)):
         assert set(re.findall(r"`(\w+)`", rows[name].partition(". ")[0])) == {one.name for one in fields(kind)}
 
 

@@ -79,7 +79,7 @@ _LEAST_DRIVER_OF_11 = "450.80.02"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Incompatibility:
     """One thing that is wrong; `results` are the results of CUDA to expect. A `note` is worth knowing and not wrong.
 
     `library`: the name of the library that is at fault, nothing if it is none of the driver's.
@@ -106,11 +106,11 @@ def least_driver(cuda: str) -> str:
     return min(own, _LEAST_DRIVER_OF_11, key=version_numbers)
 
 
-_MUSL = Finding(
+_MUSL = Incompatibility(
     (35,), "the C library is musl, and the driver's libraries need glibc: CUDA can't run",
     "musl's loader is in the root file system, glibc's is not", "use an image with glibc, such as Debian's",
 )  # fmt: skip
-_NO_LOADER = Finding(
+_NO_LOADER = Incompatibility(
     (), "there is no dynamic loader: only static programs run, and they can't load libcuda",
     "neither glibc's nor musl's loader is in the root file system", "use an image with glibc, such as Debian's",
 )  # fmt: skip
@@ -119,7 +119,7 @@ _NO_LOADER = Finding(
 def incompatibilities(
     loader: Loader, found: tuple[Found, ...], kernel: str, runtimes: tuple[Runtime, ...], *, kind: str,
     has_driver: bool = True, is_container: bool = False,
-) -> tuple[Finding, ...]:  # fmt: skip
+) -> tuple[Incompatibility, ...]:  # fmt: skip
     """Return what is wrong, the first to correct first.
 
     `kind` is host, container or image; `has_driver` says whether an image's files have the driver's among them, as they
@@ -130,7 +130,7 @@ def incompatibilities(
     machine = os.uname().machine
     if loader.machine != machine:
         what = f"its programs are for {loader.machine}, this host is {machine}: at best they are emulated, without GPUs"
-        return (Finding((), what, f"its loader is {loader.path}", f"use an image for {machine}"),)
+        return (Incompatibility((), what, f"its loader is {loader.path}", f"use an image for {machine}"),)
     named = {one.name: one for one in found}
     is_host = kind == "host"
     # The step for a host's only library: it is the installed driver's, and nobody shall remove it.
@@ -150,32 +150,32 @@ def _is_alone(found: Found) -> bool:
     return one is not None and not any(one.fault or other.version != one.version for other in usable)
 
 
-def _library(cuda: Found, own_step: str, kernel: str, is_host: bool, has_driver: bool) -> Iterator[Finding]:
+def _library(cuda: Found, own_step: str, kernel: str, is_host: bool, has_driver: bool) -> Iterator[Incompatibility]:
     one = cuda.winner
     if one is None:
         what = "the loader finds no libcuda.so.1" + ("" if has_driver else ": the image has none of its own")
         unused = "not in a folder that the loader searches"
         seen = "; ".join(f"{other.path}: {other.fault or unused}" for other in cuda.others)
         step = "sudo gpuprov install" if is_host else "start the container with GPUs: docker run --gpus all"
-        yield Finding((35,), what, seen, step, note=not has_driver)
+        yield Incompatibility((35,), what, seen, step, note=not has_driver)
         return
     seen, step = f"{one.chain[-1]}: {one.reason}", _way_out(one.reason, is_host)
     versions = f"{one.path} is of driver {one.version}, the loaded kernel module is {kernel}"
     newer = bool(one.version and kernel) and version_numbers(one.version)[0] > version_numbers(kernel)[0]
     if one.fault:
         step = "sudo gpuprov install" if own_step else f"remove {one.path}"
-        yield Finding((35,), f"the loader stops at {one.path}: {one.fault}", seen, step)
+        yield Incompatibility((35,), f"the loader stops at {one.path}: {one.fault}", seen, step)
     elif one.stub:
-        yield Finding((34, 35), f"{one.path} is CUDA's stub, not the driver's library", seen, step)
+        yield Incompatibility((34, 35), f"{one.path} is CUDA's stub, not the driver's library", seen, step)
     elif not one.version:
         what = f"the version of {one.path} is unknown: no name in its chain of links has one"
-        yield Finding((803,), what, seen, "compare the file with the host's libcuda", note=True)
+        yield Incompatibility((803,), what, seen, "compare the file with the host's libcuda", note=True)
     elif newer and one.compat:
         what = f"forward compatibility: {versions}; this works on data center GPUs only"
-        yield Finding((804,), what, seen, "on other GPUs, update the driver", note=True)
+        yield Incompatibility((804,), what, seen, "on other GPUs, update the driver", note=True)
     elif kernel and version_numbers(one.version) != version_numbers(kernel):
         versions = disagreement(one.version, kernel) if own_step else versions
-        yield Finding((803, 804) if newer else (803, 35, 36), versions, seen, own_step or step)
+        yield Incompatibility((803, 804) if newer else (803, 35, 36), versions, seen, own_step or step)
 
 
 def _way_out(reason: str, is_host: bool) -> str:
@@ -190,7 +190,7 @@ def _way_out(reason: str, is_host: bool) -> str:
     return "remove the file from the image; after an update of the host's driver, reboot the host"
 
 
-def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Finding]:
+def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Incompatibility]:
     one = cuda.winner
     if one is None or one.fault or one.stub or not one.version:
         return
@@ -199,30 +199,32 @@ def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Finding]:
         least, release = least_driver(runtime.version), f"CUDA {runtime.version}"
         if not least:
             what = f"whether {release} runs on driver {one.version} is unknown: gpuprov has no table for it"
-            yield Finding((), what, runtime.source, "read NVIDIA's release notes of this CUDA release", note=True)
+            yield Incompatibility(
+                (), what, runtime.source, "read NVIDIA's release notes of this CUDA release", note=True
+            )
         elif version_numbers(one.version) < version_numbers(least):
             what = f"{release} needs driver {least} or later, {one.path} is of {one.version}"
             step = f"update the driver, or use an image for CUDA {supported or 'of an older release'} or earlier"
-            yield Finding((35,), what, runtime.source, step)
+            yield Incompatibility((35,), what, runtime.source, step)
         elif supported and version_numbers(runtime.version) > version_numbers(supported):
             what = f"minor version compatibility: {release} runs on driver {one.version} (CUDA {supported})"
             step = "most programs run; calls of the newer release give 36, PTX of it gives 222: then update the driver"
-            yield Finding((36, 222), what, runtime.source, step, note=True)
+            yield Incompatibility((36, 222), what, runtime.source, step, note=True)
 
 
-def _management(management: Found, own_step: str, kernel: str, is_host: bool) -> Iterator[Finding]:
+def _management(management: Found, own_step: str, kernel: str, is_host: bool) -> Iterator[Incompatibility]:
     one = management.winner
     if one is None:
         return
     seen = f"{one.chain[-1]}: {one.reason}"
     if one.fault:
         what = f"the loader stops at {one.path}: {one.fault}; nvidia-smi exits 12"
-        yield Finding((), what, seen, "sudo gpuprov install" if own_step else f"remove {one.path}")
+        yield Incompatibility((), what, seen, "sudo gpuprov install" if own_step else f"remove {one.path}")
     elif one.version and kernel and version_numbers(one.version) != version_numbers(kernel):
         # cuda-compat brings no NVML: that library is the host's.
         what = f"{one.path} is of driver {one.version}, the loaded kernel module is {kernel}: nvidia-smi exits 18"
         what = f"{disagreement(one.version, kernel)}: nvidia-smi exits 18" if own_step else what
-        yield Finding((), what, seen, own_step or _way_out(one.reason, is_host))
+        yield Incompatibility((), what, seen, own_step or _way_out(one.reason, is_host))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
-from gpuprov.checks.cuda.compatibility import Finding, Runtime, find_runtimes, incompatibilities
+from gpuprov.checks.cuda.compatibility import Incompatibility, Runtime, find_runtimes, incompatibilities
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
 from gpuprov.core.system import System
@@ -182,13 +182,18 @@ class Survey:
     kernel: str
     libraries: tuple[Found, ...]
     runtimes: tuple[Runtime, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Incompatibility, ...]
     unknown: tuple[str, ...]
 
     @property
+    def faults(self) -> tuple[Incompatibility, ...]:
+        """What is wrong: the findings without notes."""
+        return tuple(one for one in self.findings if not one.note)
+
+    @property
     def good(self) -> bool:
-        """Whether nothing is wrong; notes do not count."""
-        return all(one.note for one in self.findings)
+        """Whether nothing is wrong."""
+        return not self.faults
 
     def winner(self, name: str) -> Candidate | None:
         """Return the library of this name that programs load."""
@@ -286,7 +291,7 @@ def _row(label: str, text: str) -> str:
     return f"{label:18} {text}"
 
 
-def _problem(one: Finding, label: str = "") -> Problem:
+def _problem(one: Incompatibility, label: str = "") -> Problem:
     results = f" (CUDA result {', '.join(map(str, one.results))})" if one.results else ""
     return Problem(f"{label}{one.what}{results}", one.evidence, one.next_step)
 
@@ -303,7 +308,7 @@ def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finishe
     for note in found.findings:
         if note.note:
             sink(Note(f"{note.what}; {note.next_step}", "warning"))
-    problems = tuple(_problem(one) for one in found.findings if not one.note)
+    problems = tuple(map(_problem, found.faults))
     return Finished(int(ExitCode.FAILED if problems else ExitCode.DONE), problems=problems, summary=verdict(found))
 
 
@@ -312,7 +317,7 @@ def _check(found: Survey, library: Found) -> CheckDone:
     one = library.winner
     shown = f"{one.version or 'of an unknown version'} at {one.path}: {one.reason}" if one is not None else "none"
     host, container = (shown, "") if found.kind == "host" else ("", shown)
-    if any(finding.library == library.name and not finding.note for finding in found.findings):
+    if any(fault.library == library.name for fault in found.faults):
         # Why stands in the problems.
         return CheckDone(library.name, "failed", host, container)
     if one is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.checks.cuda_checks import KERNEL, OWN, Calls, Failure, Kernel, command, parse_calls
+from gpuprov.checks.cuda_checks import KERNEL, OWN, Calls, FailedCall, Kernel, command, parse_calls
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from tests.simgpu import build_libraries
@@ -75,7 +75,7 @@ def test_a_gpu_is_unavailable_for_other_programs_in_exclusive_modes_only(
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGetCount", "cuDeviceGetUuid_v2"])
 def test_a_call_that_fails_ends_the_calls(computing: Path, call: str) -> None:
     found = called(computing, KERNEL, FAULT=f"{call}:999")
-    assert (found.failed, found.uuids, found.kernel) == (Failure(call, 999, ""), (), None)
+    assert (found.failed, found.uuids, found.kernel) == (FailedCall(call, 999, ""), (), None)
     assert (found.version, str(found.failed)) == (12040, f"{call} gives 999")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuprov.checks.cuda.compatibility import Finding
+from gpuprov.checks.cuda.compatibility import Incompatibility
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import Containers, Loaded, ModuleFile, Smi
 from gpuprov.facts.kernels import InstalledKernel
@@ -260,7 +260,7 @@ DRIVER_ROWS = (
 
 # -- running containers ------------------------------------------------------------------------------------------------
 # As test_cuda_libraries.py has it of an image with a libcuda of its own.
-_WRONG = Finding(
+_WRONG = Incompatibility(
     (803, 35, 36), "/opt/own/libcuda.so.1 is of driver 535.261.03, the loaded kernel module is 550.163.01",
     "/opt/own/libcuda.so.535.261.03: LD_LIBRARY_PATH has /opt/own",
     "correct LD_LIBRARY_PATH: in the image, or in the call, such as docker run --env LD_LIBRARY_PATH=",
@@ -268,7 +268,7 @@ _WRONG = Finding(
 )  # fmt: skip
 
 # Of a container that runs since before the host's driver was updated.
-_UPDATED = Finding((803, 35, 36), _WRONG.what, _WRONG.evidence, "docker restart {}", library="libcuda.so.1")
+_UPDATED = Incompatibility((803, 35, 36), _WRONG.what, _WRONG.evidence, "docker restart {}", library="libcuda.so.1")
 
 
 def _containers(*examined: Loaded) -> Change:

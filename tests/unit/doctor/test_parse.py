@@ -176,7 +176,7 @@ def surveys(monkeypatch: pytest.MonkeyPatch) -> None:
     def survey(system: System, name: str, call: object) -> Any:
         if name == "hostile":
             raise RecursionError("too deep")
-        return SimpleNamespace(libraries=(), findings=())
+        return SimpleNamespace(libraries=(), faults=())
 
     monkeypatch.setattr(gather, "survey", survey)
     monkeypatch.setattr(gather, "has_gpu_node", lambda pid: pid != "2")
