@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import generations, installer, run_files, running_driver
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.kernel import build_environment, prove_modules, require_sources
-from gpuprov.driver.run_files import INCOMPLETE_MARK, UNPACK, FetchRunfile, place_of, require_digest, require_room
+from gpuprov.driver.run_files import INCOMPLETE_MARK, UNPACK, FetchRunfile, local_path, require_digest, require_room
 from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.boot import IN_USE_MARK
@@ -46,7 +46,7 @@ def default_url(version: str, architecture: str, tables: Tables) -> str:
 
     Some data-centre releases are only at …/tesla/VERSION/, where no digest lies: for those both must be given.
     """
-    return f"{tables.server(f'nvidia-driver-{architecture}')}/{run_files.nested(version, architecture)}"
+    return f"{tables.server(f'nvidia-driver-{architecture}')}/{run_files.release_path(version, architecture)}"
 
 
 class RunFile(DriverSource):
@@ -64,7 +64,7 @@ class RunFile(DriverSource):
     @property
     def path(self) -> str:
         """Where the file lies on the host once it is there."""
-        return place_of(self.url)
+        return local_path(self.url)
 
     @property
     def sha256(self) -> str:
@@ -177,7 +177,7 @@ class RunFile(DriverSource):
         if not digest or facts.bundle is not None:
             return None
         file, mirror = (version, facts.architecture), spec.driver_mirror
-        url = run_files.mirrored(mirror, *file) if mirror else default_url(*file, facts.tables)
+        url = run_files.url_on_mirror(mirror, *file) if mirror else default_url(*file, facts.tables)
         kind = choose(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
         has_libgl = any(name in facts.packages.installed for name in _LIBGL_PACKAGES)
         return Installation(version, url, digest, facts.architecture, self.brings_modules, kind, has_libgl)
@@ -218,7 +218,7 @@ class InstallDriver(Installation, Change):
     @property
     def path(self) -> str:
         """Where the file lies on the host."""
-        return place_of(self.url)
+        return local_path(self.url)
 
     def summary(self) -> str:
         parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"
@@ -270,7 +270,7 @@ class InstallDriver(Installation, Change):
         # How the driver was installed, and its file, so that another one can be undone.
         values = {one.name: getattr(self, one.name) for one in fields(Installation)}
         record = Installation(**{**values, "sha256": digest, "module_type": module_type})
-        run_files.keep(system, self.path, record, content=self.keep, replaces=self.replaces, tell=tell)
+        run_files.record_installation(system, self.path, record, content=self.keep, replaces=self.replaces, tell=tell)
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
@@ -279,13 +279,13 @@ class InstallDriver(Installation, Change):
     def way_back(self, system: System) -> tuple[str, ...]:
         if self.replaces in ("", self.version):
             return ()
-        former = run_files.installed(system, self.replaces) or self.by_hand
-        return (f"way back: {run_files.sentence(system, self.replaces, former)[0]}",)
+        former = run_files.recorded_installation(system, self.replaces) or self.by_hand
+        return (f"way back: {run_files.restoration(system, self.replaces, former)[0]}",)
 
     @classmethod
     def restores(cls, system: System, before: Json, outcome: Json | None) -> tuple[str, ...]:
-        former = run_files.former_of(before)
-        found, possible = run_files.sentence(system, before.get("replaces", ""), former)
+        former = run_files.replaced_installation(before)
+        found, possible = run_files.restoration(system, before.get("replaces", ""), former)
         untouched = run_files.former_is_whole(system, before, outcome)
         return (f"restores {found}",) if former is not None and possible and not untouched else ()
 
@@ -383,8 +383,8 @@ class InstallDriver(Installation, Change):
         Raises GpuprovError if the uninstaller fails and the driver is still there.
         """
         failed = None
-        if not (run_files.former_is_whole(system, before, outcome) or run_files.of_others(system, before)):
-            former = run_files.restorable(system, before)
+        if not (run_files.former_is_whole(system, before, outcome) or run_files.installed_by_others(system, before)):
+            former = run_files.prepare_restoration(system, before)
             done = run_files.uninstall(system, before)
             if former is not None:
                 _install_again(system, former)
@@ -403,13 +403,13 @@ class InstallDriver(Installation, Change):
 
     @classmethod
     def irreversible(cls, system: System, before: Json, outcome: Json | None, earlier: Jsons) -> tuple[str, ...]:
-        if others := run_files.of_others(system, before):
+        if others := run_files.installed_by_others(system, before):
             return (f"driver {others} stays: gpuprov did not install it",)
         replaced, version = before.get("replaces", ""), before["version"]
         restored = replaced in ("", version, *(one["version"] for one in earlier))
         if restored or run_files.former_is_whole(system, before, outcome):
             return ()
-        found, possible = run_files.sentence(system, replaced, run_files.former_of(before))
+        found, possible = run_files.restoration(system, replaced, run_files.replaced_installation(before))
         return () if possible else (f"{found}; no driver will remain installed",)
 
 

@@ -28,7 +28,7 @@ class RunContext:
     """A request, its parsed spec, and the machine that it is carried out on.
 
     `sink` receives the events; `stop_requested` is asked between two changes; `bundle` replaces the network if given.
-    `choice`: the driver of a resolved spec; `why` where gpuprov chose it.
+    `choice`: the driver of a resolved spec; its `why` is empty if gpuprov did not choose it.
     """
 
     request: Request

@@ -130,6 +130,9 @@ def overall_exit_code(results: Sequence[HostResult], ended_by: ExitCode | None =
     return worst((*(result.exit_code for result in results), ended_by or ExitCode.DONE))
 
 
+_KEPT = (events.Finished, CheckDone, events.HealthFound, events.GpuMeasured)
+
+
 @dataclass
 class Recorder:
     """Passes a host's events on and keeps what the result needs of them."""
@@ -140,20 +143,16 @@ class Recorder:
     facts: Mapping[str, Any] | None = None
     survey: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
-    _finished: events.Finished | None = None
-    _checks: list[CheckDone] = field(default_factory=list)
     _made: dict[str, MadeChange] = field(default_factory=dict)
-    _health: list[events.HealthFound] = field(default_factory=list)
-    _measured: list[events.GpuMeasured] = field(default_factory=list)
+    # Events of these types, all that came.
+    _kept: dict[type[Event], list[Any]] = field(default_factory=lambda: {kind: [] for kind in _KEPT})
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, events.Finished):
-            self._finished = event
-        elif isinstance(event, CheckDone):
-            self._checks.append(event)
+        if isinstance(event, _KEPT):
+            self._kept[type(event)].append(event)
         elif isinstance(event, events.Started) and event.command == "verify":
             # After a rollback, what the host is like now.
-            self._checks.clear()
+            self._kept[CheckDone].clear()
         elif isinstance(event, events.Planned):
             self.planned = event
         elif isinstance(event, events.ChangeStarted):
@@ -163,10 +162,6 @@ class Recorder:
             self._made[event.key] = replace(begun, seconds=event.seconds)
         elif isinstance(event, events.FactsGathered):
             self.facts = event.facts
-        elif isinstance(event, events.HealthFound):
-            self._health.append(event)
-        elif isinstance(event, events.GpuMeasured):
-            self._measured.append(event)
         elif isinstance(event, events.CudaSurveyed):
             self.survey = event.survey
         elif isinstance(event, events.Note) and event.level == "warning":
@@ -176,7 +171,8 @@ class Recorder:
     def result(self, seconds: float = 0.0, again: str = "run the same command again") -> HostResult:
         """Return the result of the host, with the duration measured here."""
         no_end = Problem("the run ended without a result", "", again)
-        last = self._finished or events.Finished(int(ExitCode.FAILED), problems=(no_end,))
+        nothing = events.Finished(int(ExitCode.FAILED), problems=(no_end,))
+        last: events.Finished = (self._kept[events.Finished] or [nothing])[-1]
         return HostResult(
             host=self.host,
             exit_code=ExitCode(last.exit_code) if last.exit_code in _WORDS else ExitCode.FAILED,
@@ -185,13 +181,13 @@ class Recorder:
             problems=last.problems,
             summary=last.summary,
             versions=last.versions,
-            checks=tuple(self._checks),
+            checks=tuple(self._kept[CheckDone]),
             plan=self.planned.changes if self.planned else (),
             made=tuple(self._made.values()),
             facts=self.facts,
             rolled_back=last.rolled_back,
-            health=tuple(self._health),
-            measured=tuple(self._measured),
+            health=tuple(self._kept[events.HealthFound]),
+            measured=tuple(self._kept[events.GpuMeasured]),
             choice=self.planned.choice if self.planned else None,
         )
 

@@ -103,7 +103,7 @@ def gpus_in(report: SmiReport, links: Mapping[str, int]) -> tuple[Gpu, ...]:
 
 
 @dataclass(frozen=True)
-class Changed:
+class GpuChanges:
     """How the GPUs differ. `replaced`: pairs of another card, or of a virtual machine that moved: no GPU is missing."""
 
     lost: tuple[Gpu, ...] = ()
@@ -111,7 +111,7 @@ class Changed:
     replaced: tuple[tuple[Gpu, Gpu], ...] = ()
 
 
-def changed(before: Sequence[Gpu], now: Sequence[Gpu]) -> Changed:
+def gpu_changes(before: Sequence[Gpu], now: Sequence[Gpu]) -> GpuChanges:
     """Return how the GPUs differ; a new one stands for a missing one of its model, if possible at the same address."""
     there, known = {gpu.uuid for gpu in now}, {gpu.uuid for gpu in before}
     added = [gpu for gpu in now if gpu.uuid not in known]
@@ -123,7 +123,7 @@ def changed(before: Sequence[Gpu], now: Sequence[Gpu]) -> Changed:
             added.remove(same[0])
         else:
             lost.append(old)
-    return Changed(tuple(lost), tuple(added), tuple(replaced))
+    return GpuChanges(tuple(lost), tuple(added), tuple(replaced))
 
 
 def lost_gpus(
@@ -135,7 +135,7 @@ def lost_gpus(
     """
     bus = {gpu.bus_id.lower(): gpu for gpu in gather_gpus(system)}
     if report is not None:
-        lost, count = changed(memory.gpus, gpus_in(report, {})).lost, len(report.gpus)
+        lost, count = gpu_changes(memory.gpus, gpus_in(report, {})).lost, len(report.gpus)
     else:
         # Buses may get other numbers: which GPU is missing shows only if as many addresses are empty.
         gone = tuple(gpu for gpu in memory.gpus if gpu.bus_id not in bus)
@@ -232,7 +232,7 @@ def _run_since(system: System) -> bool:
 
 def _news(before: Memory, now: Memory, *, is_ours: bool) -> Iterator[tuple[str, Level]]:
     """Yield what differs apart from missing GPUs. `is_ours`: a run of gpuprov accounts for versions."""
-    gpus, links = changed(before.gpus, now.gpus), {gpu.uuid: gpu.links for gpu in now.gpus}
+    gpus, links = gpu_changes(before.gpus, now.gpus), {gpu.uuid: gpu.links for gpu in now.gpus}
     if gpus.added:
         yield f"new since {before.day}: {', '.join(map(str, gpus.added))}", "info"
     for gpu in before.gpus:

@@ -95,7 +95,7 @@ def proxy_source(system: System, url: str) -> str:
     return f"{name} in {next(files, 'the environment of gpuprov')}"
 
 
-def through(system: System, url: str) -> str:
+def proxy_evidence(system: System, url: str) -> str:
     """Return a line that names the proxy, for an error's evidence; "" without a proxy."""
     proxy, source = proxy_for(system, url), proxy_source(system, url)
     return f"\nthrough the proxy {Proxy(proxy).address}{f' ({source})' if source else ''}" if proxy else ""
@@ -263,7 +263,9 @@ def _ask(system: System, url: str) -> None:
         raise _explained(system, url, error) from None
     # Other refusals may concern the HEAD request only: the download will show.
     if status in _HTTP_HINTS and status != 403:
-        raise GpuprovError(f"{masked(url)} can't be had", f"HTTP {status}{through(system, url)}", _HTTP_HINTS[status])
+        raise GpuprovError(
+            f"{masked(url)} can't be had", f"HTTP {status}{proxy_evidence(system, url)}", _HTTP_HINTS[status]
+        )
 
 
 def published_sha256(system: System, url: str) -> str:
@@ -391,7 +393,9 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     asked = response.headers.get("Retry-After", "")
     response.close()
     next_step = _sourced(system, url, _HTTP_HINTS.get(status, "try again later"))
-    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}{through(system, url)}", next_step)
+    error = GpuprovError(
+        f"{masked(url)} can't be had", f"HTTP {status} {reason}{proxy_evidence(system, url)}", next_step
+    )
     if status in _PASSING:
         raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
     raise error
@@ -438,7 +442,7 @@ def _explained(system: System, url: str, error: Exception) -> GpuprovError:
     proxy, said = proxy_for(system, url), masked(str(error))
     if proxy and "connect to proxy" in said.lower() and "Tunnel connection failed" not in said:
         return GpuprovError.several((Proxy(proxy).problem(_cause(said), proxy_source(system, url)),))
-    seen = f"{_cause(said)}{through(system, url)}"
+    seen = f"{_cause(said)}{proxy_evidence(system, url)}"
     if found := first_match("download", [said]):
         next_step = _sourced(system, url, found[0].next_step)
         return GpuprovError(f"{masked(url)} can't be reached: {found[0].what}", seen, next_step)

@@ -53,8 +53,8 @@ conditions({
     "fabric-hidden": lambda x: not x.host.kernel.container and x.spec.fabric_manager == "auto"
         and bool(x.host.fabric.hidden) and (problem := fabric_manager.fault(x.host.fabric, "")) is not None
         and seen_of(problem),
-    "preload-broken": lambda x: (named := re.findall(r"object '([^']+)' from /etc/ld\.so\.preload", x.preload_said))
-        and Seen(f"/bin/true: {x.preload_said.splitlines()[0]}", library=named[0],
+    "preload-broken": lambda x: (named := re.findall(r"object '([^']+)' from /etc/ld\.so\.preload", x.preload_message))
+        and Seen(f"/bin/true: {x.preload_message.splitlines()[0]}", library=named[0],
                  next_step="; ".join(map(without_preload, dict.fromkeys(named)))),
     "nvidia-smi-fewer": lambda x: not (x.smi.reason or x.smi.returncode)
         and (shown := x.smi.text.count("<gpu id=")) < (known := len(x.driver.gpus))

@@ -144,7 +144,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         smi_path=own if is_other else first,
         smi_is_script=bool(first) and system.read_start(own if is_other else system.real_path(first), 2) == b"#!",
         other_smi=replace(_smi(system, host.driver, first), path=first) if is_other else None,
-        preload_said=_preload_said(system),
+        preload_message=_preload_message(system),
         docker_file_rewritten=_rewritten(system, runs, host.docker.config_path),
         closed=_closed(system, texts),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
@@ -281,7 +281,7 @@ def runs_now(system: System) -> str:
     return f"{LOCK_PATH}: {holder}" if holder else ""
 
 
-def _preload_said(system: System) -> str:
+def _preload_message(system: System) -> str:
     """Return the loader's message about libraries in ld.so.preload that it can't load."""
     if not (system.read_text(PRELOAD) or "").strip():
         return ""

@@ -161,7 +161,7 @@ class HostSnapshot:
     smi_path: str = ""  # the nvidia-smi that was run
     smi_is_script: bool = False
     other_smi: Smi | None = None  # one before it on the PATH
-    preload_said: str = ""  # the loader's message about /etc/ld.so.preload
+    preload_message: str = ""  # the loader's message about /etc/ld.so.preload
     docker_file_rewritten: int = 0  # the runs whose docker configuration somebody has changed since
     closed: Mapping[str, int] = field(default_factory=dict)  # CDI folders and files that only root can read, with modes
     selinux: str = ""

@@ -218,7 +218,7 @@ class NvidiaPackages(PackagedDriver):
                 f'set gpuprov_driver: runfile and gpuprov_driver_version: "{facts.tables.resolved(last)}"',
             )
         else:
-            version = generations.newest_of(spec.driver_version)
+            version = generations.comparable_version(spec.driver_version)
             yield from generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
 
     # -- changes -----------------------------------------------------------------------------------------------------

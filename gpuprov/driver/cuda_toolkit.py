@@ -15,7 +15,7 @@ from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path_itself,
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver.run_files import FetchRunfile, place_of, require_digest, require_room
+from gpuprov.driver.run_files import FetchRunfile, local_path, require_digest, require_room
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, version_in
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.errors import GpuprovError
@@ -84,7 +84,7 @@ def unpacks(facts: HostFacts, spec: HostSpec) -> bool:
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the download of the file; empty if it exists or is not needed."""
-    url, path = spec.cuda_url, place_of(spec.cuda_url)
+    url, path = spec.cuda_url, local_path(spec.cuda_url)
     if not installs(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
         return ()
     return (FetchRunfile(url, path, spec.cuda_sha256),)
@@ -93,7 +93,7 @@ def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the installation of the toolkit, or of the link to it, if needed."""
     if installs(facts, spec):
-        return (InstallCudaToolkit(spec.cuda, place_of(spec.cuda_url), spec.cuda_sha256),)
+        return (InstallCudaToolkit(spec.cuda, local_path(spec.cuda_url), spec.cuda_sha256),)
     prefix = prefix_of(spec.cuda)
     links = bool(spec.cuda and spec.cuda_url) and facts.cuda.link != prefix
     return (LinkCudaToolkit(prefix),) if links else ()

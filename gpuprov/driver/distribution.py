@@ -112,7 +112,7 @@ def _of_nvidia(facts: HostFacts) -> str:
 
 def preferred_kind(branch: distros.DriverBranch, device_ids: Sequence[str], asked: str, tables: Tables) -> str:
     """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
-    version = generations.newest_of(branch.branch) or "580.999"
+    version = generations.comparable_version(branch.branch) or "580.999"
     return generations.settled_type(device_ids, version, asked, tables)
 
 
@@ -145,7 +145,7 @@ class DistributionDriver(PackagedDriver):
 
     def _serves(self, branch: distros.DriverBranch) -> bool:
         """Say whether a branch serves the host's GPUs with modules that the distribution has of it."""
-        version, kind = generations.newest_of(branch.branch), self._kind_of(branch)
+        version, kind = generations.comparable_version(branch.branch), self._kind_of(branch)
         ids, tables = self.facts.gpu_device_ids, self.facts.tables
         return kind in branch.built and not generations.problems(ids, version, kind, tables)
 
@@ -273,7 +273,7 @@ class DistributionDriver(PackagedDriver):
             yield from self.run_file_problems()
 
     def _module_problems(self, row: distros.Distribution, choice: Choice) -> Iterator[Problem]:
-        version, name = generations.newest_of(choice.branch.branch), f"{row.name} {row.version}"
+        version, name = generations.comparable_version(choice.branch.branch), f"{row.name} {row.version}"
         ids, asked = self.facts.gpu_device_ids, self.spec.kernel_module_type
         if unserved := generations.problems(ids, version, asked, self.facts.tables):
             # Of the branches that serve the GPUs a distribution has few.

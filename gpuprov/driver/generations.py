@@ -72,7 +72,7 @@ def last_branch(device_ids: Sequence[str], tables: Tables) -> str:
     return str(min(ends)) if ends else ""
 
 
-def newest_of(version: str) -> str:
+def comparable_version(version: str) -> str:
     """Return a version for comparisons, of a branch the highest: another table has its newest release."""
     return f"{version}.999" if version.isdecimal() else version
 

@@ -57,7 +57,7 @@ def kind_of(facts: HostFacts, spec: HostSpec) -> str:
 
     If both work it is open, as NVIDIA recommends. Without a version it is the newest, which only the repository knows.
     """
-    version = generations.newest_of(spec.driver_version) or "580.999"
+    version = generations.comparable_version(spec.driver_version) or "580.999"
     kind = generations.module_type(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
     return "open" if kind == "auto" else kind
 

@@ -80,7 +80,7 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
     driver, kernel, tables = discover(system), gather_kernel(system), system.tables
     table = tables.table(RELEASES)
     known = (*table["newest"].values(), *table["sha256"].get(system.architecture(), {}))
-    on_mirror = functools.cache(lambda: run_files.listed(system, spec, system.architecture()))
+    on_mirror = functools.cache(lambda: run_files.mirror_releases(system, spec, system.architecture()))
     kept = _kept(system, spec, ids, driver)
     others = {"gpus": ids, "builds": True, "mig": False, "toolkit": "", "docker": "", "podman": ""}
     # The same text for the same set.
@@ -133,7 +133,7 @@ def _kept(system: System, spec: HostSpec, ids: Sequence[str], driver: DriverFact
         return Choice(recorded.driver, recorded.version, f"{source}chosen by an earlier run")
     if not installed or system.exists(INCOMPLETE_MARK):
         return None
-    if run_files.installed(system, installed) is not None:
+    if run_files.recorded_installation(system, installed) is not None:
         # By a gpuprov that recorded no choice yet, or by a rollback.
         return Choice(RUNFILE, installed, "installed by an earlier run")
     if not _is_sound(ids, installed, spec, system.tables):

@@ -49,10 +49,10 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
     if not spec.driver_mirror or spec.driver != "runfile" or spec.driver_url or not spec.driver_version:
         return spec
     if "." in spec.driver_version:
-        url = mirrored(spec.driver_mirror, spec.driver_version, architecture)
+        url = url_on_mirror(spec.driver_mirror, spec.driver_version, architecture)
         return _with_file(spec, spec.driver_version, url, architecture, system.tables)
-    found = listed(system, spec, architecture)
-    version = newest(spec.driver_version, found)
+    found = mirror_releases(system, spec, architecture)
+    version = newest_of_branch(spec.driver_version, found)
     if not version:
         branches = ", ".join(sorted({one.split(".")[0] for one in found})) or "none"
         what = f"the mirror {masked(_places(spec.driver_mirror)[1])} has no driver of branch {spec.driver_version}"
@@ -61,14 +61,14 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
     return _with_file(spec, version, found[version], architecture, system.tables)
 
 
-def listed(system: System, spec: HostSpec, architecture: str) -> Mapping[str, str]:
+def mirror_releases(system: System, spec: HostSpec, architecture: str) -> Mapping[str, str]:
     """Return version → URL of the drivers that the mirror's index lists. Raises GpuprovError if it can't be read."""
     base, index = _places(spec.driver_mirror)
     found = parse_index(fetch_small(system, index).decode("utf-8", "replace"), architecture)
     return {version: f"{base}/{path}" for version, path in found.items()}
 
 
-def of_bundle(spec: HostSpec, version: str, tables: Tables) -> HostSpec:
+def from_bundle(spec: HostSpec, version: str, tables: Tables) -> HostSpec:
     """Return the spec where a bundle stands in for the mirror: a branch is the bundle's release, if that is of it."""
     if not spec.driver_mirror:
         return spec
@@ -83,12 +83,12 @@ def _places(mirror: str) -> tuple[str, str]:
     return (folder, place) if re.search(r"\.(txt|html?)$", name) else (place, f"{place}/")
 
 
-def mirrored(mirror: str, version: str, architecture: str) -> str:
+def url_on_mirror(mirror: str, version: str, architecture: str) -> str:
     """Return the URL of a release on a mirror that has NVIDIA's own order of files, which needs no index."""
-    return f"{_places(mirror)[0]}/{nested(version, architecture)}"
+    return f"{_places(mirror)[0]}/{release_path(version, architecture)}"
 
 
-def nested(version: str, architecture: str) -> str:
+def release_path(version: str, architecture: str) -> str:
     """Return where a release lies below NVIDIA's servers."""
     return f"{version}/NVIDIA-Linux-{architecture}-{version}.run"
 
@@ -111,11 +111,11 @@ def parse_index(text: str, architecture: str) -> Mapping[str, str]:
         if file:
             found[file[1]] = word[2:] if word.startswith("./") else word
         elif folder:
-            found.setdefault(folder[1], nested(folder[1], architecture))
+            found.setdefault(folder[1], release_path(folder[1], architecture))
     return found
 
 
-def newest(wanted: str, versions: Mapping[str, str]) -> str:
+def newest_of_branch(wanted: str, versions: Mapping[str, str]) -> str:
     """Return the newest version of a branch; for `latest` that of the long-term branch, or of all if it is missing."""
     branch = LONG_TERM_BRANCH if wanted == "latest" else wanted
     of_branch = [version for version in versions if version.split(".")[0] == branch]
@@ -124,7 +124,7 @@ def newest(wanted: str, versions: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class FetchRunfile(Change):
-    """The .run file shall lie in the cache, its digest right. A partial download is kept and resumed."""
+    """Download a .run file into the cache, and check its digest. A partial download is kept and resumed."""
 
     url: str
     path: str
@@ -157,7 +157,7 @@ class FetchRunfile(Change):
             system.remove(before["path"])
 
 
-def place_of(url: str) -> str:
+def local_path(url: str) -> str:
     """Return where a file lies on the host once it is there: in the cache, unless `url` is a path already."""
     return url if url.startswith("/") else f"{CACHE_DIRECTORY}/{url.rstrip('/').rpartition('/')[2]}"
 
@@ -188,12 +188,12 @@ def require_room(system: System, path: str, ratio: int, place: str, what: str) -
 # -- the way back to a replaced driver -------------------------------------------------------------------------------
 
 
-def installed(system: System, version: str) -> Installation | None:
+def recorded_installation(system: System, version: str) -> Installation | None:
     """Return how the installed driver, of this version, was installed; None if gpuprov did not."""
     return _parsed(system.read_bytes(RECORD), version)
 
 
-def former_of(before: Json) -> Installation | None:
+def replaced_installation(before: Json) -> Installation | None:
     """Return how the driver was installed that a journal's entry replaced, None if that is not known."""
     image: Mapping[str, Any] = before.get("record") or {"kind": "missing"}
     version = before.get("replaces", "")
@@ -208,7 +208,7 @@ def _parsed(content: bytes | None, version: str) -> Installation | None:
     return former if former.version == version else None
 
 
-def sentence(system: System, version: str, former: Installation | None) -> tuple[str, bool]:
+def restoration(system: System, version: str, former: Installation | None) -> tuple[str, bool]:
     """Return how a rollback restores a driver, or why it can't, and which of both."""
     if former is None:
         return f"driver {version} can't be restored: gpuprov has no record of its installation, nor its file", False
@@ -229,7 +229,7 @@ def _is_kept(system: System, former: Installation) -> bool:
     return kept is not None and kept.kind == "file" and system.sha256(former.kept_path) == former.sha256
 
 
-def provide(system: System, former: Installation) -> None:
+def ensure_kept(system: System, former: Installation) -> None:
     """Make sure that the kept file is there and is the one that was installed. Raises GpuprovError."""
     if _is_kept(system, former):
         return
@@ -238,7 +238,9 @@ def provide(system: System, former: Installation) -> None:
     fetch(system, former.url, former.kept_path, sha256=former.sha256, tell=tell_nobody)
 
 
-def keep(system: System, path: str, former: Installation, *, content: bool, replaces: str, tell: Tell) -> None:
+def record_installation(
+    system: System, path: str, former: Installation, *, content: bool, replaces: str, tell: Tell
+) -> None:
     """Record how a driver was installed, and keep its file if `content`; of older ones, only that of `replaces` stays.
 
     A file that can't be kept is reported, and fails no installation.
@@ -285,17 +287,18 @@ def former_is_whole(system: System, before: Json, outcome: Json | None) -> bool:
     if former == before["version"]:
         return not (mark and damage(system, driver))
     # An installer that was cut off while it removed the former one.
-    if mark == before["version"] and former_of(before) is not None and damage(system, driver):
+    if mark == before["version"] and replaced_installation(before) is not None and damage(system, driver):
         return False
     return not mark if outcome is not None else mark != former
 
 
-def of_others(system: System, before: Json) -> str:
+def installed_by_others(system: System, before: Json) -> str:
     """Return the version of a driver that somebody installed since in the place of this one, "" if nobody did."""
     found = discover(system).library_version
     # Journals of older versions have no record; an uninstall of several has the oldest version.
-    ours = found in ("", before["version"]) or "record" not in before or installed(system, found) is not None
-    return "" if ours or former_of(before) is not None or system.exists(INCOMPLETE_MARK) else found
+    is_recorded = "record" not in before or recorded_installation(system, found) is not None
+    ours = found in ("", before["version"]) or is_recorded
+    return "" if ours or replaced_installation(before) is not None or system.exists(INCOMPLETE_MARK) else found
 
 
 def fetch_former(system: System, entries: Sequence[Entry], *, required: bool) -> None:
@@ -303,24 +306,24 @@ def fetch_former(system: System, entries: Sequence[Entry], *, required: bool) ->
 
     Raises GpuprovError if the download fails; where nothing can be had, as was said before, only if it is `required`.
     """
-    former = former_of(entries[-1].before) if entries else None
+    former = replaced_installation(entries[-1].before) if entries else None
     touched = any(not former_is_whole(system, one.before, one.outcome) for one in entries)
     if former is None or not touched or former.url.startswith("/"):
         return
-    if required or sentence(system, former.version, former)[1]:
-        provide(system, former)
+    if required or restoration(system, former.version, former)[1]:
+        ensure_kept(system, former)
 
 
-def restorable(system: System, before: Json) -> Installation | None:
+def prepare_restoration(system: System, before: Json) -> Installation | None:
     """Return the replaced driver, unloading the other one, if its file can be had; None if not, as said before.
 
     Raises GpuprovError if the loaded driver has to be unloaded first and can't be.
     """
-    former = former_of(before)
-    if former is None or not sentence(system, former.version, former)[1]:
+    former = replaced_installation(before)
+    if former is None or not restoration(system, former.version, former)[1]:
         return None
     try:
-        provide(system, former)
+        ensure_kept(system, former)
     except GpuprovError:
         return None
     # A driver that waited for a reboot was never loaded: the former one still is.

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from typing import Callable, ClassVar
 
 from gpuprov.core.changes import Change, Json, PathChange, Tell, capture_path, parent_of, restore_path
-from gpuprov.core.download import fetch_small, through
+from gpuprov.core.download import fetch_small, proxy_evidence
 from gpuprov.core.places import FOLDER, KEYS
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
@@ -269,7 +269,7 @@ def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
         found = fingerprints(key)
     except GpuprovError as error:
         what, seen, step = astuple(error.problems[0])
-        raise GpuprovError(what, f"{masked(url)}{through(system, url)}\n{seen}", step) from None
+        raise GpuprovError(what, f"{masked(url)}{proxy_evidence(system, url)}\n{seen}", step) from None
     if found != (fingerprint,):
         seen = f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}"
         step = "if the repository announced a new key, set its fingerprint; else somebody put another key there"

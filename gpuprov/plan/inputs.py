@@ -44,7 +44,7 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     if manifest is None:
         spec = run_files.resolved(system, spec, system.architecture())
     else:
-        spec = cuda_toolkit.from_bundle(run_files.of_bundle(spec, manifest.driver_version, system.tables), manifest)
+        spec = cuda_toolkit.from_bundle(run_files.from_bundle(spec, manifest.driver_version, system.tables), manifest)
         if spec.driver == "runfile" and manifest.driver_file:
             file = manifest.file(manifest.driver_file)
             version, sha256 = spec.driver_version or manifest.driver_version, spec.driver_sha256 or file.sha256

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from gpuprov.boot.watch import UNWRITABLE, has_login
 from gpuprov.core.changes import parent_of
 from gpuprov.driver import cuda_toolkit, dcgm, kernel
-from gpuprov.driver.run_files import place_of
+from gpuprov.driver.run_files import local_path
 from gpuprov.driver.source import DriverSource
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.boot import MPS_PROGRAM
@@ -70,7 +70,7 @@ def _of_driver(driver: DriverSource) -> Mapping[str, object]:
 
 
 def _of_cuda(facts: HostFacts, spec: HostSpec) -> Mapping[str, object]:
-    installs, is_remote = cuda_toolkit.installs(facts, spec), place_of(spec.cuda_url) != spec.cuda_url
+    installs, is_remote = cuda_toolkit.installs(facts, spec), local_path(spec.cuda_url) != spec.cuda_url
     manifest = facts.bundle.manifest if facts.bundle is not None and installs else None
     has = f"it holds {manifest.cuda_version or 'none'}" if manifest is not None else ""
     other = ""

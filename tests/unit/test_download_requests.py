@@ -7,7 +7,7 @@ import os
 import pytest
 import requests
 
-from gpuprov.core.download import fetch, fetch_small, proxy_for, proxy_source, through, unreachable
+from gpuprov.core.download import fetch, fetch_small, proxy_evidence, proxy_for, proxy_source, unreachable
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
@@ -126,7 +126,7 @@ def test_a_proxys_source(system: System, monkeypatch: pytest.MonkeyPatch, file: 
         monkeypatch.delenv(name)
     monkeypatch.setenv("SITE", "http://e:2")
     monkeypatch.setenv("ftp_proxy", "")
-    assert proxy_source(system, "https://a.example.net/x") == through(system, "https://a.example.net/x") == ""
+    assert proxy_source(system, "https://a.example.net/x") == proxy_evidence(system, "https://a.example.net/x") == ""
     monkeypatch.setenv("https_proxy", "http://e:2")
     system.make_directory("/etc/profile.d")
     system.write("/etc/profile.d/other.sh", b"export http_proxy=http://d:1")
@@ -135,12 +135,12 @@ def test_a_proxys_source(system: System, monkeypatch: pytest.MonkeyPatch, file: 
     system.proxy = proxy
     assert proxy_source(system, "https://a.example.net/x") == source
     said = f" ({source})" if source else ""
-    assert through(system, "https://a.example.net/x") == f"\nthrough the proxy http://e:2{said}"
+    assert proxy_evidence(system, "https://a.example.net/x") == f"\nthrough the proxy http://e:2{said}"
 
 
 def test_a_proxy_without_a_scheme_is_named_as_it_is_used(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "me:hunter22@e:2")
-    assert through(system, "http://a.example.net/x").startswith("\nthrough the proxy http://e:2 (")
+    assert proxy_evidence(system, "http://a.example.net/x").startswith("\nthrough the proxy http://e:2 (")
 
 
 def test_each_request_uses_the_proxy_of_its_own_url(system: System, site: Site) -> None:

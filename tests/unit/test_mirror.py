@@ -77,12 +77,12 @@ NEWEST = {"550": "550.163.01", "565": "565.77", "latest": "580.95.05", "570": ""
 
 @pytest.mark.parametrize("wanted", NEWEST)
 def test_a_branch_is_its_newest_by_number(wanted: str) -> None:
-    assert run_files.newest(wanted, run_files.parse_index(NVIDIA, "x86_64")) == NEWEST[wanted]
+    assert run_files.newest_of_branch(wanted, run_files.parse_index(NVIDIA, "x86_64")) == NEWEST[wanted]
 
 
 def test_latest_without_the_long_term_branch_is_the_newest() -> None:
-    assert run_files.newest("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
-    assert run_files.newest("latest", {"580.95.05": "", "999.10": ""}) == "580.95.05"
+    assert run_files.newest_of_branch("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
+    assert run_files.newest_of_branch("latest", {"580.95.05": "", "999.10": ""}) == "580.95.05"
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) 
     ],
 )  # fmt: skip
 def test_with_a_bundle_a_branch_is_the_release_in_it(wanted: str, held: str, expected: str) -> None:
-    assert run_files.of_bundle(spec(wanted, "http://mirror.example"), held, PACKAGED).driver_version == expected
+    assert run_files.from_bundle(spec(wanted, "http://mirror.example"), held, PACKAGED).driver_version == expected
 
 
 def test_without_a_mirror_a_branch_that_is_not_known_is_refused_at_once() -> None:

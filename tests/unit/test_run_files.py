@@ -59,7 +59,7 @@ def test_a_mirror_decides_only_where_it_is_used(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("values", [{"driver_version": "580"}, {"driver_version": "", "driver_mirror": URL}], ids=str)
 def test_a_bundle_stands_in_for_a_mirror_alone(values: dict[str, Any]) -> None:
     spec = HostSpec(**values)
-    assert run_files.of_bundle(spec, "580.95.05", PACKAGED) == spec
+    assert run_files.from_bundle(spec, "580.95.05", PACKAGED) == spec
 
 
 def test_a_download_is_private_shown_without_a_login_and_taken_back(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ CAPTURES: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", CAPTURES)
 def test_the_replaced_driver_is_known_by_its_record(name: str) -> None:
     before, known = CAPTURES[name]
-    assert run_files.former_of(before) == (FORMER if known else None)
+    assert run_files.replaced_installation(before) == (FORMER if known else None)
 
 
 @pytest.mark.parametrize(("version", "known"), [(OLD, True), (NEW, False)])
 def test_the_installed_driver_is_known_by_its_record(host: FakeHost, version: str, known: bool) -> None:
-    assert run_files.installed(host, version) is None
-    run_files.keep(host, "/home/old.run", FORMER, content=False, replaces="", tell=lambda *_: None)
-    assert run_files.installed(host, version) == (FORMER if known else None)
+    assert run_files.recorded_installation(host, version) is None
+    run_files.record_installation(host, "/home/old.run", FORMER, content=False, replaces="", tell=lambda *_: None)
+    assert run_files.recorded_installation(host, version) == (FORMER if known else None)
 
 
 # The kept file, the driver's URL, whether the URL's file exists → the sentence, whether the driver comes back.
@@ -152,17 +152,17 @@ def test_whether_a_replaced_driver_comes_back_is_said(host: FakeHost, name: str)
         if content is not None:
             host.make_directory(path.rpartition("/")[0])
             host.write(path, content)
-    said, restorable = run_files.sentence(host, OLD, replace(FORMER, url=url))
+    said, restorable = run_files.restoration(host, OLD, replace(FORMER, url=url))
     assert sentence in said and restorable is comes
     if comes:
-        run_files.provide(host, replace(FORMER, url=url))
+        run_files.ensure_kept(host, replace(FORMER, url=url))
         assert host.read_bytes(FORMER.kept_path) == b"driver"
         folder = host.status(KEPT)
         assert kept is not None or (folder is not None and folder.mode == 0o700)
 
 
 def test_a_driver_without_a_record_does_not_come_back() -> None:
-    said, comes = run_files.sentence(System("/nowhere"), OLD, None)
+    said, comes = run_files.restoration(System("/nowhere"), OLD, None)
     assert said.startswith(f"driver {OLD} can't be restored") and not comes
 
 
@@ -184,7 +184,9 @@ def test_the_files_of_this_driver_and_the_replaced_one_are_kept(
     host.write(path, b"driver")
     host.write(RECORD, b"of an earlier run", owner=(1, 1))
     former = replace(FORMER, version=NEW)
-    run_files.keep(host, path, former, content=content, replaces=replaces, tell=lambda text, *_: told.append(text))
+    run_files.record_installation(
+        host, path, former, content=content, replaces=replaces, tell=lambda text, *_: told.append(text)
+    )
     assert set(host.list_directory(KEPT)) == {f"{version}.run" for version in left}
     assert host.exists(path) is not content
     record = host.status(RECORD)
@@ -197,7 +199,9 @@ def test_a_copy_is_kept_if_it_is_the_file_that_was_installed(host: FakeHost, cha
     told: list[tuple[Any, ...]] = []
     host.make_directory("/home")
     host.write("/home/old.run", b"other" if changed else b"driver")
-    run_files.keep(host, "/home/old.run", FORMER, content=True, replaces="", tell=lambda *words: told.append(words))
+    run_files.record_installation(
+        host, "/home/old.run", FORMER, content=True, replaces="", tell=lambda *words: told.append(words)
+    )
     copy = ("cp", "--reflink=auto", "--no-preserve=all", "--", "/home/old.run", FORMER.kept_path)
     assert copy in host.commands and host.exists("/home/old.run")
     folder = host.status(KEPT)
@@ -224,7 +228,7 @@ def test_a_file_that_can_not_be_kept_fails_no_installation(
     host.make_directory(CACHE_DIRECTORY)
     host.write(path, b"driver")
     monkeypatch.setattr(host, fails, fail)
-    run_files.keep(host, path, FORMER, content=True, replaces="", tell=lambda *words: told.append(words))
+    run_files.record_installation(host, path, FORMER, content=True, replaces="", tell=lambda *words: told.append(words))
     ((text, *progress),) = told
     assert "Read-only file system" in text and progress == [0, 0]
     assert not host.exists(FORMER.kept_path) and host.exists(path)
@@ -291,7 +295,7 @@ def test_a_loaded_driver_gives_way_to_one_that_comes_back(
     monkeypatch.setattr(run_files, "unload_for_undo", unload)
     before = {"replaces": former.version, "by_hand": asdict(former)}
     with nullcontext() if back is not None else pytest.raises(GpuprovError, match="in use"):
-        assert run_files.restorable(host, before) == (former if back else None)
+        assert run_files.prepare_restoration(host, before) == (former if back else None)
     assert asked == [host] * unloads
 
 
@@ -393,7 +397,7 @@ def test_whose_driver_is_in_the_place_of_this_one(host: FakeHost, name: str) -> 
     if before["record"] is None:
         del before["record"]
     if "recorded" in more:
-        run_files.keep(host, "/home/old.run", FORMER, content=False, replaces="", tell=lambda *_: None)
+        run_files.record_installation(host, "/home/old.run", FORMER, content=False, replaces="", tell=lambda *_: None)
     if "incomplete" in more:
         host.write(INCOMPLETE_MARK, b"")
-    assert run_files.of_others(host, before) == others
+    assert run_files.installed_by_others(host, before) == others

@@ -17,7 +17,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, read_runs
 from gpuprov.core.places import KEPT
 from gpuprov.driver.installer import Installation
-from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, sentence
+from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, restoration
 from gpuprov.driver_run import InstallDriver
 from gpuprov.facts.boot import REBOOT_ASKED
 from gpuprov.fleet.rolling import install_or_roll_back
@@ -379,9 +379,12 @@ def test_a_mirror_on_this_host_that_is_gone_is_said(site: Site) -> None:
     write_runfile(site.host.path(f"/mirror/{OLD}.run"), OLD)
     digest = _sha256(site.host.path(f"/mirror/{OLD}.run"))
     former = Installation(OLD, f"file:///mirror/{OLD}.run", digest, "x86_64", kernel_modules=False)
-    assert sentence(site.host, OLD, former) == (f"driver {OLD}, downloaded again from {former.url}", True)
+    assert restoration(site.host, OLD, former) == (f"driver {OLD}, downloaded again from {former.url}", True)
     site.host.remove(f"/mirror/{OLD}.run")
-    assert sentence(site.host, OLD, former) == (f"driver {OLD} can't be restored: there is no /mirror/{OLD}.run", False)
+    assert restoration(site.host, OLD, former) == (
+        f"driver {OLD} can't be restored: there is no /mirror/{OLD}.run",
+        False,
+    )
 
 
 def test_uninstall_goes_on_where_a_download_fails(site: Site) -> None:

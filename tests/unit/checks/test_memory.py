@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.checks import memory
-from gpuprov.checks.memory import CHECK, Gpu, changed, parse_links, recall
+from gpuprov.checks.memory import CHECK, Gpu, gpu_changes, parse_links, recall
 from gpuprov.core.commands import Completed
 from gpuprov.core.lock import LockHolder
 from gpuprov.core.places import REMEMBERED
@@ -259,13 +259,13 @@ def test_a_system_containers_machine_is_not_its_hosts(machine: Machine) -> None:
 def test_a_card_of_the_same_model_stands_for_a_missing_one() -> None:
     a, b, moved = Gpu("GPU-a", "H100", "0000:1b:00.0"), Gpu("GPU-b", "H100", "0000:2a:00.0"), "0000:3c:00.0"
     new = Gpu("GPU-c", "H100", b.bus_id)
-    assert changed((a, b), (a, replace(b, bus_id=moved))) == memory.Changed()
-    assert changed((a, b), (a, new)).replaced == ((b, new),)
-    assert changed((a, b), (replace(new, bus_id=moved), replace(new, uuid="GPU-d"))).replaced[1] == (
+    assert gpu_changes((a, b), (a, replace(b, bus_id=moved))) == memory.GpuChanges()
+    assert gpu_changes((a, b), (a, new)).replaced == ((b, new),)
+    assert gpu_changes((a, b), (replace(new, bus_id=moved), replace(new, uuid="GPU-d"))).replaced[1] == (
         b, replace(new, uuid="GPU-d")
     )  # fmt: skip
     other = replace(new, model="L4")
-    assert changed((a, b), (a, other)) == memory.Changed((b,), (other,))
+    assert gpu_changes((a, b), (a, other)) == memory.GpuChanges((b,), (other,))
 
 
 def test_an_install_warns_of_a_lost_gpu_and_makes_no_change_of_it(container: FakeHost) -> None:

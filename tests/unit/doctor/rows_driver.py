@@ -226,7 +226,7 @@ DRIVER_ROWS = (
         "sed -i 's|/opt/libnvidia-ml.so.1||' /etc/ld.so.preload"),
     Row("library-hidden", hidden(reason="/etc/environment:3 sets LD_LIBRARY_PATH"), "/etc/environment:3",
         "sed -i -E '/^\\s*(export\\s+)?LD_LIBRARY_PATH=/d' /etc/environment", LIKELY),
-    Row("preload-broken", lambda x: replace(x, preload_said=PRELOAD_SAID),
+    Row("preload-broken", lambda x: replace(x, preload_message=PRELOAD_SAID),
         "/bin/true: ERROR: ld.so: object '/opt/none.so'", "sed -i 's|/opt/none.so||' /etc/ld.so.preload"),
     Row("driver-damaged", host(driver_damage=f"{LIBRARIES}/libcuda.so.550.163.01: its end is missing (file too short)"),
         "file too short", "gpuprov install"),
