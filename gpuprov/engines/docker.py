@@ -13,8 +13,8 @@ from gpuprov.core.changes import Change
 from gpuprov.core.system import System
 from gpuprov.engines import docker_unit
 from gpuprov.engines.docker_change import RUNTIME, ReconfigureDocker
-from gpuprov.engines.docker_config import DAEMON_JSON, edited, knows_cdi, needs_feature, parse_config
-from gpuprov.engines.docker_unit import SOCKET, UNIT, DockerUnit
+from gpuprov.engines.docker_config import edited, knows_cdi, needs_feature, parse_config
+from gpuprov.engines.docker_unit import DAEMON_JSON, SOCKET, UNIT, DockerUnit
 from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers

@@ -11,8 +11,8 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, re
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active, restart, systemctl
 from gpuprov.engines import docker_unit
-from gpuprov.engines.docker_config import DAEMON_JSON, VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
-from gpuprov.engines.docker_unit import UNIT
+from gpuprov.engines.docker_config import VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
+from gpuprov.engines.docker_unit import DAEMON_JSON, UNIT
 from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 

@@ -15,7 +15,6 @@ from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 
-__all__ = ["DAEMON_JSON", "edited", "parse_config"]
 BOM = "\ufeff"
 _DECODER = json.JSONDecoder()
 Path = tuple[str, ...]

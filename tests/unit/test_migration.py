@@ -11,7 +11,8 @@ import pytest
 
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile, tell_nobody
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.engines.docker_config import DAEMON_JSON, edited
+from gpuprov.engines.docker_config import edited
+from gpuprov.engines.docker_unit import DAEMON_JSON
 from gpuprov.engines.known import EngineFacts, RuntimeEntry
 from gpuprov.engines.nvidia_docker import RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts

@@ -14,8 +14,7 @@ from gpuprov.doctor.finding import LIKELY, POSSIBLE, WARNING
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.engines.docker_config import DAEMON_JSON
-from gpuprov.engines.docker_unit import DockerUnit
+from gpuprov.engines.docker_unit import DAEMON_JSON, DockerUnit
 from gpuprov.engines.known import KUBELET_CONFIG, EngineFacts, RuntimeEntry
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.leftovers import FOLDER, Leftovers, Volume
