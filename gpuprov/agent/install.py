@@ -39,13 +39,15 @@ from gpuprov.protocol.events import ChosenDriver, Finished, Planned, PlannedChan
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
-from gpuprov.toolkit import InstallRuntime
+from gpuprov.toolkit import InstallRuntime, WriteCdiSpecification
 
 # A diff of at most this many lines is shown itself.
 _SHORT_DIFF = 12
 _OTHER_WAYS = {"distribution": "the distribution's own driver", "packages": "the driver in NVIDIA's repository"}
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
+# They bring what a CDI specification describes.
+_DRIVER_STEPS = ("driver", "boot", "device nodes")
 # What resumes a run after a reboot.
 UNIT = "gpuprov-resume.service"
 _REQUEST, _VARIABLES = f"{STATE_DIRECTORY}/resume.json", f"{STATE_DIRECTORY}/resume.env"
@@ -90,6 +92,7 @@ def install(run: RunContext) -> Finished:
         facts = _gather(run)
         lost = _lost_gpus(run, facts)
         plan = _announced_plan(run, facts, lost)
+        _require_described_driver(plan)
         if _needs_package_manager(plan):
             # Before the first change: a run that fails here has changed nothing.
             wait_until_free(run.system, run.tell, facts.package_manager.lock_holder)
@@ -313,6 +316,15 @@ def _network_problems(run: RunContext, facts: HostFacts, plan: Plan) -> tuple[Pr
     if dead is None and fetches:
         dead = dns_problem(run.system, facts.package_manager.name, facts.files)
     return (dead,) if dead else unreachable(run.system, plan.urls)
+
+
+def _require_described_driver(plan: Plan) -> None:
+    """Raise GpuprovError if the plan describes a driver, but the steps that bring it were left out."""
+    described = any(isinstance(item.change, WriteCdiSpecification) and not item.change.content for item in plan.changes)
+    if described and {item.step for item in plan.changes}.isdisjoint(_DRIVER_STEPS):
+        what = "the CDI specification describes the driver, and this run leaves out what the driver needs"
+        seen = f"left out: {', '.join(_DRIVER_STEPS)}"
+        raise GpuprovError(what, seen, "run these steps first, in playbooks the role driver: --tags driver,toolkit")
 
 
 def _require_settled(plan: Plan) -> None:

@@ -239,6 +239,16 @@ def test_part_by_part_is_the_whole(host: FakeHost, spec: HostSpec, tmp_path_fact
     assert rest == other_rest
 
 
+def test_a_part_that_needs_one_left_out_is_refused(host: FakeHost, spec: HostSpec) -> None:
+    """As `--tags toolkit` on a bare host."""
+    before = host.state()
+    ended, _ = ask(host, Request("install", spec_to_json(spec), steps=("leftovers", "toolkit", "cdi")))
+    (problem,) = ended.problems
+    assert problem.what == "the CDI specification describes the driver, and this run leaves out what the driver needs"
+    assert "--tags driver,toolkit" in problem.next_step
+    assert host.state() == before
+
+
 def test_parts_of_one_run_are_rolled_back_together(host: FakeHost, spec: HostSpec) -> None:
     tree, installed, loaded, _ = host.state()
     install_parts(host, spec, "one play")
