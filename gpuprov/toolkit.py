@@ -6,6 +6,7 @@ After that nothing differs but the program that engines/ register as the runtime
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,9 +32,11 @@ from gpuprov.engines.known import NVIDIA_RUNTIME, RuntimeEntry
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.packages.retired import TOOLKIT
+from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 
 CDI_SPECIFICATION = PATH
 _MODE = 0o644  # engines of users read it, too
@@ -198,6 +201,21 @@ def _program_rank(path: str) -> int:
 
 
 # -- for both: the device nodes and the CDI specification ------------------------------------------------------------
+
+
+def settings_fault(system: System) -> str:
+    """Return why the bundled runtime can't read its settings on this host, "" if it can."""
+    _, fault = read_settings(str(system.path(SETTINGS_PATH)), str(system.path(NVIDIA_SETTINGS_PATH)))
+    root = str(system.root).rstrip("/")
+    return fault.replace(f"{root}/", "/") if root else fault
+
+
+def settings_problems(system: System, changes: Iterable[Change]) -> tuple[Problem, ...]:
+    """Return the problem of a runtime that would refuse all GPUs once these changes have installed it."""
+    fault = settings_fault(system) if any(isinstance(one, InstallRuntime) for one in changes) else ""
+    what = "the container runtime can't read its settings: containers with GPUs would not start"
+    step = "correct that file, or move it away; after a downgrade, use the newer gpuprov again"
+    return (Problem(what, fault, step),) if fault else ()
 
 
 def plan_device_nodes(facts: HostFacts) -> tuple[Change, ...]:

@@ -39,7 +39,7 @@ from gpuprov.protocol.events import ChosenDriver, Finished, Planned, PlannedChan
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
-from gpuprov.toolkit import InstallRuntime, WriteCdiSpecification
+from gpuprov.toolkit import InstallRuntime, WriteCdiSpecification, settings_problems
 
 # A diff of at most this many lines is shown itself.
 _SHORT_DIFF = 12
@@ -230,7 +230,7 @@ def _announced_plan(run: RunContext, facts: HostFacts, lost_gpus: str) -> Plan:
     # Without a network, querying the sources would only report the same problem again.
     # The watch sees the host read-only.
     changes = () if run.request.arguments.get("watch") else [item.change for item in plan.changes]
-    written = obstacles(run.system, changes)
+    written = (*obstacles(run.system, changes), *settings_problems(run.system, changes))
     sources = () if network else _source_problems(run, facts)
     if problems := tuple(dict.fromkeys((*plan.problems, *written, *network, *sources))):
         refused = network or facts.kernel.secure_boot == "enabled" or facts.offers is not None
@@ -242,7 +242,7 @@ def _announced_plan(run: RunContext, facts: HostFacts, lost_gpus: str) -> Plan:
         in_short = change.diff_in_short(run.system) if diff.count("\n") > _SHORT_DIFF else ""
         planned.append(PlannedChange(change.key, step, change.summary(), diff, in_short, change.disturbs))
     lost = devices_to_lose(run) if changes else ()
-    disturbs = any(one.disturbs for one in planned) or bool(lost) or undo_disturbs(run.system, CHANGE_KINDS)
+    disturbs = undo_disturbs(run.system, CHANGE_KINDS) or any(one.disturbs for one in planned) or bool(lost)
     one, version = run.choice, run.choice.version or facts.driver_installed_version
     chosen = ChosenDriver(one.gpus, one.driver, version, one.why, one.newer) if one.why else None
     run.sink(Planned(tuple(planned), disturbs, upgrades, chosen))

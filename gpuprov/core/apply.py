@@ -118,11 +118,16 @@ def resume_run(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
 
 
 def undo_disturbs(system: System, kinds: Kinds) -> bool:
-    """Say whether resuming an interrupted run may stop containers, because its interrupted change is undone."""
+    """Say whether resuming an interrupted run may stop containers, because its interrupted change is undone.
+
+    Raises GpuprovError if this gpuprov does not know that change.
+    """
     run = unfinished_run(system)
     interrupted = run.interrupted if run is not None else None
-    kind = kinds.get(interrupted.kind) if interrupted is not None else None
-    return kind is not None and kind.undo_when_interrupted and kind.undo_disturbs
+    if run is None or interrupted is None:
+        return False
+    kind = kind_of(run, interrupted, kinds)
+    return kind.undo_when_interrupted and kind.undo_disturbs
 
 
 def undo_runs(

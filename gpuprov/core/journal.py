@@ -224,8 +224,17 @@ def pruned_numbers(system: System) -> set[int]:
 
 
 def parse_run(path: str, text: str) -> Run:
-    """Return the run in a journal's text. Raises GpuprovError for an unknown format."""
+    """Return the run in a journal's text. Raises GpuprovError for an unknown format, and for a damaged journal."""
     _require_known_format(path, text)
+    try:
+        return _run_of(path, text)
+    except (LookupError, TypeError) as error:
+        step = f"restore it from a backup; or mv {path} {path}.damaged: what that run changed can't be undone then"
+        seen = f"{path}: a line lacks, or names a change that is not there: {error}"
+        raise GpuprovError("the journal of an earlier run is damaged", seen, step) from None
+
+
+def _run_of(path: str, text: str) -> Run:
     command, end, run_id, version = "", "", "", ""
     entries: dict[int, Entry] = {}
     for record in _records(text):

@@ -51,7 +51,8 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from gpuprov.toolkit import settings_fault
 
 MOST_CONTAINERS = 20
 CONTAINERS_SECONDS = 20
@@ -128,7 +129,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         there=frozenset(path for path in _WATCHED if system.exists(path)),
         absent=frozenset(path for path in _named_paths(host, texts) if not is_program(system, path)),
         modified={path: status.modified for path in timed if (status := system.status(path)) is not None},
-        settings_fault=_settings_fault(system),
+        settings_fault=settings_fault(system),
         specification_fault=stale,
         installed=Installed(fault=fault) if fault else _installed(system, runs),
         programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
@@ -320,12 +321,6 @@ def _rewritten(system: System, runs: Sequence[Run], path: str) -> int:
     written = [((entry.outcome or {}).get("written") or {}).get(path) for entry in entries]
     now = file_digest(system, path)
     return sum(digest not in (None, now) for digest in written) if now not in written else 0
-
-
-def _settings_fault(system: System) -> str:
-    _, fault = read_settings(str(system.path(SETTINGS_PATH)), str(system.path(NVIDIA_SETTINGS_PATH)))
-    root = str(system.root).rstrip("/")
-    return fault.replace(f"{root}/", "/") if root else fault
 
 
 def gather_containers(system: System) -> Containers:

@@ -22,7 +22,7 @@ from tests.unit.test_uninstall import host as host
 
 pytestmark = pytest.mark.root
 DATA = Path(__file__).parents[1] / "data"
-JOURNAL = f"{RUNS_DIRECTORY}/0001.jsonl"
+JOURNAL, LOCK = f"{RUNS_DIRECTORY}/0001.jsonl", "/run/gpuprov.lock"
 
 
 def recorded(name: str) -> str:
@@ -152,3 +152,26 @@ def test_the_latest_journal_is_the_one_with_the_highest_number(tmp_path: Path) -
     found = unfinished_run(system)
     assert found is not None and found.path.endswith("/10000.jsonl")
     assert new_journal(system, "install").path.endswith("/10001.jsonl")
+
+
+@pytest.mark.parametrize("line", ['{"done": 7, "outcome": {}}', '{"begin": 1}', '{"undone": [1]}', '{"done": 1}'])
+def test_a_damaged_journal_is_named_and_nothing_is_changed(host: FakeHost, line: str) -> None:
+    done(carry_out(host, "install"))
+    lines = (host.read_text(JOURNAL) or "").splitlines()
+    host.write(JOURNAL, "\n".join((lines[0], line, '{"end": "done"}', "")).encode(), mode=0o600)
+    before = {**host.everything(), LOCK: None}
+    for command in ("rollback", "uninstall"):
+        ended = finished(carry_out(host, command))
+        assert ended.problems[0].what == "the journal of an earlier run is damaged"
+        assert ended.problems[0].evidence.startswith(JOURNAL) and ended.problems[0].next_step
+    assert {**host.everything(), LOCK: None} == before
+
+
+def test_check_names_an_interrupted_change_that_a_later_version_made(host: FakeHost) -> None:
+    done(carry_out(host, "install"))
+    first = json.dumps({"run": "install", "id": "", "format": FORMAT, "version": "9.0.0"})
+    begun = json.dumps({"begin": 1, "key": "something new", "kind": "SomethingNew", "before": {}})
+    host.write(f"{RUNS_DIRECTORY}/0002.jsonl", f"{first}\n{begun}\n".encode(), mode=0o600)
+    for check in (True, False):
+        ended = finished(carry_out(host, "install", check=check))
+        assert ended.problems[0].what == "can't undo a change of kind 'SomethingNew': this gpuprov does not know it"

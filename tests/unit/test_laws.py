@@ -249,6 +249,19 @@ def test_a_part_that_needs_one_left_out_is_refused(host: FakeHost, spec: HostSpe
     assert host.state() == before
 
 
+def test_a_runtime_that_can_not_read_the_settings_replaces_no_other(host: FakeHost, spec: HostSpec) -> None:
+    """After a downgrade, say: each container with GPUs would be refused."""
+    host.make_directory("/etc/gpuprov", 0o755)
+    host.write("/etc/gpuprov/container-runtime.toml", b"[of-a-later-version]\nkey = 1\n")
+    before = host.state()
+    for check in (True, False):
+        ended, _ = ask(host, Request("install", spec_to_json(spec), check=check))
+        (problem,) = ended.problems
+        assert problem.what == "the container runtime can't read its settings: containers with GPUs would not start"
+        assert problem.evidence.startswith("/etc/gpuprov/container-runtime.toml: there is no key 'of-a-later-version.")
+        assert host.state() == before
+
+
 def test_parts_of_one_run_are_rolled_back_together(host: FakeHost, spec: HostSpec) -> None:
     tree, installed, loaded, _ = host.state()
     install_parts(host, spec, "one play")
