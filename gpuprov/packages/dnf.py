@@ -77,7 +77,9 @@ class Dnf(RpmManager):
         return tuple(line.split()[0] for line in removed.splitlines() if line[1:2] != " ")
 
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str]) -> Versions:
-        done = run_rpm(system, ("dnf", "-q", "-y", *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS)
+        # dnf would answer from metadata of up to two days ago, or of any age, as metadata_expire says.
+        command = ("dnf", "-q", "-y", "--refresh", *options, *_QUERY, *names)
+        done = run_rpm(system, command, tell_nobody, QUERY_SECONDS)
         finish_rpm(done, NO_INDEX)
         return parse_repoquery(done.stdout)
 

@@ -47,7 +47,7 @@ def ask(system: System, manager: PackageManager, names: Sequence[str], planned: 
     """Return what the repositories have of `names`, which may be patterns (fnmatch(3)) for dnf.
 
     `planned` are the planned changes of sources and keys: they are made in a copy. apt's copy has its own, refreshed
-    index; dnf and zypper keep the host's cache as fresh as they are configured to.
+    index; dnf and zypper refresh the host's cache.
     """
     plain = tuple(dict.fromkeys(name.partition("=")[0] for name in names))
     try:

@@ -66,6 +66,14 @@ def test_a_repository_is_asked_before_it_is_set_up_and_after(
     assert configured(host) == before
 
 
+def test_what_a_repository_has_got_since_the_last_question_is_offered(host: RpmHost, repository: Repository) -> None:
+    """A driver that was published an hour ago: dnf would keep what it knows for two days."""
+    configure(host, repository.spec)
+    assert managers.ask(host, manager(host), ("site-gpu-tools",), ()).lacking(("site-gpu-tools=2.0",))
+    repository.add(RpmPackage("site-gpu-tools", version="2.0"))
+    assert not managers.ask(host, manager(host), ("site-gpu-tools",), ()).lacking(("site-gpu-tools=2.0",))
+
+
 def test_what_is_only_installed_is_not_offered(host: RpmHost, repository: Repository) -> None:
     configure(host, repository.spec)
     assert managers.ask(host, manager(host), ("base-system",), ()).lacking(("base-system",)) == ("base-system",)
