@@ -18,6 +18,8 @@ from gpuprov.protocol.errors import GpuprovError
 
 # In the order of unloading: nova_drm depends on nova_core.
 MODULES = ("nova_drm", "nova_core", "nouveau")
+# A file that is newer than now by more was written before the clock was set back.
+_CLOCK_SECONDS = 60
 _BLACKLIST_TEXT = """\
 # By gpuprov: these drivers would take the GPUs before NVIDIA's can.
 blacklist nouveau
@@ -54,7 +56,9 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     if not files:
         return ()
     there = {path: found.content for path in files if (found := facts.files.get(path)) is not None}
-    wrong = tuple((path, text) for path, text in files.items() if there.get(path) != text)
+    # No image is newer then, so the files are written again.
+    ahead = facts.initramfs.configured > facts.clock + _CLOCK_SECONDS
+    wrong = tuple((path, text) for path, text in files.items() if ahead or there.get(path) != text)
     images = facts.initramfs.images
     stale = images if wrong else tuple(one for one in images if one.modified < facts.initramfs.configured)
     return (KeepNouveauOut(wrong, stale),) if wrong or stale else ()

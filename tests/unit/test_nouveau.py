@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_an_image_older_than_the_blacklist_is_rebuilt_alone(host: FakeHost) -> N
     assert isinstance(change, nouveau.KeepNouveauOut)
     assert change.files == ()
     assert [image.path for image in change.images] == [IMAGE]
+
+
+def test_a_blacklist_written_while_the_clock_was_ahead_is_written_again(host: FakeHost) -> None:
+    apply(host, nouveau.plan(source_of(gather(host), spec())))
+    tomorrow = time.time() + 86400
+    os.utime(host.path(BLACKLIST), (tomorrow, tomorrow))
+    apply(host, nouveau.plan(source_of(gather(host), spec())))
+    assert nouveau.plan(source_of(gather(host), spec())) == ()
 
 
 def test_an_image_that_still_loads_nouveau_is_an_error_and_is_undone(host: FakeHost) -> None:
