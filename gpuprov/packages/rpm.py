@@ -6,7 +6,7 @@ import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_path, tell_nobody
@@ -30,6 +30,10 @@ QUERY_SECONDS = 600
 _REMOVE_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
+# As `rpm -qa` prints by default; a user's ~/.rpmmacros may say otherwise.
+_NAMES = ("--queryformat", "%{NVRA}\\n")
+# A user may want colors in each output, by dnf.conf or zypper.conf.
+_COLOR = re.compile(r"\x1b\[[\d;]*[mK]")
 BUNDLE_SOURCES = f"{FOLDER}/repos.d"
 _PROGRESS = r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
 # Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
@@ -281,7 +285,7 @@ def bundle_source(lines: Iterable[str]) -> str:
 
 def installed_rpms(system: System) -> set[str]:
     """Return NAME-VERSION-RELEASE.ARCH of all packages; rpm's own names, by which it takes them away."""
-    return {name for name in _query_all(system).split() if not name.startswith("gpg-pubkey-")}
+    return {name for name in _query_all(system, *_NAMES).split() if not name.startswith("gpg-pubkey-")}
 
 
 def added(before: set[str], after: set[str]) -> set[str]:
@@ -300,7 +304,8 @@ def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float
     # dnf would wait without a time limit and without a message.
     interface.wait_until_free(system, tell, rpm_lock_holder)
     env = {"ZYPP_LOCK_TIMEOUT": str(system.lock_timeout), **system.proxy.environment}
-    return system.run(command, timeout=seconds, env=env, on_line=interface.reporter(_PROGRESS, tell))
+    done = system.run(command, timeout=seconds, env=env, on_line=interface.reporter(_PROGRESS, tell))
+    return replace(done, stdout=_COLOR.sub("", done.stdout), stderr=_COLOR.sub("", done.stderr))
 
 
 def _filled(words: tuple[str, ...], value: str) -> tuple[str, ...]:

@@ -81,6 +81,25 @@ def test_packages_come_from_our_repository_and_go_again(host: RpmHost, repositor
     assert installed_files(host) == set()
 
 
+# A user's own format of `rpm -qa`, and colors in each output.
+_APPEARANCE = {
+    "/root/.rpmmacros": "%_query_all_fmt %%{name} %%{vendor}\n",
+    "/etc/dnf/dnf.conf": "[main]\ncolor=always\n",
+    "/etc/zypp/zypper.conf": "[color]\nuseColors = always\n",
+}
+
+
+def test_how_a_user_likes_output_to_look_changes_nothing(host: RpmHost, repository: Repository) -> None:
+    for path, text in _APPEARANCE.items():
+        host.write(path, text.encode())
+    configure(host, repository.spec)
+    assert manager(host).offered(host, (TOOLS.name,), ())[TOOLS.name]
+    change, before, outcome = install(host, TOOLS.name)
+    assert outcome["added"] == ["site-gpu-library-1.0-1.noarch", "site-gpu-tools-1.0-1.noarch"]
+    change.undo(host, before, outcome)
+    assert installed_files(host) == set()
+
+
 def test_a_login_is_used_and_only_root_can_read_it(host: RpmHost, repository: Repository) -> None:
     with served(repository.folder, LoginHandler) as url:
         (own,) = repository.spec.repositories

@@ -90,7 +90,7 @@ class Host(Scripted):
             self.packages |= {word.rpartition("/")[2].removesuffix(".rpm") for word in words[2:]}
         elif words[:2] == ("--query", "--file"):
             return "owner\n" if words[2] == "/owned" else (1, "", "not owned")
-        elif words == ("-qa",):
+        elif words[0] == "-qa":
             return "".join(f"{one}\n" for one in sorted(self.packages)) + "gpg-pubkey-96055b96-6b0152d9.(none)\n"
         return ""
 
@@ -139,7 +139,7 @@ def test_an_installation_lifts_holds_replaces_and_is_undone(tmp_path: Path) -> N
     assert host.read_text(LIST) == "bash\nvim\ngcc-0:10-1.*\n"
     host.asked.clear()
     InstallRpmPackages.undo(host, before, outcome)
-    assert {*host.asked} == {("rpm", "-qa")}
+    assert {words[:2] for words in host.asked} == {("rpm", "-qa")}
 
 
 # Packages before the run, those that it added, those that are there later, those that stay.
@@ -249,7 +249,7 @@ def test_removed_packages_come_back_from_their_copies(tmp_path: Path, killed: bo
     assert host.read_text("/etc/nvidia/edited.conf") == "mine\n"
     host.asked.clear()
     RemoveRpms.undo(host, before, None)
-    assert host.asked == [("rpm", "-qa")]
+    assert [words[:2] for words in host.asked] == [("rpm", "-qa")]
 
 
 def test_a_package_without_a_copy_is_told_and_others_keep_theirs(tmp_path: Path) -> None:
@@ -408,8 +408,7 @@ class Gathering(Host):
         return None if program in self.lacks else super().which(program)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
-        if argv[:3] == ("rpm", "-qa", "--queryformat"):
-            assert "%{NAME} %" in argv[3]
+        if argv[:2] == ("rpm", "-qa") and "%{NAME} %" in argv[3]:
             return "gcc 11-1.x86_64 cc gcc gcc(x86-64)\nvim 8-1.x86_64\n"
         if argv[0] == "rpm" and "gpg-pubkey" in argv:
             return f"gpg-pubkey-1-1\n{armored(KEY).decode()}"
