@@ -23,6 +23,7 @@ from gpuprov.engines.docker_unit import DockerUnit, refusal
 from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
+from tests.unit.refused import refused
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("dockerd")]
 
@@ -127,9 +128,7 @@ def test_a_stopped_docker_is_started(host: DockerHost, runtime: str) -> None:
 def test_a_file_that_docker_can_not_use_never_stops_docker(host: DockerHost, runtime: str) -> None:
     host.daemon_json.write_bytes(UNKNOWN_OPTION)
     pid = host.pid
-    with pytest.raises(GpuprovError) as caught:
-        planned(host, runtime).apply(host, tell)
-    (problem,) = caught.value.problems
+    problem = refused(planned(host, runtime).apply, host, tell)
     assert "the old one is back and docker runs with it" in problem.what
     assert "no-such-option" in problem.evidence and "configuration option" in problem.evidence
     assert host.daemon_json.read_bytes() == UNKNOWN_OPTION
@@ -139,9 +138,7 @@ def test_a_file_that_docker_can_not_use_never_stops_docker(host: DockerHost, run
 def test_a_stopped_docker_that_neither_file_can_start_is_told_apart(host: DockerHost, runtime: str) -> None:
     host.stop()
     host.daemon_json.write_bytes(UNKNOWN_OPTION)
-    with pytest.raises(GpuprovError) as caught:
-        planned(host, runtime).apply(host, tell)
-    (problem,) = caught.value.problems
+    problem = refused(planned(host, runtime).apply, host, tell)
     assert "nor with the old one, which is back" in problem.what
     assert "no-such-option" in problem.evidence
     assert host.daemon_json.read_bytes() == UNKNOWN_OPTION
@@ -152,9 +149,7 @@ def test_a_mistake_that_only_a_start_finds_brings_the_old_file_back(host: Docker
     host.daemon_json.write_bytes(old)
     content = json.dumps({"storage-driver": "no-such-driver", "runtimes": {"nvidia": {"path": runtime}}})
     change = ReconfigureDocker(content, runtime, restart=True)
-    with pytest.raises(GpuprovError) as caught:
-        change.apply(host, tell)
-    (problem,) = caught.value.problems
+    problem = refused(change.apply, host, tell)
     assert "the old one is back and docker runs with it" in problem.what
     assert "no-such-driver" in problem.evidence
     assert host.daemon_json.read_bytes() == old

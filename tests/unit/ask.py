@@ -1,15 +1,11 @@
-"""Carries a request out on a simulated host, as the agent does; and what a call that fails tells."""
+"""Carries a request out on a simulated host, as the agent does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
@@ -37,11 +33,3 @@ def check_of(name: str, host: System, spec: HostSpec) -> CheckDone:
     verify(host, spec, events.append)
     (found,) = (event for event in events if isinstance(event, CheckDone) and event.name == name)
     return found
-
-
-def problem_of(call: Callable[..., object], *words: Any, **options: Any) -> Problem:
-    """Return the one problem with which the call fails."""
-    with pytest.raises(GpuprovError) as caught:
-        call(*words, **options)
-    (problem,) = caught.value.problems
-    return problem

@@ -23,8 +23,9 @@ from gpuprov.protocol.errors import Stopped
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import AcceptCommand, HostSpec
-from tests.unit.ask import ask, problem_of
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 from tests.unit.test_health import HealthHost, report_of
 
@@ -158,7 +159,7 @@ def test_an_interrupted_run_removes_its_container() -> None:
 def refusal(system: System) -> str:
     """Return the evidence with which a run ends that must not start."""
     words = (system, HostSpec(), lambda event: None, 1, lambda tests: pytest.fail("it started"))
-    return problem_of(accept, *words).evidence
+    return refused(accept, *words).evidence
 
 
 def test_nothing_starts_while_a_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_no_load_starts_on_gpus_of_which_nvidia_smi_does_not_tell_that_they_are_
 
     monkeypatch.setattr(health, "examine", hang)
     monkeypatch.setattr(DockerLike, "run", lambda *_, **more: pytest.fail("it started"))
-    problem = problem_of(accept, host, HostSpec(), lambda event: None, 1, verified)
+    problem = refused(accept, host, HostSpec(), lambda event: None, 1, verified)
     assert problem.what == "nvidia-smi does not tell whether the GPUs are idle: no load was started"
     assert f"exited {answer[0]}" in problem.evidence and problem.next_step == "gpuprov health"
 
@@ -199,7 +200,7 @@ def test_no_load_starts_on_gpus_of_which_nvidia_smi_does_not_tell_that_they_are_
 def test_nothing_starts_for_an_expression_that_grep_refuses(expect: str) -> None:
     spec = HostSpec(accept_commands=(AcceptCommand("a", ("b",), "dcgm"), AcceptCommand("a", ("b",), expect)))
     words = (System(), spec, lambda event: None, 1, lambda tests: pytest.fail("it started"))
-    assert "is no regular expression of grep -E" in problem_of(accept, *words).what
+    assert "is no regular expression of grep -E" in refused(accept, *words).what
 
 
 def test_nothing_starts_on_a_gpu_with_mig(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from gpuprov.core.changes import (
 )
 from gpuprov.core.files import FileStatus, temporary_name
 from gpuprov.core.system import System
-from tests.unit.ask import problem_of
+from tests.unit.refused import refused
 from tests.unit.scripted import Scripted
 
 pytestmark = pytest.mark.root
@@ -207,7 +207,7 @@ def test_the_loaders_cache_is_written_or_it_says_why_not() -> None:
     host = Scripted()
     RefreshLoaderCache().apply(host, tell_nobody)
     host.answer = lambda argv: (1, "", "disk full")  # type: ignore[method-assign]
-    problem = problem_of(RefreshLoaderCache().apply, host, tell_nobody)
+    problem = refused(RefreshLoaderCache().apply, host, tell_nobody)
     assert problem.what and "disk full" in problem.evidence and "ldconfig" in problem.next_step
     assert host.asked == [("ldconfig",)] * 2 and all(host.timeouts)
 

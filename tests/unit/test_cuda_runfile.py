@@ -30,8 +30,9 @@ from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.runs import undo_last
 from tests.simgpu.cuda_run import build_cuda_run
-from tests.unit.ask import ask, problem_of
+from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 pytestmark = pytest.mark.root
@@ -225,7 +226,7 @@ def test_an_installation_is_proved_and_not_believed(tmp_path: Path, name: str) -
     code, files, what = UNPROVED[name]
     path = f"{CACHE_DIRECTORY}/cuda.run"
     host = Installer(tmp_path, path, files, code)
-    problem = problem_of(InstallCudaToolkit("12.4", path).apply, host, lambda *_: None)
+    problem = refused(InstallCudaToolkit("12.4", path).apply, host, lambda *_: None)
     assert what in problem.what and problem.next_step
     if "not installed" in what:
         assert problem.evidence.splitlines()[-1] == f"{LOG}: [ERROR]: no space left"

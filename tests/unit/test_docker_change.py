@@ -13,7 +13,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.protocol.errors import GpuprovError
-from tests.unit.ask import problem_of
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 PATH = "/etc/docker/daemon.json"
@@ -183,7 +183,7 @@ def test_a_docker_of_which_systemd_tells_nothing_is_not_restarted(tmp_path: Path
 
     host.answer = answer  # type: ignore[method-assign]
     acts: Callable[[], object] = (lambda: what.undo(host, before, {})) if undo else (lambda: applied(host, what))
-    assert problem_of(acts).what == "systemd does not tell about docker.service"
+    assert refused(acts).what == "systemd does not tell about docker.service"
     assert "restart" not in host.verbs and host.active
 
 
@@ -219,7 +219,7 @@ def test_docker_info_is_the_proof(tmp_path: Path, options: dict[str, Any], info:
         applied(host, change(None, restart=False, **options))
         assert host.seconds == 0
         return
-    problem = problem_of(applied, host, change(None, restart=False, **options))
+    problem = refused(applied, host, change(None, restart=False, **options))
     assert PATH in problem.what and problem.evidence.endswith(evidence) and problem.next_step
     assert host.verbs == ["reload"], "there is no other file that could come back"
 
@@ -235,7 +235,7 @@ def test_bytes_that_are_no_utf_8_are_written_as_they_were(tmp_path: Path) -> Non
 def test_a_docker_that_does_not_answer_is_the_evidence(tmp_path: Path, said: str, evidence: str) -> None:
     host = Docker(tmp_path, NEW)
     host._info = lambda argv: (1, "", said)  # type: ignore[method-assign]
-    problem = problem_of(applied, host, change(None))
+    problem = refused(applied, host, change(None))
     assert problem.evidence == evidence
 
 
@@ -270,7 +270,7 @@ def test_a_docker_that_fails_gets_its_old_file_back(
 ) -> None:
     host = Docker(tmp_path)
     vars(host).update(setup)
-    problem = problem_of(applied, host, change(**options))
+    problem = refused(applied, host, change(**options))
     assert says in problem.what and PATH in problem.what and problem.next_step
     assert evidence in problem.evidence
     assert host.verbs == verbs and host.text == OLD
@@ -281,7 +281,7 @@ def test_dockerd_validates_a_private_copy_before_anything_changes(tmp_path: Path
     host = Docker(tmp_path)
     what = change(content, validates=True, is_loaded=True)
     if content == BAD:
-        problem = problem_of(applied, host, what)
+        problem = refused(applied, host, what)
         assert PATH in problem.what
         assert problem.evidence.splitlines()[1:-1] == ["two", "three", "four"]
         assert problem.next_step.endswith(f"dockerd --validate --config-file {PATH}")
@@ -294,7 +294,7 @@ def test_dockerd_validates_a_private_copy_before_anything_changes(tmp_path: Path
 def test_a_docker_that_cannot_be_enabled_is_an_error_before_a_restart(tmp_path: Path) -> None:
     host = Docker(tmp_path)
     host.broken = {"enable": (1, "", "Unit file is masked")}
-    problem = problem_of(applied, host, change(enable=True))
+    problem = refused(applied, host, change(enable=True))
     assert "can't be enabled" in problem.what and "Unit file is masked" in problem.evidence
     assert problem.next_step == "systemctl enable docker.service"
     assert host.verbs == ["enable"]
@@ -308,7 +308,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, number: int, 
         raise OSError(number, "no", PATH)
 
     host.write = refuse  # type: ignore[method-assign]
-    problem = problem_of(applied, host, change())
+    problem = refused(applied, host, change())
     assert problem.what.startswith(f"{PATH} can't be written")
     assert (f"lsattr {PATH}" in problem.next_step) is next_step
     assert host.verbs == []
@@ -471,7 +471,7 @@ def test_undo_says_why_docker_does_not_start_again(tmp_path: Path, setup: dict[s
     before = change().capture(host)
     applied(host, change())
     vars(host).update({**setup, "active": False})
-    problem = problem_of(undone, host, before, {})
+    problem = refused(undone, host, before, {})
     assert PATH in problem.what and problem.evidence == evidence and problem.next_step
     assert host.text == OLD
     # The failed change has said so already; a change that was made has not.

@@ -28,8 +28,9 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
-from tests.unit.ask import ask, finished, problem_of
+from tests.unit.ask import ask, finished
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 PASSWORD = "pa55-Word%21"
 PLAIN = "pa55-Word!"
@@ -206,7 +207,7 @@ def test_an_undo_restarts_docker_if_nothing_stops(tmp_path: Path, active: bool, 
 def test_a_docker_that_does_not_start_with_its_proxy_is_an_error(tmp_path: Path) -> None:
     host = ProxyHost(tmp_path)
     host.failing_unit = "docker.service"
-    problem = problem_of(replace(FIRST, restart=True).apply, host, tell)
+    problem = refused(replace(FIRST, restart=True).apply, host, tell)
     assert "docker" in problem.what and "Job for docker.service failed." in problem.evidence
     assert problem.next_step == "journalctl -u docker -n 50"
 

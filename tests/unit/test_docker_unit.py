@@ -18,7 +18,7 @@ from gpuprov.engines.docker_config import edited, with_member, without_member, w
 from gpuprov.engines.docker_unit import decisive_lines, gather_unit, restart_stops_containers
 from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from tests.examples import examples
-from tests.unit.ask import problem_of
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 from tests.unit.test_docker import NVIDIA, ONLY_OURS, RUNTIME, running, the_change
 
@@ -248,7 +248,7 @@ def test_runtime_is_put_in(before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "environment", "set_default", "refused"),
+    ("command", "environment", "set_default", "flag"),
     [
         ("/usr/sbin/dockerd -H fd://", "", True, ""),
         ("/usr/sbin/dockerd -H fd:// --add-runtime nvidia=/x", "", False, "--add-runtime=nvidia=/x"),
@@ -261,15 +261,15 @@ def test_runtime_is_put_in(before: str, after: str) -> None:
     ],
 )
 def test_flags_that_would_keep_docker_from_starting_are_refused(
-    tmp_path: Path, command: str, environment: str, set_default: bool, refused: str
+    tmp_path: Path, command: str, environment: str, set_default: bool, flag: str
 ) -> None:
     request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x", set_default=set_default))
     system = UnitHost(tmp_path, command)
     system.put("/etc/default/docker", environment)
-    if refused:
-        problem = problem_of(configuration, system, request)
+    if flag:
+        problem = refused(configuration, system, request)
         assert "by a flag" in problem.what
-        assert problem.evidence == f"systemctl show docker.service: {refused}"
+        assert problem.evidence == f"systemctl show docker.service: {flag}"
     else:
         assert configuration(system, request).edits[0].changes
 
@@ -277,7 +277,7 @@ def test_flags_that_would_keep_docker_from_starting_are_refused(
 def test_a_file_is_configured_by_its_name_alone_if_systemd_does_not_tell_which_one_counts(tmp_path: Path) -> None:
     system = Scripted(tmp_path, {"systemctl show": (124, "")})
     request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x"))
-    problem = problem_of(configuration, system, request)
+    problem = refused(configuration, system, request)
     assert problem.what == "systemd does not tell how docker is started" and "--config FILE" in problem.next_step
     assert configuration(system, replace(request, config="/etc/docker/daemon.json")).edits[0].changes
 

@@ -20,7 +20,6 @@ from gpuprov.packages.keys import fetch_pinned_key
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 from tests.loopback import Quiet, free_port, serving
-from tests.unit.ask import problem_of
 from tests.unit.download_server import (
     CONTENT,
     DIGEST,
@@ -33,6 +32,7 @@ from tests.unit.download_server import (
     site,
     system,
 )
+from tests.unit.refused import refused
 
 __all__ = ["site", "system"]
 
@@ -103,7 +103,7 @@ def test_what_a_run_left_is_resumed_or_removed(system: System, site: Site, part:
 )
 def test_a_wrong_digest_leaves_nothing(system: System, site: Site, content: bytes, what: str, evidence: str) -> None:
     site.files["/run"] = content
-    problem = problem_of(download, system, f"{site.url}/run")
+    problem = refused(download, system, f"{site.url}/run")
     assert what in problem.what and evidence in problem.evidence
     assert names(system) == ()
 
@@ -122,7 +122,7 @@ def test_a_wrong_digest_leaves_the_file_that_was_there(system: System, site: Sit
 )
 def test_an_http_error_is_told(system: System, site: Site, status: int, next_step: str) -> None:
     site.status = status
-    problem = problem_of(download, system, f"{site.url_with_login}/run")
+    problem = refused(download, system, f"{site.url_with_login}/run")
     assert f"HTTP {status}" in problem.evidence and next_step in problem.next_step
     assert "secret" not in str(problem) and "user:***@127.0.0.1" in str(problem)
     assert len(site.asked) == (4 if status == 503 else 1)
@@ -140,9 +140,9 @@ def test_an_http_error_is_told(system: System, site: Site, status: int, next_ste
     ],
 )
 def test_what_can_not_be_reached_says_why(system: System, url: str, meaning: str) -> None:
-    said = str(problem_of(download, system, url.format(port=free_port())))
+    said = str(refused(download, system, url.format(port=free_port())))
     assert meaning in said and "secret" not in said
-    assert "can't be reached" in problem_of(fetch_small, system, url.format(port=free_port())).what
+    assert "can't be reached" in refused(fetch_small, system, url.format(port=free_port())).what
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_server_may_say_how_long_to_wait_within_reason(system: Impatient, site
 def test_what_came_instead_of_a_key_is_told_with_its_url(system: System, site: Site) -> None:
     """A dry run asks several repositories; a proxy may answer for each of them."""
     site.files["/key"] = LOGIN_PAGE
-    problem = problem_of(fetch_pinned_key, system, f"{site.url_with_login}/key", "A" * 40)
+    problem = refused(fetch_pinned_key, system, f"{site.url_with_login}/key", "A" * 40)
     assert "a web page, not a key" in problem.what and "check the URL" in problem.next_step
     assert f"{site.masked_url}/key" in problem.evidence and "Proxy log-in" in problem.evidence
 
@@ -312,7 +312,7 @@ def test_a_runfile_that_was_there_stays_with_the_undo(system: System, there: boo
 def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) -> None:
     site.files["/a.run"] = CONTENT
     site.files["/a.run.sha256sum"] = DIGEST.encode()
-    problem = problem_of(FetchRunfile(f"{site.url}/a.run", "/cache/a.run", "").apply, system, lambda *_: None)
+    problem = refused(FetchRunfile(f"{site.url}/a.run", "/cache/a.run", "").apply, system, lambda *_: None)
     assert "SHA-256 is not known" in problem.what
     assert f"{site.url}/a.run" in problem.evidence and "gpuprov_driver_sha256" in problem.next_step
     assert (site.asked, system.exists("/cache")) == ([], False)
@@ -392,7 +392,7 @@ def test_a_redirect_from_https_to_http_is_refused(system: System, site: Site, tl
         with pytest.raises(GpuprovError, match="leads from https to http"):
             fetch_small(system, f"{url}/a.run")
     handler.target = "https://[::1/a.run"
-    problem = problem_of(fetch_small, system, f"{url}/a.run")
+    problem = refused(fetch_small, system, f"{url}/a.run")
     assert "leads to something that is not a URL" in problem.what
     assert "Location: https://[::1/a.run" in problem.evidence and "URL" in problem.next_step
     # http.server would write latin-1; requests reads a place as UTF-8.

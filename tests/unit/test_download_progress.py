@@ -17,8 +17,8 @@ from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.driver_run import default_url
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.tables import PACKAGED, Tables
-from tests.unit.ask import problem_of
 from tests.unit.download_server import CONTENT, DIGEST, PIECE, Impatient, Site, site, system
+from tests.unit.refused import refused
 
 __all__ = ["site", "system"]
 
@@ -78,7 +78,7 @@ def test_a_file_that_has_no_room_is_not_begun(tmp_path: Path, site: Site, have: 
     if have:
         system.write("/file.part", CONTENT[:have])
     system.room = len(CONTENT) - have - 1
-    problem = problem_of(progress, system, f"{site.url}/f")
+    problem = refused(progress, system, f"{site.url}/f")
     assert problem.what == f"not enough room for {site.url}/f"
     assert problem.evidence == "2 MiB to come, 2 MiB free for /file.part"
     assert (system.status("/file.part") is None) == (have == 0)
@@ -91,7 +91,7 @@ def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site
     system = Clocked(str(tmp_path))
     system.make_directory("/var/cache")
     site.files["/f"], system.room = CONTENT, 0
-    problem = problem_of(fetch, system, f"{site.url}/f", "/var/cache/f", sha256=DIGEST, tell=lambda *_: None)
+    problem = refused(fetch, system, f"{site.url}/f", "/var/cache/f", sha256=DIGEST, tell=lambda *_: None)
     assert problem.evidence == "2 MiB to come, 0 MiB free for /var/cache/f.part"
     assert problem.next_step == "make room: df -h /var/cache"
 
@@ -144,13 +144,13 @@ def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) ->
     system.write("/file.part", CONTENT + b"more")
     assert progress(system, "file:///media.run") == []
     assert system.sha256("/file") == DIGEST
-    problem = problem_of(fetch, system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
+    problem = refused(fetch, system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
     assert problem == Problem("there is no file /nothing.run", "", "check the path")
 
 
 def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
     site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600}
-    run, page = (problem_of(progress, system, f"{site.url_with_login}/{name}") for name in ("run", "page"))
+    run, page = (refused(progress, system, f"{site.url_with_login}/{name}") for name in ("run", "page"))
     assert run.what == f"what {site.masked_url}/run gave is not the file that was asked for"
     assert page.what == f"{site.masked_url}/page gave a web page instead of a file"
     assert run.evidence == f"its SHA-256 is {hashlib.sha256(b'x').hexdigest()}, expected {DIGEST}"
@@ -162,7 +162,7 @@ def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: S
 def test_small_files_that_can_not_be_had_say_what_to_do(system: System, site: Site) -> None:
     url = site.url_with_login
     site.files["/huge"] = b"x" * ((1 << 20) + 1)
-    huge, nothing = (problem_of(fetch_small, system, address) for address in (f"{url}/huge", "file:///nothing"))
+    huge, nothing = (refused(fetch_small, system, address) for address in (f"{url}/huge", "file:///nothing"))
     assert huge == Problem(
         f"{site.masked_url}/huge is larger than expected", "more than 1048576 bytes", "check the URL"
     )

@@ -11,7 +11,6 @@ from gpuprov.core.download import fetch, fetch_small, proxy_evidence, proxy_for,
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
-from tests.unit.ask import problem_of
 from tests.unit.download_server import DIGEST, Impatient, Site, download, site, system
 from tests.unit.refused import refused
 
@@ -208,7 +207,7 @@ def test_advice_by_cause(system: System, monkeypatch: pytest.MonkeyPatch, said: 
         raise requests.exceptions.InvalidURL(f"{'x' * 300} http://user:secret@example.org/ {said}")
 
     monkeypatch.setattr("requests.Session.get", fail)
-    problem = problem_of(download, system, "http://user:secret@example.org/x")
+    problem = refused(download, system, "http://user:secret@example.org/x")
     assert problem.what == f"http://user:***@example.org/x can't be reached{what}"
     assert problem.evidence.startswith("x" * 300) and problem.evidence.endswith(said)
     assert "secret" not in problem.evidence
@@ -225,7 +224,7 @@ def test_a_dead_proxy_is_named_with_its_source(system: System, monkeypatch: pyte
     if file:
         system.make_directory("/root")
         system.write(f"/{file}", b"export http_proxy=http://127.0.0.1:9\n")
-    problem = problem_of(download, system, "http://example.org/x")
+    problem = refused(download, system, "http://example.org/x")
     assert problem.what == "the proxy http://127.0.0.1:9 does not answer"
     where = f"/{file}" if file else "the environment of gpuprov"
     assert f"correct or remove http_proxy in {where}" in problem.next_step

@@ -26,8 +26,8 @@ from gpuprov.protocol.spec import parse_spec
 from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
 from tests.triplet import TRIPLET
-from tests.unit.ask import problem_of
 from tests.unit.fake_host import FakeHost, write_runfile
+from tests.unit.refused import refused
 
 OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
 
@@ -161,7 +161,7 @@ def test_an_installation_needs_room_in_the_cache_and_in_its_place(tmp_path: Path
         require_room(host, "/driver.run", 3, "/usr", "it")
         require_room(host, "/absent", 1 << 40, "/usr", "it")
         return
-    problem = problem_of(require_room, host, "/driver.run", 3, "/usr", "it")
+    problem = refused(require_room, host, "/driver.run", 3, "/usr", "it")
     assert f"not enough room on the file system of {full} to install it" in problem.what
     assert (problem.evidence, problem.next_step) == ("29 MiB free, 30 MiB needed", f"make room: df -h {full}")
 
@@ -171,7 +171,7 @@ def test_a_file_with_another_digest_is_not_installed(tmp_path: Path) -> None:
     system = System(str(tmp_path))
     require_digest(system, "/file", "", "it", "v")
     require_digest(system, "/file", hashlib.sha256(b"x").hexdigest(), "it", "v")
-    problem = problem_of(require_digest, system, "/file", "0" * 64, "it", "v")
+    problem = refused(require_digest, system, "/file", "0" * 64, "it", "v")
     assert "it is not the one that was asked for" in problem.what
     assert f"v is {'0' * 64}" in problem.evidence and problem.next_step
 

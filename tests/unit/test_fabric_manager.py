@@ -28,8 +28,9 @@ from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import PACKAGED
 from tests import simgpu
-from tests.unit.ask import check_of, problem_of
+from tests.unit.ask import check_of
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 VERSION, OTHER = simgpu.DRIVER_VERSION, "535.261.03"
@@ -355,7 +356,7 @@ FAILURES: dict[str, tuple[str, str, str, Problem, list[str]]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_one_that_can_not_run_says_why_and_what_to_type(host: SwitchHost, name: str) -> None:
     host.version, host.failing_verb, host.unit_log, problem, commands = FAILURES[name]
-    assert problem_of(RunFabricManager(VERSION).apply, host, lambda *words: None) == problem
+    assert refused(RunFabricManager(VERSION).apply, host, lambda *words: None) == problem
     assert [" ".join(words) for words in host.commands] == ["nv-fabricmanager --version", *commands]
     assert not host.unit["is-active"]
 

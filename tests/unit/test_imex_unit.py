@@ -19,8 +19,9 @@ from gpuprov.facts.host import gather
 from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec
 from tests import simgpu
-from tests.unit.ask import check_of, problem_of
+from tests.unit.ask import check_of
 from tests.unit.imex_host import Node, Rack
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 from tests.unit.test_imex import answering, install, of_domain, spec
 
@@ -61,7 +62,7 @@ class Unit(Scripted):
 )  # fmt: skip
 def test_a_verb_of_systemctl_that_fails_is_told(tmp_path: Path, change: Change, verb: str, verbs: list[str]) -> None:
     host = Unit(tmp_path, fails=verb)
-    problem = problem_of(change.apply, host, lambda *_: None)
+    problem = refused(change.apply, host, lambda *_: None)
     assert problem.what.startswith(f"{UNIT} ") and problem.next_step.startswith(f"systemctl status {UNIT}; ")
     assert "it fails" in problem.evidence and ("its last words" in problem.evidence) == (verb == "restart")
     assert [words[1] for words in host.asked if words[0] == "systemctl"] == verbs
@@ -183,7 +184,7 @@ def test_what_is_wrong_with_a_domain_is_named_after_a_wait(tmp_path: Path, name:
         assert imex.verify_domain(host, SPEC) == ("rack1, 2 nodes", "")
         assert host.asked == [("nvidia-imex-ctl", "-N", "-j")] and host.timeouts == [60]
         return
-    problem = problem_of(imex.verify_domain, host, SPEC)
+    problem = refused(imex.verify_domain, host, SPEC)
     assert "the IMEX domain rack1 is not whole" in problem.what
     assert problem.evidence == fault if fault.startswith("it is") else fault in problem.evidence
     assert problem.next_step

@@ -23,8 +23,8 @@ from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from tests import simgpu
-from tests.unit.ask import problem_of
 from tests.unit.fake_host import FakeHost
+from tests.unit.refused import refused
 
 pytestmark = pytest.mark.root
 RUNTIME = "/usr/bin/nvidia-container-runtime"
@@ -185,7 +185,7 @@ def test_docker_is_asked_only_where_there_is_a_trace(host: OldHost) -> None:
 def test_a_docker_that_does_not_tell_is_an_error_where_it_must(host: OldHost, silent: tuple[str, ...]) -> None:
     host.answers[silent] = (1, "1\n2\n3\n4\nCannot connect")
     found = gathered(host)
-    problem = problem_of(with_docker, host, found, DOCKER, PACKAGES, always=True)
+    problem = refused(with_docker, host, found, DOCKER, PACKAGES, always=True)
     assert "docker does not tell" in problem.what
     assert problem.evidence.endswith("Cannot connect") and problem.next_step
     assert with_docker(host, found, DOCKER, PACKAGES) == found

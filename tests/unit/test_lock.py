@@ -12,7 +12,7 @@ import pytest
 from gpuprov.core.lock import LOCK_PATH, host_lock, try_lock
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
-from tests.unit.ask import problem_of
+from tests.unit.refused import refused
 
 HOLD = """
 import sys
@@ -74,7 +74,7 @@ def take(system: System, wait_seconds: int) -> list[str]:
 
 def test_the_second_run_names_the_holder(system: System, tmp_path: Path) -> None:
     with hold(tmp_path, "alone") as first:
-        said = str(problem_of(take, system, 5))
+        said = str(refused(take, system, 5))
         first.kill()
     assert f"pid {first.pid}: gpuprov install, since 12:00, step 4 of 10" in said
 
@@ -147,7 +147,7 @@ def test_another_users_process_that_holds_it_is_named_as_such(system: System, tm
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=65534, group=65534) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        said = str(problem_of(take, system, 0))
+        said = str(refused(take, system, 0))
         other.kill()
     assert "a process that is not root's keeps this host locked" in said
     assert f"sh (pid {other.pid}) of user 65534 has {LOCK_PATH} open" in said

@@ -330,9 +330,7 @@ def test_what_can_not_be_is_said(host: MigHost, name: str, monkeypatch: pytest.M
     monkeypatch.setattr(mig, "gather_holders", lambda system: users if system is host else ())
     if name == "used":
         host.instances = ["1g.10gb"]
-    with pytest.raises(GpuprovError) as raised:
-        divide(host, text)
-    (problem,) = raised.value.problems
+    problem = refused(divide, host, text)
     assert what in problem.what
     assert evidence in problem.evidence and problem.next_step
     assert name != "no MIG" or "A30" in problem.next_step

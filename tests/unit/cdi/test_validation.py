@@ -23,7 +23,7 @@ from gpuprov.cdi.specification import (
     render_json,
     with_root,
 )
-from gpuprov.protocol.errors import GpuprovError
+from tests.unit.refused import refused
 
 NODE = DeviceNode("/dev/nvidia0", major=195, minor=0)
 GPU = Device("gpu0", Edits(device_nodes=(NODE,)))
@@ -202,9 +202,7 @@ def document(**changes: Any) -> bytes:
     ],
 )  # fmt: skip
 def test_what_is_no_specification_is_named_by_its_place(content: bytes, says: str) -> None:
-    with pytest.raises(GpuprovError) as caught:
-        parse_json(content)
-    (problem,) = caught.value.problems
+    problem = refused(parse_json, content)
     assert problem.what == "this is no CDI specification"
     assert says in problem.evidence
 

@@ -26,7 +26,7 @@ from gpuprov.checks.outcome import Failed
 from gpuprov.checks.smi import parse_smi
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError
+from tests.unit.refused import refused
 from tests.unit.scripted import Answer, Scripted
 
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
@@ -143,9 +143,7 @@ def test_a_full_disk_asks_for_room_and_not_for_another_image(monkeypatch: pytest
     monkeypatch.setattr(engines, "own_image", lambda system: SimpleNamespace(tag="1", root=lambda: b""))
     full = Docker()
     full.answers |= {"images": (0, "", ""), "import": (1, "", "write /x/link: no space left on device")}
-    with pytest.raises(GpuprovError) as caught:
-        DOCKER.image(full)
-    assert caught.value.problems[0].next_step.endswith("docker system df")
+    assert refused(DOCKER.image, full).next_step.endswith("docker system df")
 
 
 def test_a_difference_shows_both_sides_and_what_to_do() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpuprov.engines.toml import difference, is_only_ours, merged, read_toml, with_values, without_ours
 from gpuprov.protocol.errors import GpuprovError
 from tests.examples import examples
+from tests.unit.refused import refused
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
 
@@ -182,9 +183,7 @@ def test_what_stands_after_our_block_survives() -> None:
     ],
 )
 def test_file_that_cannot_be_read_is_refused(text: str, seen: str) -> None:
-    with pytest.raises(GpuprovError) as caught:
-        with_values(text, WANTED, "/etc/config.toml")
-    (problem,) = caught.value.problems
+    problem = refused(with_values, text, WANTED, "/etc/config.toml")
     assert problem.what.startswith("/etc/config.toml is not valid TOML")
     assert seen in problem.evidence
 

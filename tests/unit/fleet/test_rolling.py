@@ -29,6 +29,7 @@ from gpuprov.protocol.events import ChangeStarted, CheckDone, Event, Finished, N
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
 from tests.unit.fleet.fleets import played, run_of
+from tests.unit.refused import refused
 
 CALLS = "calls"
 SCRIPT = """#!/bin/sh
@@ -386,9 +387,7 @@ def test_run_that_is_stopped_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [True, False])
 def test_drain_that_fails_in_silence(tmp_path: Path, after: bool) -> None:
     host = Host(tmp_path, "exit 7", after=after)
-    with pytest.raises(GpuprovError) as caught:
-        host.run()
-    (problem,) = caught.value.problems
+    problem = refused(host.run)
     assert problem.evidence == f"{host.words[0]}: exit code 7"
     assert problem.next_step.startswith(
         f"the host may be drained in part{f': {host.words[1]}' if after else ''}; fix what the command names"
